@@ -94,7 +94,8 @@ class Coordinator:
         self._on_confirmed = on_confirmed
         self._alive_ms = alive_ms
         self._polls: dict[Edge, dict[asyncio.Event, None]] = {edge: {} for edge in EDGES}
-        """What the polls under way wait on, the longest first: cleared before looking, set when it fires."""
+        """Events that the polls under way wait on, the longest first: cleared before looking, set when it
+        fires."""
         self._seen_ms = 0
         self._wrote_ms = 0
         self._stopping = False
@@ -257,7 +258,7 @@ class Coordinator:
         )
 
     def tasks(self, task_ids: Sequence[str]) -> list[Task]:
-        """Those of these tasks that there are. Raises `FaultError("unavailable")`."""
+        """Return these tasks, without those that do not exist. Raises `FaultError("unavailable")`."""
         table, found = self._ready().tasks, []
         for task_id in task_ids:
             with contextlib.suppress(ValueError, IndexError):
@@ -314,7 +315,8 @@ class Coordinator:
             self._take(index, KeepAlive())
 
     def _until_change(self, edge: Edge, left_s: float) -> float:
-        """How long to wait for an edge at most: the trainer's wait for overtaken groups ends by itself."""
+        """Return how long to wait for an edge at most: the trainer's wait for overtaken groups ends by
+        itself."""
         due_ms = self.index.overtaken_due_ms if edge == "batch" and self.index is not None else None
         return left_s if due_ms is None else min(left_s, max(0.001, (due_ms - self.now_ms) / 1000))
 
@@ -524,7 +526,7 @@ def note_decided(index: Index, writes: WriteSet, command: str, *, front_epoch: i
 
 
 def _place(meta: LedgerMeta, index: Index) -> dict[str, Any]:
-    """Where the trainers and the cursor stand; a job of one policy has its name beside its figures."""
+    """Return where the trainers and the cursor stand; a job of one policy has its name beside its figures."""
     trainers = {
         policy: {"v_train": each.v_train, "trainer_epoch": each.epoch, "checkpoint": each.checkpoint}
         for policy in index.consumers

@@ -41,7 +41,7 @@ WAITS: dict[Trouble, str] = {
     "replica": "Redis has no master for the buffer to write to",
     "refused": "Redis refuses what the buffer asks, see the log of the buffer",
 }
-"""What the buffer waits for while it cannot write, in the words that a stall is reported with."""
+"""Text for a buffer that waits because it cannot write, in the words that a stall is reported with."""
 
 
 class BufferCollector(Collector):
@@ -73,7 +73,7 @@ class BufferCollector(Collector):
         self._stats, self._lost_writes = stats, lost_writes
 
     def figures(self) -> ServiceFigures:
-        """What the buffer says to whoever asks for its status, and what it waits for."""
+        """Return what the buffer says to whoever asks for its status, and what it waits for."""
         silent_s = self.unconfirmed_s()
         unconfirmed = f"no write confirmed for {silent_s:.0f} s" if silent_s > SILENT_S else ""
         board.waits("redis", WAITS[self._trouble] if self._trouble is not None else unconfirmed)

@@ -24,7 +24,7 @@ from urllib.parse import quote, unquote
 from areal_async.rpc.by_file import Filed, FilePart
 
 PREFIX = "routes-"
-"""Of their names, which lie in one folder with those of episodes."""
+"""Beginning of their names; they lie in one folder with those of episodes."""
 GRACE_S = 3.0
 
 Place = tuple[str, int]

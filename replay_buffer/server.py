@@ -124,7 +124,7 @@ class BufferServer:
             SeeLedger: self._see,
             SeeTasks: self._see_tasks,
         }
-        """What the ledger decides by itself, and what needs more than its decision."""
+        """Requests that the ledger decides by itself, and requests that need more than its decision."""
         self.handle = by_type("buffer", self.handlers)
 
     async def _execute(self, peer: Peer, message: Request[Any], attachments: list[memoryview]) -> Answer:
@@ -160,7 +160,7 @@ class BufferServer:
                 del self._lease_waits[message.worker]
 
     def _look_again(self, worker: str) -> None:
-        """Of all lease requests that wait, have only this worker's look again."""
+        """Have only this worker's waiting lease requests look again."""
         if (waiting := self._lease_waits.get(worker)) is not None:
             waiting.set()
 
@@ -272,7 +272,7 @@ class BufferServer:
 
 
 def read_arrival(job: str, group_id: str, sample: int, blob: memoryview) -> Arrival:
-    """What a blob says of itself, checked against what its sender says of it."""
+    """Return what a blob says of itself, checked against what its sender says of it."""
     try:
         episode = unpack(blob)
         versions = {

@@ -31,7 +31,7 @@ from replay_buffer.ledger.records import Pace
 
 @dataclass(frozen=True)
 class Demand:
-    """What the formula knows of one policy."""
+    """Figures of one policy that the formula takes."""
 
     policy: str
     max_staleness: int
@@ -44,10 +44,10 @@ class Demand:
     batched: Mapping[int, int] = field(default_factory=dict)
     """Step → how many of the outstanding groups are BATCHED for it."""
     whole_batches: int = 0
-    """How many steps from the next one on have whole batches."""
+    """Number of steps, from the next one on, that have whole batches."""
 
     def outstanding_within(self, steps: int) -> int:
-        """Those that take a place of the next so many steps."""
+        """Return the number of groups that take a place of the next so many steps."""
         beyond = (count for step, count in self.batched.items() if step >= self.v_train + steps)
         return self.outstanding - sum(beyond)
 
@@ -72,7 +72,8 @@ def steps_allowed(demand: Demand, v_serving: int) -> int:
 
 
 def room(demand: Demand, v_serving: int) -> tuple[int, str]:
-    """How many groups a worker that serves `v_serving` may lease for the policy now; with 0, why none."""
+    """Return how many groups a worker that serves `v_serving` may lease for the policy now; with 0, why
+    none."""
     most = capacity(demand, v_serving)
     free = allowed(demand, v_serving) - demand.outstanding_within(steps_allowed(demand, v_serving))
     if demand.pace is not None:  # which holds back nobody while the next batch lacks groups

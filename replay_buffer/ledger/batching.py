@@ -407,7 +407,7 @@ def lease_wait(index: Index) -> str:
 
 
 def batch_wait(index: Index, policy: str) -> str:
-    """What the next step of `policy` waits for; empty when its batch can be made, or is, or no step is
+    """Return what the next step of `policy` waits for; empty when its batch can be made, or is, or no step is
     left."""
     rules, step = index.rules.consumers[policy], index.consumer(policy).v_train
     ready = index.consumers[policy].group_counts[GroupState.SCORED]
@@ -453,7 +453,7 @@ def newest_version(episode: EpisodeRecord, policy: str) -> int:
 
 
 def plans_from(index: Index, policy: str, step: int) -> Plans:
-    """What the redo log of `policy` has: empty unless its trainer is redoing steps."""
+    """Return what the redo log of `policy` has: empty unless its trainer is redoing steps."""
     plans: defaultdict[str, list[int]] = defaultdict(list)
     for number, plan in index.plans(policy, step).items():
         for group_id in plan.group_ids:

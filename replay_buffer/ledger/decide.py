@@ -92,7 +92,7 @@ DECIDES: Mapping[type[Any], Decide] = {
     BufferStarted: lambda index, command, now_ms: begun(index, now_ms),
     BytesLost: lambda index, command, now_ms: leasing.lose(index, command.places, now_ms),
 }
-"""What decides each request of the wire, and each command that the coordinator gives itself."""
+"""Functions that decide each request of the wire, and each command that the coordinator gives itself."""
 
 Command = (
     Request[Any]

@@ -1,4 +1,4 @@
-"""What becomes of a group that is not whole in time, or has nothing to teach.
+"""The end of a group that is not whole in time, or has nothing to teach.
 
 The policy of groups: under `complete` a group waits for all its samples. The other two give it a deadline,
 counted from its first lease: `deadline_drop` ends it there, `deadline_partial` goes on with the samples that

@@ -27,7 +27,7 @@ from replay_buffer.ledger.rules import Rules, Tasks
 from replay_buffer.ledger.sampling import Key, rank
 
 Edge = Literal["lease", "claim", "batch"]
-"""What a client can wait for: room to lease, something to score, a batch to train."""
+"""Events that a client can wait for: room to lease, something to score, a batch to train."""
 
 UNGENERATED = (GroupState.QUEUED, GroupState.LEASED)
 SCORABLE = (GroupState.QUEUED, GroupState.LEASED, GroupState.GENERATED)
@@ -227,7 +227,7 @@ class Index:
         return known
 
     def _claimable(self, group: GroupRecord, counts: list[int]) -> int:
-        """How many of its episodes are to be claimed."""
+        """Return how many of its episodes are to be claimed."""
         states = (GroupState.GENERATED,) if self.is_scored_as_one(group) else SCORABLE
         return counts[EpisodeState.STORED] if group.state in states else 0
 
@@ -302,7 +302,7 @@ UNBATCHED = (GroupState.QUEUED, GroupState.LEASED, GroupState.GENERATED, GroupSt
 
 
 class ConsumerIndex:
-    """What follows from the groups for the trainer of `policy`. Changed by `replace` alone."""
+    """Figures that follow from the groups for the trainer of `policy`. Changed by `replace` alone."""
 
     def __init__(self, rules: Rules, policy: str) -> None:
         self.policy = policy

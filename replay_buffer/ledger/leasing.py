@@ -55,7 +55,7 @@ FRESH_PART = 8
 
 
 def demand_of(index: Index, policy: str) -> Demand:
-    """What the admission formula knows of a policy."""
+    """Return what the admission formula knows of a policy."""
     rules, mine = index.rules.consumers[policy], index.consumers[policy]
     v_train = whole = index.consumer(policy).v_train
     while mine.batched.get(whole, 0) >= rules.batch_groups:
@@ -79,7 +79,8 @@ def is_done(index: Index, policy: str) -> bool:
 
 
 def pace_of(index: Index, policy: str) -> Pace | None:
-    """How far ahead of the policy's trainer groups are generated; None where `buffer.pacing` is `full`."""
+    """Return how far ahead of the policy's trainer groups are generated; None where `buffer.pacing` is
+    `full`."""
     rules = index.rules.consumers[policy]
     if index.rules.pacing == "full":
         return None
@@ -87,8 +88,8 @@ def pace_of(index: Index, policy: str) -> Pace | None:
 
 
 def space(index: Index) -> tuple[int, float, str]:
-    """How many groups may be new to the buffer, what they may weigh in bytes, and, where either is 0, why.
-    When it is full, generation waits; what is generated is never turned away."""
+    """Return how many groups may be new to the buffer, what they may weigh in bytes, and, where either is 0,
+    why. When it is full, generation waits; what is generated is never turned away."""
     rules, waiting = index.rules, index.group_counts[GroupState.TRAINED]
     for_checkpoint = f"; {waiting} of its groups wait for a checkpoint" if waiting else ""
     if (groups := rules.max_groups - len(index.groups)) <= 0:
@@ -134,7 +135,7 @@ def lease(index: Index, message: Lease, now_ms: int) -> Decision:
 
 
 def _places(index: Index, policy: str, serving: VersionTag | None) -> tuple[int, str]:
-    """How many groups of `policy` a worker that serves it so may lease; with 0, why."""
+    """Return how many groups of `policy` a worker that serves it so may lease; with 0, why."""
     if serving is None:
         return 0, f"this worker serves no version of {policy}"
     running = index.consumer(policy)

@@ -241,7 +241,7 @@ def _adopt_group(tx: Transaction, group: GroupRecord, held: GroupRecord | None) 
 
 
 def _refreshed(fields: dict[str, Any]) -> dict[str, Any]:
-    """What was in a batch is to be batched again; what was trained is covered by the checkpoint."""
+    """Batch again what was in a batch; what was trained is covered by the checkpoint."""
     training = {}
     for policy, each in fields["training"].items():
         if each.state == GroupState.TRAINED:

@@ -112,7 +112,7 @@ def later(pace: Pace, outage_ms: int) -> Pace:
 
 
 def explained(pace: Pace, batch_groups: int, max_staleness: int) -> str:
-    """How far ahead is generated and why, in words."""
+    """Return how far ahead is generated and why, in words."""
     held = f"holds {pace.ahead / batch_groups:.1f} of at most {max_staleness} steps ahead"
     if not pace.step_ms:
         return f"{held}, until the first steps tell more"

@@ -1,4 +1,4 @@
-"""What is stored: the records of the ledger, as they lie in Redis and in a checkpoint.
+"""The records of the ledger, as they lie in Redis and in a checkpoint.
 
 Each trained policy is a consumer of the same groups: the way of a group up to SCORED is one, and from there
 on each of its policies goes its own (`Training`).
@@ -90,15 +90,15 @@ ABSENT = EpisodeRecord(state=int(EpisodeState.ABSENT))
 
 
 class Training(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """How far the trainer of one policy has come with a group."""
+    """Progress of one policy's trainer with a group."""
 
     state: int = GroupState.SCORED
     """The state is SCORED until a batch takes it, or takes it again; then BATCHED, TRAINED, and at its end
     COMMITTED or DROPPED. It counts from the moment that the group itself is SCORED."""
     min_version: int = NO_VERSION  # The oldest version of the policy in the group's episodes
     leased_version: int = NO_VERSION
-    """What the worker of the last lease served when it leased: while that is live, no version in flight is
-    older."""
+    """Version that the worker of the last lease served when it leased: while that is live, no version in
+    flight is older."""
     step: int = -1  # The step it is batched for or was trained in last
     steps: tuple[int, ...] = ()  # The steps it was trained in so far, on the trainer's present lineage
 
@@ -274,7 +274,7 @@ class NoScores(LedgerRecord, frozen=True, array_like=True, gc=False):
 
 
 class Pace(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """How far ahead of a trainer groups are generated, and what that was found from (`pacing.py`)."""
+    """Lead of generation over a trainer, in steps, and the figures that it was found from (`pacing.py`)."""
 
     ahead: float  # Groups beyond those that the trainer works on
     waits_for: int = -1  # The step for which there were too few scored groups when the trainer asked
@@ -312,7 +312,7 @@ class Streak(LedgerRecord, frozen=True, array_like=True, gc=False):
     tasks: tuple[tuple[int, int], ...] = ()  # (row, pass) of the first few different tasks that they met
     given_up: tuple[Attempt, ...] = ()  # Groups dropped for it meanwhile
     taken_back: tuple[Attempt, ...] = ()
-    """Those of them that were tried once more, as they were given up first."""
+    """Samples that were tried once more, as they were given up first."""
 
 
 class Consumer(LedgerRecord, frozen=True, array_like=True, gc=False):

@@ -25,7 +25,7 @@ most."""
 
 @dataclass(frozen=True)
 class VerdictPolicy:
-    """What is done about a verdict that is no score: it is tried again while the episode has had at most
+    """Treatment of a verdict that is no score: it is tried again while the episode has had at most
     `retries` such verdicts, of whatever kind; then the group is dropped, the episode masked, or the job
     failed."""
 
@@ -48,7 +48,7 @@ class ConsumerRules:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the job file says (`areal_async/config/job.py`), durations in integer milliseconds."""
+    """Rules of the job file (`areal_async/config/job.py`), durations in integer milliseconds."""
 
     group_size: int  # n: episodes in a group
     consumers: Mapping[str, ConsumerRules]  # The trained policies by name
@@ -146,7 +146,7 @@ class Rules:
         return tuple(self.consumers if self.uses is None else self.uses(task))
 
     def on(self, kind: VerdictKind) -> VerdictPolicy:
-        """What is done about a verdict of a kind that is no score."""
+        """Return what is done about a verdict of a kind that is no score."""
         return {"timeout": self.on_timeout, "error": self.on_error, "abstain": self.on_abstain}[kind]
 
     def scope(self, task: Task) -> Scope:

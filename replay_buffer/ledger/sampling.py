@@ -23,8 +23,8 @@ Key = tuple[float, ...]
 
 
 def rank(rules: Rules, group: GroupRecord, version: int) -> Key:
-    """Where a scored group stands for a policy whose oldest version in it is `version`: the smaller, the
-    earlier. Ties go to the older version, then the older group."""
+    """Return where a scored group stands for a policy whose oldest version in it is `version`: the smaller,
+    the earlier. Ties go to the older version, then the older group."""
     seq = group.seq
     if rules.sampling == "fifo":
         return (version, seq)
@@ -37,7 +37,7 @@ def rank(rules: Rules, group: GroupRecord, version: int) -> Key:
 
 
 def priority(rules: Rules, group: GroupRecord) -> float:
-    """How much there is to learn from a group, by its rewards r_i with mean m: their variance,
+    """Return how much there is to learn from a group, by its rewards r_i with mean m: their variance,
     mean (r_i − m)², or `advantage`, mean |r_i − m|: its advantages before any division by a deviation."""
     rewards = [episode.reward for episode in group.episodes if episode.state == EpisodeState.VERDICT]
     if not rewards:
@@ -77,7 +77,7 @@ def choose(
 
 
 def overtaken_by_reuse(unfinished: Iterable[int], *, step: int, eta: int, batch_groups: int) -> int:
-    """How many groups under way would lose their place if `step` took none of them.
+    """Return how many groups under way would lose their place if `step` took none of them.
 
     Those of version `step − η` or older are left out: whether a step waits for them is `on_overtaken`'s."""
     held = Counter(version for version in unfinished if version > step - eta)
@@ -85,7 +85,7 @@ def overtaken_by_reuse(unfinished: Iterable[int], *, step: int, eta: int, batch_
 
 
 def _must_go(held: Counter[int], *, step: int, eta: int, batch_groups: int) -> Iterable[tuple[int, int]]:
-    """How many groups of each version or older, ascending, find no place after `step`."""
+    """Return how many groups of each version or older, ascending, find no place after `step`."""
     so_far = 0
     for version in sorted(held):
         so_far += held[version]

@@ -91,7 +91,7 @@ def _claim_group(
 
 
 def end_claim(tx: Transaction, claim_id: str, reason: str) -> None:
-    """What it holds is to be claimed again."""
+    """Let others claim what it holds."""
     claim = tx.index.claims[claim_id]
     tx.set_claim(claim_id, None)
     group = tx.group(claim.group_id)
@@ -139,7 +139,7 @@ def checked(verdict: Verdict, episode: EpisodeRecord) -> Verdict:
 
 
 def _problem(parts: Parts, episode: EpisodeRecord) -> Failure | None:
-    """What is wrong with the rewards of parts; None when nothing is."""
+    """Return what is wrong with the rewards of parts; None when nothing is."""
     what = ""
     if len(parts.units) not in (0, episode.n_units):
         what = f"{len(parts.units)} rewards of units for an episode of {episode.n_units} units"

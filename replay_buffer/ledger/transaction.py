@@ -59,7 +59,7 @@ TRY_AGAIN = frozenset({"stale", "overtaken", "abandoned", "bytes_lost"})
 
 @dataclass
 class Decision:
-    """What to answer, and what must be written first. Without writes there is nothing to make true."""
+    """A reply, and the records that must be written first. Without writes there is nothing to make true."""
 
     reply: Message
     writes: WriteSet | None = None
@@ -89,7 +89,7 @@ class Transaction:
         return self.index.groups.get(group_id)
 
     def groups(self, ids: Iterable[str]) -> list[GroupRecord]:
-        """Those of `ids` that still exist."""
+        """Return the groups of `ids` that still exist."""
         return [group for group_id in ids if (group := self.group(group_id)) is not None]
 
     # --- writing ---
@@ -311,7 +311,7 @@ def _with(group: GroupRecord, changed: dict[int, EpisodeRecord]) -> tuple[Episod
 
 
 def _masked(episode: EpisodeRecord) -> EpisodeRecord:
-    """What is kept of an episode: enough to answer a repeated put or verdict."""
+    """Return what is kept of an episode: enough to answer a repeated put or verdict."""
     return EpisodeRecord(
         state=int(EpisodeState.MASKED),
         lease=episode.lease,

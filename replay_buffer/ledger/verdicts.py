@@ -128,7 +128,7 @@ def _judge(tx: Transaction, group: GroupRecord, taken: Judged) -> None:
 
 
 def _action(rules: Rules, held: EpisodeRecord, verdict: Verdict) -> Action:
-    """What a verdict asks for, by the policy of its kind."""
+    """Return the action that a verdict asks for, by the policy of its kind."""
     kind = kind_of(verdict)
     if kind == "score":
         return "score"

@@ -1,4 +1,4 @@
-"""Where a job's Redis is, how to log in there, and what can go wrong between the buffer and it."""
+"""Address and login of a job's Redis, and what can go wrong between the buffer and it."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ REFUSALS: tuple[tuple[str, Trouble, str], ...] = (
 
 
 def refusal(answer: str) -> StoreUnavailable:
-    """What an error answer of Redis, of a command or out of a script, means for whoever waits, and what to do
-    about it."""
+    """Return what an error answer of Redis, of a command or out of a script, means for whoever waits, and
+    what to do about it."""
     for code, trouble, fix in REFUSALS:
         if code in answer:
             said = answer[answer.index(code) :]  # without what a script's traceback puts in front

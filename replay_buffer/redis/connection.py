@@ -101,7 +101,7 @@ class RedisConnection(asyncio.Protocol):
         return checked(await self.call(*command))
 
     async def info(self, *sections: str) -> dict[str, str]:
-        """What the server says of itself, by field."""
+        """Return what the server says of itself, by field."""
         lines = (await self.ask("INFO", *sections)).decode().splitlines()
         return {name: value for name, found, value in (line.partition(":") for line in lines) if found}
 

@@ -44,7 +44,7 @@ EpisodeKey = tuple[str, int]
 
 
 class BlobRef(msgspec.Struct, frozen=True, array_like=True):
-    """Where the bytes of one episode lie."""
+    """Place of the bytes of one episode."""
 
     name: str  # The file's name, or what the keys' names begin with. One message's large episodes share it
     size_bytes: int
@@ -66,7 +66,7 @@ class PreparedWrite:
 
 
 class Large:
-    """What lies where, as of the last write submitted."""
+    """Place of each episode, as of the last write submitted."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
@@ -75,7 +75,7 @@ class Large:
         self._parcels = 0
 
     def load(self, table: Mapping[bytes, bytes], front_epoch: int) -> None:
-        """What Redis holds, read by the front of this epoch."""
+        """Take over what Redis holds, read by the front of this epoch."""
         self._refs = {}
         self._front_epoch = front_epoch
         self._parcels = 0
@@ -136,7 +136,7 @@ class Large:
         return gone
 
     def _unused(self, names: list[str], groups: Mapping[str, object]) -> list[str]:
-        """Those files that no episode is in any more. A file holds episodes of one group."""
+        """Return the files that hold no episode any more. A file holds episodes of one group."""
         used = {ref.name for group_id in groups for ref in self._refs.get(group_id, {}).values()}
         return [name for name in dict.fromkeys(names) if name not in used]
 
@@ -274,7 +274,7 @@ class BlobFiles:
                 self._removing[name] = loop.call_later(self._grace_s, late)
 
     def close(self) -> None:
-        """What is left to remove waits for the next `open`."""
+        """Stop removing; the next `open` removes what is left."""
         for handle in self._removing.values():
             if handle is not None:
                 handle.cancel()

@@ -1,5 +1,5 @@
-"""What holds a job up, and what would balance it: found by simulating it with a part that is faster, and with
-settings that are others. Pure, given costs."""
+"""The part that holds a job up, and changes that would balance it: found by simulating it with a part that is
+faster, and with settings that are others. Pure, given costs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Advice:
-    """What was found. Alternatives are sorted, the fastest first."""
+    """Findings. Alternatives are sorted, the fastest first."""
 
     now: Variant
     parts: list[Variant]

@@ -1,4 +1,4 @@
-"""What the parts of a job cost: the file that `areal-async simulate --costs` reads."""
+"""Costs of the parts of a job: the file that `areal-async simulate --costs` reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Spread(Section):
     sigma: float = Field(default=0.0, ge=0, le=5)
     """Standard deviation of the logarithm; 0 is constant."""
     most: float | None = Field(default=None, gt=0)
-    """What is larger is cut to this, as `rollout.sampling.max_new_tokens` cuts an answer."""
+    """Largest length: a larger one is cut to this, as `rollout.sampling.max_new_tokens` cuts an answer."""
     quantiles: tuple[float, ...] = ()
     """Instead of a mean: values at even shares from the least to the most; what is between them is drawn."""
 
@@ -122,7 +122,7 @@ class PublicationCosts(Section):
 
 
 class MachineCosts(Section):
-    """For jobs whose services share the cores of one machine. Without it nobody slows down anybody."""
+    """Cores that the services of a job share on one machine. Without it nobody slows down anybody."""
 
     cores: float | None = Field(default=None, gt=0)
     """Cores of the machine."""
@@ -161,7 +161,7 @@ def read_costs(path: Path) -> Costs:
 
 
 def _mistake(detail: Mapping[str, Any]) -> Mistake:
-    """What one entry of `ValidationError.errors()` says of the file."""
+    """Return what one entry of `ValidationError.errors()` says of the file."""
     field, found = ".".join(map(str, detail["loc"])) or "the file", detail.get("input")
     section = _section(detail["loc"][:-1])
     if detail["type"] == "missing":

@@ -50,7 +50,7 @@ class SimulatedWorld(Protocol):
     def workers(self) -> int: ...
 
     def room(self, worker: int, step: int) -> int:
-        """How many more groups the worker takes now, while `step` is to be trained."""
+        """Return how many more groups the worker takes now, while `step` is to be trained."""
 
     def generate(self, worker: int, group_id: str, version: int) -> None:
         """Make the group's episodes with the weights of `version`, then call `SimulatedJob.generated`."""
@@ -62,10 +62,11 @@ class SimulatedWorld(Protocol):
         """Train a step, then call `SimulatedJob.trained`."""
 
     def publish_ms(self) -> tuple[float, float]:
-        """For how long a publication keeps the trainer, and how long it then takes beside the next step."""
+        """Time for which a publication keeps the trainer, and time that it then takes beside the next
+        step."""
 
     def exchange_ms(self, worker: int) -> float:
-        """From the end of a publication until the worker serves it."""
+        """Time from the end of a publication until the worker serves it."""
 
     def served(self, worker: int, version: int) -> None:
         """The worker serves `version` from now on."""
@@ -73,7 +74,7 @@ class SimulatedWorld(Protocol):
 
 @dataclass(frozen=True)
 class Tally:
-    """What a job had come to at one moment. Times in ms, `dropped` in groups."""
+    """State of a job at one moment. Times in ms, `dropped` in groups."""
 
     at_ms: float
     steps: int
@@ -83,14 +84,14 @@ class Tally:
 
 @dataclass(frozen=True)
 class Figures:
-    """What was seen after the warm-up. `trained` and `dropped` are groups."""
+    """Figures after the warm-up. `trained` and `dropped` are groups."""
 
     steps: int
     elapsed_ms: float
     trained: int
     dropped: int
     max_staleness: int
-    """Of all steps, those of the warm-up too."""
+    """Count over all steps, those of the warm-up too."""
     mean_staleness: float
     overlapped: int
     """Steps, of all, that began while groups were generated: none in synchronous training."""
@@ -154,7 +155,7 @@ class SimulatedJob:
         self._checkpoint_every = checkpoint_every
         self._edges: set[Edge] = set()
         self._leases: dict[str, tuple[LeasedGroup, int, int]] = {}
-        """Of what is generated: lease, worker, and the version that its first unit is sampled from."""
+        """Groups that are generated: lease, worker, and the version that its first unit is sampled from."""
         self._claims: dict[str, EpisodeVerdict] = {}
         self._refused = [False] * world.workers
         """Who was given less than it asked for: it asks again when a place becomes free."""

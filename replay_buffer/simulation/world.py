@@ -20,7 +20,7 @@ from replay_buffer.simulation.job import Figures, SimulatedJob
 
 @dataclass(frozen=True)
 class Shape:
-    """How large the parts of a job are."""
+    """Sizes of the parts of a job."""
 
     group_size: int
     workers: int = 1
@@ -51,7 +51,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a job is predicted to do once it runs evenly. Shares are of the time."""
+    """Prediction for a job that runs evenly. Shares are of the time."""
 
     steps_per_s: float
     step_s: float
@@ -61,11 +61,11 @@ class Prediction:
     staleness_mean: float
     staleness_max: int
     trainer_idle: float
-    """In which the trainer waits for a batch and for its bytes."""
+    """Share in which the trainer waits for a batch and its bytes."""
     rollout_idle: float
-    """In which an engine computes nothing, the mean of all of them."""
+    """Share in which an engine computes nothing, as the mean of all engines."""
     reward_idle: float
-    """In which a scoring process has nothing to score."""
+    """Share in which a scoring process has nothing to score."""
     wasted: float
     """Groups dropped per group generated."""
     running: float
@@ -278,14 +278,14 @@ class MeasuredWorld:
 
 
 def simulated(job: JobConfig, costs: Costs, *, steps: int, seed: int = 0) -> Prediction:
-    """What `job` is predicted to do, over `steps` steps after a warm-up."""
+    """Predict `job` over `steps` steps after a warm-up."""
     return predicted(Rules.of(job), Shape.of(job), costs, steps=steps, seed=seed)
 
 
 def predicted(
     rules: Rules, shape: Shape, costs: Costs, *, steps: int, seed: int = 0, warm_up: int | None = None
 ) -> Prediction:
-    """What a job of these rules and this shape is predicted to do. It is taken to have no end."""
+    """Predict a job of these rules and this shape. It is taken to have no end."""
     (name,) = rules.consumers
     endless = replace(rules, consumers={name: replace(rules.consumers[name], steps=1 << 40)})
     if warm_up is None:

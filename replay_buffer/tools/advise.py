@@ -48,7 +48,7 @@ def main(request: AdviseRequest) -> None:
 
 
 def seen_in(window: Window) -> dict[str, float]:
-    """What the run did between its `load` records: steps a second, mean staleness, idle shares."""
+    """Return what the run did between its `load` records: steps a second, mean staleness, idle shares."""
     workers = len(window.named("rollout"))
     waited, took = sum(r["wait_s"] for r in window.steps), sum(r["step_s"] for r in window.steps)
     return {

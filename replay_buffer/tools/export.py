@@ -51,7 +51,7 @@ async def export(request: ExportRequest) -> dict[str, int]:
 
 
 def exported(group: GroupRecord, sample: int, blob: bytes, data_source: str) -> ExportedEpisode:
-    """What the ledger says of an episode, beside its bytes."""
+    """Return what the ledger says of an episode, beside its bytes."""
     episode = group.episodes[sample]
     judged = episode.state == EpisodeState.VERDICT
     return ExportedEpisode(

@@ -1,4 +1,4 @@
-"""What the parts of earlier runs have cost, from their records of kind `step` and `load` (docs/metrics.md).
+"""Costs of the parts of earlier runs, from their records of kind `step` and `load` (docs/metrics.md).
 
 Services that share the cores of a machine hold each other up, and how long a step took says how long it had
 to wait for a core too. So where trainer and engines compute on CPUs, costs are CPU time, and the simulation
@@ -36,7 +36,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Window:
-    """What a run has used up between its first `load` record and its last."""
+    """Use of time by a run between its first `load` record and its last."""
 
     job: JobConfig
     steps: Sequence[Record]  # The step records between them
@@ -69,7 +69,7 @@ class Window:
         return int(self.last["steps"] - self.first["steps"])
 
     def used(self, prefix: str, *path: str) -> float:
-        """How much a figure of the services of this name has grown, all of them together."""
+        """Return how much a figure of the services of this name has grown, all of them together."""
         return float(
             sum(_at(self.last, name, path) - _at(self.first, name, path) for name in self.named(prefix))
         )
@@ -216,7 +216,7 @@ def _least_squares(products: np.ndarray, by_value: np.ndarray) -> list[float]:
 
 
 def _quantiles(window: Window) -> tuple[float, ...]:
-    """Those of the lengths of answers, the mean over steps."""
+    """Return the quantiles of the lengths of answers, as the mean over steps."""
     each = np.array([record["sampled_quantiles"] for record in window.steps])
     quantiles = each.mean(0)
     # Between quantiles is drawn evenly; whole tokens are not: what that changes in the mean is put right.

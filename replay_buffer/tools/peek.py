@@ -35,7 +35,7 @@ def main(request: PeekRequest) -> None:
 
 
 async def found_by(request: PeekRequest) -> tuple[dict[str, Any], RenderableType]:
-    """What was asked for, as JSON and as a page. Raises `NotFound` for a name that the buffer does not
+    """Return what was asked for, as JSON and as a page. Raises `NotFound` for a name that the buffer does not
     hold."""
     state = state_of(request.state)
     async with open_reader(find_run(request.run)) as reader:
@@ -87,7 +87,7 @@ def find(look: Look, name: str) -> tuple[GroupRecord, int | None]:
 
 
 def answer_of(group: GroupRecord) -> dict[str, Any]:
-    """What the ledger has of a group, with names for its states."""
+    """Return what the ledger has of a group, with names for its states."""
     found = asdict(group) | {"state": GroupState(group.least_state).name, "steps": steps_of(group)}
     episodes = enumerate(asdict(each) for each in group.episodes)
     return found | {
@@ -103,7 +103,7 @@ def answer_of(group: GroupRecord) -> dict[str, Any]:
 
 
 def texts_of(look: Look, group: GroupRecord, held: Episode) -> dict[str, str]:
-    """What an episode says, beside what would be right."""
+    """Return what an episode says, beside what would be right."""
     truth = look.index.tasks.task(group.row, group.pass_index).ground_truth
     header = held.header
     return {"prompt": header.prompt_text, "response": header.response_text, "ground truth": str(truth)}
@@ -134,7 +134,7 @@ def groups_page(look: Look, groups: Sequence[GroupRecord], limit: int) -> Render
 
 
 def group_page(look: Look, group: GroupRecord) -> RenderableType:
-    """What the ledger says of a group and each of its episodes."""
+    """Return what the ledger says of a group and each of its episodes."""
     rows = (
         (
             f"{group.group_id}.{sample}",
@@ -152,7 +152,8 @@ def group_page(look: Look, group: GroupRecord) -> RenderableType:
 
 
 def episode_page(look: Look, group: GroupRecord, sample: int, blob: bytes | None) -> RenderableType:
-    """What the ledger says of an episode, and what the episode holds. `blob` is None when it is not held."""
+    """Return what the ledger says of an episode, and what the episode holds. `blob` is None when it is not
+    held."""
     episode, title = group.episodes[sample], Text(f"{group.group_id}.{sample}", "bold")
     components = "".join(f", {name} {value:g}" for name, value in (episode.components or {}).items())
     rows = _of_group(look, group) | {

@@ -118,7 +118,7 @@ class BufferReader:
         return Look(index, seen.now_ms, seen.now_ms, seen.redis_bytes)
 
     async def blobs(self, group: GroupRecord) -> dict[int, bytes]:
-        """As of `LedgerReader`. Raises `WireError`."""
+        """Return the bytes of the episodes by sample, as `LedgerReader` does. Raises `WireError`."""
         blobs = {}
         for sample in range(len(group.episodes)):
             asked = Fetch([f"{group.group_id}.{sample}"])
