@@ -23,8 +23,8 @@ import msgspec
 
 from areal_async.base.own_files import NotOurs, read_own
 from areal_async.base.processes import start_of
+from areal_async.base.topology import Role
 from areal_async.launch.folders import Owner
-from areal_async.service.context import Role
 
 REQUEST, CLAIM, STOP, ENDING = "request.json", "claim", "stop", "ending.json"
 RECORD_BYTES = 64 << 10

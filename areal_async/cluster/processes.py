@@ -20,6 +20,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from areal_async.base.processes import RUN_VARIABLE
+from areal_async.base.topology import Role
 from areal_async.cluster.attempt import (
     REQUEST,
     STOP,
@@ -36,7 +37,6 @@ from areal_async.config.devices import names_of
 from areal_async.launch.folders import Owner, clean_up
 from areal_async.launch.launcher import WAITS
 from areal_async.launch.plan import MODULES
-from areal_async.service.context import Role
 
 OUTPUT = "output.log"
 LAST_WORDS_BYTES = 2000

@@ -52,18 +52,6 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """A value that only travels inside messages (and is stored, where the ledger says so)."""
 
 
-class Task(Record, frozen=True):
-    """One prompt with its ground truth. `task_id` is `<dataset hash>:<row>:<pass>`."""
-
-    task_id: str
-    prompt: list[dict[str, Any]] | str
-    data_source: str = ""
-    ability: str = ""
-    reward_style: str = ""
-    ground_truth: Any = None
-    extra_info: dict[str, Any] = {}
-
-
 # --- every service -----------------------------------------------------------------------------------
 
 
