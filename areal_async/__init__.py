@@ -105,7 +105,7 @@ _PLACES = {
     "areal_async.cli.quickstart.main": "quickstart_job",
     "areal_async.cli.quickstart.model": "make_tokenizer write_model",
     "areal_async.base.versions": "VersionTag",
-    "areal_async.rpc.schema": "Task",
+    "areal_async.base.task": "Task",
     "areal_async.trajectory.verdicts": "Abstain Failure FaultOf Parts Score Timeout Verdict",
     "areal_async.rpc.weights_messages": "SnapshotNotice",
     "areal_async.launch.aggregator": "RunStatus",

@@ -25,110 +25,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import Field
 
 from areal_async.base.mistakes import Mistake
-from areal_async.base.versions import VersionTag
 from areal_async.config.base import Section
 from areal_async.config.devices import rank_device, shared_with_engines
 from areal_async.config.engines import declared_engine, engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import load_part
 from areal_async.config.registry import ENGINES
-from areal_async.rpc.schema import Message
-from areal_async.rpc.weights_messages import SnapshotNotice
+from areal_async.weights.channels.channel import Channel, PublishingEnd, ReceivingEnd
 
 if TYPE_CHECKING:
-    import torch
-
-    from areal_async.rpc.client import Client
-    from areal_async.rpc.server import Answer
     from areal_async.service.context import ServiceContext
-
-
-class PublishingEnd:
-    """The trainer's end. This one leaves the files where they are."""
-
-    takes_tensors = False
-    """Whether `offer` is called, which takes a trainer of one rank: it wants all tensors at once."""
-
-    async def start(self) -> None:
-        """Begin to serve. Raises `ArealError`."""
-
-    async def close(self) -> None:
-        """Leave no thread and no socket behind."""
-
-    def offer(self, tag: VersionTag, tensors: Mapping[str, torch.Tensor]) -> None:
-        """These tensors, on the trainer's device, are about to be published as `tag`; they may change as soon
-        as this returns."""
-
-    def add(self, directory: Path, manifest_hash: str) -> None:
-        """The complete `directory` (of a snapshot or of a delta) may be fetched from now on."""
-
-    def remove(self, manifest_hash: str) -> bool:
-        """It may be fetched no more; whether its files may be overwritten, since nobody reads them."""
-        return True
-
-    async def answer(self, message: Message) -> Answer | None:
-        """The answer to a receiver; None for a message that is not for this channel. Raises `FaultError`."""
-        return None
-
-
-class ReceivingEnd:
-    """The end of one receiver. This one reads where the trainer wrote."""
-
-    makes_deltas = False
-    """Whether the snapshot that was brought last is held here, so that the next can be made of it."""
-
-    async def bring(self, notice: SnapshotNotice, publisher: Client) -> Path:
-        """The path of the announced snapshot on this host. `publisher` is the receiver's connection to it.
-        Raises `SnapshotError` for what cannot be brought."""
-        return Path(notice.path)
-
-    def served(self, tag: VersionTag, *, failed: bool = False) -> None:
-        """The receiver uses `tag` now, or `failed` to: files that it no longer needs may go."""
-
-    def distrust(self, notice: SnapshotNotice) -> None:
-        """What was brought did not open: the next try must not find it."""
-
-    async def close(self) -> None:
-        """Leave no socket behind."""
-
-
-class Channel:
-    """What a channel declares, and its ends. All members are static; the module that holds it must not import
-    torch, since a job file is checked with it."""
-
-    class Arguments(Section):
-        """The arguments of the channel, which the job file has in `weights.channel_args`."""
-
-    deltas = False
-    """Whether `weights.codec: auto` makes deltas: only where they save the bytes of a network."""
-    one_host = False
-    """Whether it reaches none but the processes of the trainer's host."""
-    from_device = False
-    """Whether `offer` wants the tensors on the trainer's device."""
-
-    @staticmethod
-    def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """What is wrong with a job that uses this channel with these arguments, which stand in `field`."""
-        yield from ()
-
-    @staticmethod
-    def check_files(arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """What is wrong with the files that the arguments name."""
-        yield from ()
-
-    @staticmethod
-    def directory(job: JobConfig) -> Path | None:
-        """Where snapshots lie; None for the shared memory of the run. What is there is removed at the end."""
-        return None
-
-    @staticmethod
-    def publishing_end(ctx: ServiceContext) -> PublishingEnd:
-        return PublishingEnd()
-
-    @staticmethod
-    def receiving_end(ctx: ServiceContext, name: str) -> ReceivingEnd:
-        """`name` is that of the receiver."""
-        return ReceivingEnd()
 
 
 def channel_of(job: JobConfig) -> type[Channel]:

@@ -34,7 +34,7 @@ from areal_async.rpc.client import Client
 from areal_async.rpc.secret import CHUNKS, Access
 from areal_async.rpc.weights_messages import FindSources, GetChunk, SnapshotNotice
 from areal_async.weights import metrics
-from areal_async.weights.channels import ReceivingEnd
+from areal_async.weights.channels.channel import ReceivingEnd
 from areal_async.weights.channels.chunks import PartialDownload, decode_table
 from areal_async.weights.channels.host_cache import HostCache
 from areal_async.weights.channels.serving import MAX_ASKED, ChunkServer

@@ -27,7 +27,7 @@ from areal_async.rpc.secret import CHUNKS, Access
 from areal_async.rpc.server import Answer, Peer, Server
 from areal_async.rpc.weights_messages import FindSources, GetChunk, Sources
 from areal_async.weights import metrics
-from areal_async.weights.channels import PublishingEnd
+from areal_async.weights.channels.channel import PublishingEnd
 from areal_async.weights.channels.chunks import ChunkStore, build_table, encode_table
 
 MAX_ASKED = 64  # Chunks that one receiver may have asked for and not received

@@ -52,7 +52,7 @@ from areal_async.rpc.weights_messages import (
     TensorBucket,
 )
 from areal_async.weights import metrics
-from areal_async.weights.channels import PublishingEnd
+from areal_async.weights.channels.channel import PublishingEnd
 from areal_async.weights.channels.tensor_group import TensorGroup, settle
 
 BUCKET_BYTES = 512 << 20
