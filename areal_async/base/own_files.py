@@ -15,6 +15,7 @@ import fcntl
 import mmap
 import os
 import pwd
+import secrets
 import shutil
 import stat
 import struct
@@ -136,6 +137,33 @@ def append_beneath(root: Path, name: str, data: bytes) -> None:
         if (written := file.write(data)) != len(data):
             file.truncate(before)
             raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were written to {root / name}")
+
+
+def write_whole(path: Path, content: bytes, *, mode: int = 0o600, durable: bool = False) -> None:
+    """Replace the file `path`, so that readers see the old content or all of the new. A `durable` file is on
+    the disk when this returns. Raises OSError; nothing is left behind then."""
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, mode)
+            file.write(content)
+        if durable:
+            sync(fresh)
+        fresh.replace(path)
+        if durable:
+            sync(path.parent)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to the disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def reserve(fd: int, size_bytes: int) -> None:

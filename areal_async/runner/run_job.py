@@ -36,7 +36,7 @@ from areal_async.base.errors import (
 from areal_async.base.events import close_events, open_events
 from areal_async.base.log import end_logging, get_logger, setup_logging
 from areal_async.base.metrics import other_hosts, serve_metrics
-from areal_async.base.own_files import private_files
+from areal_async.base.own_files import private_files, write_whole
 from areal_async.base.processes import raise_file_limit
 from areal_async.base.topology import Role, Topology
 from areal_async.config.cluster import ClusterConfig
@@ -314,9 +314,7 @@ def _ended(
     records = as_it_became(read_run_log(run_log.path))
     summary = summarise(job, records, buffer=final.get("buffer"))
     _draw(job, records, folders)
-    unfinished = folders.run_dir / "summary.json.tmp"
-    unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(folders.run_dir / "summary.json")
+    write_whole(folders.run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
     _report(job, folders)
     return RunResult(folders.run_dir, summary)
 

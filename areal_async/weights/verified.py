@@ -25,6 +25,7 @@ from typing import TypeVar
 
 import msgspec
 
+from areal_async.base.own_files import write_whole
 from areal_async.weights.channels.host_cache import lock_file
 from areal_async.weights.manifest import HASH_PREFIX
 
@@ -114,12 +115,7 @@ class HostRecords:
     def _leave(self, path: Path, record: _Record) -> None:
         """Without it the next process verifies too: an error is no reason to refuse the snapshot."""
         with suppress(OSError):
-            unfinished = path.with_suffix(f".{os.getpid()}")
-            unfinished.unlink(missing_ok=True)
-            fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(msgspec.json.encode(record))
-            unfinished.rename(path)
+            write_whole(path, msgspec.json.encode(record))
             found = sorted((each for each in self._folder.iterdir() if not each.suffix), key=_modified_ns)
             for old in found[:-KEPT]:
                 old.unlink(missing_ok=True)
