@@ -9,9 +9,9 @@ not over.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -31,7 +31,9 @@ class Lanes(Generic[T]):
     """The requests that wait, by the name of their lane. Of the lanes that could go on, the one goes that is
     furthest behind its share, the heavier first where they are level (smooth weighted round robin)."""
 
-    def __init__(self, lanes: Mapping[str, Lane]) -> None:
+    def __init__(self, lanes: Mapping[str, Lane], lane_of: Callable[[Any], str] = lambda _: "all") -> None:
+        """`lane_of` names the lane of a request."""
+        self.lane_of = lane_of
         self._lanes = dict(sorted(lanes.items(), key=lambda item: -item[1].weight))
         self._waiting: dict[str, deque[tuple[T, int]]] = {name: deque() for name in self._lanes}
         self._bytes = dict.fromkeys(self._lanes, 0)
@@ -41,9 +43,8 @@ class Lanes(Generic[T]):
     def push(self, lane: str, item: T, size_bytes: int = 0) -> bool:
         """Have `item` wait; False when its lane is full."""
         limits, waiting = self._lanes[lane], self._waiting[lane]
-        if len(waiting) >= limits.most_waiting:
-            return False
-        if waiting and self._bytes[lane] + size_bytes > limits.most_bytes:
+        over = waiting and self._bytes[lane] + size_bytes > limits.most_bytes
+        if over or len(waiting) >= limits.most_waiting:
             return False
         waiting.append((item, size_bytes))
         self._bytes[lane] += size_bytes
@@ -51,7 +52,11 @@ class Lanes(Generic[T]):
 
     def pop(self) -> tuple[str, T] | None:
         """The next request and its lane, which now runs it until `done`; None when none may begin."""
-        able = [name for name, limits in self._lanes.items() if self._able(name, limits)]
+        able = [
+            name
+            for name, limits in self._lanes.items()
+            if self._waiting[name] and self._running[name] < limits.most_running
+        ]
         if not able:
             return None
         for name in able:
@@ -79,6 +84,3 @@ class Lanes(Generic[T]):
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
-
-    def _able(self, name: str, limits: Lane) -> bool:
-        return bool(self._waiting[name]) and self._running[name] < limits.most_running

@@ -2,7 +2,7 @@
 
 Promise: while a client waits for request `r`, `r` runs at most once at a time, and once it has answered it is
 not run again as long as its reply is remembered. Replies are forgotten as soon as the client says that it has
-them (the `floor` of its later requests), and otherwise oldest first beyond `max_entries` or `max_bytes`.
+them (the `floor` of its later requests), and otherwise oldest first beyond the limits.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import takewhile
 
 from typing_extensions import Buffer
+
+from areal_async.rpc.frames import MAX_MESSAGE_BYTES
 
 
 class Admission(Enum):
@@ -35,11 +38,20 @@ class _Memory:
     floor: int = 0
 
 
+@dataclass(frozen=True)
+class ServerLimits:
+    """Bounds of one server: requests under way for each client, remembered replies, and the bytes of a frame,
+    of which a longer one ends its connection."""
+
+    in_flight: int = 64
+    cached_replies: int = 4096
+    cached_bytes: int = 64 << 20
+    part_bytes: int = MAX_MESSAGE_BYTES
+
+
 class ReplyBook:
-    def __init__(self, max_in_flight: int, max_entries: int, max_bytes: int, max_clients: int) -> None:
-        self._max_in_flight = max_in_flight
-        self._max_entries = max_entries
-        self._max_bytes = max_bytes
+    def __init__(self, limits: ServerLimits, max_clients: int) -> None:
+        self._limits = limits
         self._max_clients = max_clients
         self._clients: OrderedDict[int, _Memory] = OrderedDict()
         self._sizes: OrderedDict[tuple[int, int], int] = OrderedDict()
@@ -50,11 +62,8 @@ class ReplyBook:
 
     def admit(self, client: int, request: int, floor: int) -> Admission:
         """Decide about one arrival of a request; RUN obliges the caller to `finish` it."""
-        memory = self._clients.get(client)
-        if memory is None:
-            memory = self._remember(client)
-        else:
-            self._clients.move_to_end(client)
+        memory = self._clients.get(client) or self._remember(client)
+        self._clients.move_to_end(client)
         if floor > memory.floor:
             memory.floor = floor
             self._forget_below(client, memory)
@@ -62,7 +71,7 @@ class ReplyBook:
             return Admission.STALE
         if request in memory.replies:
             return Admission.JOIN if memory.replies[request] is None else Admission.REPLAY
-        if memory.running >= self._max_in_flight:
+        if memory.running >= self._limits.in_flight:
             return Admission.BUSY
         memory.replies[request] = None
         memory.running += 1
@@ -91,7 +100,8 @@ class ReplyBook:
         size = sum(memoryview(frame).nbytes for frame in frames)
         self._sizes[(client, request)] = size
         self.size_bytes += size
-        while self._sizes and (len(self._sizes) > self._max_entries or self.size_bytes > self._max_bytes):
+        most, most_bytes = self._limits.cached_replies, self._limits.cached_bytes
+        while self._sizes and (len(self._sizes) > most or self.size_bytes > most_bytes):
             (other, old), old_size = self._sizes.popitem(last=False)
             self.size_bytes -= old_size
             del self._clients[other].replies[old]
@@ -116,12 +126,7 @@ class ReplyBook:
 
     def _forget_below(self, client: int, memory: _Memory) -> None:
         # Ids are in order of arrival, so this looks at the forgotten ones and at most the running ones.
-        done = []
-        for request, frames in memory.replies.items():
-            if request >= memory.floor:
-                break
-            if frames is not None:
-                done.append(request)
-        for request in done:
+        below = takewhile(lambda item: item[0] < memory.floor, memory.replies.items())
+        for request in [request for request, frames in below if frames is not None]:
             del memory.replies[request]
             self.size_bytes -= self._sizes.pop((client, request))

@@ -47,7 +47,7 @@ from areal_async.rpc.frames import (
 from areal_async.rpc.lanes import Lane, Lanes
 from areal_async.rpc.metrics import REFUSED
 from areal_async.rpc.permissions import may_ask
-from areal_async.rpc.reply_book import Admission, ReplyBook
+from areal_async.rpc.reply_book import Admission, ReplyBook, ServerLimits
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, Request, Welcome
 from areal_async.rpc.secret import Access, RoleKeys
 from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
@@ -57,7 +57,6 @@ log = logging.getLogger("areal.wire")
 MAX_SESSIONS = 4096
 BUSY_RETRY_MS = 10
 READ_HERE_BYTES = 4 << 20  # Attachments in a file above it are read in a thread
-ONE_LANE = {"all": Lane()}
 FULL_RETRY_MS = 50
 STOP_RETRY_MS = 100
 CANCEL_LIMIT_S = 5.0
@@ -110,9 +109,8 @@ class Server:
     default its role's. With keys of roles each peer may ask for what its role needs (`permissions.py`).
 
     `handler(peer, message, attachments)` returns a message, or a message and its attachments; a `FaultError`
-    it raises is the answer, anything else is logged and answered `internal`. A frame longer than
-    `max_part_bytes` ends its connection. `lane_of` names the lane of a request, one of `lanes`.
-    With `files`, clients of this host give large attachments in files, and are answered with `FilePart`s.
+    it raises is the answer, anything else is logged and answered `internal`. `lanes` belong to this server
+    alone. With `files`, clients of this host give large attachments in files, and get `FilePart`s back.
     """
 
     def __init__(
@@ -123,12 +121,8 @@ class Server:
         job: str,
         access: Access,
         handler: Handler,
-        max_in_flight_per_peer: int = 64,
-        cached_replies: int = 4096,
-        cached_bytes: int = 64 << 20,
-        max_part_bytes: int = MAX_MESSAGE_BYTES,
-        lanes: Mapping[str, Lane] = ONE_LANE,
-        lane_of: Callable[[Message], str] = lambda request: "all",
+        limits: ServerLimits | None = None,
+        lanes: Lanes[WaitingRequest] | None = None,
         files: ServerFiles | None = None,
         identity: str = "",
     ) -> None:
@@ -139,15 +133,14 @@ class Server:
         `forbidden` requests that are not the asker's."""
         self._service = service
         self._job = job
-        self._max_part_bytes = max_part_bytes
+        self._limits = limits or ServerLimits()
         self._handler = handler
         self._access = access
         self._identity = identity
-        self._book = ReplyBook(max_in_flight_per_peer, cached_replies, cached_bytes, MAX_SESSIONS)
+        self._book = ReplyBook(self._limits, MAX_SESSIONS)
         self.sessions: OrderedDict[bytes, Peer] = OrderedDict()  # At most `MAX_SESSIONS`
         self._identities: dict[int, bytes] = {}
-        self._lanes = Lanes[WaitingRequest](lanes)
-        self._lane_of = lane_of
+        self._lanes = lanes if lanes is not None else Lanes({"all": Lane()})
         self._files = files
         self._starting: asyncio.Handle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -162,7 +155,7 @@ class Server:
         context = open_context()
         sock = context.socket(zmq.ROUTER)
         try:
-            endpoints.tune(sock, max_part_bytes=self._max_part_bytes)
+            endpoints.tune(sock, max_part_bytes=self._limits.part_bytes)
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
             guard = self._access.guard(self.endpoint, self._identity)
             self._zap = endpoints.serve_zap(context, guard, self._on_refused)
@@ -282,7 +275,7 @@ class Server:
         if admission is Admission.RUN:
             size_bytes = sum(part.size_bytes for part in arrival.parts if part is not None)
             size_bytes += sum(map(len, arrival.attachments))
-            if self._lanes.push(self._lane_of(arrival.message), arrival, size_bytes):
+            if self._lanes.push(self._lanes.lane_of(arrival.message), arrival, size_bytes):
                 self.counters["requests"] += 1
                 self._start_soon()
             else:

@@ -40,6 +40,7 @@ from areal_async.rpc.gateway_messages import (
     ServeAgents,
     TakePieces,
 )
+from areal_async.rpc.reply_book import ServerLimits
 from areal_async.rpc.schema import Ok
 from areal_async.rpc.secret import RoleKeys
 from areal_async.rpc.server import Answer, Peer, Server, by_type
@@ -251,7 +252,7 @@ class Gateway:
             job=self._setup.job,
             access=self._setup.keys,
             handler=by_type("worker", self._handlers()),
-            max_in_flight_per_peer=AT_ONCE,
+            limits=ServerLimits(in_flight=AT_ONCE),
         )
         try:
             await self._server.start()

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from areal_async.base.errors import FaultError, SnapshotError
 from areal_async.base.events import failpoint
+from areal_async.rpc.reply_book import ServerLimits
 from areal_async.rpc.schema import Message, Ok
 from areal_async.rpc.secret import CHUNKS, Access
 from areal_async.rpc.server import Answer, Peer, Server
@@ -59,9 +60,8 @@ class ChunkServer:
             access=access,
             identity=CHUNKS,
             handler=self._handle,
-            max_in_flight_per_peer=MAX_ASKED,
-            cached_replies=0,  # asking twice for a chunk does no harm, and remembered ones would keep files
-            max_part_bytes=MAX_ASKED_BYTES,
+            # Asking twice for a chunk does no harm, and remembered replies would keep files.
+            limits=ServerLimits(in_flight=MAX_ASKED, cached_replies=0, part_bytes=MAX_ASKED_BYTES),
         )
 
     @property

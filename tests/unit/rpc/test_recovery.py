@@ -14,6 +14,7 @@ import zmq
 from areal_async.base.errors import FaultError, ProtocolError
 from areal_async.rpc.frames import HEADER, WIRE_VERSION, Kind, write_frames
 from areal_async.rpc.messages import Arrived, Commit
+from areal_async.rpc.reply_book import ServerLimits
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Ok, Welcome
 from tests.unit.rpc.peers import Wire, client_of, serving
 from tests.waiting import LIMIT_S, until
@@ -237,7 +238,7 @@ async def test_nothing_is_unbounded_remembered_replies_are_limited_in_bytes(ipc)
     async def handle(peer, message, attachments):
         return Ok(), [bytes(10_000)]
 
-    async with serving(ipc, handle, cached_bytes=25_000) as server, Wire(ipc) as wire:
+    async with serving(ipc, handle, limits=ServerLimits(cached_bytes=25_000)) as server, Wire(ipc) as wire:
         await wire.hello()
         for request in range(2, 12):
             await wire.ask(request, Arrived("t"))
