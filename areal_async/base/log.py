@@ -159,7 +159,7 @@ class _CountingHandler(logging.StreamHandler[TextIO]):
 
 
 def _key(record: logging.LogRecord) -> tuple[object, ...]:
-    """What equal lines have in common."""
+    """Return the part of a record that equal lines share."""
     fields = getattr(record, "areal_fields", {})
     error = record.exc_info[1] if record.exc_info else None
     return (

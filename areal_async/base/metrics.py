@@ -40,7 +40,7 @@ END_LIMIT_S = 5.0
 
 
 class OtherHosts:
-    """How a supervisor reads the metrics of a process on another host, by its name."""
+    """Reader of the metrics of processes on other hosts, by their names; set by the supervisor."""
 
     read: Callable[[str], Awaitable[bytes]]
 
@@ -48,7 +48,7 @@ class OtherHosts:
         self.forget()
 
     def forget(self) -> None:
-        """There is none any more."""
+        """Remove the reader."""
         self.read = _nobody
 
 
@@ -60,7 +60,7 @@ other_hosts = OtherHosts()
 
 
 def elsewhere(name: str) -> str:
-    """The path at which the supervisor serves the metrics of the process called `name`."""
+    """Return the path at which the supervisor serves the metrics of the process called `name`."""
     return f"{PATH}/{name}"
 
 
@@ -80,7 +80,7 @@ def start_metrics_server(port: int) -> int:
 
 @contextmanager
 def serve_metrics(port: int) -> Iterator[int]:
-    """The same for the time of a block."""
+    """Serve the default registry for the time of a block."""
     listening = _listen(port)
     loop = asyncio.new_event_loop()
     serving = loop.create_task(_serve(listening))
@@ -222,7 +222,7 @@ prometheus_client.REGISTRY.register(busy)
 
 
 def sums_of(histogram: prometheus_client.Histogram) -> list[float]:
-    """How many values a histogram has seen, and their sum, over all its labels."""
+    """Return the number of values that a histogram has seen, and their sum, over all its labels."""
     samples = [sample for metric in histogram.collect() for sample in metric.samples]
     return [
         float(sum(sample.value for sample in samples if sample.name.endswith(end)))

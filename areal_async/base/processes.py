@@ -39,7 +39,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 GONE_LIMIT_S = 10.0  # The longest wait for a killed process: a kernel call of a driver may hold it
 
 OnOrphaned = Literal["terminate", "kill", "kill_group"]
-"""What happens to a child whose parent died: it gets SIGTERM, or SIGKILL, or its whole process group does."""
+"""Action on a child whose parent died: SIGTERM, SIGKILL, or SIGKILL for its whole process group."""
 
 _HOW: Mapping[OnOrphaned, str] = {
     "terminate": str(int(signal.SIGTERM)),
@@ -110,7 +110,7 @@ class ChildProcess:
                 stdin.write(given)
 
     def ready_report(self) -> dict[str, Any] | None:
-        """What the child has said once it was ready; None until then. Never blocks."""
+        """Return the report of the child once it is ready; None until then. Never blocks."""
         if self._ready_fd is not None:
             with suppress(BlockingIOError):
                 self._ready_line += os.read(self._ready_fd, READY_LINE_LIMIT_BYTES)
@@ -119,7 +119,7 @@ class ChildProcess:
         return report
 
     def poll(self) -> int | None:
-        """The exit status once the child has ended: as of subprocess, negative for a signal."""
+        """Return the exit status once the child has ended: as of subprocess, negative for a signal."""
         if self._status is None:
             # Its group is killed before it is reaped: until then no other group can have its number.
             over = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -213,14 +213,14 @@ def start_service(
 
 
 def service_arguments(place: ServicePlace, topology: Path) -> list[str]:
-    """What the module of a service is given on its command line."""
+    """Return the command-line arguments of the module of a service."""
     return ["--topology", str(topology), "--name", place.name]
 
 
 def service_environment(run_id: str, threads: int) -> dict[str, str]:
-    """What a service finds in its environment: ours, the run's mark, how many native threads and, unless ours
-    says otherwise, how many arenas of the C library's allocator. By itself it takes up to eight a core,
-    and what one thread has freed in its arena no other thread uses."""
+    """Return the environment of a service: ours, the run's mark, the number of native threads and, unless
+    ours says otherwise, the number of arenas of the C library's allocator. By itself it takes up to eight a
+    core, and what one thread has freed in its arena no other thread uses."""
     ours = {
         RUN_VARIABLE: run_id,
         "PYTHONUNBUFFERED": "1",
@@ -258,8 +258,8 @@ def _marked(wanted: Callable[[str], bool]) -> Iterator[psutil.Process]:
 
 
 def start_of(pid: int) -> str:
-    """When process `pid` started, in words that no other process has or will have: the boot, and the clock
-    ticks from it to the start (proc_pid_stat(5)). Setting the clock changes neither. Raises
+    """Return the start of process `pid` as text that no other process has or will have: the boot, and the
+    clock ticks from it to the start (proc_pid_stat(5)). Setting the clock changes neither. Raises
     `ProcessLookupError` where there is no such process, or only what a parent has not yet reaped of it."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
@@ -276,7 +276,7 @@ SHM_FULL = "most likely shared memory is full: `df -h -t tmpfs`"
 
 
 def exit_text(status: int) -> str:
-    """An exit status in words: `ended with status 1`, `was killed by SIGKILL`."""
+    """Return an exit status in words: `ended with status 1`, `was killed by SIGKILL`."""
     if status == 128 + signal.SIGTERM:
         return "ended in order because something outside the run sent it a signal"
     if status == os.EX_TEMPFAIL:

@@ -106,18 +106,19 @@ for _kind in (_StrictLoader, _Dumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """One YAML document as plain values. Raises yaml.YAMLError, with the field that is nested too deep."""
+    """Return one YAML document as plain values. Raises yaml.YAMLError, with the field that is nested too
+    deep."""
     return yaml.load(text, Loader=_StrictLoader)
 
 
 def dump_yaml(value: Any) -> str:
-    """Plain values as a YAML document that `parse_yaml` reads as the same values."""
+    """Return plain values as a YAML document that `parse_yaml` reads as the same values."""
     # Not `allow_unicode`: PyYAML would write some line separators in a way that it reads as blanks.
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=110)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds. Raises `ConfigError`, naming the line of a syntax error."""
+    """Return the mapping that a YAML file holds. Raises `ConfigError`, naming the line of a syntax error."""
     source = str(path)
     try:
         with path.open("rb") as file:
@@ -157,7 +158,7 @@ def _how_to_mend(error: yaml.YAMLError) -> str:
 
 
 def syntax_problem(error: yaml.YAMLError) -> str:
-    """What a YAML error says, on one line, with the place."""
+    """Return the text of a YAML error on one line, with the place."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
@@ -188,8 +189,8 @@ def half_character(value: Any) -> str | None:
 
 
 def too_nested(value: Any) -> str | None:
-    """The dotted path of the first place that lies deeper than `MOST_LEVELS`, or at which there are more than
-    `MOST_NODES` values; None where all is well. A structure that holds itself is too deep."""
+    """Return the dotted path of the first place that lies deeper than `MOST_LEVELS`, or at which there are
+    more than `MOST_NODES` values; None where all is well. A structure that holds itself is too deep."""
     nodes = 0
     levels: list[Iterator[tuple[str, Any]]] = [iter([("", value)])]
     path: list[str] = [""]

@@ -22,7 +22,7 @@ NOTICE_FIELDS = ("kind", "edge", "detail", "reason", "message", "group_id", "err
 
 
 class StatusBoard:
-    """What this process wants said of it. Any thread may write."""
+    """The status that this process reports of itself. Any thread may write."""
 
     def __init__(self) -> None:
         self.draining = False  # Whether it finishes what it has and takes nothing more

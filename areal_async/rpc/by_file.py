@@ -54,7 +54,7 @@ class Filed(list[memoryview]):
     sizes: list[int]
 
     def parts(self, start: int, stop: int | None = None) -> Filed:
-        """Those from `start` to `stop`."""
+        """Return the attachments from `start` to `stop`."""
         found = Filed(self[start:stop])
         found.path, found.offsets, found.sizes = self.path, self.offsets[start:stop], self.sizes[start:stop]
         return found
@@ -65,7 +65,7 @@ _read_parts = msgspec.msgpack.Decoder(list[tuple[str, int, int] | None]).decode
 
 
 def write_parts(parts: Sequence[FilePart | None]) -> bytes:
-    """The frame that says where attachments lie; None for those that follow as frames."""
+    """Return the frame that says where attachments lie; None for those that follow as frames."""
     return _encode(parts)
 
 
@@ -176,8 +176,8 @@ class ClientFiles:
             os.unlink(self._incoming / name)
 
     def read(self, frames: Sequence[Buffer]) -> list[memoryview]:
-        """The attachments of a reply: maps of the server's files, and the frames after the first. One whose
-        file is gone is empty: the server holds it no more. Raises `ProtocolError`."""
+        """Return the attachments of a reply: maps of the server's files, and the frames after the first. One
+        whose file is gone is empty: the server holds it no more. Raises `ProtocolError`."""
         maps: dict[str, memoryview] = {}
         ends: dict[str, int] = {}
         following = iter(frames[1:])

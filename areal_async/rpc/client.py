@@ -141,7 +141,7 @@ class Client:
 
     @property
     def endpoint(self) -> str:
-        """Where the server is found now."""
+        """Current endpoint of the server."""
         return self.address.endpoint
 
     async def connect(self, timeout_s: float = 10.0) -> Welcome:
@@ -463,7 +463,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` comes to on the loop, for a caller in another thread."""
+        """Run `work` on the loop for a caller in another thread, and return its result."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()

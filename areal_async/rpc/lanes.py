@@ -1,4 +1,4 @@
-"""Whose request a server begins next: lanes by role, each bounded, served by weighted turns. Pure.
+"""The order in which a server begins requests: bounded lanes, served by weighted turns. Pure.
 
 Promises: while a lane waits it gets at least its weight's share of what is begun, however much waits in the
 others; within a lane the order is that of arrival; a lane holds at most `most_waiting` requests and

@@ -1,4 +1,5 @@
-"""Which request is run, joined, answered again or refused: the server's memory of its clients. Pure.
+"""The server's memory of its clients, which decides whether a request is run, joined, answered again or
+refused. Pure.
 
 Promise: while a client waits for request `r`, `r` runs at most once at a time, and once it has answered it is
 not run again as long as its reply is remembered. Replies are forgotten as soon as the client says that it has
@@ -31,7 +32,7 @@ class Admission(Enum):
 
 @dataclass
 class _Memory:
-    """What is known of one client: request id -> its reply, None while it runs."""
+    """Memory of one client: request id -> its reply, None while it runs."""
 
     replies: dict[int, Sequence[Buffer] | None] = field(default_factory=dict)
     running: int = 0

@@ -1,4 +1,4 @@
-"""What every message has in common, and what all services share: faults, versions, tasks.
+"""Base classes of all messages, and the messages that all services share.
 
 A request is declared once, with the reply that answers it: `class Heartbeat(Request[HeartbeatAck])`. Clients
 (`await client.call(Heartbeat(…))` is a `HeartbeatAck`), the dispatch of servers and the decoders follow from
@@ -36,8 +36,7 @@ class Request(Message, Generic[R], frozen=True):
 
     @property
     def left_in_file(self) -> int:
-        """How many of its last attachments a server does not read that come in a file: it passes the file
-        on."""
+        """Number of its last attachments that a server leaves unread in their file, which it passes on."""
         return 0
 
 

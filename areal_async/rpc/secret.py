@@ -71,11 +71,11 @@ class CurveKeys:
         return cls(public, secret, (public,))
 
     def shown(self, endpoint: str, server: str) -> CurveKeys:
-        """What a client shows at `endpoint`."""
+        """Return the proof that a client shows at `endpoint`."""
         return self
 
     def guard(self, endpoint: str, identity: str) -> Guard:
-        """Whom a server at `endpoint` lets in."""
+        """Return the guard of a server at `endpoint`."""
         return Guard(self, {z85.decode(key): "" for key in self.trusted}, {})
 
 
@@ -95,7 +95,7 @@ class Password:
 
 @dataclass(frozen=True)
 class Guard:
-    """What a server asks for: by keys where it has some, else by passwords."""
+    """The proof that a server demands: keys where it has some, else passwords."""
 
     keys: CurveKeys | None
     known: Mapping[bytes, str]
@@ -150,7 +150,7 @@ class RunSecret:
         return cls(bits)
 
     def of(self, role: KeyRole) -> RoleKeys:
-        """What a process of this role is given."""
+        """Return the keys for a process of this role."""
         own = [role, *([CHUNKS] if role in CHUNK_SERVERS else [])]
         return RoleKeys(
             role,
@@ -193,7 +193,7 @@ class RunSecret:
 
 
 class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a process of one role has: its own secrets, and what it recognises the others by."""
+    """Keys of a process of one role: its own secrets, and the public parts of the others'."""
 
     role: KeyRole
     secrets: dict[str, str]
@@ -234,7 +234,7 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise EndpointError(f"a process of role {self.role} has no token for {server}") from None
 
     def shown(self, endpoint: str, server: str) -> CurveKeys | Password:
-        """Of the keys over TCP, where `server` is the name whose key the other end must have."""
+        """Return the proof; over TCP, `server` is the name whose key the other end must have."""
         if not _is_tcp(endpoint):
             return Password(self.role.encode(), self.word.encode())
         if server not in self.publics:
@@ -243,7 +243,7 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return CurveKeys(own.public, own.secret, (self.publics[server].encode(),))
 
     def guard(self, endpoint: str, identity: str) -> Guard:
-        """Of a server that has the key `identity`, by default its role's."""
+        """Return the guard of a server that has the key `identity`, by default its role's."""
         digests = {role.encode(): bytes.fromhex(digest) for role, digest in self.digests.items()}
         if not _is_tcp(endpoint):
             return Guard(None, {}, digests)
@@ -255,9 +255,9 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 RunAccess = RunSecret | RoleKeys
-"""What a process of a run has: the keys of its role; in tests, all of the run's."""
+"""Keys of a process of a run: those of its role; in tests, all of the run's."""
 Access = RunAccess | CurveKeys | Password
-"""What an end of a connection has: that, or keys or a password of its own."""
+"""Keys of an end of a connection: those, or a key pair or a password of its own."""
 
 
 def write_private(path: Path, content: bytes) -> None:

@@ -128,7 +128,7 @@ class Server:
     ) -> None:
         self.endpoint = endpoint
         self.counters: Counter[str] = Counter()
-        """What happened since the start; `unknown` are requests before a hello, such as after a restart,
+        """Events since the start; `unknown` are requests before a hello, such as after a restart,
         `strangers` connections that were not let in, `crowd` those closed to make room for others,
         `forbidden` requests that are not the asker's."""
         self._service = service

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "base_model.model."
-"""What peft puts before the name of the module that an adapter changes."""
+"""Prefix by peft of the name of a module that an adapter changes."""
 
 
 class LoraFile(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""What the ranks of a trainer say to each other while they write a file of weights together."""
+"""Collectives of the ranks of a trainer that write a file of weights together."""
 
 from __future__ import annotations
 

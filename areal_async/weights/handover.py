@@ -1,4 +1,4 @@
-"""How ranks on other hosts than the first one's give their pieces to the file that is there.
+"""Transfer of pieces from ranks on other hosts to the file on the first rank's host.
 
 Each copies its pieces into memory of its own (`StagedPieces`) and hands them, from there, to one of the ranks
 on rank 0's host, which writes them into the file and hashes them as if it had held them. So the bytes of a
@@ -37,7 +37,7 @@ def receivers_of(hosts: Sequence[str]) -> dict[int, int]:
 
 
 def written_by(held: Sequence[list[Box]], receivers: Mapping[int, int]) -> list[list[Box]]:
-    """What each rank writes into the file, given what each holds. Pure."""
+    """Return the boxes that each rank writes into the file, given those that each holds. Pure."""
     written = [[] if rank in receivers else [*boxes] for rank, boxes in enumerate(held)]
     for rank, receiver in receivers.items():
         written[receiver] += held[rank]
@@ -55,8 +55,8 @@ class StagedPieces:
         self._copies: dict[bytes, Tensor] = {}
 
     def copy(self, piece: TensorPiece) -> None:
-        """On a GPU the copy may still be under way when this returns. Raises `SnapshotError` for a piece that
-        the rank did not say that it holds."""
+        """Copy a piece. On a GPU the copy may still be under way when this returns. Raises `SnapshotError`
+        for a piece that the rank did not say that it holds."""
         key, tensor = _key(box_of(piece)), piece.tensor.detach()
         if key not in self._known:
             raise SnapshotError(f"{piece.name} is not what the layout was planned for")
@@ -116,7 +116,7 @@ def cuts(extent: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
 
 
 def _messages(rank: int, boxes: Sequence[Box]) -> Iterator[tuple[int, TensorPiece]]:
-    """What comes from a rank: pieces of tensors without memory."""
+    """Yield the messages of a rank: pieces of tensors without memory."""
     for box in boxes:
         dtype = torch_dtype(box.dtype)
         for cut in cuts(box.extent, dtype.itemsize):

@@ -1,4 +1,4 @@
-"""Where the bytes of each tensor lie in the one safetensors file of a snapshot, and who hashes which. Pure.
+"""Places of the tensors' bytes in the safetensors file of a snapshot, and the rank that hashes each. Pure.
 
 A file holds whole tensors. Its bytes are hashed in *parts*: runs of whole rows of a tensor (its first
 dimension), as many as `PART_BYTES` hold. Where the parts end follows from the shapes alone, so that equal
@@ -60,7 +60,8 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Box(msgspec.Struct, frozen=True):
-    """What a rank holds of a tensor: a `TensorPiece` without its data; `dtype` is safetensors' word."""
+    """The part of a tensor that a rank holds: a `TensorPiece` without its data; `dtype` is safetensors'
+    word."""
 
     name: str
     dtype: str

@@ -94,7 +94,7 @@ class Manifest(msgspec.Struct, frozen=True):
     target_hash: str = ""
     """The hash that the manifest file of the full snapshot has, in a delta."""
     patches: list[Patch] = []
-    """What changes each part of the base, in the order of the delta file; empty in a full manifest."""
+    """Changes to each part of the base, in the order of the delta file; empty in a full manifest."""
 
 
 class _Sealed(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What a process holds of a tensor: the unit in which trainers give out weights."""
+"""Pieces of tensors: the unit in which trainers give out weights."""
 
 from __future__ import annotations
 

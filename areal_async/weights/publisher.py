@@ -150,7 +150,7 @@ class Publisher:
         return self.begin(tag, pieces, evaluate=evaluate, final=final).result()
 
     def acks(self) -> list[AckSnapshot]:
-        """What receivers acknowledged since the last call, oldest first (the last `MAX_ACKS`)."""
+        """Return the acknowledgements since the last call, oldest first (the last `MAX_ACKS`)."""
         with self._lock:
             acks = list(self._acks)
             self._acks.clear()
@@ -370,7 +370,7 @@ def make_publisher(
 
 
 def make_piece_writer(ctx: ServiceContext, *, tied: Iterable[str], group: ByteCollectives) -> PieceWriter:
-    """What the other ranks of the job's trainer have in the place of its publisher."""
+    """Return the writer of another rank of the job's trainer, which has no publisher."""
     return PieceWriter(_root_of(ctx), group, tied=tied)
 
 

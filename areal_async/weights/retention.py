@@ -1,4 +1,4 @@
-"""Which snapshots are kept, which are due for evaluation, which may be overwritten. Pure; time is passed in.
+"""The rules by which snapshots are kept, evaluated and overwritten. Pure; time is passed in.
 
 Kept are: the newest `keep`; the ones pinned for evaluation, until evaluated; those a receiver was told of
 and has neither acknowledged nor outlived its hold; and those that a delta is being made of.
@@ -52,7 +52,7 @@ class RetentionPolicy:
 
     @property
     def n_pinned_alone(self) -> int:
-        """How many are kept for their evaluation, and not as one of the newest."""
+        """Number of snapshots that are kept for their evaluation alone."""
         return len(set(self._pins) - {*self._tags[-self._keep :]})
 
     def is_final(self, tag: VersionTag) -> bool:

@@ -81,8 +81,7 @@ class MappedFile:
         )
 
     def flush(self) -> None:
-        """What was written is in the file for whoever reads it, on another host too. Costs nothing in shared
-        memory."""
+        """Flush what was written, so that other hosts read it too. Costs nothing in shared memory."""
         fd = os.open(self.path, os.O_RDWR)
         try:
             # Not the mapping's own flush, which would hold Python's lock while a disk works.
@@ -168,7 +167,7 @@ class TensorFile:
                 begin = end
 
     def identity_now(self) -> FileIdentity:
-        """What lies at the file's path now, which may be another. Raises `OSError`."""
+        """Return the identity of the file at this path now, which may be another. Raises `OSError`."""
         return FileIdentity.of(os.stat(self._path))
 
     def verify(self) -> None:

@@ -1,5 +1,5 @@
-"""What the processes of one host know to be true: a snapshot is hashed by the first that opens it, and by no
-other.
+"""Records of verified snapshots on one host: a snapshot is hashed by the first process that opens it, and by
+no other.
 
 That one leaves a record, a file in a folder that only this user can enter: the hash of the manifest, and of
 each tensor file device, inode, size, and the times of its last change. Another process trusts it for files of
@@ -71,8 +71,8 @@ class HostRecords:
         verify: Callable[[], T],
         look: Callable[[], Sequence[FileIdentity]],
     ) -> T | None:
-        """What `verify` returns, or None where a process of this host has verified these files for this
-        manifest already. `look` finds them as they are afterwards. Raises what `verify` raises."""
+        """Return the result of `verify`, or None where a process of this host has verified these files for
+        this manifest already. `look` finds them as they are afterwards. Raises what `verify` raises."""
         record = _Record(manifest_hash, [*files])
         if not self._usable():
             return verify()

@@ -1,4 +1,4 @@
-"""How the ranks of one trainer write a snapshot together: each its own pieces, all into one mapped file.
+"""Writing of a snapshot by the ranks of one trainer: each its own pieces, all into one mapped file.
 
     writer = PieceWriter(root, group)              # on every rank; rank 0 has the one of its `Publisher`
     writer.prepare(pieces)                         # once: who holds what, and files that can be filled
@@ -47,11 +47,11 @@ class FilePool(msgspec.Struct, frozen=True):
 
     existing: list[int]
     ready: list[int]
-    """Those that may be filled. The first is the next to be filled."""
+    """Files that may be filled. The first is the next to be filled."""
 
 
 class Lead(Protocol):
-    """What rank 0 alone decides and does."""
+    """The decisions and acts of rank 0 alone."""
 
     def offer_files(self) -> FilePool:
         """The files to be made ready: at first, and whenever a snapshot is announced."""
@@ -87,7 +87,7 @@ class _Hashed(msgspec.Struct, frozen=True):
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """What rank 0 says to all."""
+    """The message of rank 0 to all."""
 
     problem: _Problem | None = None
     files: FilePool | None = None
@@ -129,7 +129,7 @@ class PieceWriter:
         self._lead = lead
         self._receivers = receivers_of(self._group.hosts)
         self._staged: StagedPieces | None = None
-        """What this rank hands over, if it is not on rank 0's host."""
+        """Pieces that this rank hands over, if it is not on rank 0's host."""
         self._held: list[list[Box]] = []
         self._layout: Layout | None = None
         self._mapped: dict[int, Future[MappedFile]] = {}
@@ -248,7 +248,7 @@ class PieceWriter:
         return said.info
 
     def _hear(self, of: Callable[[Lead], _Said]) -> _Said:
-        """What rank 0's lead says to all ranks. Raises `SnapshotError` on all of them where it fails."""
+        """Return the message of rank 0's lead on all ranks. Raises `SnapshotError` on all where it fails."""
         said: _Said | None = None
         if (lead := self._lead) is not None:
             said, problem = _try(lambda: of(lead))
@@ -327,12 +327,13 @@ def _hand_over(
 
 
 def spare_file(root: Path, number: int) -> Path:
-    """Where model file `number` lies while it is in no snapshot."""
+    """Return the path of model file `number` while it is in no snapshot."""
     return root / f"{SPARE_PREFIX}{number}"
 
 
 def describe(group: ByteCollectives, pieces: Iterable[TensorPiece], left_out: Set[str]) -> list[list[Box]]:
-    """What each rank holds, on all ranks. Raises `SnapshotError` on all of them where one cannot say."""
+    """Return what each rank holds, on all ranks. Raises `SnapshotError` on all of them where one cannot
+    say."""
     boxes: list[Box] = []
     problem = _each(pieces, left_out, lambda piece: boxes.append(box_of(piece)))
     gathered = group.gather(msgspec.msgpack.encode(_Held(boxes, problem)))
@@ -353,7 +354,7 @@ def _agree(group: ByteCollectives, problem: _Problem | None) -> None:
 
 
 def _from_first(group: ByteCollectives, said: _Said | None) -> _Said:
-    """What rank 0 says, on every rank. Raises `SnapshotError` or `OSError` where that is a problem."""
+    """Return rank 0's message on every rank. Raises `SnapshotError` or `OSError` where that is a problem."""
     data = msgspec.msgpack.encode(said, enc_hook=str) if said is not None else None
     heard = msgspec.msgpack.decode(group.broadcast(data), type=_Said, dec_hook=lambda _, text: Path(text))
     if (problem := heard.problem) is not None:
@@ -369,7 +370,7 @@ def _first_of(problems: Sequence[_Problem | None]) -> _Problem | None:
 
 
 def _try(action: Callable[[], T]) -> tuple[T | None, _Problem | None]:
-    """What it returns, or why it failed: that has to be told to the other ranks, who would wait otherwise."""
+    """Return the result of `action`, or its problem, which the other ranks have to hear: they would wait."""
     try:
         return action(), None
     except OSError as error:

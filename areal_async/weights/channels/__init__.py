@@ -50,13 +50,13 @@ def makes_deltas(job: JobConfig) -> bool:
 
 
 class SharedCopies(NamedTuple):
-    """How often, at most, the shared memory of the trainer's host holds what a job publishes (the model in
-    `trainer.dtype`, or its adapters)."""
+    """Largest number of copies of what a job publishes (the model in `trainer.dtype`, or its adapters) in the
+    shared memory of the trainer's host."""
 
     snapshots: int
-    """Those that are kept, and the one that is being written."""
+    """Kept snapshots, and the one that is being written."""
     evaluated: int
-    """Others, which evaluations hold."""
+    """Other snapshots, which evaluations hold."""
     deltas: int
     """A delta, and the snapshot that it changes."""
     merged: int

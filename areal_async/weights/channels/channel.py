@@ -64,15 +64,15 @@ class ReceivingEnd:
         """The receiver uses `tag` now, or `failed` to: files that it no longer needs may go."""
 
     def distrust(self, notice: SnapshotNotice) -> None:
-        """What was brought did not open: the next try must not find it."""
+        """Forget the files that were brought, which did not open: the next try must not find them."""
 
     async def close(self) -> None:
         """Leave no socket behind."""
 
 
 class Channel:
-    """What a channel declares, and its ends. All members are static; the module that holds it must not import
-    torch, since a job file is checked with it."""
+    """Declarations of a channel, and its ends. All members are static; the module that holds it must not
+    import torch, since a job file is checked with it."""
 
     class Arguments(Section):
         """The arguments of the channel, which the job file has in `weights.channel_args`."""
@@ -86,17 +86,18 @@ class Channel:
 
     @staticmethod
     def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """What is wrong with a job that uses this channel with these arguments, which stand in `field`."""
+        """Yield the mistakes of a job that uses this channel with these arguments, which stand in `field`."""
         yield from ()
 
     @staticmethod
     def check_files(arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """What is wrong with the files that the arguments name."""
+        """Yield the mistakes in the files that the arguments name."""
         yield from ()
 
     @staticmethod
     def directory(job: JobConfig) -> Path | None:
-        """Where snapshots lie; None for the shared memory of the run. What is there is removed at the end."""
+        """Return the folder of snapshots, which is emptied at the end; None for the shared memory of the
+        run."""
         return None
 
     @staticmethod

@@ -54,7 +54,7 @@ class ChunkTable(msgspec.Struct, frozen=True):
 
 
 class ChunkLayout:
-    """Where each chunk of a table lies."""
+    """Places of the chunks of a table."""
 
     def __init__(self, table: ChunkTable) -> None:
         self.table = table

@@ -87,7 +87,7 @@ class Download:
 
     @property
     def state(self) -> str:
-        """How far it is and what it waits for, for a person."""
+        """Progress, and what it waits for, in words."""
         share = f"{100 * self.partial.progress:.0f} % of {self.partial.final.name} are here"
         return f"{share}; {self._active or 'no source'} has sent nothing for {self.starved_s:.0f} s"
 

@@ -156,7 +156,7 @@ class RelayTree:
 
 
 def sources(line: Sequence[str], me: int, origin: str, fan_out: int) -> list[str]:
-    """Where member `me` of `line` (endpoints, in order) fetches from, best first: its parent, its parent's
+    """Return the sources of member `me` of `line` (endpoints, in order), best first: its parent, its parent's
     parents, the origin, then everybody else. Whoever is gone is stepped over, and receivers that hold all
     chunks between them complete each other without an origin."""
     if fan_out < 1:
