@@ -32,7 +32,7 @@ from areal_async.weights.channels.host_cache import HostCache
 from areal_async.weights.layout import box_of, plan_layout, torch_dtype
 from areal_async.weights.manifest import ADAPTER_CONFIG, MANIFEST_FILE, Manifest
 from areal_async.weights.pieces import whole_piece
-from areal_async.weights.snapshot import MODEL_FILE, Snapshot
+from areal_async.weights.snapshot import MODEL_FILE, Snapshot, content_of
 from areal_async.weights.tensor_file import MappedFile, fill
 
 if TYPE_CHECKING:
@@ -181,9 +181,7 @@ def write_merged(
         finally:
             mapped.close()
         for name in sorted(files, key=lambda name: name == MANIFEST_FILE):
-            content = files[name]
-            data = content if isinstance(content, bytes) else content.read_bytes()
-            (staging / name).write_bytes(data)
+            (staging / name).write_bytes(content_of(files[name]))
         shutil.rmtree(into, ignore_errors=True)
         os.rename(staging, into)
     finally:

@@ -302,12 +302,11 @@ class DeltaPublisher:
         below_share: float | None,
         lock: threading.Condition,
         on_done: Callable[[VersionTag, VersionTag], None],
-        write: Callable[..., SnapshotInfo | None] = write_delta,
     ) -> None:
         self._below_share = below_share
         self._lock = lock
         self._on_done = on_done
-        self._write = write
+        self.write: Callable[..., SnapshotInfo | None] = write_delta
         self._offers: dict[VersionTag, DeltaOffer] = {}
         self._making: tuple[VersionTag, VersionTag] | None = None
         self._stop = threading.Event()
@@ -345,7 +344,7 @@ class DeltaPublisher:
     def _make(self, base: SnapshotInfo, new: SnapshotInfo, below_bytes: int) -> None:
         delta: SnapshotInfo | None = None
         try:
-            delta = self._write(
+            delta = self.write(
                 base.path,
                 new.path,
                 below_bytes=below_bytes,

@@ -35,26 +35,33 @@ from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice
 from areal_async.service.context import ServiceContext
 from areal_async.weights.channels import PublishingEnd, channel_of, makes_deltas
 from areal_async.weights.collectives import ByteCollectives
-from areal_async.weights.delta import DeltaPublisher, write_delta
+from areal_async.weights.delta import DeltaPublisher
 from areal_async.weights.layout import Layout
 from areal_async.weights.manifest import Part, remove_snapshots
 from areal_async.weights.pieces import TensorPiece, whole_piece, whole_tensors
 from areal_async.weights.retention import RetentionPolicy
-from areal_async.weights.snapshot import MODEL_FILE, SnapshotInfo, finish_snapshot
+from areal_async.weights.snapshot import (
+    MODEL_FILE,
+    NOTHING_BESIDE,
+    Companions,
+    SnapshotInfo,
+    finish_snapshot,
+)
 from areal_async.weights.writing import FilePool, PieceWriter, Publication, spare_file
 
 MAX_WAIT_MS = 60_000
 MAX_ACKS = 1024
+HOLD_MS = 600_000
 
 
 class Publisher:
     """Write snapshots under `root` and tell receivers at `endpoint` about them.
 
-    `files` go into every snapshot (see `write_snapshot`), as do `tied` names. `keep` newest snapshots stay,
-    and while another is written there are no more unless somebody needs them. `group` is that of the
-    trainer's ranks. A receiver that was told of one may read it for `hold_s` without acknowledging. Deltas
-    are offered below the share `deltas_below` of the full size; None makes none. `channel` is the publishing
-    end of the way to the receivers; `node_id` is the name of this host.
+    `companions` go into every snapshot. `keep` newest snapshots stay, and while another is written there are
+    no more unless somebody needs them. `group` is that of the trainer's ranks. A receiver that was told of a
+    snapshot may read it for `HOLD_MS` without acknowledging. Deltas are offered below the share
+    `deltas_below` of the full size; None makes none. `channel` is the publishing end of the way to the
+    receivers.
     """
 
     def __init__(
@@ -66,32 +73,23 @@ class Publisher:
         access: Access,
         keep: int = 1,
         group: ByteCollectives | None = None,
-        files: Mapping[str, bytes | Path] | None = None,
-        tied: Mapping[str, str] | None = None,
-        hold_s: float = 600.0,
+        companions: Companions = NOTHING_BESIDE,
         deltas_below: float | None = None,
         channel: PublishingEnd | None = None,
-        node_id: str = "",
-        delta_writer: Callable[..., SnapshotInfo | None] = write_delta,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.endpoint = endpoint
+        self.clock: Callable[[], float] = time.monotonic
         self._root = root
-        self._files = {
-            name: c if isinstance(c, bytes) else c.read_bytes() for name, c in (files or {}).items()
-        }
-        self._tied = dict(tied or {})
+        self._companions = companions.in_memory()
         self._channel = channel if channel is not None else PublishingEnd()
-        self._node_id = node_id
-        self._clock = clock
-        self._kept = RetentionPolicy(keep, int(hold_s * 1000))
+        self._kept = RetentionPolicy(keep, HOLD_MS)
         self._keep = keep
         self._numbers = itertools.count()
         self._ready: list[int] = []
         self._taken: int | None = None
         """The file that is being filled."""
         self._in_use: dict[VersionTag, int] = {}
-        self._writer = PieceWriter(root, group, tied=self._tied, lead=self)
+        self._writer = PieceWriter(root, group, tied=companions.tied, lead=self)
         self._written: dict[VersionTag, SnapshotInfo] = {}
         self._retired: list[Path] = []
         """Folders that nobody reads any more. To give back gigabytes takes a while: no step waits for it."""
@@ -99,7 +97,7 @@ class Publisher:
         self._finished = False
         self._closing = False
         self._lock = threading.Condition()
-        self._deltas = DeltaPublisher(deltas_below, self._lock, self._delta_done, delta_writer)
+        self.deltas = DeltaPublisher(deltas_below, self._lock, self._delta_done)
         self._server = Server(endpoint, service="weights", job=job, access=access, handler=self._handle)
         self._thread: LoopThread | None = None
         self._changed: asyncio.Event | None = None
@@ -175,7 +173,7 @@ class Publisher:
         self._writer.close()
         self._closing = True
         self._wake()
-        self._deltas.close()
+        self.deltas.close()
         thread.run(self._stop_server())
         thread.close()
         self._thread = None
@@ -219,9 +217,7 @@ class Publisher:
         model = spare_file(self._root, self._taken)
         try:
             self._remove_retired()
-            written = finish_snapshot(
-                self._root, tag, layout, parts, model, files=self._files, tied=self._tied
-            )
+            written = finish_snapshot(self._root, tag, layout, parts, model, self._companions)
         except OSError as error:
             raise SnapshotError(f"{tag.label} cannot be written under {self._root}: {error}") from error
         self._channel.add(written.path, written.manifest_hash)
@@ -231,7 +227,7 @@ class Publisher:
             self._kept.add(tag, evaluate=evaluate, final=final)
             self._finished = final
             base = self._kept.previous
-            if base is not None and self._deltas.begin(self._written[base], written):
+            if base is not None and self.deltas.begin(self._written[base], written):
                 self._kept.use(base, tag)
         self._wake()
         return written
@@ -249,7 +245,7 @@ class Publisher:
                 (written.path / MODEL_FILE).rename(spare_file(self._root, number))
                 self._ready.append(number)
             self._retired.append(written.path)
-            if (delta := self._deltas.withdraw(tag)) is not None:
+            if (delta := self.deltas.withdraw(tag)) is not None:
                 self._channel.remove(delta.manifest_hash)
                 self._retired.append(Path(delta.path))
 
@@ -261,13 +257,13 @@ class Publisher:
     def _delta_done(self, base: VersionTag, new: VersionTag) -> None:
         """Announce the delta, if one was made. The thread that makes deltas calls this, under the lock."""
         self._kept.release(base, new)
-        if (offer := self._deltas.get(new, base)) is not None:
+        if (offer := self.deltas.get(new, base)) is not None:
             self._channel.add(Path(offer.path), offer.manifest_hash)
         if not self._closing:
             self._wake()
 
     def _now_ms(self) -> int:
-        return int(self._clock() * 1000)
+        return int(self.clock() * 1000)
 
     def _wake(self) -> None:
         with self._lock:
@@ -326,7 +322,7 @@ class Publisher:
 
     def _look(self, message: WaitSnapshot) -> SnapshotNotice | NoNews:
         with self._lock:
-            serve, deltas = message.purpose == "serve", self._deltas
+            serve, deltas = message.purpose == "serve", self.deltas
             if serve and message.deltas and deltas.pending(self._kept.newest, message.after):
                 return NoNews()
             ask = self._kept.serve if serve else self._kept.evaluate
@@ -339,7 +335,7 @@ class Publisher:
                     written.manifest_hash,
                     self._kept.is_final(tag),
                     written.size_bytes,
-                    self._node_id,
+                    self._channel.node_id,
                     deltas.get(tag, message.after) if message.deltas else None,
                 )
             return NoNews(finished=self._finished)
@@ -353,7 +349,9 @@ def make_publisher(
     group: ByteCollectives | None = None,
 ) -> Publisher:
     """The publisher of the job, on the first rank of its trainer. Raises `EndpointError`."""
-    section, channel = ctx.job.weights, channel_of(ctx.job)
+    section = ctx.job.weights
+    end = channel_of(ctx.job).publishing_end(ctx)
+    end.node_id = ctx.node_id
     return Publisher(
         _root_of(ctx),
         ctx.weights.endpoint,
@@ -361,11 +359,9 @@ def make_publisher(
         access=ctx.keys,
         keep=section.keep,
         group=group,
-        files=files,
-        tied=tied,
+        companions=Companions(files, tied),
         deltas_below=section.delta_below if makes_deltas(ctx.job) else None,
-        channel=channel.publishing_end(ctx),
-        node_id=ctx.node_id,
+        channel=end,
     )
 
 

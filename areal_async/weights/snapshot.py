@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,6 +70,22 @@ class SnapshotInfo:
     one for equal weights, whatever their tag."""
 
 
+@dataclass(frozen=True)
+class Companions:
+    """Content of a snapshot beside its tensors: `files` that travel along, and `tied` names, which share the
+    data of another tensor, with that tensor."""
+
+    files: Mapping[str, bytes | Path] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    def in_memory(self) -> Companions:
+        """Return them with the content of all files."""
+        return Companions({name: content_of(file) for name, file in self.files.items()}, dict(self.tied))
+
+
+NOTHING_BESIDE = Companions()
+
+
 class Snapshot:
     """An opened snapshot: every hash matched."""
 
@@ -106,8 +122,9 @@ def write_snapshot(
 
     Raises `SnapshotError` for what cannot be stored, for a tag that is there already and when the space ends.
     """
-    aliases = dict(tied or {})
-    pieces = [whole_piece(name, tensor) for name, tensor in tensors.items() if name not in aliases]
+    companions = Companions(files or {}, tied or {})
+    kept = {name: tensor for name, tensor in tensors.items() if name not in companions.tied}
+    pieces = [whole_piece(name, tensor) for name, tensor in kept.items()]
     layout = plan_layout([[box_of(piece) for piece in pieces]], MODEL_FILE)
     spare = root / f"{SPARE_PREFIX}{tag.label}"
     try:
@@ -119,7 +136,7 @@ def write_snapshot(
                 fill(mapped, layout, piece)
             parts = hash_ranges(mapped, layout.ranges)
             mapped.close()
-            return finish_snapshot(root, tag, layout, parts, spare, files=files or {}, tied=aliases)
+            return finish_snapshot(root, tag, layout, parts, spare, companions)
         finally:
             spare.unlink(missing_ok=True)
     except OSError as error:
@@ -132,9 +149,7 @@ def finish_snapshot(
     layout: Layout,
     parts: list[Part],
     model: Path,
-    *,
-    files: Mapping[str, bytes | Path],
-    tied: Mapping[str, str],
+    companions: Companions,
 ) -> SnapshotInfo:
     """Make the snapshot `tag` of the file `model`, which is filled by `layout` and hashed as `parts`, and is
     moved. Raises `SnapshotError` and `OSError`."""
@@ -142,16 +157,18 @@ def finish_snapshot(
     if final.exists():
         raise SnapshotError(f"{final} is there already: a snapshot is written once")
     names = {part.tensor for part in parts}
-    for alias, name in tied.items():
+    for alias, name in companions.tied.items():
         if name not in names:
             raise SnapshotError(f"{alias} is tied to {name}, which is not among the tensors")
     with staging_for(final) as staging:
-        sidecars = [_write_sidecar(staging, name, content) for name, content in files.items()]
+        sidecars = [_write_sidecar(staging, name, content) for name, content in companions.files.items()]
         os.rename(model, staging / MODEL_FILE)
         # Writing into a mapping of shared memory does not show in the file's times.
         os.utime(staging / MODEL_FILE)
         shard = Shard(MODEL_FILE, layout.size_bytes, len(layout.header), hash_of(layout.header))
-        manifest = Manifest(MANIFEST_SCHEMA, tag, None, "full", parts, [shard], sidecars, dict(tied))
+        manifest = Manifest(
+            MANIFEST_SCHEMA, tag, None, "full", parts, [shard], sidecars, dict(companions.tied)
+        )
         return publish_directory(staging, final, manifest)
 
 
@@ -281,6 +298,10 @@ def check_parts(manifest: Manifest) -> None:
             raise SnapshotError(f"{alias} cannot be tied to {name}")
 
 
+def content_of(file: bytes | Path) -> bytes:
+    return file if isinstance(file, bytes) else file.read_bytes()
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Errors that say which snapshot they are about."""
@@ -296,6 +317,6 @@ def _write_sidecar(directory: Path, name: str, content: bytes | Path) -> Sidecar
     check_file_name(name)
     if name == MODEL_FILE:
         raise SnapshotError(f"{name} is written from the tensors and cannot travel along")
-    data = content if isinstance(content, bytes) else content.read_bytes()
+    data = content_of(content)
     (directory / name).write_bytes(data)
     return Sidecar(name, len(data), hash_of(data))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class PublishingEnd:
     """The trainer's end. This one leaves the files where they are."""
 
+    node_id = ""
+    """Name of the trainer's host."""
     takes_tensors = False
     """Whether `offer` is called, which takes a trainer of one rank: it wants all tensors at once."""
 
