@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +32,7 @@ from areal_async.weights.channels.host_cache import HostCache
 from areal_async.weights.layout import box_of, plan_layout, torch_dtype
 from areal_async.weights.manifest import ADAPTER_CONFIG, MANIFEST_FILE, Manifest
 from areal_async.weights.pieces import whole_piece
-from areal_async.weights.snapshot import MODEL_FILE, Snapshot, content_of
+from areal_async.weights.snapshot import MODEL_FILE, Snapshot, content_of, staged
 from areal_async.weights.tensor_file import MappedFile, fill
 
 if TYPE_CHECKING:
@@ -138,15 +138,11 @@ class BaseWeights:
                 continue
             name, other = f"{module.removeprefix(PREFIX)}.weight", f"{module}.lora_B.weight"
             base, b = self._tensors.get(name), adapter.get(other)
-            if (
-                base is None
-                or b is None
-                or base.shape != [b.shape[0], a.shape[1]]
-                or a.shape[0] != b.shape[1]
-            ):
+            fits = base is not None and b is not None and a.shape[0] == b.shape[1]
+            if base is None or b is None or not fits or base.shape != [b.shape[0], a.shape[1]]:
+                found = base.shape if base is not None else "not in its files"
                 raise SnapshotError(
-                    f"the adapter's {key} does not fit the base model {self.folder}: {name} is "
-                    f"{base.shape if base is not None else 'not in its files'}"
+                    f"the adapter's {key} does not fit the base model {self.folder}: {name} is {found}"
                 )
             targets[name] = (key, other)
         if 2 * len(targets) != len(adapter):
@@ -166,26 +162,18 @@ def write_merged(
     """Make `into` a directory that transformers and every engine can load: the base merged with the adapter,
     beside `files`, of which a manifest is written last. Raises `SnapshotError`, and `OSError`; nothing is
     left behind then. What a process that dies leaves is of a name that `HostCache.sweep` removes."""
-    staging = into.with_name(f"{PARTIAL_PREFIX}{into.name}-merging")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
+    with staged(into.with_name(f"{PARTIAL_PREFIX}{into.name}-merging")) as staging:
         boxes = [box_of(whole_piece(name, tensor)) for name, tensor in base.empty().items()]
         layout = plan_layout([boxes], MODEL_FILE)
-        mapped = MappedFile(staging / MODEL_FILE, layout.size_bytes)
-        try:
+        with closing(MappedFile(staging / MODEL_FILE, layout.size_bytes)) as mapped:
             mapped.write(0, layout.header)
             for name, tensor in base.merged(adapter, scale):
                 fill(mapped, layout, whole_piece(name, tensor))
             mapped.flush()
-        finally:
-            mapped.close()
         for name in sorted(files, key=lambda name: name == MANIFEST_FILE):
             (staging / name).write_bytes(content_of(files[name]))
         shutil.rmtree(into, ignore_errors=True)
         os.rename(staging, into)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 class MergedWeights(NamedTuple):

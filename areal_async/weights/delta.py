@@ -16,6 +16,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -231,11 +232,9 @@ def _rebuild(
         if named(hashed) != part.hash:
             raise SnapshotError(f"{part.tensor}, made of {base.name} and a delta, does not match its hash")
 
-    try:
+    with closing(mapped):
         in_threads(make, source.places, shard.size_bytes)
         mapped.flush()
-    finally:
-        mapped.close()
 
 
 def _patches(path: Path, patches: list[Patch], target: Manifest) -> dict[_Place, memoryview]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,12 +130,11 @@ def write_snapshot(
     try:
         root.mkdir(parents=True, exist_ok=True)
         try:
-            mapped = MappedFile(spare, layout.size_bytes)
-            mapped.write(0, layout.header)
-            for piece in pieces:
-                fill(mapped, layout, piece)
-            parts = hash_ranges(mapped, layout.ranges)
-            mapped.close()
+            with closing(MappedFile(spare, layout.size_bytes)) as mapped:
+                mapped.write(0, layout.header)
+                for piece in pieces:
+                    fill(mapped, layout, piece)
+                parts = hash_ranges(mapped, layout.ranges)
             return finish_snapshot(root, tag, layout, parts, spare, companions)
         finally:
             spare.unlink(missing_ok=True)
@@ -172,10 +171,14 @@ def finish_snapshot(
         return publish_directory(staging, final, manifest)
 
 
+def staging_for(final: Path) -> AbstractContextManager[Path]:
+    """Return a directory to become `final`; see `staged`."""
+    return staged(final.with_name(f"{WRITING_PREFIX}{final.name}"))
+
+
 @contextmanager
-def staging_for(final: Path) -> Iterator[Path]:
-    """A directory to become `final`; what is left of it at the end is removed."""
-    staging = final.parent / f"{WRITING_PREFIX}{final.name}"
+def staged(staging: Path) -> Iterator[Path]:
+    """Make the directory `staging` to be filled and renamed. If it still exists at the end, it is removed."""
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:

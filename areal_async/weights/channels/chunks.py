@@ -18,13 +18,14 @@ import os
 import shutil
 import threading
 from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
 from blake3 import blake3
 
 from areal_async.base.errors import SnapshotError
-from areal_async.base.own_files import map_open, open_beneath, reserve
+from areal_async.base.own_files import map_path, open_beneath, reserve
 from areal_async.weights.manifest import HASH_PREFIX, MANIFEST_FILE, check_file_name, hash_of
 
 TABLE_SCHEMA = 1
@@ -58,12 +59,9 @@ class ChunkLayout:
 
     def __init__(self, table: ChunkTable) -> None:
         self.table = table
-        self._first: list[int] = []  # The number of the first chunk of each file
-        n = 0
-        for _, size in table.files:
-            self._first.append(n)
-            n += count_chunks(size, table.chunk_bytes)
-        self.n_chunks = n
+        counts = [count_chunks(size, table.chunk_bytes) for _, size in table.files]
+        *self._first, self.n_chunks = accumulate(counts, initial=0)
+        """The number of the first chunk of each file, and how many there are."""
 
     def chunk(self, number: int) -> tuple[int, int, int]:
         """The file of a chunk (index into the table's files), its offset there and its size, in bytes."""
@@ -86,7 +84,7 @@ class ChunkStore:
     def __init__(self, directory: Path, table: ChunkTable) -> None:
         self.directory = directory
         self.layout = ChunkLayout(table)
-        self._maps: list[mmap.mmap | bytes | None] | None = None
+        self._maps: list[mmap.mmap | bytes] | None = None
         self._closed = False
         self._lock = threading.Lock()
 
@@ -103,10 +101,9 @@ class ChunkStore:
             if self._maps is None:
                 self._maps = self._mapped()
             mapped = self._maps[file]
-        assert mapped is not None
         return memoryview(mapped)[offset : offset + size]
 
-    def _mapped(self) -> list[mmap.mmap | bytes | None]:
+    def _mapped(self) -> list[mmap.mmap | bytes]:
         return [map_file(self.directory / name, size) for name, size in self.layout.table.files]
 
     def close(self) -> bool:
@@ -165,15 +162,12 @@ class PartialDownload(ChunkStore):
             shutil.rmtree(self.directory, ignore_errors=True)  # What it holds is what there is no room for
             raise SnapshotError(f"{self.directory} cannot be filled: {error}") from error
 
-    def _mapped(self) -> list[mmap.mmap | bytes | None]:
+    def _mapped(self) -> list[mmap.mmap | bytes]:
         if not self._fds:
             return super()._mapped()
         # What is put later shows through these, and all of it has room.
-        sizes = (size for _, size in self.layout.table.files)
-        return [
-            mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else None
-            for fd, size in zip(self._fds, sizes, strict=True)
-        ]
+        files = zip(self._fds, self.layout.table.files, strict=True)
+        return [mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else b"" for fd, (_, size) in files]
 
     def put(self, number: int, data: memoryview) -> bool:
         """Take chunk `number` if its hash is right. Raises `SnapshotError` when it cannot be written."""
@@ -250,28 +244,24 @@ def build_table(directory: Path, manifest_hash: str) -> ChunkTable:
         chunk_bytes = chunk_bytes_for(sum(size for _, size in files))
         digests = bytearray()
         for name, size in files:
-            if (mapped := map_file(directory / name, size)) is not None:
-                view = memoryview(mapped)
-                for at in range(0, size, chunk_bytes):
-                    digests += blake3(view[at : at + chunk_bytes]).digest()
+            view = memoryview(map_file(directory / name, size))
+            for at in range(0, size, chunk_bytes):
+                digests += blake3(view[at : at + chunk_bytes]).digest()
     except OSError as error:
         raise SnapshotError(f"{directory} cannot be read: {error}") from error
     return ChunkTable(TABLE_SCHEMA, manifest_hash, chunk_bytes, files, bytes(digests))
 
 
-def map_file(path: Path, size: int) -> mmap.mmap | bytes | None:
-    """A file of `size` bytes mapped for reading; None for an empty one. Raises `SnapshotError` where it has
-    another size or is gone."""
+def map_file(path: Path, size: int) -> mmap.mmap | bytes:
+    """Return a file of `size` bytes mapped for reading. Raises `SnapshotError` if it has another size or is
+    gone."""
     try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            if os.fstat(fd).st_size != size:
-                raise SnapshotError(f"{path} does not have {size} bytes")
-            return map_open(fd) if size else None
-        finally:
-            os.close(fd)
+        mapped = map_path(path)
     except OSError as error:
         raise SnapshotError(f"{path} cannot be read: {error}") from error
+    if len(mapped) != size:
+        raise SnapshotError(f"{path} does not have {size} bytes")
+    return mapped
 
 
 def encode_table(table: ChunkTable) -> bytes:
