@@ -77,11 +77,8 @@ def setup_logging(job: str, process: str, level: Level = "info", stream: TextIO 
     handler = _CountingHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(_JsonLine(job, process))
     root = logging.getLogger()
-    for old in root.handlers[:]:
-        if isinstance(old, _CountingHandler):
-            old.write_counts()
-            root.removeHandler(old)
-    root.addHandler(handler)
+    end_logging()
+    root.handlers = [*(old for old in root.handlers if not isinstance(old, _CountingHandler)), handler]
     atexit.register(end_logging)
     # Libraries are heard from warnings up: their debug and info lines drown the service's own.
     root.setLevel(logging.WARNING)

@@ -193,9 +193,7 @@ class Busy(Collector):
 
     def seconds(self, activity: str) -> float:
         """Busy seconds of `activity` until now; 0 for one never begun."""
-        with self._lock:
-            entry = self._activities.get(activity)
-            return self._until_now(entry) if entry else 0.0
+        return self.totals().get(activity, 0.0)
 
     def totals(self) -> dict[str, float]:
         """Busy seconds until now, by activity."""

@@ -273,40 +273,22 @@ def close_folder(folder: Path) -> None:
         folder.chmod(0o700)
 
 
-class _PrivateUmask:
-    """The umask of this process while threads are in `private_files`.
-
-    The first one in sets it, and the last one out restores the earlier one, in whatever order they leave."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before = 0
-
-    def enter(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._before = os.umask(PRIVATE_UMASK)
-            self._inside += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                os.umask(self._before)
-
-
-_private_umask = _PrivateUmask()
+_umasks: list[int] = []  # The earlier umask, then one for each other thread that is in `private_files`
+_umask_lock = threading.Lock()
 
 
 @contextmanager
 def private_files() -> Iterator[None]:
     """Make the files that this process creates meanwhile, on any thread, readable by its user alone."""
-    _private_umask.enter()
+    with _umask_lock:
+        _umasks.append(os.umask(PRIVATE_UMASK))
     try:
         yield
     finally:
-        _private_umask.leave()
+        with _umask_lock:
+            before = _umasks.pop()
+            if not _umasks:
+                os.umask(before)
 
 
 def user_name(uid: int) -> str:
