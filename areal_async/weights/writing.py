@@ -76,13 +76,10 @@ class _Problem(msgspec.Struct, frozen=True):
     errno: int = 0
 
 
-class _Held(msgspec.Struct, frozen=True):
-    boxes: list[Box]
-    problem: _Problem | None
+class _Given(msgspec.Struct, frozen=True):
+    """One rank's message to rank 0: its data, or why it has none."""
 
-
-class _Hashed(msgspec.Struct, frozen=True):
-    parts: list[Part]
+    data: bytes
     problem: _Problem | None
 
 
@@ -92,7 +89,7 @@ class _Said(msgspec.Struct, frozen=True):
     problem: _Problem | None = None
     files: FilePool | None = None
     info: SnapshotInfo | None = None
-    held: list[list[Box]] = []
+    shared: list[bytes] = []  # The data of all ranks
 
 
 class Publication:
@@ -231,13 +228,12 @@ class PieceWriter:
             return hash_ranges(mapped, [part for part in layout.ranges if part.rank == group.rank])
 
         parts, problem = _try(work)
-        gathered = group.gather(msgspec.msgpack.encode(_Hashed(parts or [], problem)))
+        gathered = _gather(group, msgspec.msgpack.encode(parts), problem)
 
         def announce(lead: Lead) -> _Said:
-            hashed = [msgspec.msgpack.decode(data, type=_Hashed) for data in gathered]
-            if said := _first_of([each.problem for each in hashed]):
+            if said := _first_of(gathered):
                 raise SnapshotError(said.text)
-            of_rank = [iter(each.parts) for each in hashed]
+            of_rank = [iter(msgspec.msgpack.decode(each.data, type=list[Part])) for each in gathered]
             in_order = [next(of_rank[part.rank]) for part in layout.ranges]
             info = lead.announce(tag, layout, in_order, evaluate=evaluate, final=final)
             return _Said(info=info, files=None if final else lead.offer_files())
@@ -336,21 +332,26 @@ def describe(group: ByteCollectives, pieces: Iterable[TensorPiece], left_out: Se
     say."""
     boxes: list[Box] = []
     problem = _each(pieces, left_out, lambda piece: boxes.append(box_of(piece)))
-    gathered = group.gather(msgspec.msgpack.encode(_Held(boxes, problem)))
-    said: _Said | None = None
-    if group.rank == 0:
-        held = [msgspec.msgpack.decode(data, type=_Held) for data in gathered]
-        said = _Said(_first_of([each.problem for each in held]), held=[each.boxes for each in held])
-    return _from_first(group, said).held
+    shared = _share(group, msgspec.msgpack.encode(boxes), problem)
+    return [msgspec.msgpack.decode(data, type=list[Box]) for data in shared]
 
 
 def _agree(group: ByteCollectives, problem: _Problem | None) -> None:
     """Wait for all ranks. Raises the first one's error, if any has one, on all of them."""
-    gathered = group.gather(msgspec.msgpack.encode(problem))
-    said = None
-    if group.rank == 0:
-        said = _Said(_first_of([msgspec.msgpack.decode(data, type=_Problem | None) for data in gathered]))
-    _from_first(group, said)
+    _share(group, b"", problem)
+
+
+def _share(group: ByteCollectives, data: bytes, problem: _Problem | None) -> list[bytes]:
+    """Return the data of all ranks, on every rank. Raises the first rank's error on all of them."""
+    gathered = _gather(group, data, problem)
+    said = _Said(_first_of(gathered), shared=[each.data for each in gathered]) if group.rank == 0 else None
+    return _from_first(group, said).shared
+
+
+def _gather(group: ByteCollectives, data: bytes, problem: _Problem | None) -> list[_Given]:
+    """Return the messages of all ranks on rank 0, and nothing elsewhere."""
+    gathered = group.gather(msgspec.msgpack.encode(_Given(data, problem)))
+    return [msgspec.msgpack.decode(each, type=_Given) for each in gathered]
 
 
 def _from_first(group: ByteCollectives, said: _Said | None) -> _Said:
@@ -362,10 +363,10 @@ def _from_first(group: ByteCollectives, said: _Said | None) -> _Said:
     return heard
 
 
-def _first_of(problems: Sequence[_Problem | None]) -> _Problem | None:
-    for rank, problem in enumerate(problems):
+def _first_of(given: Sequence[_Given]) -> _Problem | None:
+    for rank, problem in enumerate(each.problem for each in given):
         if problem is not None:
-            return _Problem(f"rank {rank}: {problem.text}", problem.errno) if len(problems) > 1 else problem
+            return _Problem(f"rank {rank}: {problem.text}", problem.errno) if len(given) > 1 else problem
     return None
 
 
