@@ -9,14 +9,13 @@ they are scraped, never kept, so a scrape of one that does not answer fails.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import gzip
 import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import prometheus_client
@@ -30,13 +29,13 @@ from starlette.types import Receive, Scope, Send
 from areal_async.base.addresses import LOOPBACK
 from areal_async.base.errors import ArealError
 from areal_async.base.http_server import HttpLimits, HttpServer, listen
+from areal_async.base.loop_thread import LoopThread
 
 # A `_created` series beside every counter doubles what is scraped and says nothing we use.
 prometheus_client.disable_created_metrics()
 
 PATH = "/metrics"
 LIMITS = HttpLimits(connections=64, header_bytes=16 << 10, header_s=5.0, answer_s=30.0)
-END_LIMIT_S = 5.0
 
 
 class OtherHosts:
@@ -69,43 +68,29 @@ class MetricsPortError(ArealError):
 
 
 def start_metrics_server(port: int) -> int:
-    """Serve the default registry at `/metrics` of a port of the loopback interface from a daemon thread, as
-    long as the process lives.
+    """Serve the default registry at `/metrics` of a port of the loopback interface, as long as the process
+    lives.
 
     `port` 0 picks a free one. Returns the port in use. Raises `MetricsPortError` when it is taken."""
-    listening = _listen(port)
-    threading.Thread(target=asyncio.run, args=(_serve(listening),), name="metrics", daemon=True).start()
-    return int(listening.getsockname()[1])
+    return _start(port)[2]
 
 
 @contextmanager
 def serve_metrics(port: int) -> Iterator[int]:
     """Serve the default registry for the time of a block."""
+    server, thread, port = _start(port)
+    try:
+        yield port
+    finally:
+        thread.run(server.close(grace_s=0.0))
+        thread.close()
+
+
+def _start(port: int) -> tuple[HttpServer, LoopThread, int]:
     listening = _listen(port)
-    loop = asyncio.new_event_loop()
-    serving = loop.create_task(_serve(listening))
-
-    def run() -> None:
-        with suppress(asyncio.CancelledError):
-            loop.run_until_complete(serving)
-        loop.close()
-
-    thread = threading.Thread(target=run, name="metrics", daemon=True)
-    thread.start()
-    try:
-        yield int(listening.getsockname()[1])
-    finally:
-        loop.call_soon_threadsafe(serving.cancel)
-        thread.join(timeout=END_LIMIT_S)
-
-
-async def _serve(listening: socket.socket) -> None:
-    server = HttpServer(answer_scrape, listening, LIMITS, name="metrics")
-    server.start()
-    try:
-        await asyncio.Event().wait()
-    finally:
-        await server.close(grace_s=0.0)
+    server, thread = HttpServer(answer_scrape, listening, LIMITS, name="metrics"), LoopThread("metrics")
+    thread.loop.call_soon_threadsafe(server.start)
+    return server, thread, int(listening.getsockname()[1])
 
 
 def _listen(port: int) -> socket.socket:

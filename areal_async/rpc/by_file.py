@@ -101,25 +101,19 @@ class ServerFiles:
         filed = Filed()
         filed.path, filed.offsets, filed.sizes = self._incoming / name, [], []
         try:
-            fd = open_beneath(self._incoming, name)
+            with os.fdopen(open_beneath(self._incoming, name), "rb", buffering=0) as file:
+                size_bytes = os.fstat(file.fileno()).st_size
+                for number, part in enumerate(filter(None, parts)):
+                    whole = part.at + part.size_bytes <= size_bytes
+                    stays = number >= len(parts) - left
+                    held = os.pread(file.fileno(), part.size_bytes, part.at) if whole and not stays else b""
+                    if not whole or (len(held) != part.size_bytes and not stays):
+                        raise ProtocolError("the file of the attachments is too short")
+                    filed.append(memoryview(held))
+                    filed.offsets.append(part.at)
+                    filed.sizes.append(part.size_bytes)
         except OSError as error:
             raise ProtocolError(f"the file of the attachments cannot be read: {error.strerror}") from error
-        try:
-            size_bytes = os.fstat(fd).st_size
-            for number, part in enumerate(parts):
-                assert part is not None
-                whole = part.at + part.size_bytes <= size_bytes
-                stays = number >= len(parts) - left
-                held = os.pread(fd, part.size_bytes, part.at) if whole and not stays else b""
-                if not whole or (len(held) != part.size_bytes and not stays):
-                    raise ProtocolError("the file of the attachments is too short")
-                filed.append(memoryview(held))
-                filed.offsets.append(part.at)
-                filed.sizes.append(part.size_bytes)
-        except OSError as error:
-            raise ProtocolError(f"the file of the attachments cannot be read: {error.strerror}") from error
-        finally:
-            os.close(fd)
         return filed
 
     def sweep(self) -> None:

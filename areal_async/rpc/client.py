@@ -33,6 +33,7 @@ import zmq.utils.monitor
 from typing_extensions import Buffer
 
 from areal_async.base.errors import ArealError, EndpointError, FaultError, PeerGone, ProtocolError, RpcTimeout
+from areal_async.base.loop_thread import LoopThread
 from areal_async.base.retry import pause_s
 from areal_async.rpc import endpoints
 from areal_async.rpc.address import Address
@@ -102,7 +103,6 @@ class Client:
         access: Access,
         timeout_s: float = TIMEOUT_S,
         max_in_flight: int = 64,
-        resend_after_s: float = RESEND_AFTER_S,
         max_part_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.address = address if isinstance(address, Address) else Address(address)
@@ -110,7 +110,7 @@ class Client:
         self._hello = Hello(SCHEMA, job, role, name)
         self._access = access
         self._timeout_s = timeout_s
-        self._resend_after_s = resend_after_s
+        self.resend_after_s = RESEND_AFTER_S
         self._max_part_bytes = max_part_bytes
         self._rng = random.Random()
         self._uid = secrets.randbits(64)
@@ -234,7 +234,7 @@ class Client:
         for tries in itertools.count(1):
             self._redial()
             answer = pending.answer = asyncio.get_running_loop().create_future()
-            pending.resend_after_s = self._resend_after_s
+            pending.resend_after_s = self.resend_after_s
             if self._link is _Link.UP:
                 self._transmit(pending)
             try:
@@ -452,36 +452,3 @@ class SyncClient:
             work.close()
             raise PeerGone(f"the client of {self.endpoint} is not connected")
         return thread.run(work)
-
-
-class LoopThread:
-    """An event loop in a daemon thread of its own."""
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the loop for a caller in another thread, and return its result."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # an interrupt of this thread must not leave it running
-            raise
-
-    def close(self) -> None:
-        """End the loop, its helper threads and the thread."""
-        self.run(_settle())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
-
-
-async def _settle() -> None:
-    """Let the calls that were failed at close raise in their threads, and end the loop's helper threads."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    if others:
-        await asyncio.wait(others, timeout=1.0)
-    await asyncio.get_running_loop().shutdown_default_executor()

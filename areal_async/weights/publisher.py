@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 
 from areal_async.base.errors import FaultError, SnapshotError
+from areal_async.base.loop_thread import LoopThread
 from areal_async.base.versions import VersionTag
-from areal_async.rpc.client import LoopThread
 from areal_async.rpc.schema import Message, Ok
 from areal_async.rpc.secret import Access
 from areal_async.rpc.server import Answer, Peer, Server

@@ -86,16 +86,14 @@ class Companions:
 NOTHING_BESIDE = Companions()
 
 
+@dataclass(eq=False)
 class Snapshot:
     """An opened snapshot: every hash matched."""
 
-    def __init__(
-        self, tag: VersionTag, path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor] | None = None
-    ) -> None:
-        self.tag = tag
-        self.path = path
-        self.manifest = manifest
-        self._tensors = tensors
+    tag: VersionTag
+    path: Path
+    manifest: Manifest
+    _tensors: dict[str, torch.Tensor] | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -55,18 +56,15 @@ class Lead(Protocol):
 
     def offer_files(self) -> FilePool:
         """The files to be made ready: at first, and whenever a snapshot is announced."""
-        ...
 
     def take_file(self, tag: VersionTag) -> FilePool:
         """The files from now on; the first that is ready is filled with `tag`. Raises `SnapshotError` for a
         tag that cannot be published."""
-        ...
 
     def announce(
         self, tag: VersionTag, layout: Layout, parts: list[Part], *, evaluate: bool, final: bool
     ) -> SnapshotInfo:
         """Make a snapshot of the file that was taken, and tell receivers. Raises `SnapshotError`."""
-        ...
 
 
 class _Problem(msgspec.Struct, frozen=True):
@@ -92,11 +90,11 @@ class _Said(msgspec.Struct, frozen=True):
     shared: list[bytes] = []  # The data of all ranks
 
 
+@dataclass(frozen=True)
 class Publication:
     """A publication whose pieces are copied on this rank, and which goes on by itself."""
 
-    def __init__(self, future: Future[SnapshotInfo]) -> None:
-        self._future = future
+    _future: Future[SnapshotInfo]
 
     @property
     def done(self) -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -167,35 +168,28 @@ class Nccl(Channel):
     @staticmethod
     def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
         rollout, trainer = job.rollout, job.trainer
+        mistake = partial(Mistake, "weights.channel")
         if trainer.ranks > 1:
-            yield Mistake(
-                "weights.channel",
-                f"`nccl` sends whole tensors from one device, and with {trainer.ranks} ranks none has them",
-                "Set it to auto, or trainer.ranks to 1",
-                ("trainer.ranks",),
+            problem = (
+                f"`nccl` sends whole tensors from one device, and with {trainer.ranks} ranks none has them"
             )
+            yield mistake(problem, "Set it to auto, or trainer.ranks to 1", ("trainer.ranks",))
         if trainer.lora.rank:
             problem = "`nccl` sends whole weights from device to device, and with trainer.lora there are none"
-            yield Mistake("weights.channel", problem, "Set it to auto, zmq or disk", ("trainer.lora.rank",))
+            yield mistake(problem, "Set it to auto, zmq or disk", ("trainer.lora.rank",))
         engine = declared_engine(rollout.engine)
         if engine is not None and (reason := engine.no_group):
-            able = (name for name in ENGINES.built_in if not engine_part(name).no_group)
-            yield Mistake(
-                "weights.channel",
-                f"`nccl` is not for rollout.engine {rollout.engine}: {reason}",
-                f"Set it to auto, or rollout.engine to {' or '.join(able)}",
-                ("rollout.engine",),
-            )
+            able = " or ".join(name for name in ENGINES.built_in if not engine_part(name).no_group)
+            problem = f"`nccl` is not for rollout.engine {rollout.engine}: {reason}"
+            yield mistake(problem, f"Set it to auto, or rollout.engine to {able}", ("rollout.engine",))
         kinds = {device.partition(":")[0] for device in (rollout.device, trainer.device)}
-        devices = ("rollout.device", "trainer.device")
         if len(kinds) > 1:
-            yield Mistake(
-                "weights.channel",
+            problem = (
                 f"a process group joins GPUs with GPUs (by NCCL) or CPUs with CPUs (by gloo), not the "
-                f"trainer's {trainer.device} with the engine's {rollout.device}",
-                "Set it to auto, or both devices to one kind",
-                devices,
+                f"trainer's {trainer.device} with the engine's {rollout.device}"
             )
+            devices = ("rollout.device", "trainer.device")
+            yield mistake(problem, "Set it to auto, or both devices to one kind", devices)
         elif kinds == {"cuda"}:
             yield from shared_with_engines(job)
 

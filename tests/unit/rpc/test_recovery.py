@@ -66,7 +66,8 @@ async def test_a_repeated_request_runs_once(ipc):
 
 async def test_a_lost_reply_is_asked_for_again(ipc):
     router = Wire(ipc, zmq.ROUTER)
-    client = client_of(ipc, resend_after_s=0.05)
+    client = client_of(ipc)
+    client.resend_after_s = 0.05
     connecting = asyncio.create_task(client.connect(10))
     identity, head = await router.receive()
     _, _, _, _, uid, hello, _ = HEADER.unpack_from(head)
@@ -131,7 +132,8 @@ async def test_one_death_is_local_a_killed_server_process_is_replaced_under_its_
     process, real = spawn(endpoint)
     try:
         # The lost connection is noticed, not waited out.
-        async with client_of(real, resend_after_s=1e9) as client:
+        async with client_of(real) as client:
+            client.resend_after_s = 1e9
             blobs = [os.urandom(300_000), b"x"]
             reply, attachments = await client.exchange(Arrived("t"), timeout_s=60, attachments=blobs)
             assert (reply, [bytes(a) for a in attachments]) == (Ok(), blobs)
