@@ -147,9 +147,7 @@ class ChildProcess:
         """Block until the child has ended, and return its exit status."""
         with suppress(ChildProcessError):  # reaped by another thread
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        status = self.poll()
-        assert status is not None
-        return status
+        return self._ended()
 
     async def wait(self) -> int:
         """Wait for the child's end, and return its exit status."""
@@ -162,6 +160,9 @@ class ChildProcess:
         finally:
             loop.remove_reader(fd)
             os.close(fd)
+        return self._ended()
+
+    def _ended(self) -> int:
         status = self.poll()
         assert status is not None
         return status

@@ -143,10 +143,8 @@ class RunSecret:
             bits = bytes.fromhex(read_own(path, max_bytes=1024).decode())
         except (OSError, ValueError, NotOurs) as error:
             raise EndpointError(f"the secret of the run cannot be read from {path}: {error}") from error
-        if len(bits) != SIZE_BYTES:
-            raise EndpointError(
-                f"{path} holds no secret of a run: it has {len(bits)} bytes, not {SIZE_BYTES}"
-            )
+        if (size := len(bits)) != SIZE_BYTES:
+            raise EndpointError(f"{path} holds no secret of a run: it has {size} bytes, not {SIZE_BYTES}")
         return cls(bits)
 
     def of(self, role: KeyRole) -> RoleKeys:
@@ -166,10 +164,10 @@ class RunSecret:
         return self._made_for(f"token {server}").hex()
 
     def shown(self, endpoint: str, server: str) -> CurveKeys | Password:
-        return self._keys if _is_tcp(endpoint) else self._password
+        return self._keys if is_tcp(endpoint) else self._password
 
     def guard(self, endpoint: str, identity: str) -> Guard:
-        if _is_tcp(endpoint):
+        if is_tcp(endpoint):
             return self._keys.guard(endpoint, identity)
         roles = {role.encode(): _digest(self._word(role)) for role in ROLES}
         return Guard(None, {}, {**roles, self._password.user: _digest(self._password.word)})
@@ -235,7 +233,7 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def shown(self, endpoint: str, server: str) -> CurveKeys | Password:
         """Return the proof; over TCP, `server` is the name whose key the other end must have."""
-        if not _is_tcp(endpoint):
+        if not is_tcp(endpoint):
             return Password(self.role.encode(), self.word.encode())
         if server not in self.publics:
             raise EndpointError(f"nobody of this run serves as {server!r}: its key is not known")
@@ -245,7 +243,7 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def guard(self, endpoint: str, identity: str) -> Guard:
         """Return the guard of a server that has the key `identity`, by default its role's."""
         digests = {role.encode(): bytes.fromhex(digest) for role, digest in self.digests.items()}
-        if not _is_tcp(endpoint):
+        if not is_tcp(endpoint):
             return Guard(None, {}, digests)
         known = {z85.decode(self.publics[role].encode()): role for role in ROLES}
         return Guard(self._own(identity or self.role), known, digests)
@@ -267,7 +265,8 @@ def write_private(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def _is_tcp(endpoint: str) -> bool:
+def is_tcp(endpoint: str) -> bool:
+    """Return whether anybody who reaches this host can connect."""
     return endpoint.startswith("tcp://")
 
 

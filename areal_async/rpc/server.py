@@ -49,7 +49,7 @@ from areal_async.rpc.metrics import REFUSED
 from areal_async.rpc.permissions import may_ask
 from areal_async.rpc.reply_book import Admission, ReplyBook, ServerLimits
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, Request, Welcome
-from areal_async.rpc.secret import Access, RoleKeys
+from areal_async.rpc.secret import Access, RoleKeys, is_tcp
 from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
 
 log = logging.getLogger("areal.wire")
@@ -146,8 +146,7 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: PolledSocket | None = None
-        self._zap: PolledSocket | None = None
-        self._limit: endpoints.StrangerLimit | None = None
+        self._guards: list[endpoints.StrangerLimit | PolledSocket] = []
         self._stopping = False
 
     async def start(self) -> None:
@@ -158,16 +157,13 @@ class Server:
             endpoints.tune(sock, max_part_bytes=self._limits.part_bytes)
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
             guard = self._access.guard(self.endpoint, self._identity)
-            self._zap = endpoints.serve_zap(context, guard, self._on_refused)
-            if endpoints.is_tcp(self.endpoint):
-                self._limit = endpoints.StrangerLimit(context, sock, self._on_crowd)
+            self._guards = [endpoints.serve_zap(context, guard, self._on_refused)]
+            if is_tcp(self.endpoint):
+                self._guards.append(endpoints.StrangerLimit(context, sock, self._on_crowd))
             self.endpoint = endpoints.bind(sock, self.endpoint, guard)
         except BaseException:
-            if self._limit is not None:
-                self._limit.close()
-            if self._zap is not None:
-                self._zap.close()
-            self._limit, self._zap = None, None
+            while self._guards:
+                self._guards.pop().close()
             drop_context(context)
             raise
         self._context = context
@@ -188,16 +184,14 @@ class Server:
             await asyncio.wait(self._tasks, timeout=grace_s)
         for task in self._tasks:
             task.cancel()
-        if self._tasks:
-            _, stuck = await asyncio.wait(self._tasks, timeout=CANCEL_LIMIT_S)
-            if stuck:
-                log.error("%d handlers of %s do not end when cancelled", len(stuck), self._service)
-        if self._limit is not None:
-            self._limit.close()
+        if self._tasks and (stuck := (await asyncio.wait(self._tasks, timeout=CANCEL_LIMIT_S))[1]):
+            log.error("%d handlers of %s do not end when cancelled", len(stuck), self._service)
+        *limit, zap = reversed(self._guards)
+        for each in limit:
+            each.close()
         self._socket.close(linger_ms)
-        if self._zap is not None:
-            self._zap.close()
-        context, self._context, self._socket, self._zap, self._limit = self._context, None, None, None, None
+        zap.close()
+        context, self._context, self._socket, self._guards = self._context, None, None, []
         await end_context(context)
         endpoints.remove_ipc_file(self.endpoint)
         self.sessions.clear()
@@ -243,8 +237,10 @@ class Server:
         elif self._stopping:
             self._send(identity, self._frames(header, Fault("unavailable", "stopping", STOP_RETRY_MS)))
         elif isinstance(self._access, RoleKeys) and not may_ask(session.key, type(message)):
-            self._on_forbidden(session, message)
-            text = f"the role {session.key} may not ask the {self._service} for {type(message).__name__}"
+            self._count_refused("forbidden", "forbidden")
+            what = type(message).__name__
+            log.warning("%s of role %s asked the %s for %s", session.name, session.key, self._service, what)
+            text = f"the role {session.key} may not ask the {self._service} for {what}"
             self._send(identity, self._frames(header, Fault("forbidden", text)))
         else:
             if header.flags & READS_FILES and not session.reads_files:
@@ -253,21 +249,17 @@ class Server:
             self._admit(identity, WaitingRequest(session, header, message, attachments, parts))
 
     def _on_refused(self) -> None:
-        self.counters["strangers"] += 1
-        REFUSED.labels(self._service, "stranger").inc()
+        self._count_refused("strangers", "stranger")
         log.warning("a connection without a key of this run was refused by the %s", self._service)
 
     def _on_crowd(self) -> None:
-        self.counters["crowd"] += 1
-        REFUSED.labels(self._service, "crowd").inc()
+        self._count_refused("crowd", "crowd")
         if self.counters["crowd"] % CROWD_LOGGED == 1:
             log.warning("too many connections without a key: the %s closes the oldest", self._service)
 
-    def _on_forbidden(self, peer: Peer, message: Message) -> None:
-        self.counters["forbidden"] += 1
-        REFUSED.labels(self._service, "forbidden").inc()
-        what = type(message).__name__
-        log.warning("%s of role %s asked the %s for %s", peer.name, peer.key, self._service, what)
+    def _count_refused(self, counter: str, reason: str) -> None:
+        self.counters[counter] += 1
+        REFUSED.labels(self._service, reason).inc()
 
     def _admit(self, identity: bytes, arrival: WaitingRequest) -> None:
         header = arrival.header
@@ -351,10 +343,7 @@ class Server:
             if parts:
                 attachments = await self._read_files(parts, message.left_in_file)
             answer = await self._handler(session, message, attachments)
-            if isinstance(answer, tuple):
-                reply, reply_attachments = answer
-            else:
-                reply = answer
+            reply, reply_attachments = answer if isinstance(answer, tuple) else (answer, ())
         except FaultError as error:
             reply = Fault(error.kind, error.message, error.retry_after_ms)
         except ProtocolError as error:

@@ -97,11 +97,10 @@ class RetentionPolicy:
 
     def evaluate(self, receiver: str, after: VersionTag | None, now_ms: int) -> VersionTag | None:
         """The oldest pinned snapshot newer than `after`; it is held for the receiver from now on."""
-        for tag in self._pins:
-            if after is None or tag > after:
-                self._hold(receiver, "evaluate", tag, now_ms)
-                return tag
-        return None
+        tag = next((pin for pin in self._pins if after is None or pin > after), None)
+        if tag is not None:
+            self._hold(receiver, "evaluate", tag, now_ms)
+        return tag
 
     def acknowledge(self, receiver: str, purpose: Purpose, tag: VersionTag) -> None:
         """The receiver is done with the bytes of `tag` and of everything older. May be repeated."""
@@ -116,9 +115,7 @@ class RetentionPolicy:
     def retire(self, now_ms: int) -> list[Retired]:
         """Forget every snapshot that nothing keeps, and return them."""
         self._expire(now_ms)
-        kept = {*self._tags[-self._keep :], *self._pins, *self._used}
-        for holds in self._holds.values():
-            kept.update(holds)
+        kept = {*self._tags[-self._keep :], *self._pins, *self._used}.union(*self._holds.values())
         gone = [tag for tag in self._tags if tag not in kept]
         self._tags = [tag for tag in self._tags if tag in kept]
         retired = [Retired(tag, tag not in self._doubtful) for tag in gone]
