@@ -146,9 +146,8 @@ class BaseWeights:
                 )
             targets[name] = (key, other)
         if 2 * len(targets) != len(adapter):
-            raise SnapshotError(
-                f"the adapter has tensors that are no A or B of a layer: {sorted(adapter)[:3]}"
-            )
+            some = sorted(adapter)[:3]
+            raise SnapshotError(f"the adapter has tensors that are no A or B of a layer: {some}")
         return targets
 
 

@@ -99,19 +99,10 @@ def write_delta(
                 Sidecar(TARGET_FILE, len(sealed), hash_of(sealed)),
             ]
             parts = zip(target.parts, sizes, strict=True)
-            manifest = Manifest(
-                MANIFEST_SCHEMA,
-                target.tag,
-                old.tag,
-                "delta",
-                [],
-                [],
-                files,
-                {},
-                base_hash=hash_of((base / MANIFEST_FILE).read_bytes()),
-                target_hash=hash_of(sealed),
-                patches=[Patch(part.tensor, part.file, size) for part, size in parts],
-            )
+            patches = [Patch(part.tensor, part.file, size) for part, size in parts]
+            hashes = (hash_of((base / MANIFEST_FILE).read_bytes()), hash_of(sealed))
+            head = (MANIFEST_SCHEMA, target.tag, old.tag, "delta")
+            manifest = Manifest(*head, [], [], files, {}, *hashes, patches)
             return publish_directory(staging, final, manifest)
 
 
@@ -131,10 +122,9 @@ def _pairs(base: Path, new: Path, old: Manifest, target: Manifest) -> list[_Pair
     """None for a part that has not changed, by the hashes in the manifests."""
 
     def elements(directory: Path, manifest: Manifest) -> dict[_Place, Elements]:
-        opened = [TensorFile(directory, shard, manifest) for shard in manifest.shards]
         return {
             _place(part): np.frombuffer(file.data[begin:end], np.uint8)
-            for file in opened
+            for file in (TensorFile(directory, shard, manifest) for shard in manifest.shards)
             for part, begin, end in file.places
         }
 
@@ -343,13 +333,8 @@ class DeltaPublisher:
     def _make(self, base: SnapshotInfo, new: SnapshotInfo, below_bytes: int) -> None:
         delta: SnapshotInfo | None = None
         try:
-            delta = self.write(
-                base.path,
-                new.path,
-                below_bytes=below_bytes,
-                threads=max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2)),
-                stop=self._stop.is_set,
-            )
+            threads, stop = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2)), self._stop.is_set
+            delta = self.write(base.path, new.path, below_bytes=below_bytes, threads=threads, stop=stop)
             size = delta.size_bytes if delta is not None else None
             log.debug("delta", version=new.tag.version, delta_bytes=size, full_bytes=new.size_bytes)
         except SnapshotError as error:

@@ -85,10 +85,7 @@ def receive(
     come."""
     buffer = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
     each_of = [_messages(rank, boxes) for rank, boxes in held.items()]
-    for message in itertools.chain.from_iterable(itertools.zip_longest(*each_of)):
-        if message is None:
-            continue
-        rank, piece = message
+    for rank, piece in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*each_of))):
         size_bytes = piece.tensor.nbytes
         group.receive(buffer[:size_bytes], rank)
         data = buffer[:size_bytes].view(piece.tensor.dtype).view(piece.tensor.shape)
@@ -122,12 +119,8 @@ def _messages(rank: int, boxes: Sequence[Box]) -> Iterator[tuple[int, TensorPiec
         for cut in cuts(box.extent, dtype.itemsize):
             offset = tuple(at + each.start for at, each in zip(box.offset, cut, strict=True))
             shape = [each.stop - each.start for each in cut]
-            yield (
-                rank,
-                TensorPiece(
-                    box.name, tuple(box.shape), offset, torch.empty(shape, dtype=dtype, device="meta")
-                ),
-            )
+            part = torch.empty(shape, dtype=dtype, device="meta")
+            yield rank, TensorPiece(box.name, tuple(box.shape), offset, part)
 
 
 def _key(box: Box) -> bytes:

@@ -187,7 +187,10 @@ class Publisher:
             # An evaluation gives its version's file back late: the one that the next needs is made before.
             while len(self._in_use) + len(self._ready) <= self._keep + self._kept.n_pinned_alone:
                 self._ready.append(next(self._numbers))
-            return FilePool([*self._in_use.values(), *self._ready], [*self._ready])
+            return self._files()
+
+    def _files(self) -> FilePool:
+        return FilePool([*self._in_use.values(), *self._ready], [*self._ready])
 
     def take_file(self, tag: VersionTag) -> FilePool:
         with self._lock:
@@ -201,12 +204,11 @@ class Publisher:
                 if not self._ready:
                     self._remove_retired()  # a new file may need their room
             except OSError as error:
-                raise SnapshotError(
-                    f"an old snapshot under {self._root} cannot be removed: {error}"
-                ) from error
+                text = f"an old snapshot under {self._root} cannot be removed: {error}"
+                raise SnapshotError(text) from error
             if not self._ready:
                 self._ready.append(next(self._numbers))
-            files = FilePool([*self._in_use.values(), *self._ready], [*self._ready])
+            files = self._files()
             self._taken = self._ready.pop(0)
             return files
 
@@ -329,15 +331,10 @@ class Publisher:
             tag = ask(message.receiver, message.after, self._now_ms())
             if tag is not None:
                 written = self._written[tag]
-                return SnapshotNotice(
-                    tag,
-                    str(written.path),
-                    written.manifest_hash,
-                    self._kept.is_final(tag),
-                    written.size_bytes,
-                    self._channel.node_id,
-                    deltas.get(tag, message.after) if message.deltas else None,
-                )
+                final, size, node_id = self._kept.is_final(tag), written.size_bytes, self._channel.node_id
+                delta = deltas.get(tag, message.after) if message.deltas else None
+                place = (str(written.path), written.manifest_hash)
+                return SnapshotNotice(tag, *place, final, size, node_id, delta)
             return NoNews(finished=self._finished)
 
 

@@ -172,9 +172,7 @@ class TensorFile:
 
     def verify(self) -> None:
         """Hash every part. Raises `SnapshotError` where one does not match."""
-        in_threads(
-            lambda place: self._check(place[0], self.data[place[1] : place[2]]), self.places, len(self.data)
-        )
+        in_threads(lambda at: self._check(at[0], self.data[at[1] : at[2]]), self.places, len(self.data))
 
     def read(self, *, verify: bool = True) -> dict[str, torch.Tensor]:
         """The tensors by name, in memory of this process. With `verify` that memory was itself hashed: raises
@@ -232,11 +230,8 @@ def parse_header(data: bytes) -> dict[str, TensorEntry]:
     """The entries of a header (with its size field), in order of their bytes. Raises `SnapshotError`."""
     try:
         raw = msgspec.json.decode(data[8:], type=dict[str, msgspec.Raw])
-        entries = {
-            name: msgspec.json.decode(r, type=TensorEntry)
-            for name, r in raw.items()
-            if name != "__metadata__"
-        }
+        raw.pop("__metadata__", None)
+        entries = {name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in raw.items()}
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise SnapshotError(f"not a safetensors header: {error}") from error
     if struct.unpack("<Q", data[:8])[0] != len(data) - 8:

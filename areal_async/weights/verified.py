@@ -97,26 +97,23 @@ class HostRecords:
                 os.close(lock)
 
     def _usable(self) -> bool:
-        try:
+        with suppress(OSError):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return _private(os.lstat(self._folder), stat.S_ISDIR)
-        except OSError:
-            return False
+        return False
 
     def _read(self, path: Path) -> _Record | None:
-        try:
-            with path.open("rb") as file:
-                if _private(os.fstat(file.fileno()), stat.S_ISREG):
-                    return msgspec.json.decode(file.read(), type=_Record)
-        except (OSError, msgspec.MsgspecError):
-            pass
+        with suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
+            if _private(os.fstat(file.fileno()), stat.S_ISREG):
+                return msgspec.json.decode(file.read(), type=_Record)
         return None
 
     def _leave(self, path: Path, record: _Record) -> None:
         """Without it the next process verifies too: an error is no reason to refuse the snapshot."""
         with suppress(OSError):
             write_whole(path, msgspec.json.encode(record))
-            found = sorted((each for each in self._folder.iterdir() if not each.suffix), key=_modified_ns)
+            records = (each for each in self._folder.iterdir() if not each.suffix)
+            found = sorted(records, key=lambda each: each.stat().st_mtime_ns)
             for old in found[:-KEPT]:
                 old.unlink(missing_ok=True)
                 old.with_suffix(LOCK_SUFFIX).unlink(missing_ok=True)
@@ -125,7 +122,3 @@ class HostRecords:
 def _private(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
     """Whether it is ours, and nobody else can write to it or look into it."""
     return is_kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-
-
-def _modified_ns(path: Path) -> int:
-    return path.stat().st_mtime_ns

@@ -129,10 +129,8 @@ class Download:
             return
         except TimeoutError:
             metrics.REFUSED.labels("late").inc()
-        except WireError as error:
-            reason = str(error)
-        except ExceptionGroup as group_error:
-            first = group_error.exceptions[0]
+        except (WireError, ExceptionGroup) as error:
+            first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
             if not isinstance(first, WireError):
                 raise first from None
             reason = str(first)
