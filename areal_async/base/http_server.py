@@ -43,6 +43,7 @@ from areal_async.base.errors import EndpointError
 from areal_async.base.log import get_logger
 
 CLOSE = {"connection": "close"}
+FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 BACKLOG = 512
 ACCEPTED_AT_ONCE = 32
 LEAST_RATE = 64 << 10
@@ -216,9 +217,7 @@ class HttpServer:
             if not self._make_room():
                 self.faults.count("connection refused, all have requests under way")
                 with contextlib.suppress(OSError), sock:
-                    sock.send(
-                        b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-                    )
+                    sock.send(FULL)
                 continue
             self._quiet.clear()
             task = self._loop.create_task(self._adopt(sock))

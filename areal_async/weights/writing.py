@@ -22,7 +22,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -90,20 +89,10 @@ class _Said(msgspec.Struct, frozen=True):
     shared: list[bytes] = []  # The data of all ranks
 
 
-@dataclass(frozen=True)
-class Publication:
-    """A publication whose pieces are copied on this rank, and which goes on by itself."""
-
-    _future: Future[SnapshotInfo]
-
-    @property
-    def done(self) -> bool:
-        return self._future.done()
-
-    def result(self) -> SnapshotInfo:
-        """Wait until it is announced; what was written, on every rank. Raises `SnapshotError` where any rank
-        failed, and the group's own error where one did not come."""
-        return self._future.result()
+Publication = Future[SnapshotInfo]
+"""A publication whose pieces are copied on this rank, and which goes on by itself. Its result is there once it
+is announced: what was written, on every rank. Raises `SnapshotError` where any rank failed, and the group's
+own error where one did not come."""
 
 
 class PieceWriter:
@@ -180,7 +169,7 @@ class PieceWriter:
         self._last = self._writing.submit(
             self._finish, tag, layout, found, problem, gone, evaluate=evaluate, final=final
         )
-        return Publication(self._last)
+        return self._last
 
     def close(self) -> None:
         """Wait for what is under way, and let go of the files, which stay."""

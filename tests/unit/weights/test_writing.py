@@ -184,13 +184,13 @@ def test_pieces_may_change_once_begun_and_what_follows_goes_on_beside_them(place
         publisher.prepare(pieces)
         publication = publisher.begin(tag(0), pieces)
         assert begun.wait(LIMIT_S)
-        assert not publication.done
+        assert not publication.done()
         assert not (place / "shm" / tag(0).label).exists()
         weights.fill_(-1)
         released.set()
         monkeypatch.undo()
         assert torch.equal(open_snapshot(publication.result().path).tensors["w"], torch.arange(1000.0))
-        assert publication.done
+        assert publication.done()
 
 
 def test_without_having_prepared_nothing_can_be_begun(two):
