@@ -90,9 +90,9 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 Publication = Future[SnapshotInfo]
-"""A publication whose pieces are copied on this rank, and which goes on by itself. Its result is there once it
-is announced: what was written, on every rank. Raises `SnapshotError` where any rank failed, and the group's
-own error where one did not come."""
+"""A publication whose pieces are copied on this rank, and which goes on by itself. Its result, on every rank,
+is what was written and announced. It raises `SnapshotError` where any rank failed, and the group's own error
+where one did not come."""
 
 
 class PieceWriter:
