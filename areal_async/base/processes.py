@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import psutil
 
+from areal_async.base.retry import doubled_s
 from areal_async.base.topology import ServicePlace
 
 RUN_VARIABLE = "AREAL_ASYNC_RUN"
@@ -325,4 +326,4 @@ class Restarts:
             return None
         if not self.early:
             return 0.0
-        return min(self.policy.longest_pause_s, self.policy.first_pause_s * 2.0 ** (self.early - 1))
+        return doubled_s(self.early, self.policy.first_pause_s, self.policy.longest_pause_s)

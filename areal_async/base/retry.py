@@ -19,12 +19,17 @@ LONGEST_REST_S = 30.0
 T = TypeVar("T")
 
 
+def doubled_s(tries: int, first_s: float = FIRST_REST_S, longest_s: float = LONGEST_REST_S) -> float:
+    """Return the bound of the pause after `tries` failures: it doubles with each, from `first_s` on."""
+    return min(longest_s, first_s * 2.0 ** min(tries - 1, 30))
+
+
 def pause_s(
     tries: int, rng: random.Random, *, first_s: float = FIRST_REST_S, longest_s: float = LONGEST_REST_S
 ) -> float:
     """Return the seconds before the try that follows `tries` failed ones (at least 1): half of a bound that
     doubles, up to all of it."""
-    return min(longest_s, first_s * 2 ** min(tries - 1, 30)) * rng.uniform(0.5, 1.0)
+    return doubled_s(tries, first_s, longest_s) * rng.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True)
