@@ -259,7 +259,8 @@ class HttpServer:
         return len(self.connections) + len(self._arriving) >= self.most_connections
 
     def _make_room(self, *, more: bool = False) -> bool:
-        """Whether there is a place, if need be one that was taken; with `more`, take one in any case."""
+        """Return whether there is a place for a connection, closing another if need be; with `more`, always
+        close one."""
         if not more and not self._is_full():
             return True
         found = min(
@@ -374,8 +375,8 @@ class Connection(H11Protocol):
         self._server.faults.count(kind, **fields)
 
     async def delivered(self) -> bool:
-        """Whether all that was sent so far has left this process, and the client was still there. Waits until
-        one or the other is known; to be asked before the last, empty part of an answer."""
+        """Return whether all that was sent so far has left this process while the client was there. Waits
+        until that is known; to be asked before the last, empty part of an answer."""
         await self.flow.drain()
         return not self.cycle.disconnected and not self.transport.is_closing()
 
@@ -451,7 +452,7 @@ class Connection(H11Protocol):
             super().shutdown()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """An upgrade may be left unanswered, and the request be served as it is."""
+        """Serve the request as it is, and leave the upgrade unanswered."""
 
     def _settle(self) -> None:
         """Find out the phase."""

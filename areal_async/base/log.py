@@ -57,7 +57,7 @@ class Logger:
         self._write(logging.ERROR, event, fields)
 
     def exception(self, event: str, /, **fields: Any) -> None:
-        """An error with the traceback of the exception being handled."""
+        """Log an error with the traceback of the exception being handled."""
         self._write(logging.ERROR, event, fields, exc_info=True)
 
     def _write(self, level: int, event: str, fields: dict[str, Any], *, exc_info: bool = False) -> None:
@@ -131,7 +131,7 @@ class _CountingHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say once, in a line, that a disk takes no log; anything else is a fault of ours."""
+        """Print once that the disk takes no log; any other error is a fault of ours."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -191,7 +191,8 @@ class _JsonLine(logging.Formatter):
 
 
 def as_plain(value: Any) -> Any:
-    """A stand-in for a value that JSON has no form for: a number for an array scalar, else its text."""
+    """Return a stand-in for a value that JSON has no form for: a number for an array scalar, else its
+    text."""
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "size", 1) == 1:
         return item()

@@ -105,8 +105,8 @@ def _listen(port: int) -> socket.socket:
 
 
 async def answer_scrape(scope: Scope, receive: Receive, send: Send) -> None:
-    """An ASGI application: the default registry in a form that the scraper takes, or the series of a process
-    on another host, compressed if they may be."""
+    """Answer, as an ASGI application, with the default registry in a form that the scraper takes, or with the
+    series of a process on another host; compressed if they may be."""
     request = Request(scope)
     if request.method != "GET":
         response: Response = PlainTextResponse("metrics are read with GET", 405, {"allow": "GET"})
@@ -162,7 +162,7 @@ class Busy(Collector):
             self.end(activity)
 
     def begin(self, activity: str) -> None:
-        """The start of a piece, for code whose pieces are no blocks; each needs its `end`."""
+        """Begin a piece, in code whose pieces are no blocks; each needs its `end`."""
         with self._lock:
             entry = self._activities.setdefault(activity, _Activity())
             if entry.depth == 0:

@@ -37,8 +37,8 @@ class NotOurs(ArealError):
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read the regular file at `path`, or where its links lead. Raises OSError, also for what
-    is no regular file: opening a pipe would wait for its writer."""
+    """Return a descriptor to read the regular file at `path`, or where its links lead. Raises OSError, also
+    for what is no regular file: opening a pipe would wait for its writer."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -47,14 +47,14 @@ def open_regular(path: Path) -> int:
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of the regular file at `path`, or where its links lead. Raises OSError."""
+    """Return the content of the regular file at `path`, or where its links lead. Raises OSError."""
     with os.fdopen(open_regular(path), "rb") as file:
         return file.read()
 
 
 def read_own(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """The content of a file of ours. Raises OSError where it cannot be read, `NotOurs` where it is a link,
-    belongs to another user, or others may write to it; larger ones are refused as `NotOurs` too."""
+    """Return the content of a file of ours. Raises OSError where it cannot be read, `NotOurs` where it is a
+    link, belongs to another user, or others may write to it; larger ones are refused as `NotOurs` too."""
     with os.fdopen(open_own(path), "rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -63,7 +63,7 @@ def read_own(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def open_own(path: Path) -> int:
-    """A descriptor to read a file of ours. Raises OSError and `NotOurs` as `read_own` does."""
+    """Return a descriptor to read a file of ours. Raises OSError and `NotOurs` as `read_own` does."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         check_own(fd, path)
@@ -244,7 +244,8 @@ def is_locked(fd: int) -> bool:
 
 
 def is_own_folder(path: Path) -> bool:
-    """Whether `path` is a folder of this user's, and no link to one, to which nobody else may write."""
+    """Return whether `path` is a folder of this user's, and no link to one, to which nobody else may
+    write."""
     try:
         found = path.lstat()
     except OSError:

@@ -22,7 +22,8 @@ FIXED_DEBIAN = "5:7.0.15-1~deb12u6"
 
 
 def find_redis_server() -> Path | None:
-    """The `redis-server` or `valkey-server` of the PATH, else the one that an installed package carries."""
+    """Return the `redis-server` or `valkey-server` of the PATH, else the one that an installed package
+    carries."""
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name):
             return Path(found)
@@ -36,8 +37,8 @@ def find_redis_server() -> Path | None:
 
 
 def fixed_version(program: str, version: str) -> str | None:
-    """The version to install in place of `version` of `program` ("Redis", "Valkey"), which lacks published
-    fixes; None where it has them."""
+    """Return the version to install in place of `version` of `program` ("Redis", "Valkey"), which lacks
+    published fixes; None where it has them."""
     fixed = FIXED_SERVERS[program]
     major, minor, patch = (int(part) for part in version.split(".")[:3])
     series = (major, minor)

@@ -38,7 +38,7 @@ class RunHost(msgspec.Struct, frozen=True):
     """Prefix of endpoints that only this host reaches; a name of the run's follows."""
 
     def local_endpoint(self, name: str) -> str:
-        """The endpoint of that name on this host."""
+        """Return the endpoint of that name on this host."""
         return self.local + name
 
 
@@ -108,8 +108,9 @@ class Topology(msgspec.Struct, frozen=True):
         return self.hosts[self.home]
 
     def place(self, name: str) -> ServicePlace:
-        """The place of the process called `name`. A rollout worker that nobody has placed may join from the
-        home host by a name that is not known: `rollout-` and something. Raises KeyError for any other."""
+        """Return the place of the process called `name`. A rollout worker that nobody has placed may join
+        from the home host by a name that is not known: `rollout-` and something. Raises KeyError for any
+        other."""
         for place in self.services:
             if place.name == name:
                 return place

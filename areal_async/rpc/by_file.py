@@ -70,7 +70,7 @@ def write_parts(parts: Sequence[FilePart | None]) -> bytes:
 
 
 def read_parts(frame: Buffer) -> list[FilePart | None]:
-    """The inverse of `write_parts`. Raises `ProtocolError`."""
+    """Return the inverse of `write_parts`. Raises `ProtocolError`."""
     try:
         parts = [part and FilePart(*part) for part in _read_parts(frame)]
     except (msgspec.MsgspecError, ValueError) as error:
@@ -187,7 +187,7 @@ class ClientFiles:
             raise ProtocolError("fewer attachments came than were announced") from error
 
     def _map(self, part: FilePart, end: int, maps: dict[str, memoryview]) -> memoryview:
-        """A part of its file, of which nothing after `end` is mapped."""
+        """Return a part of its file, of which nothing after `end` is mapped."""
         whole = maps.get(part.name)
         if whole is None:
             try:

@@ -112,7 +112,8 @@ HELD_VARIABLE = "AREAL_ASYNC_LISTENING"
 
 
 def held_listening(endpoint: str) -> int | None:
-    """The descriptor of the listening socket that the launcher holds at `endpoint` for this process."""
+    """Return the descriptor of the listening socket that the launcher holds at `endpoint` for this
+    process."""
     for entry in os.environ.get(HELD_VARIABLE, "").split():
         held, _, fd = entry.rpartition("=")
         if held == endpoint:

@@ -41,7 +41,7 @@ class Lanes(Generic[T]):
         self._credit = dict.fromkeys(self._lanes, 0)
 
     def push(self, lane: str, item: T, size_bytes: int = 0) -> bool:
-        """Have `item` wait; False when its lane is full."""
+        """Queue `item`; return False if its lane is full."""
         limits, waiting = self._lanes[lane], self._waiting[lane]
         over = waiting and self._bytes[lane] + size_bytes > limits.most_bytes
         if over or len(waiting) >= limits.most_waiting:
@@ -51,7 +51,7 @@ class Lanes(Generic[T]):
         return True
 
     def pop(self) -> tuple[str, T] | None:
-        """The next request and its lane, which now runs it until `done`; None when none may begin."""
+        """Return the next request and its lane, which now runs it until `done`; None when none may begin."""
         able = [
             name
             for name, limits in self._lanes.items()
@@ -71,7 +71,7 @@ class Lanes(Generic[T]):
         return chosen, item
 
     def done(self, lane: str) -> None:
-        """A request of `lane` is over."""
+        """Count the end of a request of `lane`."""
         self._running[lane] -= 1
 
     def drain(self) -> list[T]:

@@ -79,13 +79,13 @@ class ReplyBook:
         return Admission.RUN
 
     def reply(self, client: int, request: int) -> Sequence[Buffer]:
-        """The remembered frames of a request admitted as REPLAY."""
+        """Return the remembered frames of a request admitted as REPLAY."""
         frames = self._clients[client].replies[request]
         assert frames is not None
         return frames
 
     def finish(self, client: int, request: int, frames: Sequence[Buffer] | None) -> bool:
-        """A running request has its answer; with None it was refused for now and a retry runs it anew.
+        """Store the answer of a running request; None: it was refused for now, and a retry runs it again.
 
         Returns whether the client still waits for the answer.
         """
@@ -109,7 +109,7 @@ class ReplyBook:
         return True
 
     def forget(self, client: int) -> None:
-        """The client is gone; answers of its running requests will find nobody."""
+        """Forget a client that is gone; answers of its running requests are dropped."""
         memory = self._clients.pop(client, None)
         if memory is not None:
             for request, frames in memory.replies.items():

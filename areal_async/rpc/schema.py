@@ -42,7 +42,7 @@ class Request(Message, Generic[R], frozen=True):
 
 @cache
 def replies_to(request: type[Request[Any]]) -> tuple[type[Message], ...]:
-    """The messages that may answer a request, apart from a `Fault`."""
+    """Return the messages that may answer a request, apart from a `Fault`."""
     (reply,) = get_args(request.__orig_bases__[0])  # type: ignore[attr-defined]
     return get_args(reply) or (reply,)
 

@@ -65,7 +65,8 @@ class CurveKeys:
 
     @classmethod
     def shared(cls, seed: bytes) -> CurveKeys:
-        """The pair of everybody who knows the 32 bytes of `seed`; they trust each other and nobody else."""
+        """Return the pair of everybody who knows the 32 bytes of `seed`; they trust each other and nobody
+        else."""
         secret = z85.encode(seed)
         public = zmq.curve_public(secret)
         return cls(public, secret, (public,))
@@ -104,7 +105,8 @@ class Guard:
     """Digest of the password by user."""
 
     def role_of(self, mechanism: bytes, shown: list[bytes]) -> str | None:
-        """The role of whoever shows this; None for a stranger. Takes the same time whatever the password."""
+        """Return the role of whoever shows this; None for a stranger. Takes the same time whatever the
+        password."""
         match mechanism, shown:
             case b"CURVE", [key] if self.keys is not None:
                 return self.known.get(key)
@@ -125,19 +127,19 @@ class RunSecret:
 
     @classmethod
     def generate(cls) -> RunSecret:
-        """A new secret, of a run or a server of its own."""
+        """Return a new secret, of a run or a server of its own."""
         return cls(secrets.token_bytes(SIZE_BYTES))
 
     @classmethod
     def make(cls, folder: Path) -> RunSecret:
-        """A new secret, written into a folder of the run. Raises `FileExistsError` where there is one."""
+        """Write a new secret into a folder of the run. Raises `FileExistsError` where there is one."""
         made = cls.generate()
         write_private(folder / FILE, made._bits.hex().encode() + b"\n")
         return made
 
     @classmethod
     def read(cls, folder: Path) -> RunSecret:
-        """The secret of the run in whose folder it lies. Raises `EndpointError`."""
+        """Return the secret of the run in whose folder it lies. Raises `EndpointError`."""
         path = folder / FILE
         try:
             bits = bytes.fromhex(read_own(path, max_bytes=1024).decode())
@@ -160,7 +162,7 @@ class RunSecret:
         )
 
     def token(self, server: str) -> str:
-        """The 64 hexadecimal digits that clients of `server` show."""
+        """Return the 64 hexadecimal digits that clients of `server` show."""
         return self._made_for(f"token {server}").hex()
 
     def shown(self, endpoint: str, server: str) -> CurveKeys | Password:
@@ -208,7 +210,7 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, path: Path) -> RoleKeys:
-        """The keys in a file that `write` has made. Raises `EndpointError`."""
+        """Return the keys in a file that `write` has made. Raises `EndpointError`."""
         try:
             return msgspec.json.decode(read_own(path, max_bytes=KEYS_BYTES), type=cls)
         except (OSError, NotOurs, msgspec.DecodeError) as error:
@@ -259,7 +261,7 @@ Access = RunAccess | CurveKeys | Password
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """A new file that its owner alone may read, whatever the umask. Raises `FileExistsError`."""
+    """Write a new file that its owner alone may read, whatever the umask. Raises `FileExistsError`."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(content)

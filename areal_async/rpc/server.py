@@ -92,7 +92,7 @@ class WaitingRequest(NamedTuple):
 
 
 def by_type(service: str, handlers: Mapping[type[Request[Any]], Handler]) -> Handler:
-    """The handler of a service that answers each type of request in `handlers` by its own function."""
+    """Return the handler of a service that answers each type of request in `handlers` by its own function."""
 
     async def handle(peer: Peer, request: Request[Any], attachments: list[memoryview]) -> Answer:
         handler = handlers.get(type(request))

@@ -59,7 +59,7 @@ class _BaseTensor(NamedTuple):
 
 
 def is_adapter(manifest: Manifest) -> bool:
-    """Whether the snapshot is an adapter, which only a base model makes weights."""
+    """Return whether the snapshot is an adapter, which only a base model makes weights."""
     return any(sidecar.file == ADAPTER_CONFIG for sidecar in manifest.sidecars)
 
 
@@ -104,7 +104,7 @@ class BaseWeights:
         self._files.close()
 
     def empty(self) -> dict[str, Tensor]:
-        """Each tensor of the merged model by name: its shape and dtype, on the meta device."""
+        """Return each tensor of the merged model by name: its shape and dtype, on the meta device."""
         import torch
 
         return {
@@ -113,7 +113,7 @@ class BaseWeights:
         }
 
     def merged(self, adapter: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the base by name, those that `adapter` changes merged with it, one at a time.
+        """Yield every tensor of the base by name, those that `adapter` changes merged with it, one at a time.
 
         `adapter` has peft's names. Raises `SnapshotError` where it changes what the base does not have."""
         import torch
@@ -197,7 +197,7 @@ class Merger:
         self._identity = ""
 
     async def merged(self, snapshot: Snapshot, manifest_hash: str) -> MergedWeights:
-        """The verified adapter `snapshot`, merged. Raises `SnapshotError`."""
+        """Return the verified adapter `snapshot`, merged. Raises `SnapshotError`."""
         if self._tensors:
             return await asyncio.to_thread(self._in_memory, snapshot)
 
@@ -208,7 +208,8 @@ class Merger:
         return MergedWeights(snapshot.tag, path, {})
 
     def served(self, tag: VersionTag, *, failed: bool = False) -> None:
-        """This process serves `tag` now, or `failed` to: directories that it no longer needs may go."""
+        """Note that this process serves `tag` now, or `failed` to: directories that it no longer needs may
+        go."""
         self._cache.served(tag.label, failed=failed)
 
     def close(self) -> None:
@@ -217,7 +218,7 @@ class Merger:
             self._weights.close()
 
     def _opened(self, snapshot: Snapshot) -> BaseWeights:
-        """The base, which has to be the one that the adapter is of. Raises `SnapshotError`."""
+        """Return the base, which has to be the one that the adapter is of. Raises `SnapshotError`."""
         if self._weights is None:
             self._weights = BaseWeights(self._base, self._dtype)
             self._identity = model_identity(self._base)
@@ -245,9 +246,9 @@ class Merger:
 def adapter_config(
     *, rank: int, alpha: float, targets: list[str], base: Path, identified: bool = True
 ) -> bytes:
-    """The content of `adapter_config.json`, as peft, vLLM and SGLang read it; `targets` are full names of the
-    modules. What hosts are given is `identified`: it says which model the adapter is of, in a field at which
-    peft would warn. Raises `OSError`, and ValueError for a base that has no safetensors files."""
+    """Return the content of `adapter_config.json`, as peft, vLLM and SGLang read it; `targets` are full names
+    of the modules. What hosts are given is `identified`: it says which model the adapter is of, in a field at
+    which peft would warn. Raises `OSError`, and ValueError for a base that has no safetensors files."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -25,7 +25,7 @@ class ByteCollectives(Protocol):
         """Node id of each rank's host; empty: all are on one."""
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of all ranks, in their order, on rank 0; empty elsewhere."""
+        """Return the bytes of all ranks, in their order, on rank 0; empty elsewhere."""
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank; the others pass None."""

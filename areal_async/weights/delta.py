@@ -202,7 +202,7 @@ def apply_delta(base: Path, delta: Path, into: Path) -> SnapshotInfo:
 def _rebuild(
     base: Path, staging: Path, shard: Shard, target: Manifest, patches: Mapping[_Place, memoryview]
 ) -> None:
-    """One file of the new snapshot: the base's bytes, patched, hashed and compared, part by part."""
+    """Write one file of the new snapshot: the base's bytes, patched, hashed and compared, part by part."""
     source = TensorFile(base, shard, target)
     mapped = MappedFile(staging / shard.file, shard.size_bytes)
     mapped.write(0, source.header)
@@ -228,7 +228,7 @@ def _rebuild(
 
 
 def _patches(path: Path, patches: list[Patch], target: Manifest) -> dict[_Place, memoryview]:
-    """The bytes of the delta file for each part of the target."""
+    """Return the bytes of the delta file for each part of the target."""
     size = path.stat().st_size
     if any(patch.size_bytes < 0 for patch in patches) or sum(p.size_bytes for p in patches) != size:
         raise SnapshotError(f"the patches do not cover {path.name}")
@@ -258,7 +258,7 @@ def _target_of(delta: Path, manifest: Manifest) -> Manifest:
 
 
 def _alike(old: Manifest, new: Manifest) -> bool:
-    """Whether both hold the same tensors at the same places, and the same files travel along."""
+    """Return whether both hold the same tensors at the same places, and the same files travel along."""
     first, second = (
         [(p.tensor, p.dtype, p.shape, p.offset, p.extent, p.file) for p in m.parts] for m in (old, new)
     )
@@ -313,11 +313,11 @@ class DeltaPublisher:
         return True
 
     def pending(self, tag: VersionTag | None, holds: VersionTag | None) -> bool:
-        """Whether a delta from `holds` to `tag` is being made."""
+        """Return whether a delta from `holds` to `tag` is being made."""
         return tag is not None and self._making == (holds, tag)
 
     def get(self, tag: VersionTag, holds: VersionTag | None) -> DeltaOffer | None:
-        """The delta to `tag` for a receiver of `holds`."""
+        """Return the delta to `tag` for a receiver of `holds`."""
         offer = self._offers.get(tag)
         return offer if offer is not None and offer.base == holds else None
 

@@ -30,7 +30,7 @@ MESSAGE_BYTES = 16 << 20
 
 
 def receivers_of(hosts: Sequence[str]) -> dict[int, int]:
-    """Each rank that is not on rank 0's host → the rank there that takes its pieces. Pure."""
+    """Return, for each rank that is not on rank 0's host, the rank there that takes its pieces. Pure."""
     there = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
     others = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
     return {rank: there[index % len(there)] for index, rank in enumerate(others)}

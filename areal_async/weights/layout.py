@@ -119,8 +119,8 @@ class Layout:
 
 
 def plan_layout(held: Sequence[Iterable[Box]], file: str) -> Layout:
-    """The layout of `file` for what each rank holds. Raises `SnapshotError` unless their boxes cover each
-    tensor exactly once."""
+    """Return the layout of `file` for what each rank holds. Raises `SnapshotError` unless their boxes cover
+    each tensor exactly once."""
     by_tensor: defaultdict[str, list[tuple[int, Box]]] = defaultdict(list)
     for rank, boxes in enumerate(held):
         for box in boxes:
@@ -151,7 +151,7 @@ def plan_layout(held: Sequence[Iterable[Box]], file: str) -> Layout:
 
 
 def parts_of(name: str, entry: TensorEntry, file: str) -> Iterable[tuple[Part, int]]:
-    """The parts of a tensor, without their hashes, and the bytes of each: consecutive rows."""
+    """Return the parts of a tensor, without their hashes, and the bytes of each: consecutive rows."""
     shape, size = entry.shape, entry.data_offsets[1] - entry.data_offsets[0]
     if not shape or not size:
         yield Part(name, entry.dtype, shape, [0] * len(shape), shape, file, ""), size
@@ -165,7 +165,7 @@ def parts_of(name: str, entry: TensorEntry, file: str) -> Iterable[tuple[Part, i
 
 
 def _header_of(entries: dict[str, TensorEntry]) -> bytes:
-    """A safetensors header with its size field."""
+    """Return a safetensors header with its size field."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}, **entries}
     text = msgspec.json.encode(header)
     text += b" " * (-(8 + len(text)) % HEADER_ALIGN_BYTES)
@@ -191,7 +191,7 @@ def _check_cover(name: str, boxes: list[Box]) -> None:
 
 
 def _meet(one: Box | Part, other: Box | Part) -> bool:
-    """Whether the two boxes have an element in common."""
+    """Return whether the two boxes have an element in common."""
     return all(
         max(a, b) < min(a + da, b + db)
         for a, da, b, db in zip(one.offset, one.extent, other.offset, other.extent, strict=True)

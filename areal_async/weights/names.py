@@ -263,14 +263,14 @@ def _box(target: str, names: Sequence[str], shapes: Mapping[str, Shape], want: S
 
 
 def names_in_files(model: Any, state: Mapping[str, Tensor]) -> dict[str, Shape]:
-    """Names and shapes under which transformers would write these tensors of the model."""
+    """Return names and shapes under which transformers would write these tensors of the model."""
     meta = {name: torch.empty(tensor.shape, device="meta") for name, tensor in state.items()}
     return {name: tuple(t.shape) for name, t in revert_weight_conversion(model, meta).items()}
 
 
 def _is_left_out(model: Any, name: str) -> bool:
-    """Whether transformers reads nothing of this name on purpose: a layer for other uses of the model, or a
-    buffer of rotary positions that old files have."""
+    """Return whether transformers reads nothing of this name on purpose: a layer for other uses of the model,
+    or a buffer of rotary positions that old files have."""
     patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"}
     return any(re.search(pattern, name) for pattern in patterns)
 

@@ -155,7 +155,7 @@ class Publisher:
         return acks
 
     def pending_evaluations(self) -> list[int]:
-        """The pinned versions that are not yet evaluated, oldest first; from any thread."""
+        """Return the pinned versions that are not yet evaluated, oldest first; from any thread."""
         with self._lock:
             return [tag.version for tag in self._kept.pending_evaluations]
 
@@ -345,7 +345,7 @@ def make_publisher(
     tied: Mapping[str, str],
     group: ByteCollectives | None = None,
 ) -> Publisher:
-    """The publisher of the job, on the first rank of its trainer. Raises `EndpointError`."""
+    """Return the publisher of the job, on the first rank of its trainer. Raises `EndpointError`."""
     section = ctx.job.weights
     end = channel_of(ctx.job).publishing_end(ctx)
     end.node_id = ctx.node_id

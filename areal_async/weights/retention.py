@@ -59,7 +59,7 @@ class RetentionPolicy:
         return tag == self._final
 
     def add(self, tag: VersionTag, *, evaluate: bool, final: bool) -> None:
-        """A new snapshot is complete. Raises `ValueError` unless it is newer than all before it."""
+        """Add a new, complete snapshot. Raises `ValueError` unless it is newer than all before it."""
         if self._tags and tag <= self._tags[-1]:
             raise ValueError(f"{tag} is not newer than {self._tags[-1]}")
         self._tags.append(tag)
@@ -88,7 +88,8 @@ class RetentionPolicy:
         self._used += Counter()  # forgets those that nobody uses
 
     def serve(self, receiver: str, after: VersionTag | None, now_ms: int) -> VersionTag | None:
-        """The newest snapshot, if it is newer than `after`; it is held for the receiver from now on."""
+        """Return the newest snapshot, if it is newer than `after`; it is held for the receiver from now
+        on."""
         newest = self.newest
         if newest is None or (after is not None and newest <= after):
             return None
@@ -96,14 +97,14 @@ class RetentionPolicy:
         return newest
 
     def evaluate(self, receiver: str, after: VersionTag | None, now_ms: int) -> VersionTag | None:
-        """The oldest pinned snapshot newer than `after`; it is held for the receiver from now on."""
+        """Return the oldest pinned snapshot newer than `after`; it is held for the receiver from now on."""
         tag = next((pin for pin in self._pins if after is None or pin > after), None)
         if tag is not None:
             self._hold(receiver, "evaluate", tag, now_ms)
         return tag
 
     def acknowledge(self, receiver: str, purpose: Purpose, tag: VersionTag) -> None:
-        """The receiver is done with the bytes of `tag` and of everything older. May be repeated."""
+        """End the receiver's holds on `tag` and everything older. May be repeated."""
         holds = self._holds.get((receiver, purpose), {})
         for held in [held for held in holds if held <= tag]:
             del holds[held]

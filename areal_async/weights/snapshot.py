@@ -241,8 +241,8 @@ def open_snapshot(
 
 
 def read_manifest(path: Path, manifest_hash: str | None = None) -> Manifest:
-    """The manifest in the directory `path`, of whatever codec; checked as far as it goes by itself. Raises
-    `SnapshotError` and `OSError`."""
+    """Return the manifest in the directory `path`, of whatever codec; checked as far as it goes by itself.
+    Raises `SnapshotError` and `OSError`."""
     if (path / MANIFEST_FILE).stat().st_size > MAX_MANIFEST_BYTES:
         raise SnapshotError("its manifest is too large")
     sealed = (path / MANIFEST_FILE).read_bytes()
@@ -284,8 +284,7 @@ def _read(files: list[TensorFile], manifest: Manifest, *, verify: bool = True) -
 
 
 def check_parts(manifest: Manifest) -> None:
-    """The manifest is in order by itself: each tensor lies in one of its files, whole. Raises
-    `SnapshotError`."""
+    """Raise `SnapshotError` unless each tensor of the manifest lies whole in one of its files."""
     file_of: dict[str, str] = {}
     for shard in manifest.shards:
         for name in parts_of_file(manifest, shard.file):

@@ -90,7 +90,7 @@ class MappedFile:
             os.close(fd)
 
     def close(self) -> None:
-        """The file stays; only the mapping goes: now, or with the last view of it."""
+        """Close the mapping, now or with the last view of it. The file stays."""
         with suppress(BufferError):
             self._map.close()
 
@@ -115,7 +115,7 @@ def fill(mapped: MappedFile, layout: Layout, piece: TensorPiece) -> None:
 
 
 def hash_ranges(mapped: MappedFile, ranges: Sequence[HashedRange]) -> list[Part]:
-    """The parts of these ranges with the hashes of the bytes that are in the file now."""
+    """Return the parts of these ranges with the hashes of the bytes that are in the file now."""
 
     def hashed(found: HashedRange) -> Part:
         return msgspec.structs.replace(found.part, hash=hash_of(mapped.view(found.begin, found.end).data))
@@ -175,8 +175,8 @@ class TensorFile:
         in_threads(lambda at: self._check(at[0], self.data[at[1] : at[2]]), self.places, len(self.data))
 
     def read(self, *, verify: bool = True) -> dict[str, torch.Tensor]:
-        """The tensors by name, in memory of this process. With `verify` that memory was itself hashed: raises
-        `SnapshotError` where a part does not match."""
+        """Return the tensors by name, in memory of this process. With `verify` that memory was itself hashed:
+        raises `SnapshotError` where a part does not match."""
         copies = {
             name: np.empty(entry.data_offsets[1] - entry.data_offsets[0], np.uint8)
             for name, entry in self.entries.items()
@@ -206,8 +206,8 @@ class TensorFile:
 
 
 def parts_of_file(manifest: Manifest, file: str) -> dict[str, list[Part]]:
-    """The parts of each tensor in a file, in the manifest's order: consecutive rows. Raises `SnapshotError`
-    unless they cover it exactly."""
+    """Return the parts of each tensor in a file, in the manifest's order: consecutive rows. Raises
+    `SnapshotError` unless they cover it exactly."""
     by_tensor: dict[str, list[Part]] = {}
     for part in manifest.parts:
         if part.file == file:
@@ -227,7 +227,8 @@ def parts_of_file(manifest: Manifest, file: str) -> dict[str, list[Part]]:
 
 
 def parse_header(data: bytes) -> dict[str, TensorEntry]:
-    """The entries of a header (with its size field), in order of their bytes. Raises `SnapshotError`."""
+    """Return the entries of a header (with its size field), in order of their bytes. Raises
+    `SnapshotError`."""
     try:
         raw = msgspec.json.decode(data[8:], type=dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)

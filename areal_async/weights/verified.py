@@ -120,5 +120,5 @@ class HostRecords:
 
 
 def _private(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    """Whether it is ours, and nobody else can write to it or look into it."""
+    """Return whether it is ours, and nobody else can write to it or look into it."""
     return is_kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077

@@ -54,11 +54,11 @@ class Lead(Protocol):
     """The decisions and acts of rank 0 alone."""
 
     def offer_files(self) -> FilePool:
-        """The files to be made ready: at first, and whenever a snapshot is announced."""
+        """Return the files to be made ready: at first, and whenever a snapshot is announced."""
 
     def take_file(self, tag: VersionTag) -> FilePool:
-        """The files from now on; the first that is ready is filled with `tag`. Raises `SnapshotError` for a
-        tag that cannot be published."""
+        """Return the files from now on; the first that is ready is filled with `tag`. Raises `SnapshotError`
+        for a tag that cannot be published."""
 
     def announce(
         self, tag: VersionTag, layout: Layout, parts: list[Part], *, evaluate: bool, final: bool
@@ -188,7 +188,7 @@ class PieceWriter:
         evaluate: bool,
         final: bool,
     ) -> SnapshotInfo:
-        """All that follows the copy, on a thread of its own; `gone` are files that are in use no more. On
+        """Do all that follows the copy, on a thread of its own; `gone` are files that are in use no more. On
         rank 0's host `found` is the file to be filled."""
         self._drop(gone)
         group = self._group

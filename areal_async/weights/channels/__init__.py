@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 
 def channel_of(job: JobConfig) -> type[Channel]:
-    """The channel that the job names. Raises `PartError`; runs the file of one of the user's own."""
+    """Return the channel that the job names. Raises `PartError`; runs the file of one of the user's own."""
     channel: type[Channel] = load_part(job, "weights.channel")
     return channel
 
 
 def makes_deltas(job: JobConfig) -> bool:
-    """Whether the publisher of the job makes deltas."""
+    """Return whether the publisher of the job makes deltas."""
     codec = job.weights.codec
     return codec == "delta" or (codec == "auto" and channel_of(job).deltas)
 
@@ -220,10 +220,10 @@ class Auto(Channel):
 
 
 def _several_hosts(ctx: ServiceContext) -> bool:
-    """A process that is started again may be on another host than it was, so all hosts count."""
+    """Return whether the run has several hosts. All count: a restarted process may be on any of them."""
     return len(ctx.topology.hosts) > 1
 
 
 def _listen(ctx: ServiceContext) -> str:
-    """A port of the interface at which other hosts reach this one."""
+    """Return a port of the interface at which other hosts reach this one."""
     return ctx.place.chunks or f"tcp://{ctx.host.address}:0"

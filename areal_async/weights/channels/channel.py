@@ -40,14 +40,15 @@ class PublishingEnd:
         as this returns."""
 
     def add(self, directory: Path, manifest_hash: str) -> None:
-        """The complete `directory` (of a snapshot or of a delta) may be fetched from now on."""
+        """Serve the complete `directory`, of a snapshot or of a delta, from now on."""
 
     def remove(self, manifest_hash: str) -> bool:
-        """It may be fetched no more; whether its files may be overwritten, since nobody reads them."""
+        """Serve it no more; return whether its files may be overwritten, since nobody reads them."""
         return True
 
     async def answer(self, message: Message) -> Answer | None:
-        """The answer to a receiver; None for a message that is not for this channel. Raises `FaultError`."""
+        """Return the answer to a receiver; None for a message that is not for this channel. Raises
+        `FaultError`."""
         return None
 
 
@@ -58,12 +59,12 @@ class ReceivingEnd:
     """Whether the snapshot that was brought last is held here, so that the next can be made of it."""
 
     async def bring(self, notice: SnapshotNotice, publisher: Client) -> Path:
-        """The path of the announced snapshot on this host. `publisher` is the receiver's connection to it.
-        Raises `SnapshotError` for what cannot be brought."""
+        """Return the path of the announced snapshot on this host. `publisher` is the receiver's connection to
+        it. Raises `SnapshotError` for what cannot be brought."""
         return Path(notice.path)
 
     def served(self, tag: VersionTag, *, failed: bool = False) -> None:
-        """The receiver uses `tag` now, or `failed` to: files that it no longer needs may go."""
+        """Note that the receiver uses `tag` now, or `failed` to: files that it no longer needs may go."""
 
     def distrust(self, notice: SnapshotNotice) -> None:
         """Forget the files that were brought, which did not open: the next try must not find them."""

@@ -64,7 +64,8 @@ class ChunkLayout:
         """The number of the first chunk of each file, and how many there are."""
 
     def chunk(self, number: int) -> tuple[int, int, int]:
-        """The file of a chunk (index into the table's files), its offset there and its size, in bytes."""
+        """Return the file of a chunk (index into the table's files), its offset there and its size, in
+        bytes."""
         file = bisect_right(self._first, number) - 1
         while self.table.files[file][1] == 0:  # an empty file has no chunk, and starts where the next does
             file -= 1
@@ -72,7 +73,7 @@ class ChunkLayout:
         return file, offset, min(self.table.chunk_bytes, self.table.files[file][1] - offset)
 
     def matches(self, number: int, data: memoryview) -> bool:
-        """Whether `data` is chunk `number`, byte for byte."""
+        """Return whether `data` is chunk `number`, byte for byte."""
         at = number * DIGEST_BYTES
         expected = self.table.digests[at : at + DIGEST_BYTES]
         return data.nbytes == self.chunk(number)[2] and blake3(data).digest() == expected
@@ -92,8 +93,8 @@ class ChunkStore:
         """Return once chunk `number` can be read. Raises `SnapshotError` when it never will be."""
 
     def data(self, number: int) -> memoryview:
-        """The bytes of a chunk that is here, mapped, not copied. Raises `SnapshotError` once closed, or when
-        the directory is gone."""
+        """Return the bytes of a chunk that is here, mapped, not copied. Raises `SnapshotError` once closed,
+        or when the directory is gone."""
         file, offset, size = self.layout.chunk(number)
         with self._lock:
             if self._closed:
@@ -184,7 +185,7 @@ class PartialDownload(ChunkStore):
         return True
 
     def announce(self, number: int) -> None:
-        """Tell those who wait for chunk `number` that it was put."""
+        """Wake those who wait for chunk `number` that it was put."""
         if (arrival := self._arrivals.pop(number, None)) is not None:
             arrival.set_result(None)
 
@@ -227,7 +228,8 @@ def count_chunks(size_bytes: int, chunk_bytes: int) -> int:
 
 
 def chunk_bytes_for(size_bytes: int) -> int:
-    """A power of two that cuts `size_bytes` into `WANTED_CHUNKS` to twice as many, within the limits."""
+    """Return a power of two that cuts `size_bytes` into `WANTED_CHUNKS` to twice as many, within the
+    limits."""
     wanted = max(1, size_bytes // WANTED_CHUNKS)
     return min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, 1 << (wanted.bit_length() - 1)))
 

@@ -150,7 +150,7 @@ class Download:
         patience_s: float,
         pool: ThreadPoolExecutor,
     ) -> None:
-        """One credit: take one chunk after the other."""
+        """Take one chunk after the other, with one credit."""
         loop = asyncio.get_running_loop()
         for number in wanted:
             data = await self._chunk(client, number, source)
@@ -255,7 +255,7 @@ class SnapshotFetcher(ReceivingEnd):
             await self._fetch(notice.tag.label, notice.manifest_hash, publisher)
 
     async def _make_of_delta(self, notice: SnapshotNotice, publisher: Client) -> bool:
-        """Whether the snapshot could be made from its difference to one that is here."""
+        """Return whether the snapshot could be made from its difference to one that is here."""
         if notice.delta is None:
             return False
         cache, name, base = self._cache, notice.tag.label, notice.delta.base.label
@@ -331,7 +331,7 @@ class SnapshotFetcher(ReceivingEnd):
 
 
 def _tell(before: str, now: str) -> str:
-    """Say what is waited for; the metric has one series while something is."""
+    """Report a wait; the metric has one series while there is one."""
     if before != now:
         board.waits("weights", now)
         if before:

@@ -47,8 +47,8 @@ class HostCache:
         return self.root / name
 
     async def obtain(self, name: str, manifest_hash: str, make: Callable[[], Awaitable[object]]) -> Path:
-        """The directory `name` with this manifest, which is held from now on; `make` puts it at its path
-        where it is missing. Raises `SnapshotError`, and whatever `make` does."""
+        """Return the directory `name` with this manifest, which is held from now on; `make` puts it at its
+        path where it is missing. Raises `SnapshotError`, and whatever `make` does."""
         self.hold(name)
         deadline_s = time.monotonic() + self._wait_s
         try:
@@ -74,7 +74,7 @@ class HostCache:
             raise
 
     def find(self, name: str, manifest_hash: str) -> Path | None:
-        """The directory, when it is there with this manifest. One of another manifest is removed."""
+        """Return the directory, when it is there with this manifest. One of another manifest is removed."""
         path = self.path(name)
         try:
             if hash_of((path / MANIFEST_FILE).read_bytes()) == manifest_hash:
@@ -97,7 +97,8 @@ class HostCache:
             os.close(self._holds.pop(name))
 
     def served(self, name: str, *, failed: bool = False) -> None:
-        """This process serves `name` now, and needs nothing older; where it `failed`, `name` alone goes."""
+        """Free what is older than `name`, which this process serves now; if it `failed` to, free `name`
+        alone."""
         for held in self.held:
             if held == name if failed else held != name and _tag_of(held) <= _tag_of(name):
                 self.free(held)
@@ -108,7 +109,7 @@ class HostCache:
         return [*self._holds]
 
     def claim(self, name: str) -> int | None:
-        """The right to make `name`, until `os.close`; None while another process has it."""
+        """Return the right to make `name`, until `os.close`; None while another process has it."""
         self.root.mkdir(parents=True, exist_ok=True)
         return lock_file(self.root / f"{CLAIM_PREFIX}{name}", fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -155,7 +156,7 @@ def _tag_of(name: str) -> VersionTag:
 
 
 def lock_file(path: Path, how: int) -> int | None:
-    """A descriptor with the `flock` on the file that is at `path` now; None when another has it."""
+    """Return a descriptor with the `flock` on the file that is at `path` now; None when another has it."""
     while True:
         with ExitStack() as stack:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -103,8 +103,8 @@ class ChunkServer:
             raise FaultError("stale", str(error)) from error
 
     async def chunk(self, message: GetChunk) -> Answer:
-        """The chunk that `message` asks for. Raises `SnapshotError` where the snapshot is not here, and
-        `FaultError`: "unavailable" while the chunk is still to come."""
+        """Return the chunk that `message` asks for. Raises `SnapshotError` where the snapshot is not here,
+        and `FaultError`: "unavailable" while the chunk is still to come."""
         store = await self._store(message.manifest_hash)
         if not 0 <= message.number < store.layout.n_chunks:
             raise FaultError("invalid", f"the snapshot has {store.layout.n_chunks} chunks")
@@ -143,7 +143,7 @@ class RelayTree:
         self._lines: dict[str, list[str]] = {}
 
     def join(self, snapshot: str, endpoint: str, origin: str) -> list[str]:
-        """The sources of `endpoint`, best first; it takes its place in line at the first call."""
+        """Return the sources of `endpoint`, best first; it takes its place in line at the first call."""
         line = self._lines.setdefault(snapshot, [])
         if endpoint not in line:
             if len(line) >= MAX_MEMBERS:

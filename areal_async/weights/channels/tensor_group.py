@@ -87,8 +87,8 @@ class TensorGroup:
     # --- the members' side: from an event loop -------------------------------------------------------
 
     async def ready(self, engine: str, tag: VersionTag, number: int, wait_s: float) -> bool | str:
-        """Whether `engine` may take bucket `number` now, False where not all were ready within `wait_s`, or
-        why nothing comes any more."""
+        """Return whether `engine` may take bucket `number` now: False if not all were ready within `wait_s`;
+        a text is the reason why nothing comes any more."""
         future = asyncio.get_running_loop().create_future()
         with self._changed:
             if self.broken or tag != self._tag or engine not in self._ready:
@@ -108,7 +108,7 @@ class TensorGroup:
                 self._waiting = [entry for entry in self._waiting if entry[1] is not future]
 
     def break_up(self, reason: str) -> None:
-        """It is of no use from now on. Who waits to be told that all are ready is told why."""
+        """End the use of the group. Members that wait for the others hear the reason."""
         with self._changed:
             if self.broken:
                 return

@@ -321,8 +321,8 @@ class TensorSender(PublishingEnd):
 
 
 def in_buckets(tensors: Mapping[str, torch.Tensor], limit_bytes: int) -> Iterator[TensorBucket]:
-    """The tensors in order, in runs of at most `limit_bytes` of data (or one tensor); within a run the wider
-    dtypes come first."""
+    """Yield the tensors in order, in runs of at most `limit_bytes` of data (or one tensor); within a run the
+    wider dtypes come first."""
     run: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors.items():
