@@ -54,7 +54,7 @@ MAX_ACKS = 1024
 HOLD_MS = 600_000
 
 
-class Publisher:
+class Publisher(PieceWriter):
     """Write snapshots under `root` and tell receivers at `endpoint` about them.
 
     `companions` go into every snapshot. `keep` newest snapshots stay, and while another is written there are
@@ -77,9 +77,9 @@ class Publisher:
         deltas_below: float | None = None,
         channel: PublishingEnd | None = None,
     ) -> None:
+        super().__init__(root, group, tied=companions.tied, lead=self)
         self.endpoint = endpoint
         self.clock: Callable[[], float] = time.monotonic
-        self._root = root
         self._companions = companions.in_memory()
         self._channel = channel if channel is not None else PublishingEnd()
         self._kept = RetentionPolicy(keep, HOLD_MS)
@@ -89,7 +89,6 @@ class Publisher:
         self._taken: int | None = None
         """The file that is being filled."""
         self._in_use: dict[VersionTag, int] = {}
-        self._writer = PieceWriter(root, group, tied=companions.tied, lead=self)
         self._written: dict[VersionTag, SnapshotInfo] = {}
         self._retired: list[Path] = []
         """Folders that nobody reads any more. To give back gigabytes takes a while: no step waits for it."""
@@ -115,37 +114,19 @@ class Publisher:
         remove_snapshots(self._root)
         self._thread, self.endpoint = thread, self._server.endpoint
 
-    def prepare(self, pieces: Iterable[TensorPiece]) -> None:
-        """See `PieceWriter.prepare`; after `start`."""
-        self._writer.prepare(pieces)
-
-    def begin(
-        self,
-        tag: VersionTag,
-        pieces: Iterable[TensorPiece],
-        *,
-        evaluate: bool = False,
-        final: bool = False,
-    ) -> Publication:
-        """See `PieceWriter.begin`."""
+    def begin(self, tag: VersionTag, pieces: Iterable[TensorPiece], **how: bool) -> Publication:
+        """Publish as `PieceWriter.begin` does, from `start` on."""
         if self._channel.takes_tensors:
             pieces = [*pieces]
             # Receivers may ask for the tensors as soon as the snapshot is announced.
             self._channel.offer(tag, whole_tensors(pieces))
-        return self._writer.begin(tag, pieces, evaluate=evaluate, final=final)
+        return super().begin(tag, pieces, **how)
 
-    def publish(
-        self,
-        tag: VersionTag,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        evaluate: bool = False,
-        final: bool = False,
-    ) -> SnapshotInfo:
+    def publish(self, tag: VersionTag, tensors: Mapping[str, torch.Tensor], **how: bool) -> SnapshotInfo:
         """Publish whole tensors of one process as `tag` and wait until that is announced."""
         pieces = [whole_piece(name, tensor) for name, tensor in tensors.items()]
         self.prepare(pieces)
-        return self.begin(tag, pieces, evaluate=evaluate, final=final).result()
+        return self.begin(tag, pieces, **how).result()
 
     def acks(self) -> list[AckSnapshot]:
         """Return the acknowledgements since the last call, oldest first (the last `MAX_ACKS`)."""
@@ -170,7 +151,7 @@ class Publisher:
         thread = self._thread
         if thread is None:
             return
-        self._writer.close()
+        super().close()
         self._closing = True
         self._wake()
         self.deltas.close()
