@@ -42,12 +42,6 @@ GONE_LIMIT_S = 10.0  # The longest wait for a killed process: a kernel call of a
 OnOrphaned = Literal["terminate", "kill", "kill_group"]
 """Action on a child whose parent died: SIGTERM, SIGKILL, or SIGKILL for its whole process group."""
 
-_HOW: Mapping[OnOrphaned, str] = {
-    "terminate": str(int(signal.SIGTERM)),
-    "kill": str(int(signal.SIGKILL)),
-    "kill_group": "group",
-}
-
 
 class ChildProcess:
     """A started process.
@@ -76,7 +70,7 @@ class ChildProcess:
         self._status: int | None = None
         ours: list[int] = []
         passed = list(pass_fds)
-        guarded = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), _HOW[on_orphaned], *command]
+        guarded = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), on_orphaned, *command]
         try:
             if isinstance(output, Path):
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
