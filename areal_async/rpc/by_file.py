@@ -21,7 +21,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from typing_extensions import Buffer
@@ -41,8 +41,8 @@ class FilePart(NamedTuple):
     """Bytes of a file of one of the two folders."""
 
     name: str
-    at: int
-    size_bytes: int
+    at: Annotated[int, msgspec.Meta(ge=0)]
+    size_bytes: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Filed(list[memoryview]):
@@ -61,7 +61,7 @@ class Filed(list[memoryview]):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_read_parts = msgspec.msgpack.Decoder(list[tuple[str, int, int] | None]).decode
+_read_parts = msgspec.msgpack.Decoder(list[FilePart | None]).decode
 
 
 def write_parts(parts: Sequence[FilePart | None]) -> bytes:
@@ -72,12 +72,9 @@ def write_parts(parts: Sequence[FilePart | None]) -> bytes:
 def read_parts(frame: Buffer) -> list[FilePart | None]:
     """Return the inverse of `write_parts`. Raises `ProtocolError`."""
     try:
-        parts = [part and FilePart(*part) for part in _read_parts(frame)]
+        return _read_parts(frame)
     except (msgspec.MsgspecError, ValueError) as error:
         raise ProtocolError(f"not the places of attachments: {error}") from error
-    if any(part and (part.at < 0 or part.size_bytes < 0) for part in parts):
-        raise ProtocolError("a place of an attachment is negative")
-    return parts
 
 
 class ServerFiles:

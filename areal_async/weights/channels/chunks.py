@@ -20,6 +20,7 @@ import threading
 from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from blake3 import blake3
@@ -44,8 +45,8 @@ class ChunkTable(msgspec.Struct, frozen=True):
 
     schema: int
     manifest_hash: str
-    chunk_bytes: int
-    files: list[tuple[str, int]]
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)]
+    files: list[tuple[str, Annotated[int, msgspec.Meta(ge=0)]]]
     digests: bytes
 
     @property
@@ -283,10 +284,8 @@ def decode_table(data: bytes | memoryview) -> ChunkTable:
         raise SnapshotError("a chunk table must name each file once, and the manifest last")
     for name in names[:-1]:
         check_file_name(name)
-    if not MIN_CHUNK_BYTES <= table.chunk_bytes <= MAX_CHUNK_BYTES:
-        raise SnapshotError(f"a chunk table with chunks of {table.chunk_bytes} bytes")
-    if any(size < 0 for _, size in table.files) or table.files[-1][1] == 0:
-        raise SnapshotError("a chunk table with an impossible size")
+    if table.files[-1][1] == 0:
+        raise SnapshotError("a chunk table with an empty manifest")
     n = sum(count_chunks(size, table.chunk_bytes) for _, size in table.files)
     if n > MAX_CHUNKS or len(table.digests) != n * DIGEST_BYTES:
         raise SnapshotError(f"a chunk table of {len(table.digests)} digest bytes for {n} chunks")
