@@ -140,9 +140,9 @@ class BaseWeights:
             base, b = self._tensors.get(name), adapter.get(other)
             fits = base is not None and b is not None and a.shape[0] == b.shape[1]
             if base is None or b is None or not fits or base.shape != [b.shape[0], a.shape[1]]:
-                found = base.shape if base is not None else "not in its files"
+                shape = base.shape if base is not None else "not in its files"
                 raise SnapshotError(
-                    f"the adapter's {key} does not fit the base model {self.folder}: {name} is {found}"
+                    f"the adapter's {key} does not fit the base model {self.folder}: {name} is {shape}"
                 )
             targets[name] = (key, other)
         if 2 * len(targets) != len(adapter):

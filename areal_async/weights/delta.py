@@ -101,8 +101,8 @@ def write_delta(
             parts = zip(target.parts, sizes, strict=True)
             patches = [Patch(part.tensor, part.file, size) for part, size in parts]
             hashes = (hash_of((base / MANIFEST_FILE).read_bytes()), hash_of(sealed))
-            head = (MANIFEST_SCHEMA, target.tag, old.tag, "delta")
-            manifest = Manifest(*head, [], [], files, {}, *hashes, patches)
+            tags = target.tag, old.tag
+            manifest = Manifest(MANIFEST_SCHEMA, *tags, "delta", [], [], files, {}, *hashes, patches)
             return publish_directory(staging, final, manifest)
 
 

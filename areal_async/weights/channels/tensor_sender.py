@@ -289,7 +289,7 @@ class TensorSender(PublishingEnd):
 
     def _plan(self, group: TensorGroup, engine: str, copy: _Copy) -> SendsTensors:
         limit_ms = int(self._limit_s * 1000)
-        place = (group.first_rank(engine), group.size, group.host, group.port, group.kind)
+        place = (group.first_rank[engine], group.size, group.host, group.port, group.kind)
         return SendsTensors(group.name, *place, copy.buckets, limit_ms)
 
     # --- one send: on a thread of its own ------------------------------------------------------------
