@@ -114,11 +114,8 @@ HELD_VARIABLE = "AREAL_ASYNC_LISTENING"
 def held_listening(endpoint: str) -> int | None:
     """Return the descriptor of the listening socket that the launcher holds at `endpoint` for this
     process."""
-    for entry in os.environ.get(HELD_VARIABLE, "").split():
-        held, _, fd = entry.rpartition("=")
-        if held == endpoint:
-            return int(fd)
-    return None
+    held = (entry.rpartition("=") for entry in os.environ.get(HELD_VARIABLE, "").split())
+    return next((int(fd) for name, _, fd in held if name == endpoint), None)
 
 
 def check_bindable(endpoint: str, guard: Guard) -> None:

@@ -379,12 +379,11 @@ class Server:
     ) -> list[Buffer]:
         if isinstance(reply, Fault):
             self.counters["faults"] += 1
-        if any(isinstance(each, FilePart) for each in attachments):
-            parts = write_parts([each if isinstance(each, FilePart) else None for each in attachments])
-            rest = [each for each in attachments if not isinstance(each, FilePart)]
-            head = (Kind.REPLY, header.client, header.request, 0)
-            return write_frames(*head, reply, [parts, *rest], BY_FILE)
-        return write_frames(Kind.REPLY, header.client, header.request, 0, reply, attachments)  # type: ignore[arg-type]
+        rest, flags = [each for each in attachments if not isinstance(each, FilePart)], 0
+        if len(rest) < len(attachments):
+            parts = [each if isinstance(each, FilePart) else None for each in attachments]
+            rest, flags = [write_parts(parts), *rest], BY_FILE
+        return write_frames(Kind.REPLY, header.client, header.request, 0, reply, rest, flags)
 
     def _send(self, identity: bytes | None, frames: Sequence[Buffer]) -> None:
         if identity is None or self._socket is None or not self._socket.send([identity, *frames]):
