@@ -198,11 +198,8 @@ def map_open(
 
 def map_path(path: Path) -> mmap.mmap | bytes:
     """`map_open` of the regular file at `path`. Raises OSError."""
-    fd = open_regular(path)
-    try:
-        return map_open(fd)
-    finally:
-        os.close(fd)
+    with os.fdopen(open_regular(path), "rb") as file:
+        return map_open(file.fileno())
 
 
 def rename_beneath(root: Path, name: str, new: str) -> None:

@@ -145,21 +145,19 @@ class ClientFiles:
         path, at, parts = self._incoming / name, 0, list[FilePart | None]()
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            for attachment in attachments:
-                rest = memoryview(attachment).cast("B")
-                parts.append(FilePart(name, at, len(rest)))
-                start = at
-                at += -(-len(rest) // ALIGN_BYTES) * ALIGN_BYTES
-                while rest:
-                    written = os.pwrite(fd, rest, start)
-                    rest, start = rest[written:], start + written
-            if self._flush:
-                os.fsync(fd)
+            with os.fdopen(fd, "wb", buffering=0) as file:
+                for attachment in attachments:
+                    rest = memoryview(attachment).cast("B")
+                    parts.append(FilePart(name, at, len(rest)))
+                    file.seek(at)
+                    at += -(-len(rest) // ALIGN_BYTES) * ALIGN_BYTES
+                    while rest:
+                        rest = rest[file.write(rest) :]
+                if self._flush:
+                    os.fsync(fd)
         except BaseException:
             self.remove(name)
             raise
-        finally:
-            os.close(fd)
         return write_parts(parts)
 
     def remove(self, name: str) -> None:

@@ -49,15 +49,13 @@ class MappedFile:
     def __init__(self, path: Path, size_bytes: int, mode: int = 0o600) -> None:
         """Open or make `path` (with `mode`, less the umask) and give it `size_bytes`. Raises `OSError`."""
         self.path = path
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, mode)
-        try:
-            reserve(fd, size_bytes)
-            self._map = mmap.mmap(fd, size_bytes)
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, mode), "r+b") as file:
+            try:
+                reserve(file.fileno(), size_bytes)
+                self._map = mmap.mmap(file.fileno(), size_bytes)
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
 
     @property
     def size_bytes(self) -> int:
@@ -82,12 +80,9 @@ class MappedFile:
 
     def flush(self) -> None:
         """Flush what was written, so that other hosts read it too. Costs nothing in shared memory."""
-        fd = os.open(self.path, os.O_RDWR)
-        try:
+        with self.path.open("r+b") as file:
             # Not the mapping's own flush, which would hold Python's lock while a disk works.
-            os.fdatasync(fd)
-        finally:
-            os.close(fd)
+            os.fdatasync(file.fileno())
 
     def close(self) -> None:
         """Close the mapping, now or with the last view of it. The file stays."""
@@ -134,15 +129,12 @@ class TensorFile:
         self._path = directory / shard.file
         if not 8 <= shard.header_bytes <= min(MAX_HEADER_BYTES, shard.size_bytes):
             raise SnapshotError(f"{shard.file} has an impossible size in the manifest")
-        fd = os.open(self._path, os.O_RDONLY)
-        try:
-            self.identity = FileIdentity.of(os.fstat(fd))
+        with self._path.open("rb") as file:
+            self.identity = FileIdentity.of(os.fstat(file.fileno()))
             size = self.identity.size_bytes
             if size != shard.size_bytes:
                 raise SnapshotError(f"{shard.file} has {size} bytes instead of {shard.size_bytes}")
-            self.data = memoryview(map_open(fd))
-        finally:
-            os.close(fd)
+            self.data = memoryview(map_open(file.fileno()))
         self.header = bytes(self.data[: shard.header_bytes])
         if hash_of(self.header) != shard.header_hash:
             raise SnapshotError(f"the header of {shard.file} does not match its hash")
