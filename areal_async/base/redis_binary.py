@@ -24,14 +24,12 @@ FIXED_DEBIAN = "5:7.0.15-1~deb12u6"
 def find_redis_server() -> Path | None:
     """Return the `redis-server` or `valkey-server` of the PATH, else the one that an installed package
     carries."""
-    for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return Path(found)
+    if found := shutil.which("redis-server") or shutil.which("valkey-server"):
+        return Path(found)
     for package, name in SERVER_WHEELS:
         spec = importlib.util.find_spec(package)
         for folder in spec.submodule_search_locations or () if spec else ():
-            binary = Path(folder) / "bin" / name
-            if os.access(binary, os.X_OK):
+            if os.access(binary := Path(folder) / "bin" / name, os.X_OK):
                 return binary
     return None
 

@@ -18,6 +18,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -200,10 +201,7 @@ class Merger:
         """Return the verified adapter `snapshot`, merged. Raises `SnapshotError`."""
         if self._tensors:
             return await asyncio.to_thread(self._in_memory, snapshot)
-
-        async def make() -> None:
-            await asyncio.to_thread(self._on_disk, snapshot)
-
+        make = partial(asyncio.to_thread, self._on_disk, snapshot)
         path = await self._cache.obtain(snapshot.tag.label, manifest_hash, make)
         return MergedWeights(snapshot.tag, path, {})
 

@@ -142,13 +142,12 @@ def tied_in_files(model: Any, storage: Mapping[str, Storage]) -> dict[str, str]:
     names: defaultdict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
-    aliases = {}
+    aliases: dict[str, str] = {}
     for tied in names.values():
         kept = next(name for name in tied if name in storage)
         held = storage[kept]
-        for alias in tied:
-            if alias != kept:
-                aliases[alias] = held.name if isinstance(held, BoxOfFile) else kept
+        in_files = held.name if isinstance(held, BoxOfFile) else kept
+        aliases |= dict.fromkeys((alias for alias in tied if alias != kept), in_files)
     return aliases
 
 
