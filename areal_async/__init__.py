@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from areal_async.base.errors import ArealError, InfrastructureFault, SnapshotError
     from areal_async.base.mistakes import Mistake
-    from areal_async.base.task import Task
+    from areal_async.base.records import Task
     from areal_async.base.versions import VersionTag
     from areal_async.cli.quickstart.main import quickstart_job
     from areal_async.cli.quickstart.model import make_tokenizer, write_model
@@ -105,7 +105,7 @@ _PLACES = {
     "areal_async.cli.quickstart.main": "quickstart_job",
     "areal_async.cli.quickstart.model": "make_tokenizer write_model",
     "areal_async.base.versions": "VersionTag",
-    "areal_async.base.task": "Task",
+    "areal_async.base.records": "Task",
     "areal_async.trajectory.verdicts": "Abstain Failure FaultOf Parts Score Timeout Verdict",
     "areal_async.rpc.weights_messages": "SnapshotNotice",
     "areal_async.launch.aggregator": "RunStatus",

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from areal_async.base.task import Task
+from areal_async.base.records import Task
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import ImportedModules, Routing
 from areal_async.data.examples import COLUMNS, Example, Form, example_of, form_of, tools_of

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_async.base.mistakes import Mistake
-from areal_async.base.task import Task
+from areal_async.base.records import Task
 from areal_async.config.content import OF_TRAINER
 from areal_async.config.job import JobConfig
 from areal_async.config.parallel import RankGrid

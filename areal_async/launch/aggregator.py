@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from areal_async.base.run_record import RunRecord
+from areal_async.base.records import RunRecord
 from areal_async.config.job import JobConfig
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.launch.trends import EDGE_STEPS, HeldOut, edge_of, reward_warning

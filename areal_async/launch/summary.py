@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from areal_async.base.processes import exit_text
-from areal_async.base.run_record import RunRecord
+from areal_async.base.records import RunRecord
 from areal_async.config.job import JobConfig
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.launch.aggregator import Progress

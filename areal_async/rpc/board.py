@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from areal_async.base.metrics import busy
-from areal_async.base.run_record import RunRecord
+from areal_async.base.records import RunRecord
 from areal_async.rpc.control_messages import ServiceFigures, ServiceState, ServiceStatus
 
 SILENT_S = 5.0  # A service that serves, and has not answered so long, is held up

@@ -32,11 +32,11 @@ import zmq
 import zmq.utils.monitor
 from typing_extensions import Buffer
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import ArealError, EndpointError, FaultError, PeerGone, ProtocolError, RpcTimeout
 from areal_async.base.loop_thread import LoopThread
 from areal_async.base.retry import pause_s
 from areal_async.rpc import endpoints
-from areal_async.rpc.address import Address
 from areal_async.rpc.by_file import LEAST_BYTES, ClientFiles
 from areal_async.rpc.frames import (
     BY_FILE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from areal_async.base.run_record import RunRecord
+from areal_async.base.records import RunRecord
 from areal_async.rpc.messages import BufferStats
 from areal_async.rpc.schema import Message, Ok, Record, Request
 

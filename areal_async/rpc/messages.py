@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from areal_async.base.task import Task
+from areal_async.base.records import Task
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.schema import Message, Ok, Record, Request
 from areal_async.trajectory.verdicts import Parts, Verdict

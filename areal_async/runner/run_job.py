@@ -24,6 +24,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import (
     ArealError,
     RunError,
@@ -66,7 +67,6 @@ from areal_async.launch.stored_runs import mirrored
 from areal_async.launch.summary import failure_text, summarise
 from areal_async.launch.supervisor import Supervisor
 from areal_async.launch.threads import ThreadSplit
-from areal_async.rpc.address import Address
 from areal_async.rpc.board import NoticeHandler, board
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures

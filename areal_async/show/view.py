@@ -21,7 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.base.run_record import RunRecord
+from areal_async.base.records import RunRecord
 from areal_async.base.text import clock_text
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.launch.aggregator import Progress, RunStatus, no_score_text

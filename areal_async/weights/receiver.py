@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import SnapshotError
 from areal_async.base.versions import VersionTag
-from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.schema import Welcome
 from areal_async.rpc.secret import Access

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
-from areal_async.base.task import Task
+from areal_async.base.records import Task
 from areal_async.base.versions import POLICY
 from areal_async.config.job import JobConfig
 from areal_async.config.reward import Scope

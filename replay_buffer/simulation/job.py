@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from areal_async.base.task import Task
+from areal_async.base.records import Task
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.messages import (
     Batch,

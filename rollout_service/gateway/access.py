@@ -21,13 +21,13 @@ from weakref import WeakKeyDictionary, finalize
 import msgspec
 import numpy as np
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import FaultError, PeerGone, RpcTimeout
 from areal_async.base.http_server import listen
 from areal_async.base.log import get_logger
 from areal_async.base.processes import ChildProcess, RestartPolicy, Restarts, exit_text
 from areal_async.base.topology import RunHost
 from areal_async.config.rollout import GatewaySection
-from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.gateway_messages import (
     CountCalls,

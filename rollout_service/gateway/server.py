@@ -25,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import FaultError, PeerGone, RpcTimeout
 from areal_async.base.http_server import (
     BodyTooLong,
@@ -36,7 +37,6 @@ from areal_async.base.http_server import (
 )
 from areal_async.config.rollout import GatewaySection
 from areal_async.models.answers import end_ids
-from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.gateway_messages import CountCalls, EndSession, OpenSession, ServeAgents
 from areal_async.rpc.reply_book import ServerLimits

@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from areal_async.base.errors import ArealError
-from areal_async.base.task import Task
+from areal_async.base.records import Task
 from areal_async.config.job import JobConfig
 from areal_async.config.registry import TOOLS, WORKFLOWS, PartError, section_mistakes
 from areal_async.data.examples import tools_of

@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 
 from areal_async.base.addresses import LOOPBACK
 from areal_async.base.errors import ArealError, InfrastructureFault
-from areal_async.base.task import Task
+from areal_async.base.records import Task
 from areal_async.config.base import Section
 from areal_async.config.registry import run_user_file
 from rollout_service.workflows.context import Context, WorkflowResources

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from areal_async.base.mistakes import Mistake
-from areal_async.base.task import Task
+from areal_async.base.records import Task
 from areal_async.config.base import Section
 from areal_async.config.job import JobConfig
 from areal_async.config.registry import ENVIRONMENTS

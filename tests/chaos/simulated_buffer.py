@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from areal_async.base.task import Task
+from areal_async.base.records import Task
 from areal_async.rpc.messages import (
     Claim,
     Claims,

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import msgspec
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import RunError
 from areal_async.base.own_files import NotOurs, is_own_folder, read_own, write_whole
 from areal_async.base.processes import kill_processes_of, service_environment, start_service
@@ -42,7 +43,6 @@ from areal_async.launch.ray.orders import (
     ProcessStarted,
     StartOrder,
 )
-from areal_async.rpc.address import Address
 from areal_async.rpc.endpoints import HELD_VARIABLE
 from areal_async.service.context import keys_file
 from areal_async.storage.home import HomeFileSystem

@@ -24,11 +24,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import FaultError, ProtocolError, RpcTimeout, SnapshotError, WireError
 from areal_async.base.events import failpoint
 from areal_async.base.log import get_logger
 from areal_async.base.versions import VersionTag
-from areal_async.rpc.address import Address
 from areal_async.rpc.board import board
 from areal_async.rpc.client import Client
 from areal_async.rpc.secret import CHUNKS, Access

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from redis import Redis
 
-from areal_async.base.task import Task
+from areal_async.base.records import Task
 from areal_async.base.versions import VersionTag
 from areal_async.config.job import JobConfig
 from areal_async.launch.one_host import short_socket_dir

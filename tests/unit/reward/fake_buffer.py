@@ -4,7 +4,7 @@ import asyncio
 import time
 
 from areal_async.base.errors import RpcTimeout
-from areal_async.base.task import Task
+from areal_async.base.records import Task
 from areal_async.rpc.messages import ClaimedEpisode, Claims, Refusal, VerdictAck
 from reward_service import metrics
 from reward_service.router import Router

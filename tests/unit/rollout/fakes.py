@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_async.base.task import Task
+from areal_async.base.records import Task
 from areal_async.base.versions import VersionTag
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import HeartbeatAck, LeasedGroup, Leases, PutAck

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from areal_async.base.errors import RpcTimeout, SnapshotError
 from areal_async.base.mistakes import ConfigError
-from areal_async.base.task import Task
+from areal_async.base.records import Task
 from areal_async.cli.tools import AnswersRequest, EvaluateRequest
 from areal_async.config.job import JobConfig, merged
 from areal_async.models.answers import Detokenizer

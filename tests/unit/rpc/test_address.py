@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from areal_async.rpc.address import Address
+from areal_async.base.addresses import Address
 from areal_async.rpc.endpoints import HELD_VARIABLE
 from areal_async.rpc.messages import Arrived
 from areal_async.rpc.schema import Ok

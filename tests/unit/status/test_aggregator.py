@@ -13,7 +13,7 @@ import pytest
 
 from areal_async.base.errors import PeerGone
 from areal_async.base.processes import ChildProcess
-from areal_async.base.run_record import RunRecord
+from areal_async.base.records import RunRecord
 from areal_async.launch.aggregator import MESSAGE_LIFE_S, StatusAggregator
 from areal_async.launch.load import LoadLog
 from areal_async.launch.monitor import Monitor

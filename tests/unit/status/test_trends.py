@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.base.run_record import RunRecord
+from areal_async.base.records import RunRecord
 from areal_async.launch.aggregator import Progress
 from areal_async.launch.trends import HeldOut, reward_warning
 

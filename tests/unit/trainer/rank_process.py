@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from areal_async.base.task import Task
+from areal_async.base.records import Task
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import (
     Batch,

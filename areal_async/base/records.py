@@ -1,8 +1,8 @@
-"""Lines of metrics.jsonl that are shown while a run goes on."""
+"""Plain types that all packages share: tasks, and lines of metrics.jsonl that are shown during a run."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -42,3 +42,15 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
             case [_, float(low), float(high)]:
                 return low, high
         return None
+
+
+class Task(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One prompt with its ground truth. `task_id` is `<dataset hash>:<row>:<pass>`."""
+
+    task_id: str
+    prompt: list[dict[str, Any]] | str
+    data_source: str = ""
+    ability: str = ""
+    reward_style: str = ""
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = {}
