@@ -139,7 +139,7 @@ def append_beneath(root: Path, name: str, data: bytes) -> None:
             raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were written to {root / name}")
 
 
-def write_whole(path: Path, content: bytes, *, mode: int = 0o600, durable: bool = False) -> None:
+def write_whole(path: Path, content: bytes, mode: int = 0o600, *, durable: bool = False) -> None:
     """Replace the file `path`, so that readers see the old content or all of the new. A `durable` file is on
     the disk when this returns. Raises OSError; nothing is left behind then."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
