@@ -124,10 +124,8 @@ class _CountingHandler(logging.StreamHandler[TextIO]):
             return
         self._lines[key] = _RepeatedLine(kept, now_s + REPEAT_S)
         self._lines.move_to_end(key)
-        if len(self._lines) > MOST_LINES:
-            _, oldest = self._lines.popitem(last=False)
-            if oldest.repeated:
-                self._count(oldest, now_s)
+        if len(self._lines) > MOST_LINES and (oldest := self._lines.popitem(last=False)[1]).repeated:
+            self._count(oldest, now_s)
         super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
