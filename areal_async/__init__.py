@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from areal_async.base.errors import ArealError, InfrastructureFault, SnapshotError
     from areal_async.base.mistakes import Mistake
+    from areal_async.base.records import Task
     from areal_async.base.versions import VersionTag
     from areal_async.cli.quickstart.main import quickstart_job
     from areal_async.cli.quickstart.model import make_tokenizer, write_model
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from areal_async.config.job import JobConfig as Job
     from areal_async.launch.aggregator import RunStatus
     from areal_async.launch.run_handle import Run
-    from areal_async.rpc.schema import Task
     from areal_async.rpc.weights_messages import SnapshotNotice
     from areal_async.runner.start import run
     from areal_async.service.samples import read_samples
@@ -105,7 +105,7 @@ _PLACES = {
     "areal_async.cli.quickstart.main": "quickstart_job",
     "areal_async.cli.quickstart.model": "make_tokenizer write_model",
     "areal_async.base.versions": "VersionTag",
-    "areal_async.rpc.schema": "Task",
+    "areal_async.base.records": "Task",
     "areal_async.trajectory.verdicts": "Abstain Failure FaultOf Parts Score Timeout Verdict",
     "areal_async.rpc.weights_messages": "SnapshotNotice",
     "areal_async.launch.aggregator": "RunStatus",

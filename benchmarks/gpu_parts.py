@@ -34,7 +34,7 @@ from areal_async.rpc.secret import RunSecret
 from areal_async.trajectory import Sampling
 from areal_async.weights.pieces import whole_piece
 from areal_async.weights.publisher import Publisher
-from areal_async.weights.snapshot import open_snapshot
+from areal_async.weights.snapshot import Companions, open_snapshot
 from rollout_service.engines.base import GenerateRequest
 from rollout_service.engines.local.engine import LocalEngine
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse, TrainingBackend
@@ -296,8 +296,7 @@ async def update(setting: Setting) -> None:
         f"ipc://{setting.scratch}/weights",
         job="gpu",
         access=RunSecret(bytes(32)),
-        files=companion_files(setting.model, "bfloat16"),
-        tied=tied,
+        companions=Companions(companion_files(setting.model, "bfloat16"), tied),
     )
     publisher.start()
     pieces = [whole_piece(name, tensor) for name, tensor in tensors.items()]

@@ -24,9 +24,10 @@ from areal_async.base.errors import FaultError
 from areal_async.base.events import failpoint, record, recording
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
+from areal_async.base.records import Task
 from areal_async.rpc.by_file import FilePart
 from areal_async.rpc.messages import Arrived, Lease, Leases, PutAck
-from areal_async.rpc.schema import Message, Task
+from areal_async.rpc.schema import Message
 from replay_buffer.ledger.decide import (
     BufferStarted,
     BytesLost,

@@ -26,7 +26,7 @@ from areal_async.base.metrics import busy
 from areal_async.config.routes import replays
 from areal_async.rpc.board import board
 from areal_async.rpc.by_file import Filed, ServerFiles
-from areal_async.rpc.lanes import Lane
+from areal_async.rpc.lanes import Lane, Lanes
 from areal_async.rpc.messages import (
     Arrived,
     BufferStats,
@@ -373,8 +373,7 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
             job=job.job,
             access=ctx.keys,
             handler=buffer.handle,
-            lanes=LANES,
-            lane_of=lane_of,
+            lanes=Lanes(LANES, lane_of),
             files=files,
         )
         await server.start()

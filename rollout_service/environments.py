@@ -17,8 +17,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from areal_async.base.errors import ArealError
+from areal_async.base.records import Task
 from areal_async.config.registry import ENVIRONMENTS, PartError
-from areal_async.rpc.schema import Task
 
 BUILT_IN: dict[str, str] = {}  # Name → class; found by `areal_async.config.registry.ENVIRONMENTS`
 

@@ -26,6 +26,7 @@ from msgspec.structs import asdict
 from areal_async.base.errors import ArealError, FaultError, RpcTimeout, SnapshotError, WireError
 from areal_async.base.events import record
 from areal_async.base.log import get_logger
+from areal_async.base.records import Task
 from areal_async.base.text import clock_text
 from areal_async.base.versions import VersionTag
 from areal_async.config.devices import evaluation_rollout
@@ -34,7 +35,6 @@ from areal_async.config.job import JobConfig
 from areal_async.data.tasks import read_tasks
 from areal_async.rpc.board import board
 from areal_async.rpc.control_messages import ServiceFigures
-from areal_async.rpc.schema import Task
 from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.service.context import ServiceContext
 from areal_async.service.record import RunRecords, open_records

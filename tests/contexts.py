@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
+from areal_async.base.addresses import Address
 from areal_async.base.topology import Role, ServicePlace
 from areal_async.config.job import JobConfig
 from areal_async.launch.one_host import make_host, topology_here
 from areal_async.launch.plan import services_of
-from areal_async.rpc.address import Address
 from areal_async.rpc.secret import FILE as SECRET_FILE
 from areal_async.rpc.secret import RunSecret
 from areal_async.service.context import ServiceContext

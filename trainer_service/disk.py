@@ -16,7 +16,7 @@ from blake3 import blake3
 from safetensors import SafetensorError
 
 from areal_async.base.errors import DISK_TROUBLE, errno_of
-from areal_async.base.own_files import NotBeneath, map_path, parts_of
+from areal_async.base.own_files import NotBeneath, map_path, parts_of, sync
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.snapshot import MODEL_FILE
 from areal_async.weights.writing import write_tensors
@@ -155,15 +155,6 @@ def replace_folder(fresh: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
     sync(folder.parent)
-
-
-def sync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextmanager

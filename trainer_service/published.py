@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from areal_async.base.own_files import write_whole
 from areal_async.base.versions import VersionTag
 
 PUBLISHED = "published.jsonl"
@@ -61,6 +62,4 @@ class PublishedVersions:
         """A checkpoint of `version` is on disk: no earlier one is published again."""
         with self._lock:
             self.entries = [entry for entry in self.entries if entry.tag.version >= version]
-            unfinished = self.path.with_suffix(".tmp")
-            unfinished.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in self.entries))
-            unfinished.replace(self.path)
+            write_whole(self.path, b"".join(msgspec.json.encode(entry) + b"\n" for entry in self.entries))

@@ -1,9 +1,10 @@
-"""Addresses of this host."""
+"""Addresses: of this host, and of servers, which may change while their clients live."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+from dataclasses import dataclass
 
 import psutil
 
@@ -34,3 +35,19 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+@dataclass(eq=False)
+class Address:
+    """The endpoint of one server, and the name of its key (see `rpc/secret.py`). Any thread may `move` it."""
+
+    endpoint: str
+    server: str = ""
+
+    def __str__(self) -> str:
+        return self.endpoint
+
+    def move(self, endpoint: str) -> None:
+        """Change the endpoint. Clients of this address connect there before their next request, and within
+        moments in any case."""
+        self.endpoint = endpoint

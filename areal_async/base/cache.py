@@ -10,7 +10,6 @@ time: whoever recalls one must be right without it. Files that another user can 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import version
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from areal_async.base.own_files import NotOurs, map_path, private_files, read_own
+from areal_async.base.own_files import NotOurs, map_path, private_files, read_own, write_whole
 
 CACHE_VARIABLE = "AREAL_ASYNC_CACHE"
 """Environment variable that names the cache folder; `~/.cache/areal-async` by default."""
@@ -59,10 +58,7 @@ def keep(kind: str, key: str, answer: bytes) -> None:
     with suppress(OSError), private_files():
         path.parent.mkdir(parents=True, exist_ok=True)
         _make_room(path.parent)
-        fd, unfinished = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(fd, "wb") as file:
-            file.write(answer)
-        os.replace(unfinished, path)
+        write_whole(path, answer)
 
 
 def _path(kind: str, key: str) -> Path:

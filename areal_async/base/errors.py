@@ -23,7 +23,7 @@ import os
 import re
 import resource
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 FaultKind = Literal[
     "schema",  # the peer speaks another schema, or another job
@@ -74,23 +74,10 @@ class MessageTooLarge(ProtocolError):
     """A message exceeds the limits of the wire; raised by the sender, before anything is sent."""
 
 
-class FaultFields(Protocol):
-    """Fields of the message `areal_async.rpc.schema.Fault`."""
-
-    @property
-    def kind(self) -> FaultKind: ...
-
-    @property
-    def message(self) -> str: ...
-
-    @property
-    def retry_after_ms(self) -> int: ...
-
-
 class RpcTimeout(WireError):
     """No answer within the deadline. `last_fault` is the last `busy` or `unavailable` on the way, if any."""
 
-    def __init__(self, message: str, last_fault: FaultFields | None = None) -> None:
+    def __init__(self, message: str, last_fault: FaultError | None = None) -> None:
         super().__init__(message)
         self.last_fault = last_fault
 
@@ -113,7 +100,8 @@ class FaultError(WireError):
         self.retry_after_ms = retry_after_ms
 
     @classmethod
-    def of(cls, fault: FaultFields) -> FaultError:
+    def of(cls, fault: Any) -> FaultError:
+        """Return the error for `fault`, the message `areal_async.rpc.schema.Fault`."""
         return cls(fault.kind, fault.message, fault.retry_after_ms)
 
 

@@ -58,7 +58,7 @@ def close_events() -> None:
 
 
 def recording() -> bool:
-    """Whether events are written: to be asked before fields are put together at some cost."""
+    """Return whether events are written. Ask before collecting fields at some cost."""
     return _log is not None
 
 
@@ -69,7 +69,7 @@ def record(event: str, **fields: Any) -> None:
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """Every whole event of a run, ordered by `mono_s`; the order within a process is kept."""
+    """Return every whole event of a run, ordered by `mono_s`; the order within a process is kept."""
     events = []
     for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
         *lines, _ = path.read_bytes().split(b"\n")

@@ -1,8 +1,8 @@
 """Becomes a child process that does not outlive its parent: `python guard.py PARENT_PID HOW COMMAND…`.
 
-HOW is what the kernel does to the command when the parent dies: the number of a signal, or `group`. With
-`group` this script stays, leads the process group in which the whole command lives, and kills that group when
-the command ends (then with its exit status), when it is told to end (SIGTERM) and when the parent dies.
+HOW is what the kernel does to the command when the parent dies: `terminate`, `kill` or `kill_group`. With
+`kill_group` this script stays, leads the process group in which the whole command lives, and kills that group
+when the command ends (then with its exit status), when it is told to end (SIGTERM) and when the parent dies.
 
 Only the standard library, and no import of this project: it runs under `-I -S` and is up in milliseconds.
 Code between fork and exec would not be safe beside the threads of the parent; here one thread runs.
@@ -19,24 +19,19 @@ PR_SET_PDEATHSIG = 1
 
 def main(parent_pid: int, how: str, command: list[str]) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
-    if how == "group":
+    if how == "kill_group":
         signal.signal(signal.SIGTERM, end_group)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    number = signal.SIGTERM if how == "group" else int(how)
-    libc.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL if how == "kill" else signal.SIGTERM), 0, 0, 0)
     if os.getppid() != parent_pid:
         return 1  # it died before the line above
-    if how != "group":
-        try:
-            os.execvp(command[0], command)
-        except OSError as error:
-            print(f"{command[0]} cannot be started: {error}", file=sys.stderr, flush=True)
-            return 127
 
     def die_with_guard() -> None:
         libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
     try:
+        if how != "kill_group":
+            os.execvp(command[0], command)
         child = subprocess.Popen(command, preexec_fn=die_with_guard)
     except OSError as error:
         print(f"{command[0]} cannot be started: {error}", file=sys.stderr, flush=True)

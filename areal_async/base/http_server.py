@@ -43,6 +43,7 @@ from areal_async.base.errors import EndpointError
 from areal_async.base.log import get_logger
 
 CLOSE = {"connection": "close"}
+FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 BACKLOG = 512
 ACCEPTED_AT_ONCE = 32
 LEAST_RATE = 64 << 10
@@ -52,15 +53,15 @@ LOGGED_EVERY_S = 60.0
 LOGGED_CHARS = 300  # Most characters of what a client sent that are logged
 
 Phase = Literal["headers", "body", "answer", "unread", "idle"]
-"""What a client is at: it sends headers, or a body; it waits for its answer or takes it; it has the answer
-and still sends; it has the answer and may ask again."""
+"""Phase of a client: it sends headers or a body, waits for or takes its answer, still sends after the answer,
+or is idle after it."""
 
 log = get_logger("http")
 
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What all clients of one server together, and each of them, may take."""
+    """Limits of one server, for all its clients together and for each of them."""
 
     connections: int = 256  # At most; never more than half of what the process may open
     header_bytes: int = 32 << 10  # Most bytes of the request line and all headers of one request
@@ -85,8 +86,8 @@ class ServerFull(Exception):
 
 
 def listen(host: str, port: int, *, guarded: bool = False) -> socket.socket:
-    """A listening socket; port 0 picks one. Raises `EndpointError` for an address that other machines reach,
-    unless the server is `guarded` by a token, and OSError where it cannot be bound."""
+    """Return a listening socket; port 0 picks one. Raises `EndpointError` for an address that other machines
+    reach, unless the server is `guarded` by a token, and OSError where it cannot be bound."""
     host = host.strip("[]")
     if not guarded and not is_loopback(host):
         raise EndpointError(
@@ -102,14 +103,14 @@ def listen(host: str, port: int, *, guarded: bool = False) -> socket.socket:
 
 
 def connection_of(request: Request) -> Connection:
-    """The connection that a request came over."""
+    """Return the connection that a request came over."""
     connection: Connection = request.state.connection
     return connection
 
 
 async def read_body(request: Request, most_bytes: int) -> bytes:
-    """The body of a request, which counts against the server's limit until the request is answered. Raises
-    `BodyTooLong`, from the declared length where there is one, and `ServerFull`."""
+    """Return the body of a request, which counts against the server's limit until the request is answered.
+    Raises `BodyTooLong`, from the declared length where there is one, and `ServerFull`."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > most_bytes:
         raise BodyTooLong
@@ -145,7 +146,7 @@ class HttpServer:
         )
         self.connections: dict[Connection, None] = {}  # Oldest first
         self._arriving: dict[asyncio.Task[None], None] = {}
-        """Those that were accepted and are not yet connections: they shake hands."""
+        """Accepted sockets that are not yet connections: they shake hands."""
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._sweeping: asyncio.TimerHandle | None = None
@@ -216,9 +217,7 @@ class HttpServer:
             if not self._make_room():
                 self.faults.count("connection refused, all have requests under way")
                 with contextlib.suppress(OSError), sock:
-                    sock.send(
-                        b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-                    )
+                    sock.send(FULL)
                 continue
             self._quiet.clear()
             task = self._loop.create_task(self._adopt(sock))
@@ -260,7 +259,8 @@ class HttpServer:
         return len(self.connections) + len(self._arriving) >= self.most_connections
 
     def _make_room(self, *, more: bool = False) -> bool:
-        """Whether there is a place, if need be one that was taken; with `more`, take one in any case."""
+        """Return whether there is a place for a connection, closing another if need be; with `more`, always
+        close one."""
         if not more and not self._is_full():
             return True
         found = min(
@@ -375,8 +375,8 @@ class Connection(H11Protocol):
         self._server.faults.count(kind, **fields)
 
     async def delivered(self) -> bool:
-        """Whether all that was sent so far has left this process, and the client was still there. Waits until
-        one or the other is known; to be asked before the last, empty part of an answer."""
+        """Return whether all that was sent so far has left this process while the client was there. Waits
+        until that is known; to be asked before the last, empty part of an answer."""
         await self.flow.drain()
         return not self.cycle.disconnected and not self.transport.is_closing()
 
@@ -388,7 +388,7 @@ class Connection(H11Protocol):
         return 2 if self.phase == "body" or self._stuck_s is not None else int(self.trusted)
 
     def too_slow(self, now_s: float) -> str:
-        """What to blame the client for, "" for nothing."""
+        """Return the fault of a client that is too slow, "" for none."""
         limits, age_s = self._server.limits, now_s - self.since_s
         if self._stuck_s is not None:
             taken = max(0, self._stuck_bytes - self.transport.get_write_buffer_size())
@@ -452,7 +452,7 @@ class Connection(H11Protocol):
             super().shutdown()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """An upgrade may be left unanswered, and the request be served as it is."""
+        """Serve the request as it is, and leave the upgrade unanswered."""
 
     def _settle(self) -> None:
         """Find out the phase."""
@@ -476,7 +476,7 @@ class Connection(H11Protocol):
 
 
 class Faults:
-    """What clients do wrong, counted by kind: the first of a kind is logged at once, then their number once a
+    """Faults of clients, counted by kind: the first of a kind is logged at once, then their number once a
     minute."""
 
     def __init__(self, server: str) -> None:
@@ -506,7 +506,7 @@ class Faults:
 
 
 class _Counting:
-    """What uvicorn would log for each client, counted."""
+    """A logger for uvicorn that counts what it would log for each client."""
 
     level = logging.WARNING
 

@@ -57,7 +57,7 @@ class Logger:
         self._write(logging.ERROR, event, fields)
 
     def exception(self, event: str, /, **fields: Any) -> None:
-        """An error with the traceback of the exception being handled."""
+        """Log an error with the traceback of the exception being handled."""
         self._write(logging.ERROR, event, fields, exc_info=True)
 
     def _write(self, level: int, event: str, fields: dict[str, Any], *, exc_info: bool = False) -> None:
@@ -77,11 +77,8 @@ def setup_logging(job: str, process: str, level: Level = "info", stream: TextIO 
     handler = _CountingHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(_JsonLine(job, process))
     root = logging.getLogger()
-    for old in root.handlers[:]:
-        if isinstance(old, _CountingHandler):
-            old.write_counts()
-            root.removeHandler(old)
-    root.addHandler(handler)
+    end_logging()
+    root.handlers = [*(old for old in root.handlers if not isinstance(old, _CountingHandler)), handler]
     atexit.register(end_logging)
     # Libraries are heard from warnings up: their debug and info lines drown the service's own.
     root.setLevel(logging.WARNING)
@@ -127,14 +124,12 @@ class _CountingHandler(logging.StreamHandler[TextIO]):
             return
         self._lines[key] = _RepeatedLine(kept, now_s + REPEAT_S)
         self._lines.move_to_end(key)
-        if len(self._lines) > MOST_LINES:
-            _, oldest = self._lines.popitem(last=False)
-            if oldest.repeated:
-                self._count(oldest, now_s)
+        if len(self._lines) > MOST_LINES and (oldest := self._lines.popitem(last=False)[1]).repeated:
+            self._count(oldest, now_s)
         super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say once, in a line, that a disk takes no log; anything else is a fault of ours."""
+        """Print once that the disk takes no log; any other error is a fault of ours."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -159,7 +154,7 @@ class _CountingHandler(logging.StreamHandler[TextIO]):
 
 
 def _key(record: logging.LogRecord) -> tuple[object, ...]:
-    """What equal lines have in common."""
+    """Return the part of a record that equal lines share."""
     fields = getattr(record, "areal_fields", {})
     error = record.exc_info[1] if record.exc_info else None
     return (
@@ -194,7 +189,8 @@ class _JsonLine(logging.Formatter):
 
 
 def as_plain(value: Any) -> Any:
-    """A stand-in for a value that JSON has no form for: a number for an array scalar, else its text."""
+    """Return a stand-in for a value that JSON has no form for: a number for an array scalar, else its
+    text."""
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "size", 1) == 1:
         return item()

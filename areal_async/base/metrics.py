@@ -9,14 +9,13 @@ they are scraped, never kept, so a scrape of one that does not answer fails.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import gzip
 import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import prometheus_client
@@ -30,17 +29,17 @@ from starlette.types import Receive, Scope, Send
 from areal_async.base.addresses import LOOPBACK
 from areal_async.base.errors import ArealError
 from areal_async.base.http_server import HttpLimits, HttpServer, listen
+from areal_async.base.loop_thread import LoopThread
 
 # A `_created` series beside every counter doubles what is scraped and says nothing we use.
 prometheus_client.disable_created_metrics()
 
 PATH = "/metrics"
 LIMITS = HttpLimits(connections=64, header_bytes=16 << 10, header_s=5.0, answer_s=30.0)
-END_LIMIT_S = 5.0
 
 
 class OtherHosts:
-    """How a supervisor reads the metrics of a process on another host, by its name."""
+    """Reader of the metrics of processes on other hosts, by their names; set by the supervisor."""
 
     read: Callable[[str], Awaitable[bytes]]
 
@@ -48,7 +47,7 @@ class OtherHosts:
         self.forget()
 
     def forget(self) -> None:
-        """There is none any more."""
+        """Remove the reader."""
         self.read = _nobody
 
 
@@ -60,7 +59,7 @@ other_hosts = OtherHosts()
 
 
 def elsewhere(name: str) -> str:
-    """The path at which the supervisor serves the metrics of the process called `name`."""
+    """Return the path at which the supervisor serves the metrics of the process called `name`."""
     return f"{PATH}/{name}"
 
 
@@ -69,43 +68,29 @@ class MetricsPortError(ArealError):
 
 
 def start_metrics_server(port: int) -> int:
-    """Serve the default registry at `/metrics` of a port of the loopback interface from a daemon thread, as
-    long as the process lives.
+    """Serve the default registry at `/metrics` of a port of the loopback interface, as long as the process
+    lives.
 
     `port` 0 picks a free one. Returns the port in use. Raises `MetricsPortError` when it is taken."""
-    listening = _listen(port)
-    threading.Thread(target=asyncio.run, args=(_serve(listening),), name="metrics", daemon=True).start()
-    return int(listening.getsockname()[1])
+    return _start(port)[2]
 
 
 @contextmanager
 def serve_metrics(port: int) -> Iterator[int]:
-    """The same for the time of a block."""
+    """Serve the default registry for the time of a block."""
+    server, thread, port = _start(port)
+    try:
+        yield port
+    finally:
+        thread.run(server.close(grace_s=0.0))
+        thread.close()
+
+
+def _start(port: int) -> tuple[HttpServer, LoopThread, int]:
     listening = _listen(port)
-    loop = asyncio.new_event_loop()
-    serving = loop.create_task(_serve(listening))
-
-    def run() -> None:
-        with suppress(asyncio.CancelledError):
-            loop.run_until_complete(serving)
-        loop.close()
-
-    thread = threading.Thread(target=run, name="metrics", daemon=True)
-    thread.start()
-    try:
-        yield int(listening.getsockname()[1])
-    finally:
-        loop.call_soon_threadsafe(serving.cancel)
-        thread.join(timeout=END_LIMIT_S)
-
-
-async def _serve(listening: socket.socket) -> None:
-    server = HttpServer(answer_scrape, listening, LIMITS, name="metrics")
-    server.start()
-    try:
-        await asyncio.Event().wait()
-    finally:
-        await server.close(grace_s=0.0)
+    server, thread = HttpServer(answer_scrape, listening, LIMITS, name="metrics"), LoopThread("metrics")
+    thread.loop.call_soon_threadsafe(server.start)
+    return server, thread, int(listening.getsockname()[1])
 
 
 def _listen(port: int) -> socket.socket:
@@ -120,8 +105,8 @@ def _listen(port: int) -> socket.socket:
 
 
 async def answer_scrape(scope: Scope, receive: Receive, send: Send) -> None:
-    """An ASGI application: the default registry in a form that the scraper takes, or the series of a process
-    on another host, compressed if they may be."""
+    """Answer, as an ASGI application, with the default registry in a form that the scraper takes, or with the
+    series of a process on another host; compressed if they may be."""
     request = Request(scope)
     if request.method != "GET":
         response: Response = PlainTextResponse("metrics are read with GET", 405, {"allow": "GET"})
@@ -177,7 +162,7 @@ class Busy(Collector):
             self.end(activity)
 
     def begin(self, activity: str) -> None:
-        """The start of a piece, for code whose pieces are no blocks; each needs its `end`."""
+        """Begin a piece, in code whose pieces are no blocks; each needs its `end`."""
         with self._lock:
             entry = self._activities.setdefault(activity, _Activity())
             if entry.depth == 0:
@@ -193,9 +178,7 @@ class Busy(Collector):
 
     def seconds(self, activity: str) -> float:
         """Busy seconds of `activity` until now; 0 for one never begun."""
-        with self._lock:
-            entry = self._activities.get(activity)
-            return self._until_now(entry) if entry else 0.0
+        return self.totals().get(activity, 0.0)
 
     def totals(self) -> dict[str, float]:
         """Busy seconds until now, by activity."""
@@ -222,7 +205,7 @@ prometheus_client.REGISTRY.register(busy)
 
 
 def sums_of(histogram: prometheus_client.Histogram) -> list[float]:
-    """How many values a histogram has seen, and their sum, over all its labels."""
+    """Return the number of values that a histogram has seen, and their sum, over all its labels."""
     samples = [sample for metric in histogram.collect() for sample in metric.samples]
     return [
         float(sum(sample.value for sample in samples if sample.name.endswith(end)))

@@ -1,4 +1,4 @@
-"""What is wrong with a job file, for the person who wrote it."""
+"""Mistakes in a job file, in words for the person who wrote it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _KINDS = {
 
 
 def value_in_words(detail: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What is wrong with the value that an entry of `ValidationError.errors()` is about ("is too small"), and
-    the fix; None for what has no words of its own."""
+    """Return the problem with the value of an entry of `ValidationError.errors()` ("is too small") and the
+    fix; None for a kind of error without words of its own."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "literal_error":
         return "is not a choice", f"Use {context['expected']}"
@@ -51,7 +51,7 @@ def value_in_words(detail: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def blank_after_colon(key: str) -> str | None:
-    """What to do about an unknown key such as `rank:8`, which YAML reads as a name; None for other keys."""
+    """Return the fix for an unknown key such as `rank:8`, which YAML reads as a name; None for other keys."""
     name, colon, value = key.partition(":")
     return f"YAML wants a blank after the colon: `{name}: {value}`" if name and colon and value else None
 
@@ -59,8 +59,9 @@ def blank_after_colon(key: str) -> str | None:
 def in_words(
     details: Sequence[Detail], explain: Callable[[Detail], Mistake], field: str = "file"
 ) -> Iterator[Mistake]:
-    """The mistakes behind the first `MOST_MISTAKES` entries of `ValidationError.errors()`, and one in `field`
-    that counts the rest. Each is compared with all fields, so a file with very many would take minutes."""
+    """Yield the mistakes behind the first `MOST_MISTAKES` entries of `ValidationError.errors()`, and one in
+    `field` that counts the rest. Each is compared with all fields, so a file with very many would take
+    minutes."""
     yield from map(explain, details[:MOST_MISTAKES])
     if (more := len(details) - MOST_MISTAKES) > 0:
         yield Mistake(field, f"there are {more} more mistakes in it", "Correct these first")

@@ -15,6 +15,7 @@ import fcntl
 import mmap
 import os
 import pwd
+import secrets
 import shutil
 import stat
 import struct
@@ -36,8 +37,8 @@ class NotOurs(ArealError):
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read the regular file at `path`, or where its links lead. Raises OSError, also for what
-    is no regular file: opening a pipe would wait for its writer."""
+    """Return a descriptor to read the regular file at `path`, or where its links lead. Raises OSError, also
+    for what is no regular file: opening a pipe would wait for its writer."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -46,14 +47,14 @@ def open_regular(path: Path) -> int:
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of the regular file at `path`, or where its links lead. Raises OSError."""
+    """Return the content of the regular file at `path`, or where its links lead. Raises OSError."""
     with os.fdopen(open_regular(path), "rb") as file:
         return file.read()
 
 
 def read_own(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """The content of a file of ours. Raises OSError where it cannot be read, `NotOurs` where it is a link,
-    belongs to another user, or others may write to it; larger ones are refused as `NotOurs` too."""
+    """Return the content of a file of ours. Raises OSError where it cannot be read, `NotOurs` where it is a
+    link, belongs to another user, or others may write to it; larger ones are refused as `NotOurs` too."""
     with os.fdopen(open_own(path), "rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -62,7 +63,7 @@ def read_own(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def open_own(path: Path) -> int:
-    """A descriptor to read a file of ours. Raises OSError and `NotOurs` as `read_own` does."""
+    """Return a descriptor to read a file of ours. Raises OSError and `NotOurs` as `read_own` does."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         check_own(fd, path)
@@ -138,6 +139,33 @@ def append_beneath(root: Path, name: str, data: bytes) -> None:
             raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were written to {root / name}")
 
 
+def write_whole(path: Path, content: bytes, mode: int = 0o600, *, durable: bool = False) -> None:
+    """Replace the file `path`, so that readers see the old content or all of the new. A `durable` file is on
+    the disk when this returns. Raises OSError; nothing is left behind then."""
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, mode)
+            file.write(content)
+        if durable:
+            sync(fresh)
+        fresh.replace(path)
+        if durable:
+            sync(path.parent)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to the disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def reserve(fd: int, size_bytes: int) -> None:
     """Give the open file this size, with room for every byte. Raises OSError where there is none: a write
     into a mapping of a file with holes would end the process instead, by SIGBUS."""
@@ -170,11 +198,8 @@ def map_open(
 
 def map_path(path: Path) -> mmap.mmap | bytes:
     """`map_open` of the regular file at `path`. Raises OSError."""
-    fd = open_regular(path)
-    try:
-        return map_open(fd)
-    finally:
-        os.close(fd)
+    with os.fdopen(open_regular(path), "rb") as file:
+        return map_open(file.fileno())
 
 
 def rename_beneath(root: Path, name: str, new: str) -> None:
@@ -216,7 +241,8 @@ def is_locked(fd: int) -> bool:
 
 
 def is_own_folder(path: Path) -> bool:
-    """Whether `path` is a folder of this user's, and no link to one, to which nobody else may write."""
+    """Return whether `path` is a folder of this user's, and no link to one, to which nobody else may
+    write."""
     try:
         found = path.lstat()
     except OSError:
@@ -245,40 +271,22 @@ def close_folder(folder: Path) -> None:
         folder.chmod(0o700)
 
 
-class _PrivateUmask:
-    """The umask of this process while threads are in `private_files`.
-
-    The first one in sets it, and the last one out restores the earlier one, in whatever order they leave."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before = 0
-
-    def enter(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._before = os.umask(PRIVATE_UMASK)
-            self._inside += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                os.umask(self._before)
-
-
-_private_umask = _PrivateUmask()
+_umasks: list[int] = []  # The earlier umask, then one for each other thread that is in `private_files`
+_umask_lock = threading.Lock()
 
 
 @contextmanager
 def private_files() -> Iterator[None]:
     """Make the files that this process creates meanwhile, on any thread, readable by its user alone."""
-    _private_umask.enter()
+    with _umask_lock:
+        _umasks.append(os.umask(PRIVATE_UMASK))
     try:
         yield
     finally:
-        _private_umask.leave()
+        with _umask_lock:
+            before = _umasks.pop()
+            if not _umasks:
+                os.umask(before)
 
 
 def user_name(uid: int) -> str:

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import psutil
 
+from areal_async.base.retry import doubled_s
 from areal_async.base.topology import ServicePlace
 
 RUN_VARIABLE = "AREAL_ASYNC_RUN"
@@ -39,13 +40,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 GONE_LIMIT_S = 10.0  # The longest wait for a killed process: a kernel call of a driver may hold it
 
 OnOrphaned = Literal["terminate", "kill", "kill_group"]
-"""What happens to a child whose parent died: it gets SIGTERM, or SIGKILL, or its whole process group does."""
-
-_HOW: Mapping[OnOrphaned, str] = {
-    "terminate": str(int(signal.SIGTERM)),
-    "kill": str(int(signal.SIGKILL)),
-    "kill_group": "group",
-}
+"""Action on a child whose parent died: SIGTERM, SIGKILL, or SIGKILL for its whole process group."""
 
 
 class ChildProcess:
@@ -75,7 +70,7 @@ class ChildProcess:
         self._status: int | None = None
         ours: list[int] = []
         passed = list(pass_fds)
-        guarded = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), _HOW[on_orphaned], *command]
+        guarded = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), on_orphaned, *command]
         try:
             if isinstance(output, Path):
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -110,7 +105,7 @@ class ChildProcess:
                 stdin.write(given)
 
     def ready_report(self) -> dict[str, Any] | None:
-        """What the child has said once it was ready; None until then. Never blocks."""
+        """Return the report of the child once it is ready; None until then. Never blocks."""
         if self._ready_fd is not None:
             with suppress(BlockingIOError):
                 self._ready_line += os.read(self._ready_fd, READY_LINE_LIMIT_BYTES)
@@ -119,7 +114,7 @@ class ChildProcess:
         return report
 
     def poll(self) -> int | None:
-        """The exit status once the child has ended: as of subprocess, negative for a signal."""
+        """Return the exit status once the child has ended: as of subprocess, negative for a signal."""
         if self._status is None:
             # Its group is killed before it is reaped: until then no other group can have its number.
             over = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -147,9 +142,7 @@ class ChildProcess:
         """Block until the child has ended, and return its exit status."""
         with suppress(ChildProcessError):  # reaped by another thread
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        status = self.poll()
-        assert status is not None
-        return status
+        return self._ended()
 
     async def wait(self) -> int:
         """Wait for the child's end, and return its exit status."""
@@ -162,6 +155,9 @@ class ChildProcess:
         finally:
             loop.remove_reader(fd)
             os.close(fd)
+        return self._ended()
+
+    def _ended(self) -> int:
         status = self.poll()
         assert status is not None
         return status
@@ -213,14 +209,14 @@ def start_service(
 
 
 def service_arguments(place: ServicePlace, topology: Path) -> list[str]:
-    """What the module of a service is given on its command line."""
+    """Return the command-line arguments of the module of a service."""
     return ["--topology", str(topology), "--name", place.name]
 
 
 def service_environment(run_id: str, threads: int) -> dict[str, str]:
-    """What a service finds in its environment: ours, the run's mark, how many native threads and, unless ours
-    says otherwise, how many arenas of the C library's allocator. By itself it takes up to eight a core,
-    and what one thread has freed in its arena no other thread uses."""
+    """Return the environment of a service: ours, the run's mark, the number of native threads and, unless
+    ours says otherwise, the number of arenas of the C library's allocator. By itself it takes up to eight a
+    core, and what one thread has freed in its arena no other thread uses."""
     ours = {
         RUN_VARIABLE: run_id,
         "PYTHONUNBUFFERED": "1",
@@ -258,8 +254,8 @@ def _marked(wanted: Callable[[str], bool]) -> Iterator[psutil.Process]:
 
 
 def start_of(pid: int) -> str:
-    """When process `pid` started, in words that no other process has or will have: the boot, and the clock
-    ticks from it to the start (proc_pid_stat(5)). Setting the clock changes neither. Raises
+    """Return the start of process `pid` as text that no other process has or will have: the boot, and the
+    clock ticks from it to the start (proc_pid_stat(5)). Setting the clock changes neither. Raises
     `ProcessLookupError` where there is no such process, or only what a parent has not yet reaped of it."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
@@ -276,7 +272,7 @@ SHM_FULL = "most likely shared memory is full: `df -h -t tmpfs`"
 
 
 def exit_text(status: int) -> str:
-    """An exit status in words: `ended with status 1`, `was killed by SIGKILL`."""
+    """Return an exit status in words: `ended with status 1`, `was killed by SIGKILL`."""
     if status == 128 + signal.SIGTERM:
         return "ended in order because something outside the run sent it a signal"
     if status == os.EX_TEMPFAIL:
@@ -324,4 +320,4 @@ class Restarts:
             return None
         if not self.early:
             return 0.0
-        return min(self.policy.longest_pause_s, self.policy.first_pause_s * 2.0 ** (self.early - 1))
+        return doubled_s(self.early, self.policy.first_pause_s, self.policy.longest_pause_s)

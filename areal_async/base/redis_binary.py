@@ -22,22 +22,21 @@ FIXED_DEBIAN = "5:7.0.15-1~deb12u6"
 
 
 def find_redis_server() -> Path | None:
-    """The `redis-server` or `valkey-server` of the PATH, else the one that an installed package carries."""
-    for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return Path(found)
+    """Return the `redis-server` or `valkey-server` of the PATH, else the one that an installed package
+    carries."""
+    if found := shutil.which("redis-server") or shutil.which("valkey-server"):
+        return Path(found)
     for package, name in SERVER_WHEELS:
         spec = importlib.util.find_spec(package)
         for folder in spec.submodule_search_locations or () if spec else ():
-            binary = Path(folder) / "bin" / name
-            if os.access(binary, os.X_OK):
+            if os.access(binary := Path(folder) / "bin" / name, os.X_OK):
                 return binary
     return None
 
 
 def fixed_version(program: str, version: str) -> str | None:
-    """The version to install in place of `version` of `program` ("Redis", "Valkey"), which lacks published
-    fixes; None where it has them."""
+    """Return the version to install in place of `version` of `program` ("Redis", "Valkey"), which lacks
+    published fixes; None where it has them."""
     fixed = FIXED_SERVERS[program]
     major, minor, patch = (int(part) for part in version.split(".")[:3])
     series = (major, minor)

@@ -1,5 +1,4 @@
-"""When something that is away is asked again: the one rule for pauses, and a loop of tries within a
-deadline.
+"""Pauses between tries, and a loop of tries within a deadline.
 
 Pauses double from try to try and are by chance up to half shorter, so that many who wait for one server do
 not return together. Clock, sleep and chance are the caller's.
@@ -20,17 +19,22 @@ LONGEST_REST_S = 30.0
 T = TypeVar("T")
 
 
+def doubled_s(tries: int, first_s: float = FIRST_REST_S, longest_s: float = LONGEST_REST_S) -> float:
+    """Return the bound of the pause after `tries` failures: it doubles with each, from `first_s` on."""
+    return min(longest_s, first_s * 2.0 ** min(tries - 1, 30))
+
+
 def pause_s(
     tries: int, rng: random.Random, *, first_s: float = FIRST_REST_S, longest_s: float = LONGEST_REST_S
 ) -> float:
-    """Seconds before the try that follows `tries` failed ones (at least 1): half of a bound that doubles, up
-    to all of it."""
-    return min(longest_s, first_s * 2 ** min(tries - 1, 30)) * rng.uniform(0.5, 1.0)
+    """Return the seconds before the try that follows `tries` failed ones (at least 1): half of a bound that
+    doubles, up to all of it."""
+    return doubled_s(tries, first_s, longest_s) * rng.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True)
 class Tries:
-    """How long what is away is asked again, and who is told of it meanwhile.
+    """A rule for asking an unavailable server again: for how long, and whom to inform meanwhile.
 
     `away` is called with the error of each failed try after which another follows, `back` once if one that
     had failed was answered in the end. Both may be called from any thread."""
@@ -44,8 +48,8 @@ class Tries:
     rng: random.Random = field(default_factory=random.Random)
 
     def run(self, work: Callable[[], T], is_passing: Callable[[Exception], bool]) -> T:
-        """What `work` comes to, tried again while its errors pass and the time lasts. Raises the last
-        error."""
+        """Return the result of `work`, which is repeated while its errors may pass and time is left. Raises
+        the last error."""
         deadline_s = self.clock() + self.limit_s
         for tries in itertools.count(1):
             try:

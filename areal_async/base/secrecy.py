@@ -33,7 +33,7 @@ def is_secret(name: str, value: object) -> bool:
 
 
 def without_logins(text: str) -> str:
-    """The text, without user, password and what else may be a secret in each of its URLs."""
+    """Return the text, without user, password and what else may be a secret in each of its URLs."""
     if "://" not in text:
         return text
     text = _LOGIN.sub(f"{HIDDEN}@", text) if "@" in text else text
@@ -41,7 +41,7 @@ def without_logins(text: str) -> str:
 
 
 def shown(content: Mapping[str, Any], section: Any) -> dict[str, Any]:
-    """A section's values as others than its author may see them: no text that may be a secret.
+    """Return a section's values as others than its author may see them: no text that may be a secret.
 
     `section` is the configuration section that declares the fields: these hold no secret by design, and are
     shown unless `is_secret` says otherwise. Text in a mapping of any content, such as the arguments of a
@@ -71,5 +71,5 @@ def _shown(name: str, value: Any, inner: Any, declared: bool) -> Any:
 
 
 def types_of(annotation: Any) -> tuple[Any, ...]:
-    """A field's type, and those in it."""
+    """Return a field's type, and those in it."""
     return (annotation, *(each for inner in get_args(annotation) for each in types_of(inner)))

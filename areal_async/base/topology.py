@@ -29,21 +29,21 @@ class RunHost(msgspec.Struct, frozen=True):
     loopback: str
     """IP address at which nobody but its own processes reach it."""
     run_dir: str
-    """What outlives the run's processes here. On the home host it is the run's folder."""
+    """Folder of all that outlives the run's processes here. On the home host it is the run's folder."""
     socket_dir: str
     """Unix sockets, locks and keys: a short path, removed when the run ends."""
     shm_dir: str
     """Files in shared memory, removed when the run ends."""
     local: str
-    """What endpoints that only this host reaches begin with; a name of the run's follows."""
+    """Prefix of endpoints that only this host reaches; a name of the run's follows."""
 
     def local_endpoint(self, name: str) -> str:
-        """The endpoint of that name on this host."""
+        """Return the endpoint of that name on this host."""
         return self.local + name
 
 
 class OnHost:
-    """What is on `host` knows that host's folders as paths."""
+    """The folders of `host` as paths, for whatever runs there."""
 
     host: RunHost
 
@@ -96,7 +96,7 @@ class Topology(msgspec.Struct, frozen=True):
     weights: str
     job: dict[str, object]
     publishers: dict[str, str] = {}
-    """In a job of several policies, where each one's trainer publishes, in the place of `weights`."""
+    """Endpoints of the trainers' publishers by policy, in a job of several; they replace `weights`."""
 
     @classmethod
     def read(cls, path: Path) -> Topology:
@@ -108,8 +108,9 @@ class Topology(msgspec.Struct, frozen=True):
         return self.hosts[self.home]
 
     def place(self, name: str) -> ServicePlace:
-        """The place of the process called `name`. A rollout worker that nobody has placed may join from the
-        home host by a name that is not known: `rollout-` and something. Raises KeyError for any other."""
+        """Return the place of the process called `name`. A rollout worker that nobody has placed may join
+        from the home host by a name that is not known: `rollout-` and something. Raises KeyError for any
+        other."""
         for place in self.services:
             if place.name == name:
                 return place

@@ -25,7 +25,7 @@ class VersionTag(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
 
     @classmethod
     def parse(cls, label: str) -> VersionTag:
-        """The inverse of `label`. Raises ValueError for a text that is none."""
+        """Return the inverse of `label`. Raises ValueError for a text that is none."""
         match = _LABEL.fullmatch(label)
         if match is None:
             raise ValueError(f"{label!r} names no version of a policy's weights, such as policy-e1-v7")

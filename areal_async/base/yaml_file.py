@@ -7,7 +7,7 @@ it further goes one call deeper for each level.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ class _StrictLoader(yaml.SafeLoader):
         self._shapes: dict[yaml.Node, tuple[int, int]] = {}  # Values and levels in each node that is whole
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """An alias counts as what it stands for: a few lines can stand for more than any machine holds."""
+        """Compose a node. An alias counts as what it stands for: a few lines can stand for more than any
+        machine holds."""
         is_alias = self.check_event(yaml.AliasEvent)
         self._path.append(index.value[:40] if isinstance(index, yaml.ScalarNode) else "")
         self._check_shape(0, 0)
@@ -60,14 +61,10 @@ class _StrictLoader(yaml.SafeLoader):
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} cannot be a key", key_node.start_mark
-                )
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is given twice", key_node.start_mark
-                )
+            if not isinstance(key, Hashable) or key in seen:
+                again = isinstance(key, Hashable)
+                problem = f"the key {key!r} is given twice" if again else f"{key!r} cannot be a key"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -106,18 +103,25 @@ for _kind in (_StrictLoader, _Dumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """One YAML document as plain values. Raises yaml.YAMLError, with the field that is nested too deep."""
+    """Return one YAML document as plain values. Raises yaml.YAMLError, with the field that is nested too
+    deep."""
     return yaml.load(text, Loader=_StrictLoader)
 
 
 def dump_yaml(value: Any) -> str:
-    """Plain values as a YAML document that `parse_yaml` reads as the same values."""
+    """Return plain values as a YAML document that `parse_yaml` reads as the same values."""
     # Not `allow_unicode`: PyYAML would write some line separators in a way that it reads as blanks.
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=110)
 
 
+_UNREADABLE: Mapping[type[OSError], tuple[str, str]] = {
+    FileNotFoundError: ("there is no such file", "Check the path"),
+    IsADirectoryError: ("this is a directory", "Give the path of the YAML file in it"),
+}
+
+
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds. Raises `ConfigError`, naming the line of a syntax error."""
+    """Return the mapping that a YAML file holds. Raises `ConfigError`, naming the line of a syntax error."""
     source = str(path)
     try:
         with path.open("rb") as file:
@@ -125,16 +129,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
         if len(raw) > MOST_BYTES:
             raise _refused(source, f"the file has more than {MOST_BYTES} bytes", "Give a YAML job file")
         text = raw.decode("utf-8")
-    except FileNotFoundError:
-        raise _refused(source, "there is no such file", "Check the path") from None
-    except IsADirectoryError:
-        raise _refused(source, "this is a directory", "Give the path of the YAML file in it") from None
     except UnicodeDecodeError:
         raise _refused(source, "the file is not UTF-8 text", "Give a YAML job file") from None
     except OSError as error:
-        raise _refused(
-            source, f"the file cannot be read ({error.strerror})", "Check its permissions"
-        ) from None
+        unknown = f"the file cannot be read ({error.strerror})", "Check its permissions"
+        raise _refused(source, *_UNREADABLE.get(type(error), unknown)) from None
     try:
         content = parse_yaml(text)
     except yaml.YAMLError as error:
@@ -157,7 +156,7 @@ def _how_to_mend(error: yaml.YAMLError) -> str:
 
 
 def syntax_problem(error: yaml.YAMLError) -> str:
-    """What a YAML error says, on one line, with the place."""
+    """Return the text of a YAML error on one line, with the place."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
@@ -188,29 +187,21 @@ def half_character(value: Any) -> str | None:
 
 
 def too_nested(value: Any) -> str | None:
-    """The dotted path of the first place that lies deeper than `MOST_LEVELS`, or at which there are more than
-    `MOST_NODES` values; None where all is well. A structure that holds itself is too deep."""
+    """Return the dotted path of the first place that lies deeper than `MOST_LEVELS`, or at which there are
+    more than `MOST_NODES` values; None where all is well. A structure that holds itself is too deep."""
     nodes = 0
-    levels: list[Iterator[tuple[str, Any]]] = [iter([("", value)])]
-    path: list[str] = [""]
-    while levels:
-        found = next(levels[-1], None)
-        if found is None:
-            levels.pop()
-            path.pop()
-            continue
-        path[-1], inner = found
+
+    def look(value: Any, path: tuple[str, ...]) -> str | None:
+        nonlocal nodes
         nodes += 1
-        if nodes > MOST_NODES:
-            return ".".join(path[1:5])
-        if isinstance(inner, Mapping):
-            below = ((str(key), each) for key, each in inner.items())
-        elif isinstance(inner, list | tuple):
-            below = ((str(index), each) for index, each in enumerate(inner))
-        else:
-            continue
-        if len(levels) > MOST_LEVELS:
-            return ".".join(path[1:5])
-        levels.append(below)
-        path.append("")
-    return None
+        inner: Iterable[tuple[Any, Any]] = ()
+        if isinstance(value, Mapping):
+            inner = value.items()
+        elif isinstance(value, list | tuple):
+            inner = enumerate(value)
+        if nodes > MOST_NODES or (inner != () and len(path) >= MOST_LEVELS):
+            return ".".join(path[:4])
+        found = (look(each, (*path, str(key))) for key, each in inner)
+        return next((place for place in found if place is not None), None)
+
+    return look(value, ())

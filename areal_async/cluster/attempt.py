@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from areal_async.base.own_files import NotOurs, read_own
+from areal_async.base.own_files import NotOurs, read_own, sync
 from areal_async.base.processes import start_of
+from areal_async.base.topology import Role
 from areal_async.launch.folders import Owner
-from areal_async.service.context import Role
 
 REQUEST, CLAIM, STOP, ENDING = "request.json", "claim", "stop", "ending.json"
 RECORD_BYTES = 64 << 10
@@ -51,26 +51,6 @@ class AttemptEnding(msgspec.Struct, frozen=True):
 
     how: Literal["finished", "interrupted", "failed"]
     words: str = ""
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Readers see the old file or the new one, also after the machine has failed."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(fd)
-    unfinished.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def claim(folder: Path) -> bool:
@@ -100,7 +80,7 @@ def _claim(folder: Path, owner: Owner) -> int | None:
         return None
     finally:
         mine.unlink()
-    sync_folder(folder)
+    sync(folder)
     return fd
 
 

@@ -20,7 +20,7 @@ from typing import NoReturn
 import msgspec
 
 from areal_async.base.errors import RunInterrupted, as_ours, with_limit
-from areal_async.base.own_files import PRIVATE_UMASK, read_own
+from areal_async.base.own_files import PRIVATE_UMASK, read_own, write_whole
 from areal_async.cluster.attempt import (
     ENDING,
     REQUEST,
@@ -28,7 +28,6 @@ from areal_async.cluster.attempt import (
     AttemptEnding,
     AttemptRequest,
     claim,
-    write_durably,
 )
 from areal_async.cluster.submission import job_of
 from areal_async.config.job import JobConfig
@@ -120,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
     if not claim(folder):
         return 0
     ending = attempt(folder)
-    write_durably(folder / ENDING, msgspec.json.encode(ending))
+    write_whole(folder / ENDING, msgspec.json.encode(ending), durable=True)
     return 0 if ending.how == "finished" else 1
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from areal_async.base.log import get_logger
 from areal_async.base.mistakes import ConfigError, Mistake
-from areal_async.cluster.attempt import sync_folder
+from areal_async.base.own_files import sync
 from areal_async.cluster.processes import JobFolder, ProcessTable
 from areal_async.cluster.queue import Turns, gpus_for, order_of, take_turns
 from areal_async.cluster.resources import Resources, resources_of
@@ -101,7 +101,7 @@ class Controller:
         try:
             for job in jobs:
                 write_files(given.files, self.folder(job).files)
-            sync_folder(self._jobs)
+            sync(self._jobs)
             self.store.add(jobs)
         except BaseException as error:
             if isinstance(error, Exception):  # a controller that is killed leaves it to the next one

@@ -22,9 +22,8 @@ from areal_async.base.addresses import LOOPBACK
 from areal_async.base.errors import ArealError, EndpointError
 from areal_async.base.http_server import HttpServer, listen
 from areal_async.base.log import end_logging, get_logger, setup_logging
-from areal_async.base.own_files import private_files
+from areal_async.base.own_files import private_files, write_whole
 from areal_async.cluster.api import LIMITS, ControllerApi
-from areal_async.cluster.attempt import write_durably
 from areal_async.cluster.client import ControllerGone, reached
 from areal_async.cluster.controller import STOP_LIMIT_S, Controller
 from areal_async.cluster.folder import ClusterFolder, ClusterFolderError, TokenBook
@@ -90,7 +89,7 @@ class ControllerProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._over.set)
         url = server.url.replace("//0.0.0.0:", f"//{LOOPBACK}:").replace("//[::]:", "//[::1]:")
-        write_durably(self._folder.address, f"{url}\n".encode())
+        write_whole(self._folder.address, f"{url}\n".encode(), durable=True)
         log.info("the controller serves", url=url, cluster=self._cluster.cluster)
         on_serving(url)
         try:

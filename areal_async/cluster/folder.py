@@ -29,9 +29,16 @@ import msgspec
 
 from areal_async.base.errors import ArealError
 from areal_async.base.log import get_logger
-from areal_async.base.own_files import NotOurs, check_own, close_folder, is_locked, read_own, take_lock
+from areal_async.base.own_files import (
+    NotOurs,
+    check_own,
+    close_folder,
+    is_locked,
+    read_own,
+    take_lock,
+    write_whole,
+)
 from areal_async.base.processes import start_of
-from areal_async.cluster.attempt import write_durably
 from areal_async.cluster.states import ACTIVE
 from areal_async.cluster.store import JobStore
 from areal_async.config.cluster import ClusterConfig, dump_cluster, load_cluster
@@ -149,13 +156,13 @@ class ClusterFolder:
         lines = []
         for right in RIGHTS:
             token = secrets.token_hex(TOKEN_BYTES)
-            write_durably(self.path / f"{right}.token", f"{token}\n".encode())
+            write_whole(self.path / f"{right}.token", f"{token}\n".encode(), durable=True)
             lines.append(f"{right} {hash_of(token)}\n")
-        write_durably(self.tokens, "".join(lines).encode())
+        write_whole(self.tokens, "".join(lines).encode(), durable=True)
 
     def record(self, cluster: ClusterConfig) -> None:
         """Write down how the cluster is brought up, for the next time."""
-        write_durably(self.config, dump_cluster(cluster).encode())
+        write_whole(self.config, dump_cluster(cluster).encode(), durable=True)
 
     def recorded(self) -> ClusterConfig | None:
         """The cluster as it was brought up last. Raises `ConfigError`."""

@@ -19,7 +19,9 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from areal_async.base.own_files import write_whole
 from areal_async.base.processes import RUN_VARIABLE
+from areal_async.base.topology import Role
 from areal_async.cluster.attempt import (
     REQUEST,
     STOP,
@@ -28,7 +30,6 @@ from areal_async.cluster.attempt import (
     ending_of,
     holder_of,
     void,
-    write_durably,
 )
 from areal_async.cluster.states import RunEnded
 from areal_async.cluster.store import StoredJob
@@ -36,7 +37,6 @@ from areal_async.config.devices import names_of
 from areal_async.launch.folders import Owner, clean_up
 from areal_async.launch.launcher import WAITS
 from areal_async.launch.plan import MODULES
-from areal_async.service.context import Role
 
 OUTPUT = "output.log"
 LAST_WORDS_BYTES = 2000
@@ -163,7 +163,7 @@ class RealProcesses:
         request = AttemptRequest(
             job.content, str(folder.files), str(folder.run_dir), job.overrides, self._modules, self._cluster
         )
-        write_durably(attempt / REQUEST, msgspec.json.encode(request))
+        write_whole(attempt / REQUEST, msgspec.json.encode(request), durable=True)
         folder.targets(job.name).unlink(missing_ok=True)  # of a run that was killed
         environment = detached_environment()
         if self._own_gpus:
@@ -175,7 +175,7 @@ class RealProcesses:
     def tell_to_stop(self, job: StoredJob) -> None:
         stop = self._folder(job).attempt(job.attempt) / STOP
         if not stop.exists():
-            write_durably(stop, b"")
+            write_whole(stop, b"", durable=True)
 
     def void(self, job: StoredJob) -> bool:
         attempt = self._folder(job).attempt(job.attempt)

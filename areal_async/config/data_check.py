@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from areal_async.base.records import Task
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import ImportedModules, Routing
 from areal_async.data.examples import COLUMNS, Example, Form, example_of, form_of, tools_of
@@ -23,7 +24,6 @@ from areal_async.data.sources import DataError
 from areal_async.data.styles import DataKind
 from areal_async.data.tasks import TaskFileError, task_row, task_rows
 from areal_async.models.prompts import message_texts, prompt_ids
-from areal_async.rpc.schema import Task
 
 SHOWN = 10  # Broken rows that are shown one by one
 TASK_COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_async.base.mistakes import Mistake
+from areal_async.base.records import Task
 from areal_async.config.content import OF_TRAINER
 from areal_async.config.job import JobConfig
 from areal_async.config.parallel import RankGrid
@@ -36,7 +37,6 @@ from areal_async.models.files import (
     no_folder,
     stored_tensors,
 )
-from areal_async.rpc.schema import Task
 
 READ_WHOLE_BYTES = 16 << 20
 """Task files up to this size are checked row by row; of larger ones only the first row."""

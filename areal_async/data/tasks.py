@@ -28,8 +28,8 @@ import msgspec
 
 from areal_async.base.errors import ArealError
 from areal_async.base.own_files import open_regular
+from areal_async.base.records import Task
 from areal_async.base.yaml_file import MOST_LEVELS, MOST_NODES, half_character, too_nested
-from areal_async.rpc.schema import Task
 
 if TYPE_CHECKING:
     import pyarrow as pa

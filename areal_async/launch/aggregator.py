@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from areal_async.base.records import RunRecord
 from areal_async.config.job import JobConfig
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.launch.trends import EDGE_STEPS, HeldOut, edge_of, reward_warning
 from areal_async.launch.watchdog import Facts, Stall, find_stall
 from areal_async.rpc.board import SILENT_S
-from areal_async.rpc.control_messages import RunRecord, ServiceFigures, ServiceStatus
+from areal_async.rpc.control_messages import ServiceFigures, ServiceStatus
 from areal_async.rpc.messages import BufferStats, NoScore
 
 RECENT_STEPS = 20

@@ -23,10 +23,9 @@ import psutil
 
 from areal_async.base.errors import RunError
 from areal_async.base.log import get_logger
-from areal_async.base.own_files import NotBeneath, append_beneath, is_own_folder, open_beneath
+from areal_async.base.own_files import NotBeneath, append_beneath, is_own_folder, open_beneath, write_whole
 from areal_async.base.processes import processes_of
 from areal_async.launch.home_files import BUFFER
-from areal_async.launch.local_launcher import write_whole
 from areal_async.launch.ray.orders import FileNews
 
 RECORD = "buffer-node.json"

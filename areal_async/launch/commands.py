@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import FaultError, WireError
 from areal_async.base.log import get_logger
 from areal_async.base.processes import exit_text
 from areal_async.base.topology import Topology
 from areal_async.launch.home_files import HomeFilesServer
-from areal_async.rpc.address import Address
 from areal_async.rpc.board import board
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import (

@@ -32,6 +32,7 @@ import msgspec
 from areal_async.base.errors import FaultError, RunError, RunFailed
 from areal_async.base.log import get_logger
 from areal_async.base.mistakes import ConfigError, Mistake
+from areal_async.base.own_files import write_whole
 from areal_async.base.processes import RUN_VARIABLE, kill_processes_of
 from areal_async.base.topology import Role
 from areal_async.config.cluster import ClusterConfig
@@ -43,7 +44,6 @@ from areal_async.config.registry import forget_own_parts
 from areal_async.launch.commands import ControlSocket, FleetChange, WorkersRequest
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.lifecycle import STAGE_LIMITS_S, Ending
-from areal_async.launch.local_launcher import write_whole
 from areal_async.launch.one_host import topology_here
 from areal_async.launch.plan import STOP_STAGES, ready_limit_s, services_of, with_channel
 from areal_async.launch.supervisor import SIGNALS, TICK_S, caught_signals

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from areal_async.base.own_files import write_whole
 from areal_async.base.processes import (
     ChildProcess,
     kill_processes_of,
@@ -215,11 +216,3 @@ def write_targets(path: Path, targets: Sequence[Mapping[str, object]]) -> None:
         path.parent.chmod(0o755)
     # Prometheus may run as another user. They are ports, which everybody on the machine may know.
     write_whole(path, msgspec.json.format(msgspec.json.encode(targets)), mode=0o644)
-
-
-def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Readers see the old file or the new one."""
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_bytes(content)
-    unfinished.chmod(mode)
-    unfinished.replace(path)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import ArealError, PeerGone
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import STALL
@@ -20,7 +21,6 @@ from areal_async.base.topology import ServicePlace, Topology
 from areal_async.launch.aggregator import RunStatus, StatusAggregator
 from areal_async.launch.load import LoadLog
 from areal_async.launch.watchdog import Stall
-from areal_async.rpc.address import Address
 from areal_async.rpc.board import SILENT_S
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import ReadMetrics, ServiceStatus, Status

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import (
     ArealError,
     FaultError,
@@ -47,7 +48,6 @@ from areal_async.launch.folders import (
     supervisor_of,
 )
 from areal_async.launch.stored_runs import bring_run_of, has_checkpoint, run_at
-from areal_async.rpc.address import Address
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers, Status, WorkersChanged
 from areal_async.rpc.schema import R, Request

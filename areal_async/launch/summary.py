@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 
 from areal_async.base.processes import exit_text
+from areal_async.base.records import RunRecord
 from areal_async.config.job import JobConfig
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.launch.aggregator import Progress
 from areal_async.launch.lifecycle import Ending
 from areal_async.launch.trends import edge_of
-from areal_async.rpc.control_messages import RunRecord
 from areal_async.rpc.messages import BufferStats
 from areal_async.service.rank_group import LATE, LATE_START, OUT_OF_MEMORY, SILENT
 from areal_async.service.record import held_out_name, lives_of

@@ -26,6 +26,7 @@ from areal_async.base import events
 from areal_async.base.errors import FaultError
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import elsewhere
+from areal_async.base.own_files import write_whole
 from areal_async.base.processes import INCURABLE_STATUS, exit_text
 from areal_async.base.topology import Role, ServicePlace, Topology
 from areal_async.config.job import JobConfig
@@ -37,7 +38,7 @@ from areal_async.launch.folders import RunFolders
 from areal_async.launch.home_files import HomeFilesServer
 from areal_async.launch.launcher import Child, Launcher
 from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase, in_order_of_cause
-from areal_async.launch.local_launcher import LocalLauncher, write_targets, write_whole
+from areal_async.launch.local_launcher import LocalLauncher, write_targets
 from areal_async.launch.metrics import RESTARTS
 from areal_async.launch.plan import (
     MODULES,

@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from areal_async.base.metrics import busy
-from areal_async.rpc.control_messages import RunRecord, ServiceFigures, ServiceState, ServiceStatus
+from areal_async.base.records import RunRecord
+from areal_async.rpc.control_messages import ServiceFigures, ServiceState, ServiceStatus
 
 SILENT_S = 5.0  # A service that serves, and has not answered so long, is held up
 MAX_RECORDS = 64  # Reported at most; a reader that asks less often misses some
@@ -21,7 +22,7 @@ NOTICE_FIELDS = ("kind", "edge", "detail", "reason", "message", "group_id", "err
 
 
 class StatusBoard:
-    """What this process wants said of it. Any thread may write."""
+    """The status that this process reports of itself. Any thread may write."""
 
     def __init__(self) -> None:
         self.draining = False  # Whether it finishes what it has and takes nothing more
@@ -35,15 +36,15 @@ class StatusBoard:
         self._lock = threading.Lock()
 
     def follow_threads(self) -> None:
-        """Have torch compute with the threads that were told, from here on. For the thread that computes,
-        between two steps: torch's count is a thread's own."""
+        """Set the number of torch's threads to the one that was ordered. Call it from the thread that
+        computes, between two steps: torch's count is a thread's own."""
         import torch  # most services have no use for it
 
         if self.threads and torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
 
     def waits(self, subject: str, what: str) -> None:
-        """Say that it waits for `what` of `subject`; nothing: it does not any more."""
+        """Report that the process waits for `what` of `subject`; an empty text ends that."""
         with self._lock:
             if what:
                 self._waits[subject] = what
@@ -52,7 +53,7 @@ class StatusBoard:
 
     @contextmanager
     def waiting(self, subject: str, what: str) -> Iterator[None]:
-        """Say so for the time of a block."""
+        """Report a wait for the time of a block."""
         self.waits(subject, what)
         try:
             yield
@@ -60,12 +61,12 @@ class StatusBoard:
             self.waits(subject, "")
 
     def tell(self, text: str) -> None:
-        """Say something that people should see once."""
+        """Report a text that people should see once."""
         with self._lock:
             self._notice, self._notices = text, self._notices + 1
 
     def record(self, line: bytes) -> None:
-        """Tell a line of metrics.jsonl that was written, where it is of a kind that is told."""
+        """Report a line that was written to metrics.jsonl, if it is of a kind that is shown."""
         with suppress(msgspec.ValidationError):
             record = _record_decoder.decode(line)
             with self._lock:

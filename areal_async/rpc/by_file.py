@@ -21,7 +21,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from typing_extensions import Buffer
@@ -41,8 +41,8 @@ class FilePart(NamedTuple):
     """Bytes of a file of one of the two folders."""
 
     name: str
-    at: int
-    size_bytes: int
+    at: Annotated[int, msgspec.Meta(ge=0)]
+    size_bytes: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Filed(list[memoryview]):
@@ -54,30 +54,27 @@ class Filed(list[memoryview]):
     sizes: list[int]
 
     def parts(self, start: int, stop: int | None = None) -> Filed:
-        """Those from `start` to `stop`."""
+        """Return the attachments from `start` to `stop`."""
         found = Filed(self[start:stop])
         found.path, found.offsets, found.sizes = self.path, self.offsets[start:stop], self.sizes[start:stop]
         return found
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_read_parts = msgspec.msgpack.Decoder(list[tuple[str, int, int] | None]).decode
+_read_parts = msgspec.msgpack.Decoder(list[FilePart | None]).decode
 
 
 def write_parts(parts: Sequence[FilePart | None]) -> bytes:
-    """The frame that says where attachments lie; None for those that follow as frames."""
+    """Return the frame that says where attachments lie; None for those that follow as frames."""
     return _encode(parts)
 
 
 def read_parts(frame: Buffer) -> list[FilePart | None]:
-    """The inverse of `write_parts`. Raises `ProtocolError`."""
+    """Return the inverse of `write_parts`. Raises `ProtocolError`."""
     try:
-        parts = [part and FilePart(*part) for part in _read_parts(frame)]
+        return _read_parts(frame)
     except (msgspec.MsgspecError, ValueError) as error:
         raise ProtocolError(f"not the places of attachments: {error}") from error
-    if any(part and (part.at < 0 or part.size_bytes < 0) for part in parts):
-        raise ProtocolError("a place of an attachment is negative")
-    return parts
 
 
 class ServerFiles:
@@ -101,25 +98,19 @@ class ServerFiles:
         filed = Filed()
         filed.path, filed.offsets, filed.sizes = self._incoming / name, [], []
         try:
-            fd = open_beneath(self._incoming, name)
+            with os.fdopen(open_beneath(self._incoming, name), "rb", buffering=0) as file:
+                size_bytes = os.fstat(file.fileno()).st_size
+                for number, part in enumerate(filter(None, parts)):
+                    whole = part.at + part.size_bytes <= size_bytes
+                    stays = number >= len(parts) - left
+                    held = os.pread(file.fileno(), part.size_bytes, part.at) if whole and not stays else b""
+                    if not whole or (len(held) != part.size_bytes and not stays):
+                        raise ProtocolError("the file of the attachments is too short")
+                    filed.append(memoryview(held))
+                    filed.offsets.append(part.at)
+                    filed.sizes.append(part.size_bytes)
         except OSError as error:
             raise ProtocolError(f"the file of the attachments cannot be read: {error.strerror}") from error
-        try:
-            size_bytes = os.fstat(fd).st_size
-            for number, part in enumerate(parts):
-                assert part is not None
-                whole = part.at + part.size_bytes <= size_bytes
-                stays = number >= len(parts) - left
-                held = os.pread(fd, part.size_bytes, part.at) if whole and not stays else b""
-                if not whole or (len(held) != part.size_bytes and not stays):
-                    raise ProtocolError("the file of the attachments is too short")
-                filed.append(memoryview(held))
-                filed.offsets.append(part.at)
-                filed.sizes.append(part.size_bytes)
-        except OSError as error:
-            raise ProtocolError(f"the file of the attachments cannot be read: {error.strerror}") from error
-        finally:
-            os.close(fd)
         return filed
 
     def sweep(self) -> None:
@@ -154,21 +145,19 @@ class ClientFiles:
         path, at, parts = self._incoming / name, 0, list[FilePart | None]()
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            for attachment in attachments:
-                rest = memoryview(attachment).cast("B")
-                parts.append(FilePart(name, at, len(rest)))
-                start = at
-                at += -(-len(rest) // ALIGN_BYTES) * ALIGN_BYTES
-                while rest:
-                    written = os.pwrite(fd, rest, start)
-                    rest, start = rest[written:], start + written
-            if self._flush:
-                os.fsync(fd)
+            with os.fdopen(fd, "wb", buffering=0) as file:
+                for attachment in attachments:
+                    rest = memoryview(attachment).cast("B")
+                    parts.append(FilePart(name, at, len(rest)))
+                    file.seek(at)
+                    at += -(-len(rest) // ALIGN_BYTES) * ALIGN_BYTES
+                    while rest:
+                        rest = rest[file.write(rest) :]
+                if self._flush:
+                    os.fsync(fd)
         except BaseException:
             self.remove(name)
             raise
-        finally:
-            os.close(fd)
         return write_parts(parts)
 
     def remove(self, name: str) -> None:
@@ -176,8 +165,8 @@ class ClientFiles:
             os.unlink(self._incoming / name)
 
     def read(self, frames: Sequence[Buffer]) -> list[memoryview]:
-        """The attachments of a reply: maps of the server's files, and the frames after the first. One whose
-        file is gone is empty: the server holds it no more. Raises `ProtocolError`."""
+        """Return the attachments of a reply: maps of the server's files, and the frames after the first. One
+        whose file is gone is empty: the server holds it no more. Raises `ProtocolError`."""
         maps: dict[str, memoryview] = {}
         ends: dict[str, int] = {}
         following = iter(frames[1:])
@@ -193,7 +182,7 @@ class ClientFiles:
             raise ProtocolError("fewer attachments came than were announced") from error
 
     def _map(self, part: FilePart, end: int, maps: dict[str, memoryview]) -> memoryview:
-        """A part of its file, of which nothing after `end` is mapped."""
+        """Return a part of its file, of which nothing after `end` is mapped."""
         whole = maps.get(part.name)
         if whole is None:
             try:

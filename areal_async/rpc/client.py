@@ -11,7 +11,7 @@ Promises:
   `ProtocolError` for a reply that does not belong to the request.
 - A request keeps its id through every retry, so a server that lives runs it once; after a restart of the
   server the client says hello again and repeats what is unanswered.
-- `busy` and `unavailable` are retried with back-off (full jitter) inside the deadline.
+- `busy` and `unavailable` are retried with back-off inside the deadline.
 - At most `max_in_flight` requests are under way; further calls wait in line, inside their deadline.
 """
 
@@ -23,18 +23,20 @@ import itertools
 import random
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from typing import Any, TypeVar
 
 import zmq
 import zmq.utils.monitor
 from typing_extensions import Buffer
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import ArealError, EndpointError, FaultError, PeerGone, ProtocolError, RpcTimeout
+from areal_async.base.loop_thread import LoopThread
+from areal_async.base.retry import pause_s
 from areal_async.rpc import endpoints
-from areal_async.rpc.address import Address
 from areal_async.rpc.by_file import LEAST_BYTES, ClientFiles
 from areal_async.rpc.frames import (
     BY_FILE,
@@ -66,15 +68,19 @@ class _Link(Enum):
     UP = 2
 
 
+@dataclass(slots=True)
 class _Pending:
     """One call under way. `answer` is None before it is sent, and while it backs off."""
 
-    __slots__ = ("answer", "frames", "resend_after_s", "sent_s")
+    frames: list[Buffer] = field(default_factory=list)
+    answer: asyncio.Future[tuple[Message, list[memoryview]]] | None = None
+    sent_s: float = 0.0
+    resend_after_s: float = 0.0
+    fault: Fault | None = None  # The last `busy` or `unavailable`
 
-    def __init__(self) -> None:
-        self.frames: list[Buffer] = []
-        self.answer: asyncio.Future[tuple[Message, list[memoryview]]] | None = None
-        self.sent_s = self.resend_after_s = 0.0
+    @property
+    def waits(self) -> bool:
+        return self.answer is not None and not self.answer.done()
 
 
 class Client:
@@ -97,19 +103,16 @@ class Client:
         access: Access,
         timeout_s: float = TIMEOUT_S,
         max_in_flight: int = 64,
-        resend_after_s: float = RESEND_AFTER_S,
         max_part_bytes: int = MAX_MESSAGE_BYTES,
-        rng: random.Random | None = None,
     ) -> None:
         self.address = address if isinstance(address, Address) else Address(address)
         self._connected_to = self.endpoint
-        self._unfollow: Callable[[], None] = lambda: None
         self._hello = Hello(SCHEMA, job, role, name)
         self._access = access
         self._timeout_s = timeout_s
-        self._resend_after_s = resend_after_s
+        self.resend_after_s = RESEND_AFTER_S
         self._max_part_bytes = max_part_bytes
-        self._rng = rng or random.Random()
+        self._rng = random.Random()
         self._uid = secrets.randbits(64)
         self._ids = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
@@ -138,7 +141,7 @@ class Client:
 
     @property
     def endpoint(self) -> str:
-        """Where the server is found now."""
+        """Current endpoint of the server."""
         return self.address.endpoint
 
     async def connect(self, timeout_s: float = 10.0) -> Welcome:
@@ -171,46 +174,20 @@ class Client:
     ) -> tuple[R, list[memoryview]]:
         """`call` for a reply with attachments: returns both."""
         self._check_open()
-        loop = asyncio.get_running_loop()
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         limit_s += getattr(request, "wait_ms", 0) / 1000
-        deadline_s = loop.time() + limit_s
+        pending = _Pending()
         try:
-            async with asyncio.timeout_at(deadline_s):
-                await self._in_line.acquire()
+            async with asyncio.timeout(limit_s), self._in_line:
+                self._check_open()
+                reply, received = await self._ask(pending, request, attachments)
         except TimeoutError:
-            raise self._too_late(request, limit_s, None) from None
-        if self._socket is None:
-            self._in_line.release()
-            self._check_open()
-        number, flags = next(self._ids), 0
-        try:
-            pending = self._pending[number] = _Pending()  # at once: `floor` must not pass it
-            attachments, flags = await self._by_file(number, attachments)
-            floor = next(iter(self._pending))
-            pending.frames = write_frames(Kind.REQUEST, self._uid, number, floor, request, attachments, flags)
-            reply, received = await self._until_answered(loop, pending, request, limit_s, deadline_s)
-        finally:
-            self._pending.pop(number, None)
-            self._in_line.release()
-            if flags & BY_FILE and self._files is not None:
-                self._files.remove(f"{self._uid:x}.{number:x}")
+            raise self._too_late(request, limit_s, pending.fault) from None
         if not isinstance(reply, replies_to(type(request))):
             raise ProtocolError(
                 f"{self.endpoint} answered {type(request).__name__} with {type(reply).__name__}"
             )
         return reply, received  # type: ignore[return-value]
-
-    async def _by_file(self, number: int, attachments: Sequence[Buffer]) -> tuple[Sequence[Buffer], int]:
-        """The frames to send for `attachments`, and the flags that say what they are."""
-        if self._files is None:
-            return attachments, 0
-        if sum(memoryview(each).nbytes for each in attachments) >= LEAST_BYTES:
-            name = f"{self._uid:x}.{number:x}"
-            # Where the disk is full the socket still goes, and the server says so.
-            with contextlib.suppress(OSError):
-                return [await asyncio.to_thread(self._files.write, name, attachments)], BY_FILE | READS_FILES
-        return attachments, READS_FILES
 
     async def close(self) -> None:
         """Fail what is under way with `PeerGone` and leave no socket or task behind."""
@@ -219,7 +196,6 @@ class Client:
         if self._link is _Link.UP:
             self._socket.send(write_frames(Kind.BYE, self._uid, next(self._ids), 0, None, ()))
         self._fail_all(PeerGone(f"the client of {self.endpoint} was closed"))
-        self._unfollow()
         if self._sweeper is not None:
             self._sweeper.cancel()
         self._monitor.close()
@@ -230,40 +206,50 @@ class Client:
 
     # --- one call ------------------------------------------------------------------------------------
 
-    async def _until_answered(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        pending: _Pending,
-        message: Message,
-        timeout_s: float,
-        deadline_s: float,
+    async def _ask(
+        self, pending: _Pending, request: Message, attachments: Sequence[Buffer]
     ) -> tuple[Message, list[memoryview]]:
-        backoff_s = FIRST_BACKOFF_S
-        last_fault: Fault | None = None
-        while True:
-            answer = pending.answer = loop.create_future()
-            timer = loop.call_at(deadline_s, _expire, answer)
-            pending.resend_after_s = self._resend_after_s
+        """Send the request, with large attachments in a file if the server takes one, and await the reply."""
+        number, files, flags = next(self._ids), self._files, 0
+        name = f"{self._uid:x}.{number:x}"
+        self._pending[number] = pending  # at once: `floor` must not pass it
+        by_file = files is not None and sum(memoryview(a).nbytes for a in attachments) >= LEAST_BYTES
+        try:
+            if files is not None:
+                flags = READS_FILES
+                if by_file:
+                    # Where the disk is full the socket still goes, and the server says so.
+                    with contextlib.suppress(OSError):
+                        attachments = [await asyncio.to_thread(files.write, name, attachments)]
+                        flags = BY_FILE | READS_FILES
+            floor = next(iter(self._pending))
+            pending.frames = write_frames(Kind.REQUEST, self._uid, number, floor, request, attachments, flags)
+            return await self._until_answered(pending)
+        finally:
+            self._pending.pop(number, None)
+            if files is not None and by_file:
+                files.remove(name)
+
+    async def _until_answered(self, pending: _Pending) -> tuple[Message, list[memoryview]]:
+        for tries in itertools.count(1):
+            self._redial()
+            answer = pending.answer = asyncio.get_running_loop().create_future()
+            pending.resend_after_s = self.resend_after_s
             if self._link is _Link.UP:
                 self._transmit(pending)
             try:
                 reply, attachments = await answer
-            except TimeoutError:
-                raise self._too_late(message, timeout_s, last_fault) from None
             finally:
-                timer.cancel()
                 pending.answer = None
             if not isinstance(reply, Fault):
                 return reply, attachments
             if reply.kind not in ("busy", "unavailable"):
                 raise FaultError.of(reply)
-            last_fault = reply
-            pause_s = max(reply.retry_after_ms / 1000, backoff_s * self._rng.random())
-            backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
-            if loop.time() + pause_s >= deadline_s:
-                raise self._too_late(message, timeout_s, last_fault)
-            await asyncio.sleep(pause_s)
+            pending.fault = reply
+            back_off_s = pause_s(tries, self._rng, first_s=FIRST_BACKOFF_S, longest_s=LAST_BACKOFF_S)
+            await asyncio.sleep(max(reply.retry_after_ms / 1000, back_off_s))
             self._check_open()
+        raise AssertionError("unreachable")
 
     def _transmit(self, pending: _Pending) -> None:
         assert self._socket is not None
@@ -273,7 +259,8 @@ class Client:
     def _too_late(self, message: Message, timeout_s: float, fault: Fault | None) -> RpcTimeout:
         what = f"{type(message).__name__} to {self.endpoint} had no answer within {timeout_s:g} s"
         if fault is not None:
-            return RpcTimeout(f"{what}; the service said {fault.kind}: {fault.message}", fault)
+            text = f"{what}; the service said {fault.kind}: {fault.message}"
+            return RpcTimeout(text, FaultError.of(fault))
         if self._link is not _Link.UP:
             return RpcTimeout(f"{what}: there is no connection; does that service run?")
         return RpcTimeout(what)
@@ -308,7 +295,6 @@ class Client:
         self._socket = PolledSocket(sock, 1, self._on_frames)
         self._monitor = PolledSocket(monitor, 2, self._on_event)
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
-        self._unfollow = self.address.follow(partial(_soon, loop, self._redial))
 
     def _redial(self) -> None:
         """Go on with the server where it is found now; what is unanswered is asked there."""
@@ -346,19 +332,19 @@ class Client:
                 self._greet()
             return
         pending = self._pending.get(header.request)
-        answer = pending.answer if pending is not None else None
+        answer = pending.answer if pending is not None and pending.waits else None
         try:
             reply = read_reply(copied[0])
             attachments = read_attachments(header, rest)
             if header.flags & BY_FILE and self._files is not None and answer is not None:
                 attachments = self._files.read(attachments)
         except ProtocolError as error:
-            if answer is not None and not answer.done():
+            if answer is not None:
                 answer.set_exception(error)
             return
         if header.request == self._hello_id:
             self._on_greeting(reply)
-        elif answer is not None and not answer.done():
+        elif answer is not None:
             answer.set_result((reply, attachments))
 
     def _on_greeting(self, reply: Message) -> None:
@@ -371,20 +357,20 @@ class Client:
             if not self._greeted.done():
                 self._greeted.set_result(reply)
             for pending in self._pending.values():
-                if pending.answer is not None and not pending.answer.done():
+                if pending.waits:
                     self._transmit(pending)
 
     def _sweep(self) -> None:
         """Repeat what seems lost: replies that never came, and sends the socket did not take."""
         loop = asyncio.get_running_loop()
         now_s = loop.time()
+        self._redial()
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
         if self._link is _Link.GREETING and now_s - self._hello_sent_s > RESEND_AFTER_S:
             self._greet()
         elif self._link is _Link.UP:
             for pending in self._pending.values():
-                waits = pending.answer is not None and not pending.answer.done()
-                if waits and now_s - pending.sent_s > pending.resend_after_s:
+                if pending.waits and now_s - pending.sent_s > pending.resend_after_s:
                     pending.resend_after_s *= 2
                     self._transmit(pending)
 
@@ -399,16 +385,6 @@ class Client:
                 answer.set_exception(error)
         if self._greeted is not None and not self._greeted.cancelled():
             self._greeted.exception()  # marks it as seen: nobody may be waiting in connect
-
-
-def _soon(loop: asyncio.AbstractEventLoop, then: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(then)
-
-
-def _expire(answer: asyncio.Future[Any]) -> None:
-    if not answer.done():
-        answer.set_exception(TimeoutError())
 
 
 class SyncClient:
@@ -455,7 +431,7 @@ class SyncClient:
         self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
     ) -> R:
         """Send a request and wait for its answer, as `Client.call` does."""
-        return self._wait(self._client.call(request, timeout_s=timeout_s, attachments=attachments))
+        return self.exchange(request, timeout_s=timeout_s, attachments=attachments)[0]
 
     def exchange(
         self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
@@ -476,36 +452,3 @@ class SyncClient:
             work.close()
             raise PeerGone(f"the client of {self.endpoint} is not connected")
         return thread.run(work)
-
-
-class LoopThread:
-    """An event loop in a daemon thread of its own."""
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` comes to on the loop, for a caller in another thread."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # an interrupt of this thread must not leave it running
-            raise
-
-    def close(self) -> None:
-        """End the loop, its helper threads and the thread."""
-        self.run(_settle())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
-
-
-async def _settle() -> None:
-    """Let the calls that were failed at close raise in their threads, and end the loop's helper threads."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    if others:
-        await asyncio.wait(others, timeout=1.0)
-    await asyncio.get_running_loop().shutdown_default_executor()

@@ -83,9 +83,8 @@ def bind(sock: zmq.Socket[bytes], endpoint: str, guard: Guard) -> str:
     except zmq.ZMQError as error:
         if error.errno == zmq.EADDRINUSE:
             raise _busy(endpoint) from error
-        raise EndpointError(
-            f"cannot serve {endpoint}: {error.strerror}. Check the directory and the host."
-        ) from error
+        text = f"cannot serve {endpoint}: {error.strerror}. Check the directory and the host."
+        raise EndpointError(text) from error
     return sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
@@ -113,22 +112,18 @@ HELD_VARIABLE = "AREAL_ASYNC_LISTENING"
 
 
 def held_listening(endpoint: str) -> int | None:
-    """The descriptor of the listening socket that the launcher holds at `endpoint` for this process."""
-    for entry in os.environ.get(HELD_VARIABLE, "").split():
-        held, _, fd = entry.rpartition("=")
-        if held == endpoint:
-            return int(fd)
-    return None
+    """Return the descriptor of the listening socket that the launcher holds at `endpoint` for this
+    process."""
+    held = (entry.rpartition("=") for entry in os.environ.get(HELD_VARIABLE, "").split())
+    return next((int(fd) for name, _, fd in held if name == endpoint), None)
 
 
 def check_bindable(endpoint: str, guard: Guard) -> None:
     """Raise `EndpointError` where binding `endpoint` would be wrong."""
     scheme, address = _split(endpoint)
     if scheme == "ipc":
-        if not Path(address).parent.is_dir():
-            raise EndpointError(
-                f"cannot serve {endpoint}: the directory {Path(address).parent} does not exist"
-            )
+        if not (folder := Path(address).parent).is_dir():
+            raise EndpointError(f"cannot serve {endpoint}: the directory {folder} does not exist")
         if _ipc_is_served(address):
             raise _busy(endpoint)
     elif not is_loopback(address.rpartition(":")[0]) and guard.keys is None:
@@ -142,11 +137,6 @@ def remove_ipc_file(endpoint: str) -> None:
     """Remove the file of a closed ipc endpoint, should libzmq have left it."""
     if endpoint.startswith("ipc://"):
         Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
-
-
-def is_tcp(endpoint: str) -> bool:
-    """Return whether anybody who reaches this host can connect."""
-    return not endpoint.startswith("ipc://")
 
 
 def _split(endpoint: str) -> tuple[str, str]:
@@ -172,8 +162,7 @@ def _ipc_is_served(path: str) -> bool:
         except (FileNotFoundError, ConnectionRefusedError):
             return False
         except OSError:
-            # Full backlog, timeout or no permission: somebody is there, or the path is not ours to take.
-            return True
+            pass  # Full backlog, timeout or no permission: somebody is there, or the path is not ours to take
         return True
 
 

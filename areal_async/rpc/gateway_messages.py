@@ -1,5 +1,5 @@
-"""What a rollout worker and its gateway, a process of its own, ask each other. The worker alone has the
-engine and the episodes; the gateway has the agents' connections, and the conversations as text."""
+"""Requests between a rollout worker and its gateway, a process of its own. The worker alone has the engine
+and the episodes; the gateway has the agents' connections, and the conversations as text."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Sample(Request[Sampled | SampleRefused], frozen=True):
 
 
 class Pieces(Message, frozen=True):
-    """What was sampled since the last ones: of which answer, and how many ids. The attachment has the ids."""
+    """Ids sampled since the last pieces: their answers and counts. The attachment has the ids."""
 
     answers: list[int] = []
     lengths: list[int] = []

@@ -1,4 +1,4 @@
-"""How processes of a run on other hosts read and write files of its home."""
+"""Requests of processes on other hosts to read and write files of the run's home."""
 
 from __future__ import annotations
 

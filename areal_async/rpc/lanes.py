@@ -1,4 +1,4 @@
-"""Whose request a server begins next: lanes by role, each bounded, served by weighted turns. Pure.
+"""The order in which a server begins requests: bounded lanes, served by weighted turns. Pure.
 
 Promises: while a lane waits it gets at least its weight's share of what is begun, however much waits in the
 others; within a lane the order is that of arrival; a lane holds at most `most_waiting` requests and
@@ -9,9 +9,9 @@ not over.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -31,7 +31,9 @@ class Lanes(Generic[T]):
     """The requests that wait, by the name of their lane. Of the lanes that could go on, the one goes that is
     furthest behind its share, the heavier first where they are level (smooth weighted round robin)."""
 
-    def __init__(self, lanes: Mapping[str, Lane]) -> None:
+    def __init__(self, lanes: Mapping[str, Lane], lane_of: Callable[[Any], str] = lambda _: "all") -> None:
+        """`lane_of` names the lane of a request."""
+        self.lane_of = lane_of
         self._lanes = dict(sorted(lanes.items(), key=lambda item: -item[1].weight))
         self._waiting: dict[str, deque[tuple[T, int]]] = {name: deque() for name in self._lanes}
         self._bytes = dict.fromkeys(self._lanes, 0)
@@ -39,19 +41,22 @@ class Lanes(Generic[T]):
         self._credit = dict.fromkeys(self._lanes, 0)
 
     def push(self, lane: str, item: T, size_bytes: int = 0) -> bool:
-        """Have `item` wait; False when its lane is full."""
+        """Queue `item`; return False if its lane is full."""
         limits, waiting = self._lanes[lane], self._waiting[lane]
-        if len(waiting) >= limits.most_waiting:
-            return False
-        if waiting and self._bytes[lane] + size_bytes > limits.most_bytes:
+        over = waiting and self._bytes[lane] + size_bytes > limits.most_bytes
+        if over or len(waiting) >= limits.most_waiting:
             return False
         waiting.append((item, size_bytes))
         self._bytes[lane] += size_bytes
         return True
 
     def pop(self) -> tuple[str, T] | None:
-        """The next request and its lane, which now runs it until `done`; None when none may begin."""
-        able = [name for name, limits in self._lanes.items() if self._able(name, limits)]
+        """Return the next request and its lane, which now runs it until `done`; None when none may begin."""
+        able = [
+            name
+            for name, limits in self._lanes.items()
+            if self._waiting[name] and self._running[name] < limits.most_running
+        ]
         if not able:
             return None
         for name in able:
@@ -66,7 +71,7 @@ class Lanes(Generic[T]):
         return chosen, item
 
     def done(self, lane: str) -> None:
-        """A request of `lane` is over."""
+        """Count the end of a request of `lane`."""
         self._running[lane] -= 1
 
     def drain(self) -> list[T]:
@@ -79,6 +84,3 @@ class Lanes(Generic[T]):
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
-
-    def _able(self, name: str, limits: Lane) -> bool:
-        return bool(self._waiting[name]) and self._running[name] < limits.most_running

@@ -1,11 +1,12 @@
-"""What workers, scorers and trainers ask the buffer for."""
+"""Requests of workers, scorers and trainers to the buffer."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+from areal_async.base.records import Task
 from areal_async.base.versions import VersionTag
-from areal_async.rpc.schema import Message, Ok, Record, Request, Task
+from areal_async.rpc.schema import Message, Ok, Record, Request
 from areal_async.trajectory.verdicts import Parts, Verdict
 
 # --- rollout, reward -> buffer -----------------------------------------------------------------------
@@ -155,7 +156,7 @@ class EpisodeVerdict(Record, frozen=True):
     claim_id: str
     verdict: Verdict
     elapsed_ms: float = 0.0
-    """How long the call alone took, without its wait for a worker."""
+    """Milliseconds of the call alone, without its wait for a worker."""
 
 
 class VerdictAck(Message, frozen=True):
@@ -345,7 +346,7 @@ class PolicyStats(Record, frozen=True):
     """Steps that the newest checkpoint covers."""
     trainer_epoch: int = 0
     batch_wait: str = ""
-    """What the next step waits for; empty when its batch can be made."""
+    """Reason why the next step waits; empty when its batch can be made."""
     ahead: float = 0.0
     """Groups that may be outstanding beyond those that the trainer works on."""
     pacing: str = ""
@@ -365,7 +366,7 @@ class BufferStats(Message, frozen=True):
     queue_age_ms: int = 0
     episodes_dropped: int = 0
     tasks_taken: int = 0
-    """Where the cursor stands in the order of tasks."""
+    """Position of the cursor in the order of tasks."""
     leases: int = 0
     claims: int = 0
     oldest_group: str = ""

@@ -1,15 +1,18 @@
-"""Which role may make which request: all of it in one table, for whoever wants to know what a stolen key
-opens.
+"""Requests that each role may make: one table, which shows what a stolen key opens.
 
 A server whose access are the keys of a role (`RoleKeys`) asks here for each request, with the role that the
-asker has proven in the handshake. What is not in the table nobody may ask.
+asker has proven in the handshake. A request that is not in the table is refused to everybody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from areal_async.rpc import control_messages, gateway_messages, home_messages, messages, weights_messages
+from areal_async.rpc import control_messages as control
+from areal_async.rpc import gateway_messages as gateway
+from areal_async.rpc import home_messages as home
+from areal_async.rpc import messages
+from areal_async.rpc import weights_messages as weights
 from areal_async.rpc.secret import ROLES, KeyRole
 
 Roles = frozenset[KeyRole]
@@ -25,54 +28,31 @@ TRAINER: Roles = frozenset({"trainer"})
 CALLERS: Mapping[type, Roles] = {
     # to the buffer
     messages.Arrived: ROLLOUT | REWARD,
-    messages.Lease: ROLLOUT,
-    messages.Heartbeat: ROLLOUT,
-    messages.Release: ROLLOUT,
-    messages.PutEpisodes: ROLLOUT,
+    **dict.fromkeys((messages.Lease, messages.Heartbeat, messages.Release, messages.PutEpisodes), ROLLOUT),
     messages.Drain: PEOPLE | ROLLOUT,  # a worker that ends drains itself
     messages.Claim: REWARD,
     messages.PutVerdicts: REWARD,
-    messages.OpenTrainer: TRAINER,
-    messages.NextBatch: TRAINER,
-    messages.Fetch: TRAINER | PEOPLE,
-    messages.Commit: TRAINER,
-    messages.ExportLedger: TRAINER,
-    messages.Checkpointed: TRAINER,
-    messages.Stats: PEOPLE | TRAINER,
+    **dict.fromkeys((messages.OpenTrainer, messages.NextBatch, messages.Commit), TRAINER),
+    **dict.fromkeys((messages.ExportLedger, messages.Checkpointed), TRAINER),
+    **dict.fromkeys((messages.Fetch, messages.Stats, messages.SeeTasks), PEOPLE | TRAINER),
     messages.SeeLedger: PEOPLE,
-    messages.SeeTasks: PEOPLE | TRAINER,
     # to the trainer's publisher, and to whoever has chunks of a snapshot
-    weights_messages.WaitSnapshot: GENERATORS,
-    weights_messages.AckSnapshot: GENERATORS,
-    weights_messages.FindSources: GENERATORS,
-    weights_messages.GetChunk: GENERATORS,
-    weights_messages.AskTensors: ROLLOUT,
-    weights_messages.TakeBucket: ROLLOUT,
-    weights_messages.BreakGroup: ROLLOUT,
+    **dict.fromkeys((weights.WaitSnapshot, weights.AckSnapshot), GENERATORS),
+    **dict.fromkeys((weights.FindSources, weights.GetChunk), GENERATORS),
+    **dict.fromkeys((weights.AskTensors, weights.TakeBucket, weights.BreakGroup), ROLLOUT),
     # between a worker and its gateway
-    gateway_messages.OpenSession: GENERATORS,
-    gateway_messages.ServeAgents: GENERATORS,
-    gateway_messages.EndSession: GENERATORS,
-    gateway_messages.Sample: GENERATORS,
-    gateway_messages.TakePieces: GENERATORS,
-    gateway_messages.RecordCall: GENERATORS,
-    gateway_messages.DropCall: GENERATORS,
-    gateway_messages.CountCalls: GENERATORS,
+    **dict.fromkeys((gateway.OpenSession, gateway.ServeAgents, gateway.EndSession), GENERATORS),
+    **dict.fromkeys((gateway.Sample, gateway.TakePieces, gateway.RecordCall), GENERATORS),
+    **dict.fromkeys((gateway.DropCall, gateway.CountCalls), GENERATORS),
     # to every service, and to the supervisor
-    control_messages.Status: PEOPLE,
-    control_messages.ReadMetrics: frozenset({"supervisor"}),
-    control_messages.WriteRecord: SERVICES,
-    control_messages.WriteSamples: SERVICES,
-    control_messages.ReadRecords: SERVICES | PEOPLE,
-    home_messages.ListHome: SERVICES,
-    home_messages.ReadHome: SERVICES,
-    home_messages.WriteHome: TRAINER,
-    home_messages.RemoveHome: TRAINER,
-    control_messages.ScaleWorkers: PEOPLE,
-    control_messages.DrainWorker: PEOPLE,
+    **dict.fromkeys((control.Status, control.ScaleWorkers, control.DrainWorker), PEOPLE),
+    control.ReadMetrics: frozenset({"supervisor"}),
+    **dict.fromkeys((control.WriteRecord, control.WriteSamples, home.ListHome, home.ReadHome), SERVICES),
+    control.ReadRecords: SERVICES | PEOPLE,
+    **dict.fromkeys((home.WriteHome, home.RemoveHome), TRAINER),
 }
 
 
 def may_ask(role: str, request: type) -> bool:
-    """Whether a peer of this role may make a request of this type."""
+    """Return whether a peer of this role may make a request of this type."""
     return role in CALLERS.get(request, frozenset())

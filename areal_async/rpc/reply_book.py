@@ -1,8 +1,9 @@
-"""Which request is run, joined, answered again or refused: the server's memory of its clients. Pure.
+"""The server's memory of its clients, which decides whether a request is run, joined, answered again or
+refused. Pure.
 
 Promise: while a client waits for request `r`, `r` runs at most once at a time, and once it has answered it is
 not run again as long as its reply is remembered. Replies are forgotten as soon as the client says that it has
-them (the `floor` of its later requests), and otherwise oldest first beyond `max_entries` or `max_bytes`.
+them (the `floor` of its later requests), and otherwise oldest first beyond the limits.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import takewhile
 
 from typing_extensions import Buffer
+
+from areal_async.rpc.frames import MAX_MESSAGE_BYTES
 
 
 class Admission(Enum):
@@ -28,18 +32,27 @@ class Admission(Enum):
 
 @dataclass
 class _Memory:
-    """What is known of one client: request id -> its reply, None while it runs."""
+    """Memory of one client: request id -> its reply, None while it runs."""
 
     replies: dict[int, Sequence[Buffer] | None] = field(default_factory=dict)
     running: int = 0
     floor: int = 0
 
 
+@dataclass(frozen=True)
+class ServerLimits:
+    """Bounds of one server: requests under way for each client, remembered replies, and the bytes of a frame,
+    of which a longer one ends its connection."""
+
+    in_flight: int = 64
+    cached_replies: int = 4096
+    cached_bytes: int = 64 << 20
+    part_bytes: int = MAX_MESSAGE_BYTES
+
+
 class ReplyBook:
-    def __init__(self, max_in_flight: int, max_entries: int, max_bytes: int, max_clients: int) -> None:
-        self._max_in_flight = max_in_flight
-        self._max_entries = max_entries
-        self._max_bytes = max_bytes
+    def __init__(self, limits: ServerLimits, max_clients: int) -> None:
+        self._limits = limits
         self._max_clients = max_clients
         self._clients: OrderedDict[int, _Memory] = OrderedDict()
         self._sizes: OrderedDict[tuple[int, int], int] = OrderedDict()
@@ -50,11 +63,8 @@ class ReplyBook:
 
     def admit(self, client: int, request: int, floor: int) -> Admission:
         """Decide about one arrival of a request; RUN obliges the caller to `finish` it."""
-        memory = self._clients.get(client)
-        if memory is None:
-            memory = self._remember(client)
-        else:
-            self._clients.move_to_end(client)
+        memory = self._clients.get(client) or self._remember(client)
+        self._clients.move_to_end(client)
         if floor > memory.floor:
             memory.floor = floor
             self._forget_below(client, memory)
@@ -62,20 +72,20 @@ class ReplyBook:
             return Admission.STALE
         if request in memory.replies:
             return Admission.JOIN if memory.replies[request] is None else Admission.REPLAY
-        if memory.running >= self._max_in_flight:
+        if memory.running >= self._limits.in_flight:
             return Admission.BUSY
         memory.replies[request] = None
         memory.running += 1
         return Admission.RUN
 
     def reply(self, client: int, request: int) -> Sequence[Buffer]:
-        """The remembered frames of a request admitted as REPLAY."""
+        """Return the remembered frames of a request admitted as REPLAY."""
         frames = self._clients[client].replies[request]
         assert frames is not None
         return frames
 
     def finish(self, client: int, request: int, frames: Sequence[Buffer] | None) -> bool:
-        """A running request has its answer; with None it was refused for now and a retry runs it anew.
+        """Store the answer of a running request; None: it was refused for now, and a retry runs it again.
 
         Returns whether the client still waits for the answer.
         """
@@ -91,14 +101,15 @@ class ReplyBook:
         size = sum(memoryview(frame).nbytes for frame in frames)
         self._sizes[(client, request)] = size
         self.size_bytes += size
-        while self._sizes and (len(self._sizes) > self._max_entries or self.size_bytes > self._max_bytes):
+        most, most_bytes = self._limits.cached_replies, self._limits.cached_bytes
+        while self._sizes and (len(self._sizes) > most or self.size_bytes > most_bytes):
             (other, old), old_size = self._sizes.popitem(last=False)
             self.size_bytes -= old_size
             del self._clients[other].replies[old]
         return True
 
     def forget(self, client: int) -> None:
-        """The client is gone; answers of its running requests will find nobody."""
+        """Forget a client that is gone; answers of its running requests are dropped."""
         memory = self._clients.pop(client, None)
         if memory is not None:
             for request, frames in memory.replies.items():
@@ -116,12 +127,7 @@ class ReplyBook:
 
     def _forget_below(self, client: int, memory: _Memory) -> None:
         # Ids are in order of arrival, so this looks at the forgotten ones and at most the running ones.
-        done = []
-        for request, frames in memory.replies.items():
-            if request >= memory.floor:
-                break
-            if frames is not None:
-                done.append(request)
-        for request in done:
+        below = takewhile(lambda item: item[0] < memory.floor, memory.replies.items())
+        for request in [request for request, frames in below if frames is not None]:
             del memory.replies[request]
             self.size_bytes -= self._sizes.pop((client, request))

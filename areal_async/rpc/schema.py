@@ -1,4 +1,4 @@
-"""What every message has in common, and what all services share: faults, versions, tasks.
+"""Base classes of all messages, and the messages that all services share.
 
 A request is declared once, with the reply that answers it: `class Heartbeat(Request[HeartbeatAck])`. Clients
 (`await client.call(Heartbeat(…))` is a `HeartbeatAck`), the dispatch of servers and the decoders follow from
@@ -36,32 +36,19 @@ class Request(Message, Generic[R], frozen=True):
 
     @property
     def left_in_file(self) -> int:
-        """How many of its last attachments a server does not read that come in a file: it passes the file
-        on."""
+        """Number of its last attachments that a server leaves unread in their file, which it passes on."""
         return 0
 
 
 @cache
 def replies_to(request: type[Request[Any]]) -> tuple[type[Message], ...]:
-    """The messages that may answer a request, apart from a `Fault`."""
+    """Return the messages that may answer a request, apart from a `Fault`."""
     (reply,) = get_args(request.__orig_bases__[0])  # type: ignore[attr-defined]
     return get_args(reply) or (reply,)
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """A value that only travels inside messages (and is stored, where the ledger says so)."""
-
-
-class Task(Record, frozen=True):
-    """One prompt with its ground truth. `task_id` is `<dataset hash>:<row>:<pass>`."""
-
-    task_id: str
-    prompt: list[dict[str, Any]] | str
-    data_source: str = ""
-    ability: str = ""
-    reward_style: str = ""
-    ground_truth: Any = None
-    extra_info: dict[str, Any] = {}
 
 
 # --- every service -----------------------------------------------------------------------------------

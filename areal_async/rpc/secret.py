@@ -65,17 +65,18 @@ class CurveKeys:
 
     @classmethod
     def shared(cls, seed: bytes) -> CurveKeys:
-        """The pair of everybody who knows the 32 bytes of `seed`; they trust each other and nobody else."""
+        """Return the pair of everybody who knows the 32 bytes of `seed`; they trust each other and nobody
+        else."""
         secret = z85.encode(seed)
         public = zmq.curve_public(secret)
         return cls(public, secret, (public,))
 
     def shown(self, endpoint: str, server: str) -> CurveKeys:
-        """What a client shows at `endpoint`."""
+        """Return the proof that a client shows at `endpoint`."""
         return self
 
     def guard(self, endpoint: str, identity: str) -> Guard:
-        """Whom a server at `endpoint` lets in."""
+        """Return the guard of a server at `endpoint`."""
         return Guard(self, {z85.decode(key): "" for key in self.trusted}, {})
 
 
@@ -95,7 +96,7 @@ class Password:
 
 @dataclass(frozen=True)
 class Guard:
-    """What a server asks for: by keys where it has some, else by passwords."""
+    """The proof that a server demands: keys where it has some, else passwords."""
 
     keys: CurveKeys | None
     known: Mapping[bytes, str]
@@ -104,7 +105,8 @@ class Guard:
     """Digest of the password by user."""
 
     def role_of(self, mechanism: bytes, shown: list[bytes]) -> str | None:
-        """The role of whoever shows this; None for a stranger. Takes the same time whatever the password."""
+        """Return the role of whoever shows this; None for a stranger. Takes the same time whatever the
+        password."""
         match mechanism, shown:
             case b"CURVE", [key] if self.keys is not None:
                 return self.known.get(key)
@@ -125,32 +127,30 @@ class RunSecret:
 
     @classmethod
     def generate(cls) -> RunSecret:
-        """A new secret, of a run or a server of its own."""
+        """Return a new secret, of a run or a server of its own."""
         return cls(secrets.token_bytes(SIZE_BYTES))
 
     @classmethod
     def make(cls, folder: Path) -> RunSecret:
-        """A new secret, written into a folder of the run. Raises `FileExistsError` where there is one."""
+        """Write a new secret into a folder of the run. Raises `FileExistsError` where there is one."""
         made = cls.generate()
         write_private(folder / FILE, made._bits.hex().encode() + b"\n")
         return made
 
     @classmethod
     def read(cls, folder: Path) -> RunSecret:
-        """The secret of the run in whose folder it lies. Raises `EndpointError`."""
+        """Return the secret of the run in whose folder it lies. Raises `EndpointError`."""
         path = folder / FILE
         try:
             bits = bytes.fromhex(read_own(path, max_bytes=1024).decode())
         except (OSError, ValueError, NotOurs) as error:
             raise EndpointError(f"the secret of the run cannot be read from {path}: {error}") from error
-        if len(bits) != SIZE_BYTES:
-            raise EndpointError(
-                f"{path} holds no secret of a run: it has {len(bits)} bytes, not {SIZE_BYTES}"
-            )
+        if (size := len(bits)) != SIZE_BYTES:
+            raise EndpointError(f"{path} holds no secret of a run: it has {size} bytes, not {SIZE_BYTES}")
         return cls(bits)
 
     def of(self, role: KeyRole) -> RoleKeys:
-        """What a process of this role is given."""
+        """Return the keys for a process of this role."""
         own = [role, *([CHUNKS] if role in CHUNK_SERVERS else [])]
         return RoleKeys(
             role,
@@ -162,14 +162,14 @@ class RunSecret:
         )
 
     def token(self, server: str) -> str:
-        """The 64 hexadecimal digits that clients of `server` show."""
+        """Return the 64 hexadecimal digits that clients of `server` show."""
         return self._made_for(f"token {server}").hex()
 
     def shown(self, endpoint: str, server: str) -> CurveKeys | Password:
-        return self._keys if _is_tcp(endpoint) else self._password
+        return self._keys if is_tcp(endpoint) else self._password
 
     def guard(self, endpoint: str, identity: str) -> Guard:
-        if _is_tcp(endpoint):
+        if is_tcp(endpoint):
             return self._keys.guard(endpoint, identity)
         roles = {role.encode(): _digest(self._word(role)) for role in ROLES}
         return Guard(None, {}, {**roles, self._password.user: _digest(self._password.word)})
@@ -193,7 +193,7 @@ class RunSecret:
 
 
 class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a process of one role has: its own secrets, and what it recognises the others by."""
+    """Keys of a process of one role: its own secrets, and the public parts of the others'."""
 
     role: KeyRole
     secrets: dict[str, str]
@@ -210,7 +210,7 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, path: Path) -> RoleKeys:
-        """The keys in a file that `write` has made. Raises `EndpointError`."""
+        """Return the keys in a file that `write` has made. Raises `EndpointError`."""
         try:
             return msgspec.json.decode(read_own(path, max_bytes=KEYS_BYTES), type=cls)
         except (OSError, NotOurs, msgspec.DecodeError) as error:
@@ -234,8 +234,8 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise EndpointError(f"a process of role {self.role} has no token for {server}") from None
 
     def shown(self, endpoint: str, server: str) -> CurveKeys | Password:
-        """Of the keys over TCP, where `server` is the name whose key the other end must have."""
-        if not _is_tcp(endpoint):
+        """Return the proof; over TCP, `server` is the name whose key the other end must have."""
+        if not is_tcp(endpoint):
             return Password(self.role.encode(), self.word.encode())
         if server not in self.publics:
             raise EndpointError(f"nobody of this run serves as {server!r}: its key is not known")
@@ -243,9 +243,9 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return CurveKeys(own.public, own.secret, (self.publics[server].encode(),))
 
     def guard(self, endpoint: str, identity: str) -> Guard:
-        """Of a server that has the key `identity`, by default its role's."""
+        """Return the guard of a server that has the key `identity`, by default its role's."""
         digests = {role.encode(): bytes.fromhex(digest) for role, digest in self.digests.items()}
-        if not _is_tcp(endpoint):
+        if not is_tcp(endpoint):
             return Guard(None, {}, digests)
         known = {z85.decode(self.publics[role].encode()): role for role in ROLES}
         return Guard(self._own(identity or self.role), known, digests)
@@ -255,19 +255,20 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 RunAccess = RunSecret | RoleKeys
-"""What a process of a run has: the keys of its role; in tests, all of the run's."""
+"""Keys of a process of a run: those of its role; in tests, all of the run's."""
 Access = RunAccess | CurveKeys | Password
-"""What an end of a connection has: that, or keys or a password of its own."""
+"""Keys of an end of a connection: those, or a key pair or a password of its own."""
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """A new file that its owner alone may read, whatever the umask. Raises `FileExistsError`."""
+    """Write a new file that its owner alone may read, whatever the umask. Raises `FileExistsError`."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(content)
 
 
-def _is_tcp(endpoint: str) -> bool:
+def is_tcp(endpoint: str) -> bool:
+    """Return whether anybody who reaches this host can connect."""
     return endpoint.startswith("tcp://")
 
 

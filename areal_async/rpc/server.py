@@ -47,9 +47,9 @@ from areal_async.rpc.frames import (
 from areal_async.rpc.lanes import Lane, Lanes
 from areal_async.rpc.metrics import REFUSED
 from areal_async.rpc.permissions import may_ask
-from areal_async.rpc.reply_book import Admission, ReplyBook
+from areal_async.rpc.reply_book import Admission, ReplyBook, ServerLimits
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, Request, Welcome
-from areal_async.rpc.secret import Access, RoleKeys
+from areal_async.rpc.secret import Access, RoleKeys, is_tcp
 from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
 
 log = logging.getLogger("areal.wire")
@@ -57,7 +57,6 @@ log = logging.getLogger("areal.wire")
 MAX_SESSIONS = 4096
 BUSY_RETRY_MS = 10
 READ_HERE_BYTES = 4 << 20  # Attachments in a file above it are read in a thread
-ONE_LANE = {"all": Lane()}
 FULL_RETRY_MS = 50
 STOP_RETRY_MS = 100
 CANCEL_LIMIT_S = 5.0
@@ -93,7 +92,7 @@ class WaitingRequest(NamedTuple):
 
 
 def by_type(service: str, handlers: Mapping[type[Request[Any]], Handler]) -> Handler:
-    """The handler of a service that answers each type of request in `handlers` by its own function."""
+    """Return the handler of a service that answers each type of request in `handlers` by its own function."""
 
     async def handle(peer: Peer, request: Request[Any], attachments: list[memoryview]) -> Answer:
         handler = handlers.get(type(request))
@@ -110,9 +109,8 @@ class Server:
     default its role's. With keys of roles each peer may ask for what its role needs (`permissions.py`).
 
     `handler(peer, message, attachments)` returns a message, or a message and its attachments; a `FaultError`
-    it raises is the answer, anything else is logged and answered `internal`. A frame longer than
-    `max_part_bytes` ends its connection. `lane_of` names the lane of a request, one of `lanes`.
-    With `files`, clients of this host give large attachments in files, and are answered with `FilePart`s.
+    it raises is the answer, anything else is logged and answered `internal`. `lanes` belong to this server
+    alone. With `files`, clients of this host give large attachments in files, and get `FilePart`s back.
     """
 
     def __init__(
@@ -123,38 +121,32 @@ class Server:
         job: str,
         access: Access,
         handler: Handler,
-        max_in_flight_per_peer: int = 64,
-        cached_replies: int = 4096,
-        cached_bytes: int = 64 << 20,
-        max_part_bytes: int = MAX_MESSAGE_BYTES,
-        lanes: Mapping[str, Lane] = ONE_LANE,
-        lane_of: Callable[[Message], str] = lambda request: "all",
+        limits: ServerLimits | None = None,
+        lanes: Lanes[WaitingRequest] | None = None,
         files: ServerFiles | None = None,
         identity: str = "",
     ) -> None:
         self.endpoint = endpoint
         self.counters: Counter[str] = Counter()
-        """What happened since the start; `unknown` are requests before a hello, such as after a restart,
+        """Events since the start; `unknown` are requests before a hello, such as after a restart,
         `strangers` connections that were not let in, `crowd` those closed to make room for others,
         `forbidden` requests that are not the asker's."""
         self._service = service
         self._job = job
-        self._max_part_bytes = max_part_bytes
+        self._limits = limits or ServerLimits()
         self._handler = handler
         self._access = access
         self._identity = identity
-        self._book = ReplyBook(max_in_flight_per_peer, cached_replies, cached_bytes, MAX_SESSIONS)
+        self._book = ReplyBook(self._limits, MAX_SESSIONS)
         self.sessions: OrderedDict[bytes, Peer] = OrderedDict()  # At most `MAX_SESSIONS`
         self._identities: dict[int, bytes] = {}
-        self._lanes = Lanes[WaitingRequest](lanes)
-        self._lane_of = lane_of
+        self._lanes = lanes if lanes is not None else Lanes({"all": Lane()})
         self._files = files
         self._starting: asyncio.Handle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: PolledSocket | None = None
-        self._zap: PolledSocket | None = None
-        self._limit: endpoints.StrangerLimit | None = None
+        self._guards: list[endpoints.StrangerLimit | PolledSocket] = []
         self._stopping = False
 
     async def start(self) -> None:
@@ -162,19 +154,16 @@ class Server:
         context = open_context()
         sock = context.socket(zmq.ROUTER)
         try:
-            endpoints.tune(sock, max_part_bytes=self._max_part_bytes)
+            endpoints.tune(sock, max_part_bytes=self._limits.part_bytes)
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
             guard = self._access.guard(self.endpoint, self._identity)
-            self._zap = endpoints.serve_zap(context, guard, self._on_refused)
-            if endpoints.is_tcp(self.endpoint):
-                self._limit = endpoints.StrangerLimit(context, sock, self._on_crowd)
+            self._guards = [endpoints.serve_zap(context, guard, self._on_refused)]
+            if is_tcp(self.endpoint):
+                self._guards.append(endpoints.StrangerLimit(context, sock, self._on_crowd))
             self.endpoint = endpoints.bind(sock, self.endpoint, guard)
         except BaseException:
-            if self._limit is not None:
-                self._limit.close()
-            if self._zap is not None:
-                self._zap.close()
-            self._limit, self._zap = None, None
+            while self._guards:
+                self._guards.pop().close()
             drop_context(context)
             raise
         self._context = context
@@ -195,16 +184,14 @@ class Server:
             await asyncio.wait(self._tasks, timeout=grace_s)
         for task in self._tasks:
             task.cancel()
-        if self._tasks:
-            _, stuck = await asyncio.wait(self._tasks, timeout=CANCEL_LIMIT_S)
-            if stuck:
-                log.error("%d handlers of %s do not end when cancelled", len(stuck), self._service)
-        if self._limit is not None:
-            self._limit.close()
+        if self._tasks and (stuck := (await asyncio.wait(self._tasks, timeout=CANCEL_LIMIT_S))[1]):
+            log.error("%d handlers of %s do not end when cancelled", len(stuck), self._service)
+        *limit, zap = reversed(self._guards)
+        for each in limit:
+            each.close()
         self._socket.close(linger_ms)
-        if self._zap is not None:
-            self._zap.close()
-        context, self._context, self._socket, self._zap, self._limit = self._context, None, None, None, None
+        zap.close()
+        context, self._context, self._socket, self._guards = self._context, None, None, []
         await end_context(context)
         endpoints.remove_ipc_file(self.endpoint)
         self.sessions.clear()
@@ -250,8 +237,10 @@ class Server:
         elif self._stopping:
             self._send(identity, self._frames(header, Fault("unavailable", "stopping", STOP_RETRY_MS)))
         elif isinstance(self._access, RoleKeys) and not may_ask(session.key, type(message)):
-            self._on_forbidden(session, message)
-            text = f"the role {session.key} may not ask the {self._service} for {type(message).__name__}"
+            self._count_refused("forbidden", "forbidden")
+            what = type(message).__name__
+            log.warning("%s of role %s asked the %s for %s", session.name, session.key, self._service, what)
+            text = f"the role {session.key} may not ask the {self._service} for {what}"
             self._send(identity, self._frames(header, Fault("forbidden", text)))
         else:
             if header.flags & READS_FILES and not session.reads_files:
@@ -260,21 +249,17 @@ class Server:
             self._admit(identity, WaitingRequest(session, header, message, attachments, parts))
 
     def _on_refused(self) -> None:
-        self.counters["strangers"] += 1
-        REFUSED.labels(self._service, "stranger").inc()
+        self._count_refused("strangers", "stranger")
         log.warning("a connection without a key of this run was refused by the %s", self._service)
 
     def _on_crowd(self) -> None:
-        self.counters["crowd"] += 1
-        REFUSED.labels(self._service, "crowd").inc()
+        self._count_refused("crowd", "crowd")
         if self.counters["crowd"] % CROWD_LOGGED == 1:
             log.warning("too many connections without a key: the %s closes the oldest", self._service)
 
-    def _on_forbidden(self, peer: Peer, message: Message) -> None:
-        self.counters["forbidden"] += 1
-        REFUSED.labels(self._service, "forbidden").inc()
-        what = type(message).__name__
-        log.warning("%s of role %s asked the %s for %s", peer.name, peer.key, self._service, what)
+    def _count_refused(self, counter: str, reason: str) -> None:
+        self.counters[counter] += 1
+        REFUSED.labels(self._service, reason).inc()
 
     def _admit(self, identity: bytes, arrival: WaitingRequest) -> None:
         header = arrival.header
@@ -282,7 +267,7 @@ class Server:
         if admission is Admission.RUN:
             size_bytes = sum(part.size_bytes for part in arrival.parts if part is not None)
             size_bytes += sum(map(len, arrival.attachments))
-            if self._lanes.push(self._lane_of(arrival.message), arrival, size_bytes):
+            if self._lanes.push(self._lanes.lane_of(arrival.message), arrival, size_bytes):
                 self.counters["requests"] += 1
                 self._start_soon()
             else:
@@ -358,10 +343,7 @@ class Server:
             if parts:
                 attachments = await self._read_files(parts, message.left_in_file)
             answer = await self._handler(session, message, attachments)
-            if isinstance(answer, tuple):
-                reply, reply_attachments = answer
-            else:
-                reply = answer
+            reply, reply_attachments = answer if isinstance(answer, tuple) else (answer, ())
         except FaultError as error:
             reply = Fault(error.kind, error.message, error.retry_after_ms)
         except ProtocolError as error:
@@ -397,12 +379,11 @@ class Server:
     ) -> list[Buffer]:
         if isinstance(reply, Fault):
             self.counters["faults"] += 1
-        if any(isinstance(each, FilePart) for each in attachments):
-            parts = write_parts([each if isinstance(each, FilePart) else None for each in attachments])
-            rest = [each for each in attachments if not isinstance(each, FilePart)]
-            head = (Kind.REPLY, header.client, header.request, 0)
-            return write_frames(*head, reply, [parts, *rest], BY_FILE)
-        return write_frames(Kind.REPLY, header.client, header.request, 0, reply, attachments)  # type: ignore[arg-type]
+        rest, flags = [each for each in attachments if not isinstance(each, FilePart)], 0
+        if len(rest) < len(attachments):
+            parts = [each if isinstance(each, FilePart) else None for each in attachments]
+            rest, flags = [write_parts(parts), *rest], BY_FILE
+        return write_frames(Kind.REPLY, header.client, header.request, 0, reply, rest, flags)
 
     def _send(self, identity: bytes | None, frames: Sequence[Buffer]) -> None:
         if identity is None or self._socket is None or not self._socket.send([identity, *frames]):

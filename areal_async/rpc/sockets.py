@@ -50,11 +50,9 @@ class PolledSocket:
         if self._closed:
             return False
         sock, last = self._sock, len(frames) - 1
-        flags = zmq.NOBLOCK | zmq.SNDMORE
         try:
             for i, frame in enumerate(frames):
-                if i == last:
-                    flags = zmq.NOBLOCK
+                flags = zmq.NOBLOCK if i == last else zmq.NOBLOCK | zmq.SNDMORE
                 size = len(frame) if isinstance(frame, bytes) else memoryview(frame).nbytes
                 sock.send(frame, flags, copy=size < COPY_BELOW_BYTES)
         except zmq.Again:

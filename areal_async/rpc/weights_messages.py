@@ -1,4 +1,4 @@
-"""How weights travel: what receivers and engines ask the trainer for."""
+"""Requests of receivers and engines to the trainer for weights."""
 
 from __future__ import annotations
 

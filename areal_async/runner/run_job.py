@@ -24,6 +24,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import (
     ArealError,
     RunError,
@@ -36,7 +37,7 @@ from areal_async.base.errors import (
 from areal_async.base.events import close_events, open_events
 from areal_async.base.log import end_logging, get_logger, setup_logging
 from areal_async.base.metrics import other_hosts, serve_metrics
-from areal_async.base.own_files import private_files
+from areal_async.base.own_files import private_files, write_whole
 from areal_async.base.processes import raise_file_limit
 from areal_async.base.topology import Role, Topology
 from areal_async.config.cluster import ClusterConfig
@@ -66,7 +67,6 @@ from areal_async.launch.stored_runs import mirrored
 from areal_async.launch.summary import failure_text, summarise
 from areal_async.launch.supervisor import Supervisor
 from areal_async.launch.threads import ThreadSplit
-from areal_async.rpc.address import Address
 from areal_async.rpc.board import NoticeHandler, board
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures
@@ -314,9 +314,7 @@ def _ended(
     records = as_it_became(read_run_log(run_log.path))
     summary = summarise(job, records, buffer=final.get("buffer"))
     _draw(job, records, folders)
-    unfinished = folders.run_dir / "summary.json.tmp"
-    unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(folders.run_dir / "summary.json")
+    write_whole(folders.run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
     _report(job, folders)
     return RunResult(folders.run_dir, summary)
 

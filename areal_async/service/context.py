@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from areal_async.base.addresses import Address
 from areal_async.base.topology import OnHost, Role, RunHost, ServicePlace, Topology
 from areal_async.config.job import JobConfig
-from areal_async.rpc.address import Address
 from areal_async.rpc.secret import KeyRole, RoleKeys, RunAccess
 from areal_async.service.rank_group import Meeting
 

@@ -20,6 +20,7 @@ import prometheus_client
 
 from areal_async.rpc.board import NoticeHandler, StatusBoard, board
 from areal_async.rpc.control_messages import ReadMetrics, ServiceStatus, Status
+from areal_async.rpc.reply_book import ServerLimits
 from areal_async.rpc.schema import Ok, Request
 from areal_async.rpc.secret import Access
 from areal_async.rpc.server import Answer, Handler, Peer, Server, by_type
@@ -42,9 +43,8 @@ class ControlServer:
         job: str,
         access: Access,
         handlers: Mapping[type[Request[Any]], Handler],
-        cached_replies: int = 4096,
+        limits: ServerLimits | None = None,
     ) -> None:
-        """`cached_replies` is the server's."""
         self._make = partial(
             Server,
             endpoint,
@@ -52,7 +52,7 @@ class ControlServer:
             job=job,
             access=access,
             handler=by_type(service, handlers),
-            cached_replies=cached_replies,
+            limits=limits,
         )
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
@@ -113,5 +113,6 @@ def answer_status(ctx: ServiceContext, board: StatusBoard = board) -> None:
         job=ctx.job.job,
         access=ctx.keys,
         handlers={Status: answer, ReadMetrics: series},
-        cached_replies=0,  # asking twice does no harm, and pages of series would be held for long
+        # Asking twice does no harm, and pages of series would be held for long.
+        limits=ServerLimits(cached_replies=0),
     ).start()

@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import FrameType
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import ArealError, as_ours, with_limit
 from areal_async.base.events import arm_from_environment, open_events
 from areal_async.base.log import end_logging, get_logger, setup_logging
@@ -31,7 +32,6 @@ from areal_async.base.metrics import start_metrics_server
 from areal_async.base.own_files import PRIVATE_UMASK
 from areal_async.base.processes import raise_file_limit
 from areal_async.base.topology import Role
-from areal_async.rpc.address import Address
 from areal_async.service.context import ServiceContext
 from areal_async.service.control import answer_status
 from areal_async.service.rank_group import start_pulse

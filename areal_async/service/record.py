@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 import msgspec
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import FaultError, PeerGone, RpcTimeout, WireError, errno_of
 from areal_async.base.log import as_plain, get_logger
 from areal_async.base.versions import POLICY_NAME
 from areal_async.config.trainings import FILE_KINDS
-from areal_async.rpc.address import Address
 from areal_async.rpc.board import board
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ReadRecords, WriteRecord, WriteSamples

@@ -11,9 +11,7 @@ view. Files are the user's alone (0600), as everything of a run: texts of prompt
 
 from __future__ import annotations
 
-import os
 import re
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +20,7 @@ import msgspec
 import numpy as np
 
 from areal_async.base.errors import RunFolderError
+from areal_async.base.own_files import write_whole
 from areal_async.trajectory import Episode
 from areal_async.trajectory.layout import SegmentKind
 
@@ -117,14 +116,8 @@ def write_samples(folder: Path, name: str, data: bytes) -> Path:
         raise ValueError(f"{name!r} is no file of samples")
     place = folder / FOLDER
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path, fresh = place / name, place / f".{secrets.token_hex(8)}"
-    try:
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(data)
-        fresh.replace(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
+    path = place / name
+    write_whole(path, data)
     _thin(place, keep=path)
     return path
 

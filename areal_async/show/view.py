@@ -21,10 +21,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from areal_async.base.records import RunRecord
 from areal_async.base.text import clock_text
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.launch.aggregator import Progress, RunStatus, no_score_text
-from areal_async.rpc.control_messages import RunRecord
 
 PLAIN_EVERY_S = 5.0
 SELDOM = 6  # Once steps have lines of their own, the whole is told so many times less often

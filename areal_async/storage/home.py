@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 import fsspec
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import FaultError, WireError, errno_of
-from areal_async.rpc.address import Address
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.home_messages import (
     HomeFile,

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from areal_async.base.log import get_logger
+from areal_async.base.own_files import write_whole
 from areal_async.base.retry import Tries
 from areal_async.storage.remote import Remote, StorageError, StorageMissing, tries_for
 
@@ -150,9 +151,7 @@ class Mirror:
         content = msgspec.json.encode(self._mark)
         path = self._folder / MARK
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
+        write_whole(path, content)
         self._remote.write(MARK, content)
 
     def _found(self) -> dict[str, tuple[int, int]]:

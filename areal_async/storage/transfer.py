@@ -26,7 +26,7 @@ import msgspec
 from blake3 import blake3
 
 from areal_async.base.events import failpoint
-from areal_async.base.own_files import NotBeneath, map_path, open_beneath
+from areal_async.base.own_files import NotBeneath, map_path, open_beneath, sync
 from areal_async.base.retry import Tries
 from areal_async.storage.remote import (
     PART_BYTES,
@@ -172,7 +172,7 @@ def _download(remote: Remote, files: Mapping[str, StoredFile], fresh: Path) -> N
         os.close(fd)
     remote.each(lambda part: _download_part(remote, fresh, *part), _parts(files))
     for name in files:
-        _sync(fresh / name if name else fresh)
+        sync(fresh / name if name else fresh)
 
 
 def _parts(files: Mapping[str, StoredFile]) -> Iterator[tuple[str, int, int]]:
@@ -231,14 +231,6 @@ def _alone(target: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _delete(path: Path) -> None:

@@ -17,7 +17,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +33,7 @@ from areal_async.weights.channels.host_cache import HostCache
 from areal_async.weights.layout import box_of, plan_layout, torch_dtype
 from areal_async.weights.manifest import ADAPTER_CONFIG, MANIFEST_FILE, Manifest
 from areal_async.weights.pieces import whole_piece
-from areal_async.weights.snapshot import MODEL_FILE, Snapshot
+from areal_async.weights.snapshot import MODEL_FILE, Snapshot, content_of, staged
 from areal_async.weights.tensor_file import MappedFile, fill
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "base_model.model."
-"""What peft puts before the name of the module that an adapter changes."""
+"""Prefix by peft of the name of a module that an adapter changes."""
 
 
 class LoraFile(msgspec.Struct):
@@ -59,7 +60,7 @@ class _BaseTensor(NamedTuple):
 
 
 def is_adapter(manifest: Manifest) -> bool:
-    """Whether the snapshot is an adapter, which only a base model makes weights."""
+    """Return whether the snapshot is an adapter, which only a base model makes weights."""
     return any(sidecar.file == ADAPTER_CONFIG for sidecar in manifest.sidecars)
 
 
@@ -104,7 +105,7 @@ class BaseWeights:
         self._files.close()
 
     def empty(self) -> dict[str, Tensor]:
-        """Each tensor of the merged model by name: its shape and dtype, on the meta device."""
+        """Return each tensor of the merged model by name: its shape and dtype, on the meta device."""
         import torch
 
         return {
@@ -113,7 +114,7 @@ class BaseWeights:
         }
 
     def merged(self, adapter: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the base by name, those that `adapter` changes merged with it, one at a time.
+        """Yield every tensor of the base by name, those that `adapter` changes merged with it, one at a time.
 
         `adapter` has peft's names. Raises `SnapshotError` where it changes what the base does not have."""
         import torch
@@ -138,21 +139,16 @@ class BaseWeights:
                 continue
             name, other = f"{module.removeprefix(PREFIX)}.weight", f"{module}.lora_B.weight"
             base, b = self._tensors.get(name), adapter.get(other)
-            if (
-                base is None
-                or b is None
-                or base.shape != [b.shape[0], a.shape[1]]
-                or a.shape[0] != b.shape[1]
-            ):
+            fits = base is not None and b is not None and a.shape[0] == b.shape[1]
+            if base is None or b is None or not fits or base.shape != [b.shape[0], a.shape[1]]:
+                shape = base.shape if base is not None else "not in its files"
                 raise SnapshotError(
-                    f"the adapter's {key} does not fit the base model {self.folder}: {name} is "
-                    f"{base.shape if base is not None else 'not in its files'}"
+                    f"the adapter's {key} does not fit the base model {self.folder}: {name} is {shape}"
                 )
             targets[name] = (key, other)
         if 2 * len(targets) != len(adapter):
-            raise SnapshotError(
-                f"the adapter has tensors that are no A or B of a layer: {sorted(adapter)[:3]}"
-            )
+            some = sorted(adapter)[:3]
+            raise SnapshotError(f"the adapter has tensors that are no A or B of a layer: {some}")
         return targets
 
 
@@ -166,28 +162,18 @@ def write_merged(
     """Make `into` a directory that transformers and every engine can load: the base merged with the adapter,
     beside `files`, of which a manifest is written last. Raises `SnapshotError`, and `OSError`; nothing is
     left behind then. What a process that dies leaves is of a name that `HostCache.sweep` removes."""
-    staging = into.with_name(f"{PARTIAL_PREFIX}{into.name}-merging")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
+    with staged(into.with_name(f"{PARTIAL_PREFIX}{into.name}-merging")) as staging:
         boxes = [box_of(whole_piece(name, tensor)) for name, tensor in base.empty().items()]
         layout = plan_layout([boxes], MODEL_FILE)
-        mapped = MappedFile(staging / MODEL_FILE, layout.size_bytes)
-        try:
+        with closing(MappedFile(staging / MODEL_FILE, layout.size_bytes)) as mapped:
             mapped.write(0, layout.header)
             for name, tensor in base.merged(adapter, scale):
                 fill(mapped, layout, whole_piece(name, tensor))
             mapped.flush()
-        finally:
-            mapped.close()
         for name in sorted(files, key=lambda name: name == MANIFEST_FILE):
-            content = files[name]
-            data = content if isinstance(content, bytes) else content.read_bytes()
-            (staging / name).write_bytes(data)
+            (staging / name).write_bytes(content_of(files[name]))
         shutil.rmtree(into, ignore_errors=True)
         os.rename(staging, into)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 class MergedWeights(NamedTuple):
@@ -212,18 +198,16 @@ class Merger:
         self._identity = ""
 
     async def merged(self, snapshot: Snapshot, manifest_hash: str) -> MergedWeights:
-        """The verified adapter `snapshot`, merged. Raises `SnapshotError`."""
+        """Return the verified adapter `snapshot`, merged. Raises `SnapshotError`."""
         if self._tensors:
             return await asyncio.to_thread(self._in_memory, snapshot)
-
-        async def make() -> None:
-            await asyncio.to_thread(self._on_disk, snapshot)
-
+        make = partial(asyncio.to_thread, self._on_disk, snapshot)
         path = await self._cache.obtain(snapshot.tag.label, manifest_hash, make)
         return MergedWeights(snapshot.tag, path, {})
 
     def served(self, tag: VersionTag, *, failed: bool = False) -> None:
-        """This process serves `tag` now, or `failed` to: directories that it no longer needs may go."""
+        """Note that this process serves `tag` now, or `failed` to: directories that it no longer needs may
+        go."""
         self._cache.served(tag.label, failed=failed)
 
     def close(self) -> None:
@@ -232,7 +216,7 @@ class Merger:
             self._weights.close()
 
     def _opened(self, snapshot: Snapshot) -> BaseWeights:
-        """The base, which has to be the one that the adapter is of. Raises `SnapshotError`."""
+        """Return the base, which has to be the one that the adapter is of. Raises `SnapshotError`."""
         if self._weights is None:
             self._weights = BaseWeights(self._base, self._dtype)
             self._identity = model_identity(self._base)
@@ -260,9 +244,9 @@ class Merger:
 def adapter_config(
     *, rank: int, alpha: float, targets: list[str], base: Path, identified: bool = True
 ) -> bytes:
-    """The content of `adapter_config.json`, as peft, vLLM and SGLang read it; `targets` are full names of the
-    modules. What hosts are given is `identified`: it says which model the adapter is of, in a field at which
-    peft would warn. Raises `OSError`, and ValueError for a base that has no safetensors files."""
+    """Return the content of `adapter_config.json`, as peft, vLLM and SGLang read it; `targets` are full names
+    of the modules. What hosts are given is `identified`: it says which model the adapter is of, in a field at
+    which peft would warn. Raises `OSError`, and ValueError for a base that has no safetensors files."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -1,4 +1,4 @@
-"""What the ranks of a trainer say to each other while they write a file of weights together."""
+"""Collectives of the ranks of a trainer that write a file of weights together."""
 
 from __future__ import annotations
 
@@ -23,23 +23,18 @@ class ByteCollectives(Protocol):
     @property
     def hosts(self) -> Sequence[str]:
         """Node id of each rank's host; empty: all are on one."""
-        ...
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of all ranks, in their order, on rank 0; empty elsewhere."""
-        ...
+        """Return the bytes of all ranks, in their order, on rank 0; empty elsewhere."""
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank; the others pass None."""
-        ...
 
     def send(self, data: Tensor, to: int) -> None:
         """Hand u8 [n], in the host's memory, to rank `to`, which receives as many."""
-        ...
 
     def receive(self, data: Tensor, source: int) -> None:
         """Fill u8 [n] with what rank `source` sends."""
-        ...
 
 
 @dataclass(frozen=True)

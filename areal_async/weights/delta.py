@@ -16,6 +16,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -98,19 +99,10 @@ def write_delta(
                 Sidecar(TARGET_FILE, len(sealed), hash_of(sealed)),
             ]
             parts = zip(target.parts, sizes, strict=True)
-            manifest = Manifest(
-                MANIFEST_SCHEMA,
-                target.tag,
-                old.tag,
-                "delta",
-                [],
-                [],
-                files,
-                {},
-                base_hash=hash_of((base / MANIFEST_FILE).read_bytes()),
-                target_hash=hash_of(sealed),
-                patches=[Patch(part.tensor, part.file, size) for part, size in parts],
-            )
+            patches = [Patch(part.tensor, part.file, size) for part, size in parts]
+            hashes = (hash_of((base / MANIFEST_FILE).read_bytes()), hash_of(sealed))
+            tags = target.tag, old.tag
+            manifest = Manifest(MANIFEST_SCHEMA, *tags, "delta", [], [], files, {}, *hashes, patches)
             return publish_directory(staging, final, manifest)
 
 
@@ -130,10 +122,9 @@ def _pairs(base: Path, new: Path, old: Manifest, target: Manifest) -> list[_Pair
     """None for a part that has not changed, by the hashes in the manifests."""
 
     def elements(directory: Path, manifest: Manifest) -> dict[_Place, Elements]:
-        opened = [TensorFile(directory, shard, manifest) for shard in manifest.shards]
         return {
             _place(part): np.frombuffer(file.data[begin:end], np.uint8)
-            for file in opened
+            for file in (TensorFile(directory, shard, manifest) for shard in manifest.shards)
             for part, begin, end in file.places
         }
 
@@ -211,7 +202,7 @@ def apply_delta(base: Path, delta: Path, into: Path) -> SnapshotInfo:
 def _rebuild(
     base: Path, staging: Path, shard: Shard, target: Manifest, patches: Mapping[_Place, memoryview]
 ) -> None:
-    """One file of the new snapshot: the base's bytes, patched, hashed and compared, part by part."""
+    """Write one file of the new snapshot: the base's bytes, patched, hashed and compared, part by part."""
     source = TensorFile(base, shard, target)
     mapped = MappedFile(staging / shard.file, shard.size_bytes)
     mapped.write(0, source.header)
@@ -231,15 +222,13 @@ def _rebuild(
         if named(hashed) != part.hash:
             raise SnapshotError(f"{part.tensor}, made of {base.name} and a delta, does not match its hash")
 
-    try:
+    with closing(mapped):
         in_threads(make, source.places, shard.size_bytes)
         mapped.flush()
-    finally:
-        mapped.close()
 
 
 def _patches(path: Path, patches: list[Patch], target: Manifest) -> dict[_Place, memoryview]:
-    """The bytes of the delta file for each part of the target."""
+    """Return the bytes of the delta file for each part of the target."""
     size = path.stat().st_size
     if any(patch.size_bytes < 0 for patch in patches) or sum(p.size_bytes for p in patches) != size:
         raise SnapshotError(f"the patches do not cover {path.name}")
@@ -269,7 +258,7 @@ def _target_of(delta: Path, manifest: Manifest) -> Manifest:
 
 
 def _alike(old: Manifest, new: Manifest) -> bool:
-    """Whether both hold the same tensors at the same places, and the same files travel along."""
+    """Return whether both hold the same tensors at the same places, and the same files travel along."""
     first, second = (
         [(p.tensor, p.dtype, p.shape, p.offset, p.extent, p.file) for p in m.parts] for m in (old, new)
     )
@@ -302,12 +291,11 @@ class DeltaPublisher:
         below_share: float | None,
         lock: threading.Condition,
         on_done: Callable[[VersionTag, VersionTag], None],
-        write: Callable[..., SnapshotInfo | None] = write_delta,
     ) -> None:
         self._below_share = below_share
         self._lock = lock
         self._on_done = on_done
-        self._write = write
+        self.write: Callable[..., SnapshotInfo | None] = write_delta
         self._offers: dict[VersionTag, DeltaOffer] = {}
         self._making: tuple[VersionTag, VersionTag] | None = None
         self._stop = threading.Event()
@@ -325,11 +313,11 @@ class DeltaPublisher:
         return True
 
     def pending(self, tag: VersionTag | None, holds: VersionTag | None) -> bool:
-        """Whether a delta from `holds` to `tag` is being made."""
+        """Return whether a delta from `holds` to `tag` is being made."""
         return tag is not None and self._making == (holds, tag)
 
     def get(self, tag: VersionTag, holds: VersionTag | None) -> DeltaOffer | None:
-        """The delta to `tag` for a receiver of `holds`."""
+        """Return the delta to `tag` for a receiver of `holds`."""
         offer = self._offers.get(tag)
         return offer if offer is not None and offer.base == holds else None
 
@@ -345,13 +333,8 @@ class DeltaPublisher:
     def _make(self, base: SnapshotInfo, new: SnapshotInfo, below_bytes: int) -> None:
         delta: SnapshotInfo | None = None
         try:
-            delta = self._write(
-                base.path,
-                new.path,
-                below_bytes=below_bytes,
-                threads=max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2)),
-                stop=self._stop.is_set,
-            )
+            threads, stop = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2)), self._stop.is_set
+            delta = self.write(base.path, new.path, below_bytes=below_bytes, threads=threads, stop=stop)
             size = delta.size_bytes if delta is not None else None
             log.debug("delta", version=new.tag.version, delta_bytes=size, full_bytes=new.size_bytes)
         except SnapshotError as error:

@@ -44,7 +44,7 @@ class Reader:
         self.at = 0
 
     def read(self, n: int) -> memoryview:
-        """The next `n` bytes, and no fewer. Raises `SnapshotError` when there are not so many."""
+        """Return the next `n` bytes, and no fewer. Raises `SnapshotError` when there are not so many."""
         if n > self.size_bytes - self.at:
             raise SnapshotError("a delta ends before its time")
         self.at += n
@@ -57,7 +57,7 @@ def blocks_of(size_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def encode(base: Elements, new: Elements, width: int) -> bytes:
-    """One block that makes `base` into `new`: uint8 arrays of one length, a multiple of `width`."""
+    """Return one block that makes `base` into `new`: uint8 arrays of one length, a multiple of `width`."""
     old, now = (array.view(f"<u{width}") for array in (base, new))
     at = np.flatnonzero(old != now)
     if not len(at):
@@ -90,7 +90,8 @@ def apply(target: Elements, source: Reader, width: int) -> int:
 
 
 def _gaps(at: npt.NDArray[np.int64]) -> bytes:
-    """Elements between one changed element and the next, a byte each; longer ones in several bytes."""
+    """Return the elements between one changed element and the next, a byte each; longer ones in several
+    bytes."""
     gaps = np.diff(at, prepend=-1) - 1
     longs = gaps // LONG_GAP
     ends = np.cumsum(longs + 1)

@@ -1,4 +1,4 @@
-"""How ranks on other hosts than the first one's give their pieces to the file that is there.
+"""Transfer of pieces from ranks on other hosts to the file on the first rank's host.
 
 Each copies its pieces into memory of its own (`StagedPieces`) and hands them, from there, to one of the ranks
 on rank 0's host, which writes them into the file and hashes them as if it had held them. So the bytes of a
@@ -30,14 +30,14 @@ MESSAGE_BYTES = 16 << 20
 
 
 def receivers_of(hosts: Sequence[str]) -> dict[int, int]:
-    """Each rank that is not on rank 0's host → the rank there that takes its pieces. Pure."""
+    """Return, for each rank that is not on rank 0's host, the rank there that takes its pieces. Pure."""
     there = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
     others = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
     return {rank: there[index % len(there)] for index, rank in enumerate(others)}
 
 
 def written_by(held: Sequence[list[Box]], receivers: Mapping[int, int]) -> list[list[Box]]:
-    """What each rank writes into the file, given what each holds. Pure."""
+    """Return the boxes that each rank writes into the file, given those that each holds. Pure."""
     written = [[] if rank in receivers else [*boxes] for rank, boxes in enumerate(held)]
     for rank, receiver in receivers.items():
         written[receiver] += held[rank]
@@ -55,8 +55,8 @@ class StagedPieces:
         self._copies: dict[bytes, Tensor] = {}
 
     def copy(self, piece: TensorPiece) -> None:
-        """On a GPU the copy may still be under way when this returns. Raises `SnapshotError` for a piece that
-        the rank did not say that it holds."""
+        """Copy a piece. On a GPU the copy may still be under way when this returns. Raises `SnapshotError`
+        for a piece that the rank did not say that it holds."""
         key, tensor = _key(box_of(piece)), piece.tensor.detach()
         if key not in self._known:
             raise SnapshotError(f"{piece.name} is not what the layout was planned for")
@@ -85,10 +85,7 @@ def receive(
     come."""
     buffer = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
     each_of = [_messages(rank, boxes) for rank, boxes in held.items()]
-    for message in itertools.chain.from_iterable(itertools.zip_longest(*each_of)):
-        if message is None:
-            continue
-        rank, piece = message
+    for rank, piece in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*each_of))):
         size_bytes = piece.tensor.nbytes
         group.receive(buffer[:size_bytes], rank)
         data = buffer[:size_bytes].view(piece.tensor.dtype).view(piece.tensor.shape)
@@ -116,18 +113,14 @@ def cuts(extent: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
 
 
 def _messages(rank: int, boxes: Sequence[Box]) -> Iterator[tuple[int, TensorPiece]]:
-    """What comes from a rank: pieces of tensors without memory."""
+    """Yield the messages of a rank: pieces of tensors without memory."""
     for box in boxes:
         dtype = torch_dtype(box.dtype)
         for cut in cuts(box.extent, dtype.itemsize):
             offset = tuple(at + each.start for at, each in zip(box.offset, cut, strict=True))
             shape = [each.stop - each.start for each in cut]
-            yield (
-                rank,
-                TensorPiece(
-                    box.name, tuple(box.shape), offset, torch.empty(shape, dtype=dtype, device="meta")
-                ),
-            )
+            part = torch.empty(shape, dtype=dtype, device="meta")
+            yield rank, TensorPiece(box.name, tuple(box.shape), offset, part)
 
 
 def _key(box: Box) -> bytes:

@@ -1,4 +1,4 @@
-"""Where the bytes of each tensor lie in the one safetensors file of a snapshot, and who hashes which. Pure.
+"""Places of the tensors' bytes in the safetensors file of a snapshot, and the rank that hashes each. Pure.
 
 A file holds whole tensors. Its bytes are hashed in *parts*: runs of whole rows of a tensor (its first
 dimension), as many as `PART_BYTES` hold. Where the parts end follows from the shapes alone, so that equal
@@ -60,7 +60,8 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Box(msgspec.Struct, frozen=True):
-    """What a rank holds of a tensor: a `TensorPiece` without its data; `dtype` is safetensors' word."""
+    """The part of a tensor that a rank holds: a `TensorPiece` without its data; `dtype` is safetensors'
+    word."""
 
     name: str
     dtype: str
@@ -118,8 +119,8 @@ class Layout:
 
 
 def plan_layout(held: Sequence[Iterable[Box]], file: str) -> Layout:
-    """The layout of `file` for what each rank holds. Raises `SnapshotError` unless their boxes cover each
-    tensor exactly once."""
+    """Return the layout of `file` for what each rank holds. Raises `SnapshotError` unless their boxes cover
+    each tensor exactly once."""
     by_tensor: defaultdict[str, list[tuple[int, Box]]] = defaultdict(list)
     for rank, boxes in enumerate(held):
         for box in boxes:
@@ -150,7 +151,7 @@ def plan_layout(held: Sequence[Iterable[Box]], file: str) -> Layout:
 
 
 def parts_of(name: str, entry: TensorEntry, file: str) -> Iterable[tuple[Part, int]]:
-    """The parts of a tensor, without their hashes, and the bytes of each: consecutive rows."""
+    """Return the parts of a tensor, without their hashes, and the bytes of each: consecutive rows."""
     shape, size = entry.shape, entry.data_offsets[1] - entry.data_offsets[0]
     if not shape or not size:
         yield Part(name, entry.dtype, shape, [0] * len(shape), shape, file, ""), size
@@ -164,7 +165,7 @@ def parts_of(name: str, entry: TensorEntry, file: str) -> Iterable[tuple[Part, i
 
 
 def _header_of(entries: dict[str, TensorEntry]) -> bytes:
-    """A safetensors header with its size field."""
+    """Return a safetensors header with its size field."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}, **entries}
     text = msgspec.json.encode(header)
     text += b" " * (-(8 + len(text)) % HEADER_ALIGN_BYTES)
@@ -190,7 +191,7 @@ def _check_cover(name: str, boxes: list[Box]) -> None:
 
 
 def _meet(one: Box | Part, other: Box | Part) -> bool:
-    """Whether the two boxes have an element in common."""
+    """Return whether the two boxes have an element in common."""
     return all(
         max(a, b) < min(a + da, b + db)
         for a, da, b, db in zip(one.offset, one.extent, other.offset, other.extent, strict=True)

@@ -94,7 +94,7 @@ class Manifest(msgspec.Struct, frozen=True):
     target_hash: str = ""
     """The hash that the manifest file of the full snapshot has, in a delta."""
     patches: list[Patch] = []
-    """What changes each part of the base, in the order of the delta file; empty in a full manifest."""
+    """Changes to each part of the base, in the order of the delta file; empty in a full manifest."""
 
 
 class _Sealed(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ class _Sealed(msgspec.Struct, frozen=True):
 
 
 def named(hashed: blake3) -> str:
-    """A hash with its name: `blake3:` and 64 hex digits."""
+    """Return a hash with its name: `blake3:` and 64 hex digits."""
     return HASH_PREFIX + hashed.hexdigest()
 
 
@@ -137,18 +137,18 @@ def unseal(data: bytes) -> Manifest:
 
 
 def files_of(manifest: Manifest) -> list[Shard | Sidecar]:
-    """All files of the snapshot but the manifest itself."""
+    """Return all files of the snapshot but the manifest itself."""
     return [*manifest.shards, *manifest.sidecars]
 
 
 def check_file_name(name: str) -> None:
-    """A file of a snapshot lies directly in its directory."""
+    """Raise `SnapshotError` unless the name is that of a file directly in a snapshot's directory."""
     if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST_FILE:
         raise SnapshotError(f"{name!r} cannot be the name of a file in a snapshot")
 
 
 def name_of(manifest: Manifest) -> str:
-    """The directory that a manifest belongs into."""
+    """Return the directory that a manifest belongs into."""
     return manifest.tag.label + (DELTA_SUFFIX if manifest.codec == "delta" else "")
 
 

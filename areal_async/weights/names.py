@@ -1,4 +1,4 @@
-"""How the tensors of a model's files and the parameters of its module are made of each other.
+"""The mapping between the tensors of a model's files and the parameters of its module.
 
 transformers may hold weights otherwise than the files do: under other names, or the experts of a layer as one
 parameter where the files have two tensors for each projection. Its own conversion
@@ -87,14 +87,14 @@ class ViewsOfUnits:
 
 
 Storage = BoxOfFile | ViewsOfUnits
-"""How the files hold a parameter. `pieces(rows, first)` are the boxes of the files' tensors of which the rows
-of the parameter from `first` on are made, as views of `rows`, which are contiguous: written to when a model
-is loaded, read when it is published. Where not `by_row`, only all rows together have them."""
+"""The form in which the files hold a parameter. `pieces(rows, first)` are the boxes of the files' tensors of
+which the rows of the parameter from `first` on are made, as views of `rows`, which are contiguous: written to
+when a model is loaded, read when it is published. Where not `by_row`, only all rows together have them."""
 
 
 def storage_of(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Storage]:
-    """How files with tensors of these names and shapes hold the parameters and persistent buffers of a
-    transformers `model`, which may be on the meta device.
+    """Return the storage, in files with tensors of these names and shapes, of the parameters and persistent
+    buffers of a transformers `model`, which may be on the meta device.
 
     Of tied names the one that the files have stands, the first where they have several. Tensors that
     transformers leaves out for this architecture are left out. Raises `NamesMismatch` for tensors that are
@@ -142,13 +142,12 @@ def tied_in_files(model: Any, storage: Mapping[str, Storage]) -> dict[str, str]:
     names: defaultdict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
-    aliases = {}
+    aliases: dict[str, str] = {}
     for tied in names.values():
         kept = next(name for name in tied if name in storage)
         held = storage[kept]
-        for alias in tied:
-            if alias != kept:
-                aliases[alias] = held.name if isinstance(held, BoxOfFile) else kept
+        in_files = held.name if isinstance(held, BoxOfFile) else kept
+        aliases |= dict.fromkeys((alias for alias in tied if alias != kept), in_files)
     return aliases
 
 
@@ -164,8 +163,8 @@ class _Tracer:
     def trace(
         self, target: str, names: Mapping[str, list[str]], state: Mapping[str, Tensor]
     ) -> dict[str, Storage]:
-        """How `names`, those of the files by the pattern that they matched, hold `target` and what else is
-        made of them."""
+        """Return the storage of `target`, and of what else is made of `names`, which are those of the files
+        by the pattern that they matched."""
         want = tuple(state[target].shape)
         self._check(target, names, state)
         first = {pattern: group[0] for pattern, group in names.items()}
@@ -200,7 +199,7 @@ class _Tracer:
                     raise NamesMismatch(_other_shape(name, self._shapes[name], wanted[name]))
 
     def _converted(self, target: str, names: Mapping[str, list[str]]) -> dict[str, Tensor]:
-        """What transformers makes of the tensors, whose elements are numbered in their order."""
+        """Return what transformers makes of the tensors, whose elements are numbered in their order."""
         converter = deepcopy(self._converters[next(iter(names))])
         start = 0
         for pattern, group in names.items():
@@ -240,7 +239,7 @@ class _Tracer:
     def _boxes(
         self, names: Mapping[str, list[str]], made: Mapping[str, Tensor], state: Mapping[str, Tensor]
     ) -> dict[str, Storage]:
-        """How one tensor of the files holds several parameters."""
+        """Return the boxes of several parameters in one tensor of the files."""
         (name,) = names[next(iter(names))]
         shape = self._shapes[name]
         numbers = torch.arange(math.prod(shape)).view(shape)
@@ -263,14 +262,14 @@ def _box(target: str, names: Sequence[str], shapes: Mapping[str, Shape], want: S
 
 
 def names_in_files(model: Any, state: Mapping[str, Tensor]) -> dict[str, Shape]:
-    """Names and shapes under which transformers would write these tensors of the model."""
+    """Return names and shapes under which transformers would write these tensors of the model."""
     meta = {name: torch.empty(tensor.shape, device="meta") for name, tensor in state.items()}
     return {name: tuple(t.shape) for name, t in revert_weight_conversion(model, meta).items()}
 
 
 def _is_left_out(model: Any, name: str) -> bool:
-    """Whether transformers reads nothing of this name on purpose: a layer for other uses of the model, or a
-    buffer of rotary positions that old files have."""
+    """Return whether transformers reads nothing of this name on purpose: a layer for other uses of the model,
+    or a buffer of rotary positions that old files have."""
     patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"}
     return any(re.search(pattern, name) for pattern in patterns)
 

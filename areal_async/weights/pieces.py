@@ -1,4 +1,4 @@
-"""What a process holds of a tensor: the unit in which trainers give out weights."""
+"""Pieces of tensors: the unit in which trainers give out weights."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class TensorPiece:
 
 
 def whole_piece(name: str, tensor: Tensor) -> TensorPiece:
-    """All of a tensor as one piece."""
+    """Return all of a tensor as one piece."""
     return TensorPiece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
 def whole_tensors(pieces: Iterable[TensorPiece]) -> dict[str, Tensor]:
-    """The tensors by name; one that comes in several pieces is put together. Raises `ValueError` where some
-    of them are not there."""
+    """Return the tensors by name; one that comes in several pieces is put together. Raises `ValueError` where
+    some of them are not there."""
     tensors: dict[str, Tensor] = {}
     lacking: dict[str, int] = {}
     for piece in pieces:

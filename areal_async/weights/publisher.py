@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 
 from areal_async.base.errors import FaultError, SnapshotError
+from areal_async.base.loop_thread import LoopThread
 from areal_async.base.versions import VersionTag
-from areal_async.rpc.client import LoopThread
 from areal_async.rpc.schema import Message, Ok
 from areal_async.rpc.secret import Access
 from areal_async.rpc.server import Answer, Peer, Server
@@ -35,26 +35,33 @@ from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice
 from areal_async.service.context import ServiceContext
 from areal_async.weights.channels import PublishingEnd, channel_of, makes_deltas
 from areal_async.weights.collectives import ByteCollectives
-from areal_async.weights.delta import DeltaPublisher, write_delta
+from areal_async.weights.delta import DeltaPublisher
 from areal_async.weights.layout import Layout
 from areal_async.weights.manifest import Part, remove_snapshots
 from areal_async.weights.pieces import TensorPiece, whole_piece, whole_tensors
 from areal_async.weights.retention import RetentionPolicy
-from areal_async.weights.snapshot import MODEL_FILE, SnapshotInfo, finish_snapshot
+from areal_async.weights.snapshot import (
+    MODEL_FILE,
+    NOTHING_BESIDE,
+    Companions,
+    SnapshotInfo,
+    finish_snapshot,
+)
 from areal_async.weights.writing import FilePool, PieceWriter, Publication, spare_file
 
 MAX_WAIT_MS = 60_000
 MAX_ACKS = 1024
+HOLD_MS = 600_000
 
 
-class Publisher:
+class Publisher(PieceWriter):
     """Write snapshots under `root` and tell receivers at `endpoint` about them.
 
-    `files` go into every snapshot (see `write_snapshot`), as do `tied` names. `keep` newest snapshots stay,
-    and while another is written there are no more unless somebody needs them. `group` is that of the
-    trainer's ranks. A receiver that was told of one may read it for `hold_s` without acknowledging. Deltas
-    are offered below the share `deltas_below` of the full size; None makes none. `channel` is the publishing
-    end of the way to the receivers; `node_id` is the name of this host.
+    `companions` go into every snapshot. `keep` newest snapshots stay, and while another is written there are
+    no more unless somebody needs them. `group` is that of the trainer's ranks. A receiver that was told of a
+    snapshot may read it for `HOLD_MS` without acknowledging. Deltas are offered below the share
+    `deltas_below` of the full size; None makes none. `channel` is the publishing end of the way to the
+    receivers.
     """
 
     def __init__(
@@ -66,32 +73,22 @@ class Publisher:
         access: Access,
         keep: int = 1,
         group: ByteCollectives | None = None,
-        files: Mapping[str, bytes | Path] | None = None,
-        tied: Mapping[str, str] | None = None,
-        hold_s: float = 600.0,
+        companions: Companions = NOTHING_BESIDE,
         deltas_below: float | None = None,
         channel: PublishingEnd | None = None,
-        node_id: str = "",
-        delta_writer: Callable[..., SnapshotInfo | None] = write_delta,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(root, group, tied=companions.tied, lead=self)
         self.endpoint = endpoint
-        self._root = root
-        self._files = {
-            name: c if isinstance(c, bytes) else c.read_bytes() for name, c in (files or {}).items()
-        }
-        self._tied = dict(tied or {})
+        self.clock: Callable[[], float] = time.monotonic
+        self._companions = companions.in_memory()
         self._channel = channel if channel is not None else PublishingEnd()
-        self._node_id = node_id
-        self._clock = clock
-        self._kept = RetentionPolicy(keep, int(hold_s * 1000))
+        self._kept = RetentionPolicy(keep, HOLD_MS)
         self._keep = keep
         self._numbers = itertools.count()
         self._ready: list[int] = []
         self._taken: int | None = None
         """The file that is being filled."""
         self._in_use: dict[VersionTag, int] = {}
-        self._writer = PieceWriter(root, group, tied=self._tied, lead=self)
         self._written: dict[VersionTag, SnapshotInfo] = {}
         self._retired: list[Path] = []
         """Folders that nobody reads any more. To give back gigabytes takes a while: no step waits for it."""
@@ -99,7 +96,7 @@ class Publisher:
         self._finished = False
         self._closing = False
         self._lock = threading.Condition()
-        self._deltas = DeltaPublisher(deltas_below, self._lock, self._delta_done, delta_writer)
+        self.deltas = DeltaPublisher(deltas_below, self._lock, self._delta_done)
         self._server = Server(endpoint, service="weights", job=job, access=access, handler=self._handle)
         self._thread: LoopThread | None = None
         self._changed: asyncio.Event | None = None
@@ -117,47 +114,29 @@ class Publisher:
         remove_snapshots(self._root)
         self._thread, self.endpoint = thread, self._server.endpoint
 
-    def prepare(self, pieces: Iterable[TensorPiece]) -> None:
-        """See `PieceWriter.prepare`; after `start`."""
-        self._writer.prepare(pieces)
-
-    def begin(
-        self,
-        tag: VersionTag,
-        pieces: Iterable[TensorPiece],
-        *,
-        evaluate: bool = False,
-        final: bool = False,
-    ) -> Publication:
-        """See `PieceWriter.begin`."""
+    def begin(self, tag: VersionTag, pieces: Iterable[TensorPiece], **how: bool) -> Publication:
+        """Publish as `PieceWriter.begin` does, from `start` on."""
         if self._channel.takes_tensors:
             pieces = [*pieces]
             # Receivers may ask for the tensors as soon as the snapshot is announced.
             self._channel.offer(tag, whole_tensors(pieces))
-        return self._writer.begin(tag, pieces, evaluate=evaluate, final=final)
+        return super().begin(tag, pieces, **how)
 
-    def publish(
-        self,
-        tag: VersionTag,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        evaluate: bool = False,
-        final: bool = False,
-    ) -> SnapshotInfo:
+    def publish(self, tag: VersionTag, tensors: Mapping[str, torch.Tensor], **how: bool) -> SnapshotInfo:
         """Publish whole tensors of one process as `tag` and wait until that is announced."""
         pieces = [whole_piece(name, tensor) for name, tensor in tensors.items()]
         self.prepare(pieces)
-        return self.begin(tag, pieces, evaluate=evaluate, final=final).result()
+        return self.begin(tag, pieces, **how).result()
 
     def acks(self) -> list[AckSnapshot]:
-        """What receivers acknowledged since the last call, oldest first (the last `MAX_ACKS`)."""
+        """Return the acknowledgements since the last call, oldest first (the last `MAX_ACKS`)."""
         with self._lock:
             acks = list(self._acks)
             self._acks.clear()
         return acks
 
     def pending_evaluations(self) -> list[int]:
-        """The pinned versions that are not yet evaluated, oldest first; from any thread."""
+        """Return the pinned versions that are not yet evaluated, oldest first; from any thread."""
         with self._lock:
             return [tag.version for tag in self._kept.pending_evaluations]
 
@@ -172,10 +151,10 @@ class Publisher:
         thread = self._thread
         if thread is None:
             return
-        self._writer.close()
+        super().close()
         self._closing = True
         self._wake()
-        self._deltas.close()
+        self.deltas.close()
         thread.run(self._stop_server())
         thread.close()
         self._thread = None
@@ -189,7 +168,10 @@ class Publisher:
             # An evaluation gives its version's file back late: the one that the next needs is made before.
             while len(self._in_use) + len(self._ready) <= self._keep + self._kept.n_pinned_alone:
                 self._ready.append(next(self._numbers))
-            return FilePool([*self._in_use.values(), *self._ready], [*self._ready])
+            return self._files()
+
+    def _files(self) -> FilePool:
+        return FilePool([*self._in_use.values(), *self._ready], [*self._ready])
 
     def take_file(self, tag: VersionTag) -> FilePool:
         with self._lock:
@@ -203,12 +185,11 @@ class Publisher:
                 if not self._ready:
                     self._remove_retired()  # a new file may need their room
             except OSError as error:
-                raise SnapshotError(
-                    f"an old snapshot under {self._root} cannot be removed: {error}"
-                ) from error
+                text = f"an old snapshot under {self._root} cannot be removed: {error}"
+                raise SnapshotError(text) from error
             if not self._ready:
                 self._ready.append(next(self._numbers))
-            files = FilePool([*self._in_use.values(), *self._ready], [*self._ready])
+            files = self._files()
             self._taken = self._ready.pop(0)
             return files
 
@@ -219,9 +200,7 @@ class Publisher:
         model = spare_file(self._root, self._taken)
         try:
             self._remove_retired()
-            written = finish_snapshot(
-                self._root, tag, layout, parts, model, files=self._files, tied=self._tied
-            )
+            written = finish_snapshot(self._root, tag, layout, parts, model, self._companions)
         except OSError as error:
             raise SnapshotError(f"{tag.label} cannot be written under {self._root}: {error}") from error
         self._channel.add(written.path, written.manifest_hash)
@@ -231,7 +210,7 @@ class Publisher:
             self._kept.add(tag, evaluate=evaluate, final=final)
             self._finished = final
             base = self._kept.previous
-            if base is not None and self._deltas.begin(self._written[base], written):
+            if base is not None and self.deltas.begin(self._written[base], written):
                 self._kept.use(base, tag)
         self._wake()
         return written
@@ -249,7 +228,7 @@ class Publisher:
                 (written.path / MODEL_FILE).rename(spare_file(self._root, number))
                 self._ready.append(number)
             self._retired.append(written.path)
-            if (delta := self._deltas.withdraw(tag)) is not None:
+            if (delta := self.deltas.withdraw(tag)) is not None:
                 self._channel.remove(delta.manifest_hash)
                 self._retired.append(Path(delta.path))
 
@@ -261,13 +240,13 @@ class Publisher:
     def _delta_done(self, base: VersionTag, new: VersionTag) -> None:
         """Announce the delta, if one was made. The thread that makes deltas calls this, under the lock."""
         self._kept.release(base, new)
-        if (offer := self._deltas.get(new, base)) is not None:
+        if (offer := self.deltas.get(new, base)) is not None:
             self._channel.add(Path(offer.path), offer.manifest_hash)
         if not self._closing:
             self._wake()
 
     def _now_ms(self) -> int:
-        return int(self._clock() * 1000)
+        return int(self.clock() * 1000)
 
     def _wake(self) -> None:
         with self._lock:
@@ -326,22 +305,17 @@ class Publisher:
 
     def _look(self, message: WaitSnapshot) -> SnapshotNotice | NoNews:
         with self._lock:
-            serve, deltas = message.purpose == "serve", self._deltas
+            serve, deltas = message.purpose == "serve", self.deltas
             if serve and message.deltas and deltas.pending(self._kept.newest, message.after):
                 return NoNews()
             ask = self._kept.serve if serve else self._kept.evaluate
             tag = ask(message.receiver, message.after, self._now_ms())
             if tag is not None:
                 written = self._written[tag]
-                return SnapshotNotice(
-                    tag,
-                    str(written.path),
-                    written.manifest_hash,
-                    self._kept.is_final(tag),
-                    written.size_bytes,
-                    self._node_id,
-                    deltas.get(tag, message.after) if message.deltas else None,
-                )
+                final, size, node_id = self._kept.is_final(tag), written.size_bytes, self._channel.node_id
+                delta = deltas.get(tag, message.after) if message.deltas else None
+                place = (str(written.path), written.manifest_hash)
+                return SnapshotNotice(tag, *place, final, size, node_id, delta)
             return NoNews(finished=self._finished)
 
 
@@ -352,8 +326,10 @@ def make_publisher(
     tied: Mapping[str, str],
     group: ByteCollectives | None = None,
 ) -> Publisher:
-    """The publisher of the job, on the first rank of its trainer. Raises `EndpointError`."""
-    section, channel = ctx.job.weights, channel_of(ctx.job)
+    """Return the publisher of the job, on the first rank of its trainer. Raises `EndpointError`."""
+    section = ctx.job.weights
+    end = channel_of(ctx.job).publishing_end(ctx)
+    end.node_id = ctx.node_id
     return Publisher(
         _root_of(ctx),
         ctx.weights.endpoint,
@@ -361,16 +337,14 @@ def make_publisher(
         access=ctx.keys,
         keep=section.keep,
         group=group,
-        files=files,
-        tied=tied,
+        companions=Companions(files, tied),
         deltas_below=section.delta_below if makes_deltas(ctx.job) else None,
-        channel=channel.publishing_end(ctx),
-        node_id=ctx.node_id,
+        channel=end,
     )
 
 
 def make_piece_writer(ctx: ServiceContext, *, tied: Iterable[str], group: ByteCollectives) -> PieceWriter:
-    """What the other ranks of the job's trainer have in the place of its publisher."""
+    """Return the writer of another rank of the job's trainer, which has no publisher."""
     return PieceWriter(_root_of(ctx), group, tied=tied)
 
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import SnapshotError
 from areal_async.base.versions import VersionTag
-from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.schema import Welcome
 from areal_async.rpc.secret import Access
@@ -62,7 +62,7 @@ class Receiver:
         return await self._client.connect(timeout_s)
 
     async def next(self, after: VersionTag | None, wait_ms: int = 0) -> SnapshotNotice | NoNews:
-        """The next snapshot for this purpose that is newer than `after`, waiting at most `wait_ms`."""
+        """Return the next snapshot for this purpose that is newer than `after`, waiting at most `wait_ms`."""
         ask = WaitSnapshot(self._name, self._purpose, after, wait_ms, self._channel.makes_deltas)
         return await self._client.call(ask, timeout_s=ANSWER_S)
 
@@ -90,7 +90,8 @@ class Receiver:
         return snapshot
 
     async def ack(self, tag: VersionTag, stall_ms: float = 0.0, error: str = "") -> None:
-        """Say that `tag` is served (or evaluated), or could not be, and that its files are no longer read."""
+        """Acknowledge that `tag` is served (or evaluated), or could not be, and that its files are no longer
+        read."""
         message = AckSnapshot(self._name, self._purpose, tag, stall_ms, error)
         self._channel.served(tag, failed=bool(error))
         if self._merger is not None:
@@ -105,8 +106,8 @@ class Receiver:
 
 
 def make_receiver(ctx: ServiceContext, purpose: Purpose, *, name: str = "", tensors: bool = True) -> Receiver:
-    """The receiver of this process, under the process's name or another. `tensors` False: its engine reads
-    the directory itself. Raises `EndpointError`."""
+    """Return the receiver of this process, under the process's name or another. `tensors` False: its engine
+    reads the directory itself. Raises `EndpointError`."""
     name = name or ctx.name
     merger = None
     if ctx.job.trainer.lora.rank:

@@ -1,4 +1,4 @@
-"""Which snapshots are kept, which are due for evaluation, which may be overwritten. Pure; time is passed in.
+"""The rules by which snapshots are kept, evaluated and overwritten. Pure; time is passed in.
 
 Kept are: the newest `keep`; the ones pinned for evaluation, until evaluated; those a receiver was told of
 and has neither acknowledged nor outlived its hold; and those that a delta is being made of.
@@ -52,14 +52,14 @@ class RetentionPolicy:
 
     @property
     def n_pinned_alone(self) -> int:
-        """How many are kept for their evaluation, and not as one of the newest."""
+        """Number of snapshots that are kept for their evaluation alone."""
         return len(set(self._pins) - {*self._tags[-self._keep :]})
 
     def is_final(self, tag: VersionTag) -> bool:
         return tag == self._final
 
     def add(self, tag: VersionTag, *, evaluate: bool, final: bool) -> None:
-        """A new snapshot is complete. Raises `ValueError` unless it is newer than all before it."""
+        """Add a new, complete snapshot. Raises `ValueError` unless it is newer than all before it."""
         if self._tags and tag <= self._tags[-1]:
             raise ValueError(f"{tag} is not newer than {self._tags[-1]}")
         self._tags.append(tag)
@@ -88,7 +88,8 @@ class RetentionPolicy:
         self._used += Counter()  # forgets those that nobody uses
 
     def serve(self, receiver: str, after: VersionTag | None, now_ms: int) -> VersionTag | None:
-        """The newest snapshot, if it is newer than `after`; it is held for the receiver from now on."""
+        """Return the newest snapshot, if it is newer than `after`; it is held for the receiver from now
+        on."""
         newest = self.newest
         if newest is None or (after is not None and newest <= after):
             return None
@@ -96,15 +97,14 @@ class RetentionPolicy:
         return newest
 
     def evaluate(self, receiver: str, after: VersionTag | None, now_ms: int) -> VersionTag | None:
-        """The oldest pinned snapshot newer than `after`; it is held for the receiver from now on."""
-        for tag in self._pins:
-            if after is None or tag > after:
-                self._hold(receiver, "evaluate", tag, now_ms)
-                return tag
-        return None
+        """Return the oldest pinned snapshot newer than `after`; it is held for the receiver from now on."""
+        tag = next((pin for pin in self._pins if after is None or pin > after), None)
+        if tag is not None:
+            self._hold(receiver, "evaluate", tag, now_ms)
+        return tag
 
     def acknowledge(self, receiver: str, purpose: Purpose, tag: VersionTag) -> None:
-        """The receiver is done with the bytes of `tag` and of everything older. May be repeated."""
+        """End the receiver's holds on `tag` and everything older. May be repeated."""
         holds = self._holds.get((receiver, purpose), {})
         for held in [held for held in holds if held <= tag]:
             del holds[held]
@@ -116,9 +116,7 @@ class RetentionPolicy:
     def retire(self, now_ms: int) -> list[Retired]:
         """Forget every snapshot that nothing keeps, and return them."""
         self._expire(now_ms)
-        kept = {*self._tags[-self._keep :], *self._pins, *self._used}
-        for holds in self._holds.values():
-            kept.update(holds)
+        kept = {*self._tags[-self._keep :], *self._pins, *self._used}.union(*self._holds.values())
         gone = [tag for tag in self._tags if tag not in kept]
         self._tags = [tag for tag in self._tags if tag in kept]
         retired = [Retired(tag, tag not in self._doubtful) for tag in gone]

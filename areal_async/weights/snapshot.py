@@ -16,8 +16,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,16 +70,30 @@ class SnapshotInfo:
     one for equal weights, whatever their tag."""
 
 
+@dataclass(frozen=True)
+class Companions:
+    """Content of a snapshot beside its tensors: `files` that travel along, and `tied` names, which share the
+    data of another tensor, with that tensor."""
+
+    files: Mapping[str, bytes | Path] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    def in_memory(self) -> Companions:
+        """Return them with the content of all files."""
+        return Companions({name: content_of(file) for name, file in self.files.items()}, dict(self.tied))
+
+
+NOTHING_BESIDE = Companions()
+
+
+@dataclass(eq=False)
 class Snapshot:
     """An opened snapshot: every hash matched."""
 
-    def __init__(
-        self, tag: VersionTag, path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor] | None = None
-    ) -> None:
-        self.tag = tag
-        self.path = path
-        self.manifest = manifest
-        self._tensors = tensors
+    tag: VersionTag
+    path: Path
+    manifest: Manifest
+    _tensors: dict[str, torch.Tensor] | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -106,20 +120,20 @@ def write_snapshot(
 
     Raises `SnapshotError` for what cannot be stored, for a tag that is there already and when the space ends.
     """
-    aliases = dict(tied or {})
-    pieces = [whole_piece(name, tensor) for name, tensor in tensors.items() if name not in aliases]
+    companions = Companions(files or {}, tied or {})
+    kept = {name: tensor for name, tensor in tensors.items() if name not in companions.tied}
+    pieces = [whole_piece(name, tensor) for name, tensor in kept.items()]
     layout = plan_layout([[box_of(piece) for piece in pieces]], MODEL_FILE)
     spare = root / f"{SPARE_PREFIX}{tag.label}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         try:
-            mapped = MappedFile(spare, layout.size_bytes)
-            mapped.write(0, layout.header)
-            for piece in pieces:
-                fill(mapped, layout, piece)
-            parts = hash_ranges(mapped, layout.ranges)
-            mapped.close()
-            return finish_snapshot(root, tag, layout, parts, spare, files=files or {}, tied=aliases)
+            with closing(MappedFile(spare, layout.size_bytes)) as mapped:
+                mapped.write(0, layout.header)
+                for piece in pieces:
+                    fill(mapped, layout, piece)
+                parts = hash_ranges(mapped, layout.ranges)
+            return finish_snapshot(root, tag, layout, parts, spare, companions)
         finally:
             spare.unlink(missing_ok=True)
     except OSError as error:
@@ -132,9 +146,7 @@ def finish_snapshot(
     layout: Layout,
     parts: list[Part],
     model: Path,
-    *,
-    files: Mapping[str, bytes | Path],
-    tied: Mapping[str, str],
+    companions: Companions,
 ) -> SnapshotInfo:
     """Make the snapshot `tag` of the file `model`, which is filled by `layout` and hashed as `parts`, and is
     moved. Raises `SnapshotError` and `OSError`."""
@@ -142,23 +154,29 @@ def finish_snapshot(
     if final.exists():
         raise SnapshotError(f"{final} is there already: a snapshot is written once")
     names = {part.tensor for part in parts}
-    for alias, name in tied.items():
+    for alias, name in companions.tied.items():
         if name not in names:
             raise SnapshotError(f"{alias} is tied to {name}, which is not among the tensors")
     with staging_for(final) as staging:
-        sidecars = [_write_sidecar(staging, name, content) for name, content in files.items()]
+        sidecars = [_write_sidecar(staging, name, content) for name, content in companions.files.items()]
         os.rename(model, staging / MODEL_FILE)
         # Writing into a mapping of shared memory does not show in the file's times.
         os.utime(staging / MODEL_FILE)
         shard = Shard(MODEL_FILE, layout.size_bytes, len(layout.header), hash_of(layout.header))
-        manifest = Manifest(MANIFEST_SCHEMA, tag, None, "full", parts, [shard], sidecars, dict(tied))
+        manifest = Manifest(
+            MANIFEST_SCHEMA, tag, None, "full", parts, [shard], sidecars, dict(companions.tied)
+        )
         return publish_directory(staging, final, manifest)
 
 
+def staging_for(final: Path) -> AbstractContextManager[Path]:
+    """Return a directory to become `final`; see `staged`."""
+    return staged(final.with_name(f"{WRITING_PREFIX}{final.name}"))
+
+
 @contextmanager
-def staging_for(final: Path) -> Iterator[Path]:
-    """A directory to become `final`; what is left of it at the end is removed."""
-    staging = final.parent / f"{WRITING_PREFIX}{final.name}"
+def staged(staging: Path) -> Iterator[Path]:
+    """Make the directory `staging` to be filled and renamed. If it still exists at the end, it is removed."""
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
@@ -223,8 +241,8 @@ def open_snapshot(
 
 
 def read_manifest(path: Path, manifest_hash: str | None = None) -> Manifest:
-    """The manifest in the directory `path`, of whatever codec; checked as far as it goes by itself. Raises
-    `SnapshotError` and `OSError`."""
+    """Return the manifest in the directory `path`, of whatever codec; checked as far as it goes by itself.
+    Raises `SnapshotError` and `OSError`."""
     if (path / MANIFEST_FILE).stat().st_size > MAX_MANIFEST_BYTES:
         raise SnapshotError("its manifest is too large")
     sealed = (path / MANIFEST_FILE).read_bytes()
@@ -266,8 +284,7 @@ def _read(files: list[TensorFile], manifest: Manifest, *, verify: bool = True) -
 
 
 def check_parts(manifest: Manifest) -> None:
-    """The manifest is in order by itself: each tensor lies in one of its files, whole. Raises
-    `SnapshotError`."""
+    """Raise `SnapshotError` unless each tensor of the manifest lies whole in one of its files."""
     file_of: dict[str, str] = {}
     for shard in manifest.shards:
         for name in parts_of_file(manifest, shard.file):
@@ -279,6 +296,10 @@ def check_parts(manifest: Manifest) -> None:
     for alias, name in manifest.tied.items():
         if name not in file_of or alias in file_of:
             raise SnapshotError(f"{alias} cannot be tied to {name}")
+
+
+def content_of(file: bytes | Path) -> bytes:
+    return file if isinstance(file, bytes) else file.read_bytes()
 
 
 @contextmanager
@@ -296,6 +317,6 @@ def _write_sidecar(directory: Path, name: str, content: bytes | Path) -> Sidecar
     check_file_name(name)
     if name == MODEL_FILE:
         raise SnapshotError(f"{name} is written from the tensors and cannot travel along")
-    data = content if isinstance(content, bytes) else content.read_bytes()
+    data = content_of(content)
     (directory / name).write_bytes(data)
     return Sidecar(name, len(data), hash_of(data))

@@ -49,15 +49,13 @@ class MappedFile:
     def __init__(self, path: Path, size_bytes: int, mode: int = 0o600) -> None:
         """Open or make `path` (with `mode`, less the umask) and give it `size_bytes`. Raises `OSError`."""
         self.path = path
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, mode)
-        try:
-            reserve(fd, size_bytes)
-            self._map = mmap.mmap(fd, size_bytes)
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, mode), "r+b") as file:
+            try:
+                reserve(file.fileno(), size_bytes)
+                self._map = mmap.mmap(file.fileno(), size_bytes)
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
 
     @property
     def size_bytes(self) -> int:
@@ -81,17 +79,13 @@ class MappedFile:
         )
 
     def flush(self) -> None:
-        """What was written is in the file for whoever reads it, on another host too. Costs nothing in shared
-        memory."""
-        fd = os.open(self.path, os.O_RDWR)
-        try:
+        """Flush what was written, so that other hosts read it too. Costs nothing in shared memory."""
+        with self.path.open("r+b") as file:
             # Not the mapping's own flush, which would hold Python's lock while a disk works.
-            os.fdatasync(fd)
-        finally:
-            os.close(fd)
+            os.fdatasync(file.fileno())
 
     def close(self) -> None:
-        """The file stays; only the mapping goes: now, or with the last view of it."""
+        """Close the mapping, now or with the last view of it. The file stays."""
         with suppress(BufferError):
             self._map.close()
 
@@ -116,7 +110,7 @@ def fill(mapped: MappedFile, layout: Layout, piece: TensorPiece) -> None:
 
 
 def hash_ranges(mapped: MappedFile, ranges: Sequence[HashedRange]) -> list[Part]:
-    """The parts of these ranges with the hashes of the bytes that are in the file now."""
+    """Return the parts of these ranges with the hashes of the bytes that are in the file now."""
 
     def hashed(found: HashedRange) -> Part:
         return msgspec.structs.replace(found.part, hash=hash_of(mapped.view(found.begin, found.end).data))
@@ -135,15 +129,12 @@ class TensorFile:
         self._path = directory / shard.file
         if not 8 <= shard.header_bytes <= min(MAX_HEADER_BYTES, shard.size_bytes):
             raise SnapshotError(f"{shard.file} has an impossible size in the manifest")
-        fd = os.open(self._path, os.O_RDONLY)
-        try:
-            self.identity = FileIdentity.of(os.fstat(fd))
+        with self._path.open("rb") as file:
+            self.identity = FileIdentity.of(os.fstat(file.fileno()))
             size = self.identity.size_bytes
             if size != shard.size_bytes:
                 raise SnapshotError(f"{shard.file} has {size} bytes instead of {shard.size_bytes}")
-            self.data = memoryview(map_open(fd))
-        finally:
-            os.close(fd)
+            self.data = memoryview(map_open(file.fileno()))
         self.header = bytes(self.data[: shard.header_bytes])
         if hash_of(self.header) != shard.header_hash:
             raise SnapshotError(f"the header of {shard.file} does not match its hash")
@@ -168,18 +159,16 @@ class TensorFile:
                 begin = end
 
     def identity_now(self) -> FileIdentity:
-        """What lies at the file's path now, which may be another. Raises `OSError`."""
+        """Return the identity of the file at this path now, which may be another. Raises `OSError`."""
         return FileIdentity.of(os.stat(self._path))
 
     def verify(self) -> None:
         """Hash every part. Raises `SnapshotError` where one does not match."""
-        in_threads(
-            lambda place: self._check(place[0], self.data[place[1] : place[2]]), self.places, len(self.data)
-        )
+        in_threads(lambda at: self._check(at[0], self.data[at[1] : at[2]]), self.places, len(self.data))
 
     def read(self, *, verify: bool = True) -> dict[str, torch.Tensor]:
-        """The tensors by name, in memory of this process. With `verify` that memory was itself hashed: raises
-        `SnapshotError` where a part does not match."""
+        """Return the tensors by name, in memory of this process. With `verify` that memory was itself hashed:
+        raises `SnapshotError` where a part does not match."""
         copies = {
             name: np.empty(entry.data_offsets[1] - entry.data_offsets[0], np.uint8)
             for name, entry in self.entries.items()
@@ -209,8 +198,8 @@ class TensorFile:
 
 
 def parts_of_file(manifest: Manifest, file: str) -> dict[str, list[Part]]:
-    """The parts of each tensor in a file, in the manifest's order: consecutive rows. Raises `SnapshotError`
-    unless they cover it exactly."""
+    """Return the parts of each tensor in a file, in the manifest's order: consecutive rows. Raises
+    `SnapshotError` unless they cover it exactly."""
     by_tensor: dict[str, list[Part]] = {}
     for part in manifest.parts:
         if part.file == file:
@@ -230,14 +219,12 @@ def parts_of_file(manifest: Manifest, file: str) -> dict[str, list[Part]]:
 
 
 def parse_header(data: bytes) -> dict[str, TensorEntry]:
-    """The entries of a header (with its size field), in order of their bytes. Raises `SnapshotError`."""
+    """Return the entries of a header (with its size field), in order of their bytes. Raises
+    `SnapshotError`."""
     try:
         raw = msgspec.json.decode(data[8:], type=dict[str, msgspec.Raw])
-        entries = {
-            name: msgspec.json.decode(r, type=TensorEntry)
-            for name, r in raw.items()
-            if name != "__metadata__"
-        }
+        raw.pop("__metadata__", None)
+        entries = {name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in raw.items()}
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise SnapshotError(f"not a safetensors header: {error}") from error
     if struct.unpack("<Q", data[:8])[0] != len(data) - 8:

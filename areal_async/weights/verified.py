@@ -1,5 +1,5 @@
-"""What the processes of one host know to be true: a snapshot is hashed by the first that opens it, and by no
-other.
+"""Records of verified snapshots on one host: a snapshot is hashed by the first process that opens it, and by
+no other.
 
 That one leaves a record, a file in a folder that only this user can enter: the hash of the manifest, and of
 each tensor file device, inode, size, and the times of its last change. Another process trusts it for files of
@@ -25,6 +25,7 @@ from typing import TypeVar
 
 import msgspec
 
+from areal_async.base.own_files import write_whole
 from areal_async.weights.channels.host_cache import lock_file
 from areal_async.weights.manifest import HASH_PREFIX
 
@@ -70,8 +71,8 @@ class HostRecords:
         verify: Callable[[], T],
         look: Callable[[], Sequence[FileIdentity]],
     ) -> T | None:
-        """What `verify` returns, or None where a process of this host has verified these files for this
-        manifest already. `look` finds them as they are afterwards. Raises what `verify` raises."""
+        """Return the result of `verify`, or None where a process of this host has verified these files for
+        this manifest already. `look` finds them as they are afterwards. Raises what `verify` raises."""
         record = _Record(manifest_hash, [*files])
         if not self._usable():
             return verify()
@@ -96,40 +97,28 @@ class HostRecords:
                 os.close(lock)
 
     def _usable(self) -> bool:
-        try:
+        with suppress(OSError):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return _private(os.lstat(self._folder), stat.S_ISDIR)
-        except OSError:
-            return False
+        return False
 
     def _read(self, path: Path) -> _Record | None:
-        try:
-            with path.open("rb") as file:
-                if _private(os.fstat(file.fileno()), stat.S_ISREG):
-                    return msgspec.json.decode(file.read(), type=_Record)
-        except (OSError, msgspec.MsgspecError):
-            pass
+        with suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
+            if _private(os.fstat(file.fileno()), stat.S_ISREG):
+                return msgspec.json.decode(file.read(), type=_Record)
         return None
 
     def _leave(self, path: Path, record: _Record) -> None:
         """Without it the next process verifies too: an error is no reason to refuse the snapshot."""
         with suppress(OSError):
-            unfinished = path.with_suffix(f".{os.getpid()}")
-            unfinished.unlink(missing_ok=True)
-            fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(msgspec.json.encode(record))
-            unfinished.rename(path)
-            found = sorted((each for each in self._folder.iterdir() if not each.suffix), key=_modified_ns)
+            write_whole(path, msgspec.json.encode(record))
+            records = (each for each in self._folder.iterdir() if not each.suffix)
+            found = sorted(records, key=lambda each: each.stat().st_mtime_ns)
             for old in found[:-KEPT]:
                 old.unlink(missing_ok=True)
                 old.with_suffix(LOCK_SUFFIX).unlink(missing_ok=True)
 
 
 def _private(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    """Whether it is ours, and nobody else can write to it or look into it."""
+    """Return whether it is ours, and nobody else can write to it or look into it."""
     return is_kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-
-
-def _modified_ns(path: Path) -> int:
-    return path.stat().st_mtime_ns

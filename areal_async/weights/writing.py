@@ -1,4 +1,4 @@
-"""How the ranks of one trainer write a snapshot together: each its own pieces, all into one mapped file.
+"""Writing of a snapshot by the ranks of one trainer: each its own pieces, all into one mapped file.
 
     writer = PieceWriter(root, group)              # on every rank; rank 0 has the one of its `Publisher`
     writer.prepare(pieces)                         # once: who holds what, and files that can be filled
@@ -47,26 +47,23 @@ class FilePool(msgspec.Struct, frozen=True):
 
     existing: list[int]
     ready: list[int]
-    """Those that may be filled. The first is the next to be filled."""
+    """Files that may be filled. The first is the next to be filled."""
 
 
 class Lead(Protocol):
-    """What rank 0 alone decides and does."""
+    """The decisions and acts of rank 0 alone."""
 
     def offer_files(self) -> FilePool:
-        """The files to be made ready: at first, and whenever a snapshot is announced."""
-        ...
+        """Return the files to be made ready: at first, and whenever a snapshot is announced."""
 
     def take_file(self, tag: VersionTag) -> FilePool:
-        """The files from now on; the first that is ready is filled with `tag`. Raises `SnapshotError` for a
-        tag that cannot be published."""
-        ...
+        """Return the files from now on; the first that is ready is filled with `tag`. Raises `SnapshotError`
+        for a tag that cannot be published."""
 
     def announce(
         self, tag: VersionTag, layout: Layout, parts: list[Part], *, evaluate: bool, final: bool
     ) -> SnapshotInfo:
         """Make a snapshot of the file that was taken, and tell receivers. Raises `SnapshotError`."""
-        ...
 
 
 class _Problem(msgspec.Struct, frozen=True):
@@ -76,39 +73,26 @@ class _Problem(msgspec.Struct, frozen=True):
     errno: int = 0
 
 
-class _Held(msgspec.Struct, frozen=True):
-    boxes: list[Box]
-    problem: _Problem | None
+class _Given(msgspec.Struct, frozen=True):
+    """One rank's message to rank 0: its data, or why it has none."""
 
-
-class _Hashed(msgspec.Struct, frozen=True):
-    parts: list[Part]
+    data: bytes
     problem: _Problem | None
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """What rank 0 says to all."""
+    """The message of rank 0 to all."""
 
     problem: _Problem | None = None
     files: FilePool | None = None
     info: SnapshotInfo | None = None
-    held: list[list[Box]] = []
+    shared: list[bytes] = []  # The data of all ranks
 
 
-class Publication:
-    """A publication whose pieces are copied on this rank, and which goes on by itself."""
-
-    def __init__(self, future: Future[SnapshotInfo]) -> None:
-        self._future = future
-
-    @property
-    def done(self) -> bool:
-        return self._future.done()
-
-    def result(self) -> SnapshotInfo:
-        """Wait until it is announced; what was written, on every rank. Raises `SnapshotError` where any rank
-        failed, and the group's own error where one did not come."""
-        return self._future.result()
+Publication = Future[SnapshotInfo]
+"""A publication whose pieces are copied on this rank, and which goes on by itself. Its result, on every rank,
+is what was written and announced. It raises `SnapshotError` where any rank failed, and the group's own error
+where one did not come."""
 
 
 class PieceWriter:
@@ -129,7 +113,7 @@ class PieceWriter:
         self._lead = lead
         self._receivers = receivers_of(self._group.hosts)
         self._staged: StagedPieces | None = None
-        """What this rank hands over, if it is not on rank 0's host."""
+        """Pieces that this rank hands over, if it is not on rank 0's host."""
         self._held: list[list[Box]] = []
         self._layout: Layout | None = None
         self._mapped: dict[int, Future[MappedFile]] = {}
@@ -185,7 +169,7 @@ class PieceWriter:
         self._last = self._writing.submit(
             self._finish, tag, layout, found, problem, gone, evaluate=evaluate, final=final
         )
-        return Publication(self._last)
+        return self._last
 
     def close(self) -> None:
         """Wait for what is under way, and let go of the files, which stay."""
@@ -204,7 +188,7 @@ class PieceWriter:
         evaluate: bool,
         final: bool,
     ) -> SnapshotInfo:
-        """All that follows the copy, on a thread of its own; `gone` are files that are in use no more. On
+        """Do all that follows the copy, on a thread of its own; `gone` are files that are in use no more. On
         rank 0's host `found` is the file to be filled."""
         self._drop(gone)
         group = self._group
@@ -231,13 +215,12 @@ class PieceWriter:
             return hash_ranges(mapped, [part for part in layout.ranges if part.rank == group.rank])
 
         parts, problem = _try(work)
-        gathered = group.gather(msgspec.msgpack.encode(_Hashed(parts or [], problem)))
+        gathered = _gather(group, msgspec.msgpack.encode(parts), problem)
 
         def announce(lead: Lead) -> _Said:
-            hashed = [msgspec.msgpack.decode(data, type=_Hashed) for data in gathered]
-            if said := _first_of([each.problem for each in hashed]):
+            if said := _first_of(gathered):
                 raise SnapshotError(said.text)
-            of_rank = [iter(each.parts) for each in hashed]
+            of_rank = [iter(msgspec.msgpack.decode(each.data, type=list[Part])) for each in gathered]
             in_order = [next(of_rank[part.rank]) for part in layout.ranges]
             info = lead.announce(tag, layout, in_order, evaluate=evaluate, final=final)
             return _Said(info=info, files=None if final else lead.offer_files())
@@ -248,7 +231,7 @@ class PieceWriter:
         return said.info
 
     def _hear(self, of: Callable[[Lead], _Said]) -> _Said:
-        """What rank 0's lead says to all ranks. Raises `SnapshotError` on all of them where it fails."""
+        """Return the message of rank 0's lead on all ranks. Raises `SnapshotError` on all where it fails."""
         said: _Said | None = None
         if (lead := self._lead) is not None:
             said, problem = _try(lambda: of(lead))
@@ -327,33 +310,39 @@ def _hand_over(
 
 
 def spare_file(root: Path, number: int) -> Path:
-    """Where model file `number` lies while it is in no snapshot."""
+    """Return the path of model file `number` while it is in no snapshot."""
     return root / f"{SPARE_PREFIX}{number}"
 
 
 def describe(group: ByteCollectives, pieces: Iterable[TensorPiece], left_out: Set[str]) -> list[list[Box]]:
-    """What each rank holds, on all ranks. Raises `SnapshotError` on all of them where one cannot say."""
+    """Return what each rank holds, on all ranks. Raises `SnapshotError` on all of them where one cannot
+    say."""
     boxes: list[Box] = []
     problem = _each(pieces, left_out, lambda piece: boxes.append(box_of(piece)))
-    gathered = group.gather(msgspec.msgpack.encode(_Held(boxes, problem)))
-    said: _Said | None = None
-    if group.rank == 0:
-        held = [msgspec.msgpack.decode(data, type=_Held) for data in gathered]
-        said = _Said(_first_of([each.problem for each in held]), held=[each.boxes for each in held])
-    return _from_first(group, said).held
+    shared = _share(group, msgspec.msgpack.encode(boxes), problem)
+    return [msgspec.msgpack.decode(data, type=list[Box]) for data in shared]
 
 
 def _agree(group: ByteCollectives, problem: _Problem | None) -> None:
     """Wait for all ranks. Raises the first one's error, if any has one, on all of them."""
-    gathered = group.gather(msgspec.msgpack.encode(problem))
-    said = None
-    if group.rank == 0:
-        said = _Said(_first_of([msgspec.msgpack.decode(data, type=_Problem | None) for data in gathered]))
-    _from_first(group, said)
+    _share(group, b"", problem)
+
+
+def _share(group: ByteCollectives, data: bytes, problem: _Problem | None) -> list[bytes]:
+    """Return the data of all ranks, on every rank. Raises the first rank's error on all of them."""
+    gathered = _gather(group, data, problem)
+    said = _Said(_first_of(gathered), shared=[each.data for each in gathered]) if group.rank == 0 else None
+    return _from_first(group, said).shared
+
+
+def _gather(group: ByteCollectives, data: bytes, problem: _Problem | None) -> list[_Given]:
+    """Return the messages of all ranks on rank 0, and nothing elsewhere."""
+    gathered = group.gather(msgspec.msgpack.encode(_Given(data, problem)))
+    return [msgspec.msgpack.decode(each, type=_Given) for each in gathered]
 
 
 def _from_first(group: ByteCollectives, said: _Said | None) -> _Said:
-    """What rank 0 says, on every rank. Raises `SnapshotError` or `OSError` where that is a problem."""
+    """Return rank 0's message on every rank. Raises `SnapshotError` or `OSError` where that is a problem."""
     data = msgspec.msgpack.encode(said, enc_hook=str) if said is not None else None
     heard = msgspec.msgpack.decode(group.broadcast(data), type=_Said, dec_hook=lambda _, text: Path(text))
     if (problem := heard.problem) is not None:
@@ -361,15 +350,15 @@ def _from_first(group: ByteCollectives, said: _Said | None) -> _Said:
     return heard
 
 
-def _first_of(problems: Sequence[_Problem | None]) -> _Problem | None:
-    for rank, problem in enumerate(problems):
+def _first_of(given: Sequence[_Given]) -> _Problem | None:
+    for rank, problem in enumerate(each.problem for each in given):
         if problem is not None:
-            return _Problem(f"rank {rank}: {problem.text}", problem.errno) if len(problems) > 1 else problem
+            return _Problem(f"rank {rank}: {problem.text}", problem.errno) if len(given) > 1 else problem
     return None
 
 
 def _try(action: Callable[[], T]) -> tuple[T | None, _Problem | None]:
-    """What it returns, or why it failed: that has to be told to the other ranks, who would wait otherwise."""
+    """Return the result of `action`, or its problem, which the other ranks have to hear: they would wait."""
     try:
         return action(), None
     except OSError as error:

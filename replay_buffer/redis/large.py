@@ -27,7 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.base.own_files import map_open
+from areal_async.base.own_files import map_open, sync
 from replay_buffer.ledger.index import WriteSet
 from replay_buffer.redis.connection import Argument
 from replay_buffer.redis.writer import Bytes, Commands, Keys
@@ -289,7 +289,7 @@ class BlobFiles:
             _write_all(fd, parts)
             if self._durability != "memory":
                 os.fdatasync(fd)
-                self._flush_folder()
+                sync(self._folder)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -299,7 +299,7 @@ class BlobFiles:
     def _link(self, path: Path, name: str) -> None:
         os.link(path, self._folder / name, follow_symlinks=False)
         if self._durability != "memory":
-            self._flush_folder()
+            sync(self._folder)
 
     def _map(self, ref: BlobRef) -> memoryview | None:
         try:
@@ -308,13 +308,6 @@ class BlobFiles:
             return None
         try:
             return memoryview(map_open(fd, ref.at, ref.size_bytes, populate=True))
-        finally:
-            os.close(fd)
-
-    def _flush_folder(self) -> None:
-        fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
         finally:
             os.close(fd)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from areal_async.base.records import Task
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.messages import (
     Batch,
@@ -27,7 +28,7 @@ from areal_async.rpc.messages import (
     NextBatch,
     PutVerdicts,
 )
-from areal_async.rpc.schema import Message, Task
+from areal_async.rpc.schema import Message
 from areal_async.trajectory.verdicts import Abstain, Score
 from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
 from replay_buffer.ledger.index import Edge, Index, LedgerRecords

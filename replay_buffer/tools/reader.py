@@ -19,11 +19,11 @@ from pathlib import Path
 
 import msgspec
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import FaultError, RunFolderError
 from areal_async.launch.folders import mark_owned
 from areal_async.launch.one_host import short_socket_dir
 from areal_async.launch.run_handle import Run
-from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Fetch, SeeLedger
 from replay_buffer.ledger.index import Index, LedgerRecords

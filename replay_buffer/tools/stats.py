@@ -15,10 +15,10 @@ from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.text import Text
 
+from areal_async.base.addresses import Address
 from areal_async.cli.tools import StatsRequest, plain, run_tool, show
 from areal_async.config.job import JobConfig
 from areal_async.launch.run_handle import Run, find_run
-from areal_async.rpc.address import Address
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import BufferStats, Stats
 from replay_buffer.ledger.decide import stats as stats_of

@@ -21,13 +21,13 @@ from weakref import WeakKeyDictionary, finalize
 import msgspec
 import numpy as np
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import FaultError, PeerGone, RpcTimeout
 from areal_async.base.http_server import listen
 from areal_async.base.log import get_logger
 from areal_async.base.processes import ChildProcess, RestartPolicy, Restarts, exit_text
 from areal_async.base.topology import RunHost
 from areal_async.config.rollout import GatewaySection
-from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.gateway_messages import (
     CountCalls,
@@ -40,6 +40,7 @@ from areal_async.rpc.gateway_messages import (
     ServeAgents,
     TakePieces,
 )
+from areal_async.rpc.reply_book import ServerLimits
 from areal_async.rpc.schema import Ok
 from areal_async.rpc.secret import RoleKeys
 from areal_async.rpc.server import Answer, Peer, Server, by_type
@@ -251,7 +252,7 @@ class Gateway:
             job=self._setup.job,
             access=self._setup.keys,
             handler=by_type("worker", self._handlers()),
-            max_in_flight_per_peer=AT_ONCE,
+            limits=ServerLimits(in_flight=AT_ONCE),
         )
         try:
             await self._server.start()

@@ -25,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import FaultError, PeerGone, RpcTimeout
 from areal_async.base.http_server import (
     BodyTooLong,
@@ -36,9 +37,9 @@ from areal_async.base.http_server import (
 )
 from areal_async.config.rollout import GatewaySection
 from areal_async.models.answers import end_ids
-from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.gateway_messages import CountCalls, EndSession, OpenSession, ServeAgents
+from areal_async.rpc.reply_book import ServerLimits
 from areal_async.rpc.schema import Ok
 from areal_async.rpc.server import Answer, Peer, Server, by_type
 from rollout_service.gateway.access import AT_ONCE, GatewaySetup
@@ -110,7 +111,7 @@ class Front:
                 "gateway",
                 {OpenSession: self._on_open, ServeAgents: self._on_serve, EndSession: self._on_end},
             ),
-            max_in_flight_per_peer=AT_ONCE,
+            limits=ServerLimits(in_flight=AT_ONCE),
         )
         async with self._worker:
             await orders.start()

@@ -21,13 +21,13 @@ import msgspec
 
 from areal_async.base.errors import RunFolderError
 from areal_async.base.mistakes import ConfigError, Mistake, as_typed
+from areal_async.base.own_files import write_whole
 from areal_async.base.versions import VersionTag
 from areal_async.cli.tools import AnswersRequest, CheckpointRequest, EvaluateRequest, module_of
 from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
 from areal_async.config.load import job_from_mapping
 from areal_async.launch.folders import claim_folders
-from areal_async.launch.local_launcher import write_whole
 from areal_async.launch.one_host import topology_here
 from areal_async.launch.plan import services_of
 from areal_async.launch.run_handle import Run

@@ -24,10 +24,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from areal_async.base.errors import ArealError
+from areal_async.base.records import Task
 from areal_async.config.job import JobConfig
 from areal_async.config.registry import TOOLS, WORKFLOWS, PartError, section_mistakes
 from areal_async.data.examples import tools_of
-from areal_async.rpc.schema import Task
 from rollout_service.workflows.context import Context, EpisodeAborted, PolicyEngine, WorkflowResources
 from rollout_service.workflows.tools import Tool, ToolReply, load_tools, tool
 from rollout_service.workflows.turns import Renderer, Reply, TemplateRewrites, TurnError, is_chat

@@ -25,9 +25,9 @@ from pydantic import Field, model_validator
 
 from areal_async.base.addresses import LOOPBACK
 from areal_async.base.errors import ArealError, InfrastructureFault
+from areal_async.base.records import Task
 from areal_async.config.base import Section
 from areal_async.config.registry import run_user_file
-from areal_async.rpc.schema import Task
 from rollout_service.workflows.context import Context, WorkflowResources
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from areal_async.base.mistakes import Mistake
+from areal_async.base.records import Task
 from areal_async.config.base import Section
 from areal_async.config.job import JobConfig
 from areal_async.config.registry import TOOLS
 from areal_async.models.answers import spoken
-from areal_async.rpc.schema import Task
 from areal_async.trajectory import SegmentKind
 from rollout_service.environments import EnvironmentFactory, load_environment
 from rollout_service.gateway.toolcalls import (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from areal_async.base.records import Task
 from areal_async.rpc.messages import (
     Claim,
     Claims,
@@ -15,7 +16,6 @@ from areal_async.rpc.messages import (
     NextBatch,
     Waiting,
 )
-from areal_async.rpc.schema import Task
 from replay_buffer.ledger.decide import BufferStarted, Command, ExpireDeadlines, ExtendDeadlines, decide
 from replay_buffer.ledger.index import Edge, Index, LedgerRecords, WriteSet
 from replay_buffer.ledger.records import LedgerMeta

@@ -16,10 +16,9 @@ from typing import Any
 import msgspec
 import torch
 
-from areal_async.base.addresses import interface_of
+from areal_async.base.addresses import Address, interface_of
 from areal_async.base.versions import VersionTag
 from areal_async.config.job import JobConfig
-from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.weights_messages import AskTensors, SnapshotNotice

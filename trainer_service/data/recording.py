@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from areal_async.base.own_files import write_whole
 from areal_async.rpc.messages import Batch, BatchEpisode
 from areal_async.service.record import as_it_became, read_run_log
 from areal_async.trajectory import TrajectoryError, seen_by, unpack
@@ -83,9 +84,7 @@ def write_step(
                     offset += size
         record = RankRecord(SCHEMA, batch, list(losses), list(grad_norms), places, begun, routes_at)
         # Under its name only once it is whole: a step that has one can be replayed.
-        unfinished = folder / f"step-{rank}.tmp"
-        unfinished.write_bytes(msgspec.msgpack.encode(record))
-        unfinished.replace(folder / f"step-{rank}.msgpack")
+        write_whole(folder / f"step-{rank}.msgpack", msgspec.msgpack.encode(record))
 
 
 class Recording:

@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from areal_async.base.cache import CACHE_VARIABLE
 from areal_async.base.errors import RunError
 from areal_async.base.log import get_logger
-from areal_async.base.own_files import append_beneath
+from areal_async.base.own_files import append_beneath, write_whole
 from areal_async.base.processes import INCURABLE_STATUS
 from areal_async.base.topology import RunHost, ServicePlace, Topology
 from areal_async.config.cluster import RaySection
@@ -39,7 +39,6 @@ from areal_async.launch.buffer_files import BufferNode, forget_at_home, write_co
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.home_files import with_home_store
 from areal_async.launch.launcher import WAITS
-from areal_async.launch.local_launcher import write_whole
 from areal_async.launch.plan import thread_count, with_channel
 from areal_async.launch.ray.actor import answer_of, new_actor
 from areal_async.launch.ray.head import check_head

@@ -26,13 +26,14 @@ from pathlib import Path
 
 import msgspec
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import RunError
-from areal_async.base.own_files import NotOurs, is_own_folder, read_own
+from areal_async.base.own_files import NotOurs, is_own_folder, read_own, write_whole
 from areal_async.base.processes import kill_processes_of, service_environment, start_service
 from areal_async.base.topology import Role, RunHost, ServicePlace, Topology
 from areal_async.launch.buffer_files import confirmed_in, is_forgotten, pieces_of
 from areal_async.launch.home_files import BUFFER, bring_buffer, bring_content
-from areal_async.launch.local_launcher import LocalChild, RankLines, write_whole
+from areal_async.launch.local_launcher import LocalChild, RankLines
 from areal_async.launch.one_host import SHM_ROOT, make_host, volatile_roots
 from areal_async.launch.ray.orders import (
     FileNews,
@@ -42,7 +43,6 @@ from areal_async.launch.ray.orders import (
     ProcessStarted,
     StartOrder,
 )
-from areal_async.rpc.address import Address
 from areal_async.rpc.endpoints import HELD_VARIABLE
 from areal_async.service.context import keys_file
 from areal_async.storage.home import HomeFileSystem

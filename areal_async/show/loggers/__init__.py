@@ -27,6 +27,7 @@ import msgspec
 
 from areal_async.base.log import get_logger
 from areal_async.base.mistakes import Mistake
+from areal_async.base.own_files import write_whole
 from areal_async.base.secrecy import shown
 from areal_async.config.job import JobConfig
 from areal_async.config.registry import LOGGERS
@@ -263,9 +264,7 @@ class LoggerThread:
 
     def _keep(self) -> None:
         self._kept.state = self._run.state
-        fresh = self._path.with_suffix(".tmp")
-        fresh.write_bytes(msgspec.json.encode(self._kept))
-        fresh.replace(self._path)
+        write_whole(self._path, msgspec.json.encode(self._kept))
 
 
 @contextmanager

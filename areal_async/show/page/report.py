@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from areal_async.base.own_files import private_files
+from areal_async.base.own_files import write_whole
 from areal_async.base.secrecy import shown
 from areal_async.base.yaml_file import dump_yaml
 from areal_async.config.fields import leaves_of
@@ -50,13 +49,7 @@ def write_report(folders: Sequence[Path], path: Path, jobs: Sequence[JobConfig] 
     """Write the report of one run, or of several over each other, to `path`. Raises `RunFolderError` and
     OSError."""
     html = report_html(folders, jobs or [*map(reading.job_of, folders)])
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with private_files():
-            beside.write_text(html, encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(path, html.encode())
 
 
 def report_html(folders: Sequence[Path], jobs: Sequence[JobConfig]) -> str:

@@ -19,138 +19,45 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
 from areal_async.base.mistakes import Mistake
-from areal_async.base.versions import VersionTag
 from areal_async.config.base import Section
 from areal_async.config.devices import rank_device, shared_with_engines
 from areal_async.config.engines import declared_engine, engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import load_part
 from areal_async.config.registry import ENGINES
-from areal_async.rpc.schema import Message
-from areal_async.rpc.weights_messages import SnapshotNotice
+from areal_async.weights.channels.channel import Channel, PublishingEnd, ReceivingEnd
 
 if TYPE_CHECKING:
-    import torch
-
-    from areal_async.rpc.client import Client
-    from areal_async.rpc.server import Answer
     from areal_async.service.context import ServiceContext
 
 
-class PublishingEnd:
-    """The trainer's end. This one leaves the files where they are."""
-
-    takes_tensors = False
-    """Whether `offer` is called, which takes a trainer of one rank: it wants all tensors at once."""
-
-    async def start(self) -> None:
-        """Begin to serve. Raises `ArealError`."""
-
-    async def close(self) -> None:
-        """Leave no thread and no socket behind."""
-
-    def offer(self, tag: VersionTag, tensors: Mapping[str, torch.Tensor]) -> None:
-        """These tensors, on the trainer's device, are about to be published as `tag`; they may change as soon
-        as this returns."""
-
-    def add(self, directory: Path, manifest_hash: str) -> None:
-        """The complete `directory` (of a snapshot or of a delta) may be fetched from now on."""
-
-    def remove(self, manifest_hash: str) -> bool:
-        """It may be fetched no more; whether its files may be overwritten, since nobody reads them."""
-        return True
-
-    async def answer(self, message: Message) -> Answer | None:
-        """The answer to a receiver; None for a message that is not for this channel. Raises `FaultError`."""
-        return None
-
-
-class ReceivingEnd:
-    """The end of one receiver. This one reads where the trainer wrote."""
-
-    makes_deltas = False
-    """Whether the snapshot that was brought last is held here, so that the next can be made of it."""
-
-    async def bring(self, notice: SnapshotNotice, publisher: Client) -> Path:
-        """The path of the announced snapshot on this host. `publisher` is the receiver's connection to it.
-        Raises `SnapshotError` for what cannot be brought."""
-        return Path(notice.path)
-
-    def served(self, tag: VersionTag, *, failed: bool = False) -> None:
-        """The receiver uses `tag` now, or `failed` to: files that it no longer needs may go."""
-
-    def distrust(self, notice: SnapshotNotice) -> None:
-        """What was brought did not open: the next try must not find it."""
-
-    async def close(self) -> None:
-        """Leave no socket behind."""
-
-
-class Channel:
-    """What a channel declares, and its ends. All members are static; the module that holds it must not import
-    torch, since a job file is checked with it."""
-
-    class Arguments(Section):
-        """The arguments of the channel, which the job file has in `weights.channel_args`."""
-
-    deltas = False
-    """Whether `weights.codec: auto` makes deltas: only where they save the bytes of a network."""
-    one_host = False
-    """Whether it reaches none but the processes of the trainer's host."""
-    from_device = False
-    """Whether `offer` wants the tensors on the trainer's device."""
-
-    @staticmethod
-    def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """What is wrong with a job that uses this channel with these arguments, which stand in `field`."""
-        yield from ()
-
-    @staticmethod
-    def check_files(arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """What is wrong with the files that the arguments name."""
-        yield from ()
-
-    @staticmethod
-    def directory(job: JobConfig) -> Path | None:
-        """Where snapshots lie; None for the shared memory of the run. What is there is removed at the end."""
-        return None
-
-    @staticmethod
-    def publishing_end(ctx: ServiceContext) -> PublishingEnd:
-        return PublishingEnd()
-
-    @staticmethod
-    def receiving_end(ctx: ServiceContext, name: str) -> ReceivingEnd:
-        """`name` is that of the receiver."""
-        return ReceivingEnd()
-
-
 def channel_of(job: JobConfig) -> type[Channel]:
-    """The channel that the job names. Raises `PartError`; runs the file of one of the user's own."""
+    """Return the channel that the job names. Raises `PartError`; runs the file of one of the user's own."""
     channel: type[Channel] = load_part(job, "weights.channel")
     return channel
 
 
 def makes_deltas(job: JobConfig) -> bool:
-    """Whether the publisher of the job makes deltas."""
+    """Return whether the publisher of the job makes deltas."""
     codec = job.weights.codec
     return codec == "delta" or (codec == "auto" and channel_of(job).deltas)
 
 
 class SharedCopies(NamedTuple):
-    """How often, at most, the shared memory of the trainer's host holds what a job publishes (the model in
-    `trainer.dtype`, or its adapters)."""
+    """Largest number of copies of what a job publishes (the model in `trainer.dtype`, or its adapters) in the
+    shared memory of the trainer's host."""
 
     snapshots: int
-    """Those that are kept, and the one that is being written."""
+    """Kept snapshots, and the one that is being written."""
     evaluated: int
-    """Others, which evaluations hold."""
+    """Other snapshots, which evaluations hold."""
     deltas: int
     """A delta, and the snapshot that it changes."""
     merged: int
@@ -261,35 +168,28 @@ class Nccl(Channel):
     @staticmethod
     def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
         rollout, trainer = job.rollout, job.trainer
+        mistake = partial(Mistake, "weights.channel")
         if trainer.ranks > 1:
-            yield Mistake(
-                "weights.channel",
-                f"`nccl` sends whole tensors from one device, and with {trainer.ranks} ranks none has them",
-                "Set it to auto, or trainer.ranks to 1",
-                ("trainer.ranks",),
+            problem = (
+                f"`nccl` sends whole tensors from one device, and with {trainer.ranks} ranks none has them"
             )
+            yield mistake(problem, "Set it to auto, or trainer.ranks to 1", ("trainer.ranks",))
         if trainer.lora.rank:
             problem = "`nccl` sends whole weights from device to device, and with trainer.lora there are none"
-            yield Mistake("weights.channel", problem, "Set it to auto, zmq or disk", ("trainer.lora.rank",))
+            yield mistake(problem, "Set it to auto, zmq or disk", ("trainer.lora.rank",))
         engine = declared_engine(rollout.engine)
         if engine is not None and (reason := engine.no_group):
-            able = (name for name in ENGINES.built_in if not engine_part(name).no_group)
-            yield Mistake(
-                "weights.channel",
-                f"`nccl` is not for rollout.engine {rollout.engine}: {reason}",
-                f"Set it to auto, or rollout.engine to {' or '.join(able)}",
-                ("rollout.engine",),
-            )
+            able = " or ".join(name for name in ENGINES.built_in if not engine_part(name).no_group)
+            problem = f"`nccl` is not for rollout.engine {rollout.engine}: {reason}"
+            yield mistake(problem, f"Set it to auto, or rollout.engine to {able}", ("rollout.engine",))
         kinds = {device.partition(":")[0] for device in (rollout.device, trainer.device)}
-        devices = ("rollout.device", "trainer.device")
         if len(kinds) > 1:
-            yield Mistake(
-                "weights.channel",
+            problem = (
                 f"a process group joins GPUs with GPUs (by NCCL) or CPUs with CPUs (by gloo), not the "
-                f"trainer's {trainer.device} with the engine's {rollout.device}",
-                "Set it to auto, or both devices to one kind",
-                devices,
+                f"trainer's {trainer.device} with the engine's {rollout.device}"
             )
+            devices = ("rollout.device", "trainer.device")
+            yield mistake(problem, "Set it to auto, or both devices to one kind", devices)
         elif kinds == {"cuda"}:
             yield from shared_with_engines(job)
 
@@ -320,10 +220,10 @@ class Auto(Channel):
 
 
 def _several_hosts(ctx: ServiceContext) -> bool:
-    """A process that is started again may be on another host than it was, so all hosts count."""
+    """Return whether the run has several hosts. All count: a restarted process may be on any of them."""
     return len(ctx.topology.hosts) > 1
 
 
 def _listen(ctx: ServiceContext) -> str:
-    """A port of the interface at which other hosts reach this one."""
+    """Return a port of the interface at which other hosts reach this one."""
     return ctx.place.chunks or f"tcp://{ctx.host.address}:0"

@@ -18,13 +18,15 @@ import os
 import shutil
 import threading
 from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from blake3 import blake3
 
 from areal_async.base.errors import SnapshotError
-from areal_async.base.own_files import map_open, open_beneath, reserve
+from areal_async.base.own_files import map_path, open_beneath, reserve
 from areal_async.weights.manifest import HASH_PREFIX, MANIFEST_FILE, check_file_name, hash_of
 
 TABLE_SCHEMA = 1
@@ -43,8 +45,8 @@ class ChunkTable(msgspec.Struct, frozen=True):
 
     schema: int
     manifest_hash: str
-    chunk_bytes: int
-    files: list[tuple[str, int]]
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)]
+    files: list[tuple[str, Annotated[int, msgspec.Meta(ge=0)]]]
     digests: bytes
 
     @property
@@ -54,19 +56,17 @@ class ChunkTable(msgspec.Struct, frozen=True):
 
 
 class ChunkLayout:
-    """Where each chunk of a table lies."""
+    """Places of the chunks of a table."""
 
     def __init__(self, table: ChunkTable) -> None:
         self.table = table
-        self._first: list[int] = []  # The number of the first chunk of each file
-        n = 0
-        for _, size in table.files:
-            self._first.append(n)
-            n += count_chunks(size, table.chunk_bytes)
-        self.n_chunks = n
+        counts = [count_chunks(size, table.chunk_bytes) for _, size in table.files]
+        *self._first, self.n_chunks = accumulate(counts, initial=0)
+        """The number of the first chunk of each file, and how many there are."""
 
     def chunk(self, number: int) -> tuple[int, int, int]:
-        """The file of a chunk (index into the table's files), its offset there and its size, in bytes."""
+        """Return the file of a chunk (index into the table's files), its offset there and its size, in
+        bytes."""
         file = bisect_right(self._first, number) - 1
         while self.table.files[file][1] == 0:  # an empty file has no chunk, and starts where the next does
             file -= 1
@@ -74,7 +74,7 @@ class ChunkLayout:
         return file, offset, min(self.table.chunk_bytes, self.table.files[file][1] - offset)
 
     def matches(self, number: int, data: memoryview) -> bool:
-        """Whether `data` is chunk `number`, byte for byte."""
+        """Return whether `data` is chunk `number`, byte for byte."""
         at = number * DIGEST_BYTES
         expected = self.table.digests[at : at + DIGEST_BYTES]
         return data.nbytes == self.chunk(number)[2] and blake3(data).digest() == expected
@@ -86,7 +86,7 @@ class ChunkStore:
     def __init__(self, directory: Path, table: ChunkTable) -> None:
         self.directory = directory
         self.layout = ChunkLayout(table)
-        self._maps: list[mmap.mmap | bytes | None] | None = None
+        self._maps: list[mmap.mmap | bytes] | None = None
         self._closed = False
         self._lock = threading.Lock()
 
@@ -94,8 +94,8 @@ class ChunkStore:
         """Return once chunk `number` can be read. Raises `SnapshotError` when it never will be."""
 
     def data(self, number: int) -> memoryview:
-        """The bytes of a chunk that is here, mapped, not copied. Raises `SnapshotError` once closed, or when
-        the directory is gone."""
+        """Return the bytes of a chunk that is here, mapped, not copied. Raises `SnapshotError` once closed,
+        or when the directory is gone."""
         file, offset, size = self.layout.chunk(number)
         with self._lock:
             if self._closed:
@@ -103,10 +103,9 @@ class ChunkStore:
             if self._maps is None:
                 self._maps = self._mapped()
             mapped = self._maps[file]
-        assert mapped is not None
         return memoryview(mapped)[offset : offset + size]
 
-    def _mapped(self) -> list[mmap.mmap | bytes | None]:
+    def _mapped(self) -> list[mmap.mmap | bytes]:
         return [map_file(self.directory / name, size) for name, size in self.layout.table.files]
 
     def close(self) -> bool:
@@ -165,15 +164,12 @@ class PartialDownload(ChunkStore):
             shutil.rmtree(self.directory, ignore_errors=True)  # What it holds is what there is no room for
             raise SnapshotError(f"{self.directory} cannot be filled: {error}") from error
 
-    def _mapped(self) -> list[mmap.mmap | bytes | None]:
+    def _mapped(self) -> list[mmap.mmap | bytes]:
         if not self._fds:
             return super()._mapped()
         # What is put later shows through these, and all of it has room.
-        sizes = (size for _, size in self.layout.table.files)
-        return [
-            mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else None
-            for fd, size in zip(self._fds, sizes, strict=True)
-        ]
+        files = zip(self._fds, self.layout.table.files, strict=True)
+        return [mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else b"" for fd, (_, size) in files]
 
     def put(self, number: int, data: memoryview) -> bool:
         """Take chunk `number` if its hash is right. Raises `SnapshotError` when it cannot be written."""
@@ -190,7 +186,7 @@ class PartialDownload(ChunkStore):
         return True
 
     def announce(self, number: int) -> None:
-        """Tell those who wait for chunk `number` that it was put."""
+        """Wake those who wait for chunk `number` that it was put."""
         if (arrival := self._arrivals.pop(number, None)) is not None:
             arrival.set_result(None)
 
@@ -233,7 +229,8 @@ def count_chunks(size_bytes: int, chunk_bytes: int) -> int:
 
 
 def chunk_bytes_for(size_bytes: int) -> int:
-    """A power of two that cuts `size_bytes` into `WANTED_CHUNKS` to twice as many, within the limits."""
+    """Return a power of two that cuts `size_bytes` into `WANTED_CHUNKS` to twice as many, within the
+    limits."""
     wanted = max(1, size_bytes // WANTED_CHUNKS)
     return min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, 1 << (wanted.bit_length() - 1)))
 
@@ -250,28 +247,24 @@ def build_table(directory: Path, manifest_hash: str) -> ChunkTable:
         chunk_bytes = chunk_bytes_for(sum(size for _, size in files))
         digests = bytearray()
         for name, size in files:
-            if (mapped := map_file(directory / name, size)) is not None:
-                view = memoryview(mapped)
-                for at in range(0, size, chunk_bytes):
-                    digests += blake3(view[at : at + chunk_bytes]).digest()
+            view = memoryview(map_file(directory / name, size))
+            for at in range(0, size, chunk_bytes):
+                digests += blake3(view[at : at + chunk_bytes]).digest()
     except OSError as error:
         raise SnapshotError(f"{directory} cannot be read: {error}") from error
     return ChunkTable(TABLE_SCHEMA, manifest_hash, chunk_bytes, files, bytes(digests))
 
 
-def map_file(path: Path, size: int) -> mmap.mmap | bytes | None:
-    """A file of `size` bytes mapped for reading; None for an empty one. Raises `SnapshotError` where it has
-    another size or is gone."""
+def map_file(path: Path, size: int) -> mmap.mmap | bytes:
+    """Return a file of `size` bytes mapped for reading. Raises `SnapshotError` if it has another size or is
+    gone."""
     try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            if os.fstat(fd).st_size != size:
-                raise SnapshotError(f"{path} does not have {size} bytes")
-            return map_open(fd) if size else None
-        finally:
-            os.close(fd)
+        mapped = map_path(path)
     except OSError as error:
         raise SnapshotError(f"{path} cannot be read: {error}") from error
+    if len(mapped) != size:
+        raise SnapshotError(f"{path} does not have {size} bytes")
+    return mapped
 
 
 def encode_table(table: ChunkTable) -> bytes:
@@ -291,10 +284,8 @@ def decode_table(data: bytes | memoryview) -> ChunkTable:
         raise SnapshotError("a chunk table must name each file once, and the manifest last")
     for name in names[:-1]:
         check_file_name(name)
-    if not MIN_CHUNK_BYTES <= table.chunk_bytes <= MAX_CHUNK_BYTES:
-        raise SnapshotError(f"a chunk table with chunks of {table.chunk_bytes} bytes")
-    if any(size < 0 for _, size in table.files) or table.files[-1][1] == 0:
-        raise SnapshotError("a chunk table with an impossible size")
+    if table.files[-1][1] == 0:
+        raise SnapshotError("a chunk table with an empty manifest")
     n = sum(count_chunks(size, table.chunk_bytes) for _, size in table.files)
     if n > MAX_CHUNKS or len(table.digests) != n * DIGEST_BYTES:
         raise SnapshotError(f"a chunk table of {len(table.digests)} digest bytes for {n} chunks")

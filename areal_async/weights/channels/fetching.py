@@ -24,17 +24,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import FaultError, ProtocolError, RpcTimeout, SnapshotError, WireError
 from areal_async.base.events import failpoint
 from areal_async.base.log import get_logger
 from areal_async.base.versions import VersionTag
-from areal_async.rpc.address import Address
 from areal_async.rpc.board import board
 from areal_async.rpc.client import Client
 from areal_async.rpc.secret import CHUNKS, Access
 from areal_async.rpc.weights_messages import FindSources, GetChunk, SnapshotNotice
 from areal_async.weights import metrics
-from areal_async.weights.channels import ReceivingEnd
+from areal_async.weights.channels.channel import ReceivingEnd
 from areal_async.weights.channels.chunks import PartialDownload, decode_table
 from areal_async.weights.channels.host_cache import HostCache
 from areal_async.weights.channels.serving import MAX_ASKED, ChunkServer
@@ -87,7 +87,7 @@ class Download:
 
     @property
     def state(self) -> str:
-        """How far it is and what it waits for, for a person."""
+        """Progress, and what it waits for, in words."""
         share = f"{100 * self.partial.progress:.0f} % of {self.partial.final.name} are here"
         return f"{share}; {self._active or 'no source'} has sent nothing for {self.starved_s:.0f} s"
 
@@ -129,10 +129,8 @@ class Download:
             return
         except TimeoutError:
             metrics.REFUSED.labels("late").inc()
-        except WireError as error:
-            reason = str(error)
-        except ExceptionGroup as group_error:
-            first = group_error.exceptions[0]
+        except (WireError, ExceptionGroup) as error:
+            first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
             if not isinstance(first, WireError):
                 raise first from None
             reason = str(first)
@@ -152,7 +150,7 @@ class Download:
         patience_s: float,
         pool: ThreadPoolExecutor,
     ) -> None:
-        """One credit: take one chunk after the other."""
+        """Take one chunk after the other, with one credit."""
         loop = asyncio.get_running_loop()
         for number in wanted:
             data = await self._chunk(client, number, source)
@@ -257,7 +255,7 @@ class SnapshotFetcher(ReceivingEnd):
             await self._fetch(notice.tag.label, notice.manifest_hash, publisher)
 
     async def _make_of_delta(self, notice: SnapshotNotice, publisher: Client) -> bool:
-        """Whether the snapshot could be made from its difference to one that is here."""
+        """Return whether the snapshot could be made from its difference to one that is here."""
         if notice.delta is None:
             return False
         cache, name, base = self._cache, notice.tag.label, notice.delta.base.label
@@ -333,7 +331,7 @@ class SnapshotFetcher(ReceivingEnd):
 
 
 def _tell(before: str, now: str) -> str:
-    """Say what is waited for; the metric has one series while something is."""
+    """Report a wait; the metric has one series while there is one."""
     if before != now:
         board.waits("weights", now)
         if before:

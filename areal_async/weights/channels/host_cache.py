@@ -19,6 +19,7 @@ import re
 import shutil
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from areal_async.base.errors import SnapshotError
@@ -46,36 +47,34 @@ class HostCache:
         return self.root / name
 
     async def obtain(self, name: str, manifest_hash: str, make: Callable[[], Awaitable[object]]) -> Path:
-        """The directory `name` with this manifest, which is held from now on; `make` puts it at its path
-        where it is missing. Raises `SnapshotError`, and whatever `make` does."""
+        """Return the directory `name` with this manifest, which is held from now on; `make` puts it at its
+        path where it is missing. Raises `SnapshotError`, and whatever `make` does."""
         self.hold(name)
         deadline_s = time.monotonic() + self._wait_s
         try:
-            while True:
-                if path := self.find(name, manifest_hash):
-                    return path
+            while (path := self.find(name, manifest_hash)) is None:
                 if (claim := self.claim(name)) is not None:
                     try:
-                        if path := self.find(name, manifest_hash):
-                            return path
-                        await make()
+                        if self.find(name, manifest_hash) is None:
+                            await make()
                     finally:
                         os.close(claim)
                     await asyncio.to_thread(self.sweep)
-                    if path := self.find(name, manifest_hash):
-                        return path
-                    raise SnapshotError(f"what came for {name} has another manifest than was announced")
-                if time.monotonic() > deadline_s:
+                    if self.find(name, manifest_hash) is None:
+                        raise SnapshotError(f"what came for {name} has another manifest than was announced")
+                elif time.monotonic() > deadline_s:
                     raise SnapshotError(
                         f"another process of this host has not fetched {name} for {self._wait_s:g} s"
                     )
-                await asyncio.sleep(LOOK_S)
+                else:
+                    await asyncio.sleep(LOOK_S)
+            return path
         except BaseException:
             self.free(name)
             raise
 
     def find(self, name: str, manifest_hash: str) -> Path | None:
-        """The directory, when it is there with this manifest. One of another manifest is removed."""
+        """Return the directory, when it is there with this manifest. One of another manifest is removed."""
         path = self.path(name)
         try:
             if hash_of((path / MANIFEST_FILE).read_bytes()) == manifest_hash:
@@ -98,7 +97,8 @@ class HostCache:
             os.close(self._holds.pop(name))
 
     def served(self, name: str, *, failed: bool = False) -> None:
-        """This process serves `name` now, and needs nothing older; where it `failed`, `name` alone goes."""
+        """Free what is older than `name`, which this process serves now; if it `failed` to, free `name`
+        alone."""
         for held in self.held:
             if held == name if failed else held != name and _tag_of(held) <= _tag_of(name):
                 self.free(held)
@@ -109,7 +109,7 @@ class HostCache:
         return [*self._holds]
 
     def claim(self, name: str) -> int | None:
-        """The right to make `name`, until `os.close`; None while another process has it."""
+        """Return the right to make `name`, until `os.close`; None while another process has it."""
         self.root.mkdir(parents=True, exist_ok=True)
         return lock_file(self.root / f"{CLAIM_PREFIX}{name}", fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -124,17 +124,14 @@ class HostCache:
 
     def sweep(self) -> None:
         """Remove what nobody needs."""
-        names: dict[VersionTag, list[str]] = {}
-        for path in self.root.iterdir():
-            if _NAME.fullmatch(path.name):
-                names.setdefault(_tag_of(path.name), []).append(path.name)
-        for tag in sorted(names)[:-KEPT]:
-            for name in names[tag]:
+        names = [path.name for path in self.root.iterdir() if _NAME.fullmatch(path.name)]
+        kept = sorted({_tag_of(name) for name in names})[-KEPT:]
+        for name in names:
+            if _tag_of(name) not in kept:
                 self._remove(name)
         for path in self.root.glob(f"{PARTIAL_PREFIX}*"):
             name = path.name.removeprefix(PARTIAL_PREFIX).rpartition("-")[0]
-            claim = self.claim(name)
-            if claim is not None:  # otherwise somebody is filling it
+            if (claim := self.claim(name)) is not None:  # otherwise somebody is filling it
                 shutil.rmtree(path, ignore_errors=True)
                 _end(self.root / f"{CLAIM_PREFIX}{name}", claim)
 
@@ -144,11 +141,9 @@ class HostCache:
 
     def _remove(self, name: str) -> None:
         hold = self.root / f"{HOLD_PREFIX}{name}"
-        held = lock_file(hold, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if held is None:
+        if (held := lock_file(hold, fcntl.LOCK_EX | fcntl.LOCK_NB)) is None:
             return
-        claim = self.claim(name)
-        if claim is not None:
+        if (claim := self.claim(name)) is not None:
             self.discard(name)
             _end(self.root / f"{CLAIM_PREFIX}{name}", claim)
         _end(hold, held)
@@ -161,22 +156,20 @@ def _tag_of(name: str) -> VersionTag:
 
 
 def lock_file(path: Path, how: int) -> int | None:
-    """A descriptor with the `flock` on the file that is at `path` now; None when another has it."""
+    """Return a descriptor with the `flock` on the file that is at `path` now; None when another has it."""
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, how)
-            if os.fstat(fd).st_ino == os.stat(path).st_ino:
-                return fd
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        except FileNotFoundError:
-            pass  # removed between our open and our lock: the lock is on nothing
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
+        with ExitStack() as stack:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, how)
+            except BlockingIOError:
+                return None
+            # A file removed between our open and our lock: the lock is on nothing.
+            with suppress(FileNotFoundError):
+                if os.fstat(fd).st_ino == os.stat(path).st_ino:
+                    stack.pop_all()
+                    return fd
 
 
 def _end(path: Path, fd: int) -> None:

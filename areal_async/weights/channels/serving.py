@@ -22,12 +22,13 @@ from pathlib import Path
 
 from areal_async.base.errors import FaultError, SnapshotError
 from areal_async.base.events import failpoint
+from areal_async.rpc.reply_book import ServerLimits
 from areal_async.rpc.schema import Message, Ok
 from areal_async.rpc.secret import CHUNKS, Access
 from areal_async.rpc.server import Answer, Peer, Server
 from areal_async.rpc.weights_messages import FindSources, GetChunk, Sources
 from areal_async.weights import metrics
-from areal_async.weights.channels import PublishingEnd
+from areal_async.weights.channels.channel import PublishingEnd
 from areal_async.weights.channels.chunks import ChunkStore, build_table, encode_table
 
 MAX_ASKED = 64  # Chunks that one receiver may have asked for and not received
@@ -59,9 +60,8 @@ class ChunkServer:
             access=access,
             identity=CHUNKS,
             handler=self._handle,
-            max_in_flight_per_peer=MAX_ASKED,
-            cached_replies=0,  # asking twice for a chunk does no harm, and remembered ones would keep files
-            max_part_bytes=MAX_ASKED_BYTES,
+            # Asking twice for a chunk does no harm, and remembered replies would keep files.
+            limits=ServerLimits(in_flight=MAX_ASKED, cached_replies=0, part_bytes=MAX_ASKED_BYTES),
         )
 
     @property
@@ -103,8 +103,8 @@ class ChunkServer:
             raise FaultError("stale", str(error)) from error
 
     async def chunk(self, message: GetChunk) -> Answer:
-        """The chunk that `message` asks for. Raises `SnapshotError` where the snapshot is not here, and
-        `FaultError`: "unavailable" while the chunk is still to come."""
+        """Return the chunk that `message` asks for. Raises `SnapshotError` where the snapshot is not here,
+        and `FaultError`: "unavailable" while the chunk is still to come."""
         store = await self._store(message.manifest_hash)
         if not 0 <= message.number < store.layout.n_chunks:
             raise FaultError("invalid", f"the snapshot has {store.layout.n_chunks} chunks")
@@ -143,7 +143,7 @@ class RelayTree:
         self._lines: dict[str, list[str]] = {}
 
     def join(self, snapshot: str, endpoint: str, origin: str) -> list[str]:
-        """The sources of `endpoint`, best first; it takes its place in line at the first call."""
+        """Return the sources of `endpoint`, best first; it takes its place in line at the first call."""
         line = self._lines.setdefault(snapshot, [])
         if endpoint not in line:
             if len(line) >= MAX_MEMBERS:
@@ -156,7 +156,7 @@ class RelayTree:
 
 
 def sources(line: Sequence[str], me: int, origin: str, fan_out: int) -> list[str]:
-    """Where member `me` of `line` (endpoints, in order) fetches from, best first: its parent, its parent's
+    """Return the sources of member `me` of `line` (endpoints, in order), best first: its parent, its parent's
     parents, the origin, then everybody else. Whoever is gone is stepped over, and receivers that hold all
     chunks between them complete each other without an origin."""
     if fan_out < 1:

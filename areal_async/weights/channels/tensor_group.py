@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -41,6 +42,8 @@ class TensorGroup:
     ) -> None:
         self.name, self.host = name, host
         self.members = dict(members)
+        *firsts, self.size = accumulate(members.values(), initial=1)  # The trainer is rank 0
+        self.first_rank = dict(zip(members, firsts, strict=True))
         self.kind: Literal["nccl", "gloo"] = "nccl" if device.type == "cuda" else "gloo"
         self.busy = False
         self.broken = ""
@@ -59,24 +62,13 @@ class TensorGroup:
         # of its own: with it goes whoever still waits there.
         with socket.create_server((host, 0), backlog=128) as listening:
             self.port: int = listening.getsockname()[1]
-            self._meeting: dist.TCPStore | None = dist.TCPStore(
-                host,
-                self.port,
-                None,
-                True,
-                timeout=timedelta(seconds=limit_s),
-                wait_for_workers=False,
-                master_listen_fd=listening.detach(),
-            )
+            self._meeting: dist.TCPStore | None = self._store(True, master_listen_fd=listening.detach())
 
-    @property
-    def size(self) -> int:
-        """Its members' ranks and the trainer's."""
-        return 1 + sum(self.members.values())
-
-    def first_rank(self, engine: str) -> int:
-        before = list(self.members)[: list(self.members).index(engine)]
-        return 1 + sum(self.members[other] for other in before)
+    def _store(self, is_master: bool, **how: Any) -> dist.TCPStore:
+        limit = timedelta(seconds=self._limit_s)
+        return dist.TCPStore(
+            self.host, self.port, None, is_master, timeout=limit, wait_for_workers=False, **how
+        )
 
     def begin(self, tag: VersionTag, n_buckets: int) -> None:
         """Note that `tag` is sent next: nobody has taken anything of it."""
@@ -87,8 +79,8 @@ class TensorGroup:
     # --- the members' side: from an event loop -------------------------------------------------------
 
     async def ready(self, engine: str, tag: VersionTag, number: int, wait_s: float) -> bool | str:
-        """Whether `engine` may take bucket `number` now, False where not all were ready within `wait_s`, or
-        why nothing comes any more."""
+        """Return whether `engine` may take bucket `number` now: False if not all were ready within `wait_s`;
+        a text is the reason why nothing comes any more."""
         future = asyncio.get_running_loop().create_future()
         with self._changed:
             if self.broken or tag != self._tag or engine not in self._ready:
@@ -108,7 +100,7 @@ class TensorGroup:
                 self._waiting = [entry for entry in self._waiting if entry[1] is not future]
 
     def break_up(self, reason: str) -> None:
-        """It is of no use from now on. Who waits to be told that all are ready is told why."""
+        """End the use of the group. Members that wait for the others hear the reason."""
         with self._changed:
             if self.broken:
                 return
@@ -133,16 +125,13 @@ class TensorGroup:
         if self._backend is not None:
             return
         self.wait_for(JOIN)
-        limit = timedelta(seconds=self._limit_s)
         # A connection of its own: the listening one would be waited for by whoever breaks the group.
-        store: dist.Store = dist.TCPStore(
-            self.host, self.port, None, False, timeout=limit, wait_for_workers=False
-        )
+        store: dist.Store = self._store(False)
         place = "cuda" if self.kind == "nccl" else "cpu"
         for prefix in (self.name, f"{self.name}/", f"{place}/"):
             store = dist.PrefixStore(prefix, store)
         if self.kind == "gloo":
-            self._backend = dist.ProcessGroupGloo(store, 0, self.size, limit)
+            self._backend = dist.ProcessGroupGloo(store, 0, self.size, timedelta(seconds=self._limit_s))
             return
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(days=1)

@@ -28,7 +28,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,7 +52,7 @@ from areal_async.rpc.weights_messages import (
     TensorBucket,
 )
 from areal_async.weights import metrics
-from areal_async.weights.channels import PublishingEnd
+from areal_async.weights.channels.channel import PublishingEnd
 from areal_async.weights.channels.tensor_group import TensorGroup, settle
 
 BUCKET_BYTES = 512 << 20
@@ -229,11 +229,14 @@ class TensorSender(PublishingEnd):
             self._begin(gathering)
         return await future
 
-    def _refusal(self, message: AskTensors) -> str:
+    def _outdated(self, tag: VersionTag) -> str:
         if self._closing:
             return "the trainer is ending"
-        if self._copy is None or self._copy.tag != message.tag:
-            return "a newer version is being published"
+        return "" if self._copy and self._copy.tag == tag else "a newer version is being published"
+
+    def _refusal(self, message: AskTensors) -> str:
+        if reason := self._outdated(message.tag):
+            return reason
         if self._begun == message.tag:
             self._expected.add(message.engine)
             return "this version is being sent to others already"
@@ -243,57 +246,50 @@ class TensorSender(PublishingEnd):
 
     def _begin(self, gathering: _Gathering) -> None:
         """Send to those who have asked, once."""
-        copy, plans = gathering.copy, list[tuple[asyncio.Future[Plan], Plan]]()
+        copy = gathering.copy
         with self._lock:
             asked, gathering.asked = gathering.asked, {}
             if self._gathering is gathering:
                 self._gathering = None
             if not asked:
                 return
-            reason = "the trainer is ending" if self._closing else "a newer version is being published"
-            group = None
-            if not self._closing and self._copy is copy:
+            group: TensorGroup | str = self._outdated(copy.tag)
+            if not group:
                 self._begun, self._expected = copy.tag, set(asked)
-                group, reason = self._group_of(asked)
-            if group is None:
+                group = self._group_of([message for message, _ in asked.values()])
+            if isinstance(group, str):
                 copy.users -= 1
-                plans = [(future, SendsNothing(reason)) for _, future in asked.values()]
+                plans: dict[str, Plan] = dict.fromkeys(asked, SendsNothing(group))
             else:
                 group.begin(copy.tag, len(copy.buckets))
-                thread = threading.Thread(
-                    target=self._send, args=(group, copy), name="weights-send", daemon=True
-                )
-                self._sends[thread] = group
-                plans = [(future, self._plan(group, engine, copy)) for engine, (_, future) in asked.items()]
+                thread = threading.Thread(target=self._send, args=(group, copy), name="weights-send")
+                thread.daemon, self._sends[thread] = True, group
+                plans = {engine: self._plan(group, engine, copy) for engine in asked}
                 thread.start()
-        for future, plan in plans:
-            settle([future], plan)
+        for engine, (_, future) in asked.items():
+            settle([future], plans[engine])
 
-    def _group_of(
-        self, asked: Mapping[str, tuple[AskTensors, asyncio.Future[Plan]]]
-    ) -> tuple[TensorGroup | None, str]:
-        """The group of exactly those who ask, the last one if it is whole; or None and why."""
-        members = {engine: message.ranks for engine, (message, _) in asked.items()}
-        last = self._group
+    def _group_of(self, asked: Sequence[AskTensors]) -> TensorGroup | str:
+        """Return the group of exactly those who ask, the last one if it is whole; or why there is none."""
+        members, last = {message.engine: message.ranks for message in asked}, self._group
         if last is not None:
-            names = {message.group for message, _ in asked.values()}
-            if last.members == members and names == {last.name} and not last.busy and not last.broken:
-                return last, ""
+            same = last.members == members and {message.group for message in asked} == {last.name}
+            if same and not last.busy and not last.broken:
+                return last
             if not last.busy:
                 last.break_up("its members changed")
         name = f"areal-{self._token}-{next(self._numbers)}"
         try:
-            self._group = TensorGroup(
-                name, members, device=self._device, limit_s=self._limit_s, host=self._host
-            )
+            place = TensorGroup(name, members, device=self._device, limit_s=self._limit_s, host=self._host)
         except OSError as error:
             self._group = None
-            return None, f"nothing can be listened on: {error}"
-        return self._group, ""
+            return f"nothing can be listened on: {error}"
+        self._group = place
+        return place
 
     def _plan(self, group: TensorGroup, engine: str, copy: _Copy) -> SendsTensors:
         limit_ms = int(self._limit_s * 1000)
-        place = (group.first_rank(engine), group.size, group.host, group.port, group.kind)
+        place = (group.first_rank[engine], group.size, group.host, group.port, group.kind)
         return SendsTensors(group.name, *place, copy.buckets, limit_ms)
 
     # --- one send: on a thread of its own ------------------------------------------------------------
@@ -325,24 +321,21 @@ class TensorSender(PublishingEnd):
 
 
 def in_buckets(tensors: Mapping[str, torch.Tensor], limit_bytes: int) -> Iterator[TensorBucket]:
-    """The tensors in order, in runs of at most `limit_bytes` of data (or one tensor); within a run the wider
-    dtypes come first."""
-    names: list[str] = []
+    """Yield the tensors in order, in runs of at most `limit_bytes` of data (or one tensor); within a run the
+    wider dtypes come first."""
+    run: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors.items():
-        if names and size + tensor.nbytes > limit_bytes:
-            yield _bucket(tensors, names)
-            names, size = [], 0
-        names.append(name)
+        if run and size + tensor.nbytes > limit_bytes:
+            yield _bucket(run)
+            run, size = {}, 0
+        run[name] = tensor
         size += tensor.nbytes
-    if names:
-        yield _bucket(tensors, names)
+    if run:
+        yield _bucket(run)
 
 
-def _bucket(tensors: Mapping[str, torch.Tensor], names: list[str]) -> TensorBucket:
-    names = sorted(names, key=lambda name: -tensors[name].itemsize)
-    return TensorBucket(
-        names,
-        [str(tensors[name].dtype).removeprefix("torch.") for name in names],
-        [list(tensors[name].shape) for name in names],
-    )
+def _bucket(run: Mapping[str, torch.Tensor]) -> TensorBucket:
+    ordered = dict(sorted(run.items(), key=lambda item: -item[1].itemsize))
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in ordered.values()]
+    return TensorBucket([*ordered], dtypes, [list(tensor.shape) for tensor in ordered.values()])

@@ -22,7 +22,7 @@ from areal_async.weights.channels.tensor_group import TensorGroup
 from areal_async.weights.channels.tensor_sender import TensorSender
 from areal_async.weights.manifest import MANIFEST_FILE
 from areal_async.weights.publisher import Publisher
-from areal_async.weights.snapshot import open_snapshot
+from areal_async.weights.snapshot import Companions, open_snapshot
 
 SECRET = RunSecret(bytes(32))
 WINDOW_S = 2.0  # Enough for two that ask on a busy machine
@@ -52,8 +52,7 @@ def main() -> None:
         Path(ROOT),
         ENDPOINT,
         job="job",
-        files={path.name: path for path in files},
-        tied=tied,
+        companions=Companions({path.name: path for path in files}, tied),
         # several requests an update
         channel=TensorSender(device="cpu", limit_s=float(LIMIT_S), bucket_bytes=200_000, window_s=WINDOW_S),
         access=SECRET,

@@ -19,6 +19,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from redis import Redis
 
+from areal_async.base.records import Task
 from areal_async.base.versions import VersionTag
 from areal_async.config.job import JobConfig
 from areal_async.launch.one_host import short_socket_dir
@@ -41,7 +42,7 @@ from areal_async.rpc.messages import (
     VerdictAck,
     Waiting,
 )
-from areal_async.rpc.schema import Message, Ok, Task
+from areal_async.rpc.schema import Message, Ok
 from areal_async.service.context import ServiceContext
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from areal_async.trajectory.verdicts import Score, Verdict

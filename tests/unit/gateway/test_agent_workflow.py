@@ -14,8 +14,8 @@ import pytest
 
 from areal_async.base.errors import InfrastructureFault
 from areal_async.base.mistakes import ConfigError
+from areal_async.base.records import Task
 from areal_async.config.load import job_from_mapping
-from areal_async.rpc.schema import Task
 from areal_async.trajectory import unpack
 from rollout_service.engines.base import EngineError
 from rollout_service.worker.failures import run_episode

@@ -4,8 +4,8 @@ import asyncio
 import time
 
 from areal_async.base.errors import RpcTimeout
+from areal_async.base.records import Task
 from areal_async.rpc.messages import ClaimedEpisode, Claims, Refusal, VerdictAck
-from areal_async.rpc.schema import Task
 from reward_service import metrics
 from reward_service.router import Router
 from reward_service.server import RewardServer

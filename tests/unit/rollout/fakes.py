@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from areal_async.base.records import Task
 from areal_async.base.versions import VersionTag
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import HeartbeatAck, LeasedGroup, Leases, PutAck
-from areal_async.rpc.schema import Task
 from areal_async.rpc.weights_messages import SnapshotNotice
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
 from rollout_service.worker import Worker, WorkerTiming

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from areal_async.base.records import Task
 from areal_async.base.versions import VersionTag
-from areal_async.rpc.schema import Task
 from areal_async.trajectory import Episode, EpisodeBuilder, Sampling, SegmentKind
 from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.workflows import Context, Renderer

@@ -9,7 +9,7 @@ from typing import Any
 import expressions
 import pytest
 
-from areal_async.rpc.schema import Task
+from areal_async.base.records import Task
 from areal_async.trajectory import SegmentKind, training_rows
 from areal_async.trajectory.verdicts import Abstain, Score
 from reward_service.sdk import RewardInput, load_reward

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.rpc.schema import Task
+from areal_async.base.records import Task
 from rollout_service.environments import EnvironmentFailure, group_seed, level_seed, load_environment
 
 WORLDS = Path(__file__).parents[3] / "examples" / "environments"

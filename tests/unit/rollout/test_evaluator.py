@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 
 from areal_async.base.errors import RpcTimeout, SnapshotError
 from areal_async.base.mistakes import ConfigError
+from areal_async.base.records import Task
 from areal_async.cli.tools import AnswersRequest, EvaluateRequest
 from areal_async.config.job import JobConfig, merged
 from areal_async.models.answers import Detokenizer
-from areal_async.rpc.schema import Task
 from areal_async.rpc.weights_messages import NoNews
 from areal_async.service.record import RunLog
 from areal_async.service.samples import read_samples, sample_files

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
+from areal_async.base.records import Task
 from areal_async.base.versions import VersionTag
-from areal_async.rpc.schema import Task
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, training_rows
 from rollout_service.engines.base import GenerateResult
 from rollout_service.workflows import Context, Renderer, TemplateRewrites, TurnError

@@ -11,9 +11,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from areal_async.base.errors import FaultError, InfrastructureFault, RpcTimeout
+from areal_async.base.records import Task
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.messages import PutAck, Refusal
-from areal_async.rpc.schema import Task
 from areal_async.trajectory import unpack
 from rollout_service.engines.base import (
     EngineError,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from areal_async.base.records import Task
 from areal_async.config.registry import WORKFLOWS
 from areal_async.models.prompts import prompt_ids, prompt_text, text_ids
-from areal_async.rpc.schema import Task
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, training_rows
 from replay_buffer.server import read_arrival
 from rollout_service.engines.base import RequestError

@@ -6,21 +6,11 @@ import socket
 
 import pytest
 
-from areal_async.rpc.address import Address
+from areal_async.base.addresses import Address
 from areal_async.rpc.endpoints import HELD_VARIABLE
 from areal_async.rpc.messages import Arrived
 from areal_async.rpc.schema import Ok
 from tests.unit.rpc.peers import Gate, client_of, serving
-
-
-def test_a_move_is_told_to_those_who_follow_and_a_stay_to_nobody():
-    address, told = Address("tcp://127.0.0.1:1"), []
-    end = address.follow(lambda: told.append(address.endpoint))
-    address.move("tcp://127.0.0.1:1")
-    address.move("tcp://127.0.0.1:2")
-    end()
-    address.move("tcp://127.0.0.1:3")
-    assert told == ["tcp://127.0.0.1:2"]
 
 
 async def test_a_client_follows_its_server_and_asks_again_what_was_not_answered():

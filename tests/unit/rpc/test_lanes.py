@@ -91,7 +91,7 @@ def put(client: Client) -> asyncio.Task[PutAck]:
 
 async def test_a_claim_passes_the_puts_that_wait(ipc):
     puts, lanes = Putting(), {"put": Lane(1, most_running=1), "score": Lane(4)}
-    async with serving(ipc, puts, lanes=lanes, lane_of=lane_of), client_of(ipc) as worker:
+    async with serving(ipc, puts, lanes=Lanes(lanes, lane_of)), client_of(ipc) as worker:
         waiting = [put(worker) for _ in range(5)]
         await puts.begun.acquire()
         async with client_of(ipc, name="m") as scorer:
@@ -103,7 +103,7 @@ async def test_a_claim_passes_the_puts_that_wait(ipc):
 
 async def test_a_full_lane_answers_busy_and_what_comes_again_is_answered(ipc):
     puts, lanes = Putting(), {"put": Lane(1, most_running=1, most_waiting=1), "score": Lane(4)}
-    async with serving(ipc, puts, lanes=lanes, lane_of=lane_of) as server, client_of(ipc) as worker:
+    async with serving(ipc, puts, lanes=Lanes(lanes, lane_of)) as server, client_of(ipc) as worker:
         waiting = [put(worker) for _ in range(5)]
         await until(lambda: server.counters["busy"] >= 3, "three refused calls")
         puts.go.set()

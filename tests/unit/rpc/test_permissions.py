@@ -9,8 +9,8 @@ import prometheus_client
 import pytest
 
 import areal_async.rpc
+from areal_async.base.addresses import Address
 from areal_async.base.errors import EndpointError, FaultError, RpcTimeout
-from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.frames import REQUESTS
 from areal_async.rpc.messages import Arrived, Commit, Stats

@@ -14,6 +14,7 @@ import zmq
 from areal_async.base.errors import FaultError, ProtocolError
 from areal_async.rpc.frames import HEADER, WIRE_VERSION, Kind, write_frames
 from areal_async.rpc.messages import Arrived, Commit
+from areal_async.rpc.reply_book import ServerLimits
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Ok, Welcome
 from tests.unit.rpc.peers import Wire, client_of, serving
 from tests.waiting import LIMIT_S, until
@@ -65,7 +66,8 @@ async def test_a_repeated_request_runs_once(ipc):
 
 async def test_a_lost_reply_is_asked_for_again(ipc):
     router = Wire(ipc, zmq.ROUTER)
-    client = client_of(ipc, resend_after_s=0.05)
+    client = client_of(ipc)
+    client.resend_after_s = 0.05
     connecting = asyncio.create_task(client.connect(10))
     identity, head = await router.receive()
     _, _, _, _, uid, hello, _ = HEADER.unpack_from(head)
@@ -130,7 +132,8 @@ async def test_one_death_is_local_a_killed_server_process_is_replaced_under_its_
     process, real = spawn(endpoint)
     try:
         # The lost connection is noticed, not waited out.
-        async with client_of(real, resend_after_s=1e9) as client:
+        async with client_of(real) as client:
+            client.resend_after_s = 1e9
             blobs = [os.urandom(300_000), b"x"]
             reply, attachments = await client.exchange(Arrived("t"), timeout_s=60, attachments=blobs)
             assert (reply, [bytes(a) for a in attachments]) == (Ok(), blobs)
@@ -237,7 +240,7 @@ async def test_nothing_is_unbounded_remembered_replies_are_limited_in_bytes(ipc)
     async def handle(peer, message, attachments):
         return Ok(), [bytes(10_000)]
 
-    async with serving(ipc, handle, cached_bytes=25_000) as server, Wire(ipc) as wire:
+    async with serving(ipc, handle, limits=ServerLimits(cached_bytes=25_000)) as server, Wire(ipc) as wire:
         await wire.hello()
         for request in range(2, 12):
             await wire.ask(request, Arrived("t"))

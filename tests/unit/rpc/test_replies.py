@@ -2,11 +2,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from areal_async.rpc.reply_book import Admission, ReplyBook
+from areal_async.rpc.reply_book import Admission, ReplyBook, ServerLimits
 
 
 def test_the_floor_frees_replies_and_makes_late_duplicates_stale():
-    b = ReplyBook(4, 8, 1000, 3)
+    b = ReplyBook(ServerLimits(4, 8, 1000), 3)
     for request in (1, 2, 3):
         b.admit(7, request, 1)
         b.finish(7, request, [b"x" * 10])
@@ -17,7 +17,7 @@ def test_the_floor_frees_replies_and_makes_late_duplicates_stale():
 
 
 def test_an_idle_client_makes_room_for_a_new_one():
-    b = ReplyBook(4, 8, 1000, max_clients=2)
+    b = ReplyBook(ServerLimits(4, 8, 1000), max_clients=2)
     b.admit(1, 1, 1)
     b.admit(2, 1, 1)
     b.finish(2, 1, [b"x"])
@@ -34,7 +34,7 @@ class Book(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = ReplyBook(self.LIMIT, self.ENTRIES, self.BYTES, 100)
+        self.book = ReplyBook(ServerLimits(self.LIMIT, self.ENTRIES, self.BYTES), 100)
         self.next_id = dict.fromkeys(range(3), 1)
         self.floor = dict.fromkeys(range(3), 0)
         self.under_way: set[tuple[int, int]] = set()

@@ -9,6 +9,7 @@ from areal_async.base.errors import FaultError, PeerGone, ProtocolError, RpcTime
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.frames import MAX_ATTACHMENTS, Kind
 from areal_async.rpc.messages import Arrived, BufferStats, Claim, Claims, Commit, Fetch, Fetched
+from areal_async.rpc.reply_book import ServerLimits
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, Ok
 from areal_async.rpc.server import STOP_RETRY_MS, Answer, Peer, by_type
 from tests.unit.rpc.peers import SECRET, Gate, Wire, client_of, pair, server_of, serving
@@ -146,7 +147,7 @@ async def test_nothing_is_unbounded_a_peer_with_too_many_requests_is_told_busy(i
         running -= 1
         return Ok()
 
-    async with pair(ipc, handle, max_in_flight_per_peer=4) as (server, client):
+    async with pair(ipc, handle, limits=ServerLimits(in_flight=4)) as (server, client):
         await asyncio.gather(*(client.call(Arrived("t"), timeout_s=60) for _ in range(200)))
         assert most <= 4
         assert server.counters["busy"] > 0

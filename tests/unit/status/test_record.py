@@ -7,9 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import FaultError, WireError
 from areal_async.launch.commands import ControlSocket
-from areal_async.rpc.address import Address
 from areal_async.rpc.board import board
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import WriteRecord

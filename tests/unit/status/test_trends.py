@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from areal_async.base.records import RunRecord
 from areal_async.launch.aggregator import Progress
 from areal_async.launch.trends import HeldOut, reward_warning
-from areal_async.rpc.control_messages import RunRecord
 
 UP = ([0.07, 0.08, 0.08], [0.17, 0.18, 0.17])
 

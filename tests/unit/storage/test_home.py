@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from areal_async.base.addresses import Address
 from areal_async.base.errors import FaultError, RunError
 from areal_async.launch.commands import ControlSocket
 from areal_async.launch.home_files import (
@@ -17,7 +18,6 @@ from areal_async.launch.home_files import (
     with_home_store,
 )
 from areal_async.launch.one_host import make_host, topology_here
-from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.home_messages import ListHome, ReadHome, RemoveHome, WriteHome
 from areal_async.rpc.secret import RunSecret

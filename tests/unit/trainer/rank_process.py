@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from areal_async.base.records import Task
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import (
     Batch,
@@ -31,7 +32,7 @@ from areal_async.rpc.messages import (
     TrainerOpened,
     Waiting,
 )
-from areal_async.rpc.schema import Ok, Task
+from areal_async.rpc.schema import Ok
 from areal_async.service.rank_group import Meeting
 from areal_async.service.record import RunLog
 from trainer_service.backends.base import TrainingBackend

@@ -25,6 +25,7 @@ from areal_async.weights.channels.fetching import SnapshotFetcher
 from areal_async.weights.channels.serving import SnapshotServer
 from areal_async.weights.publisher import Publisher, make_publisher
 from areal_async.weights.receiver import Receiver, make_receiver
+from areal_async.weights.snapshot import Companions
 from tests.contexts import context_for_test
 from tests.unit.weights.member import Member
 from tests.unit.weights.world import PATIENCE_S, SECRET, files_of, names, tag
@@ -41,13 +42,13 @@ def publishers(place):
 
         def make(deltas_below=None):
             end = SnapshotServer("tcp://127.0.0.1:0", job="j", access=SECRET)
+            end.node_id = "trainer"
             made = Publisher(
                 place / "shm",
                 f"ipc://{place}/s",
                 job="j",
-                files={"config.json": b"{}"},
+                companions=Companions({"config.json": b"{}"}),
                 channel=end,
-                node_id="trainer",
                 deltas_below=deltas_below,
                 access=SECRET,
             )

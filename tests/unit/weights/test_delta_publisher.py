@@ -53,9 +53,8 @@ def gate() -> Gate:
 
 @pytest.fixture
 def publisher(place: Path, gate: Gate) -> Iterator[Publisher]:
-    made = Publisher(
-        place / "shm", f"ipc://{place}/s", job="j", deltas_below=0.5, delta_writer=gate, access=SECRET
-    )
+    made = Publisher(place / "shm", f"ipc://{place}/s", job="j", deltas_below=0.5, access=SECRET)
+    made.deltas.write = gate
     made.start()
     yield made
     made.close()

@@ -17,7 +17,7 @@ from areal_async.weights.channels.host_cache import KEPT
 from areal_async.weights.manifest import ADAPTER_CONFIG, MANIFEST_FILE, hash_of
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
-from areal_async.weights.snapshot import MODEL_FILE, open_snapshot, write_snapshot
+from areal_async.weights.snapshot import MODEL_FILE, Companions, open_snapshot, write_snapshot
 from tests.unit.trainer.conftest import write_model
 from tests.unit.weights.world import SECRET, tag
 
@@ -106,7 +106,9 @@ async def test_an_engine_that_takes_tensors_has_no_directory_made(tmp_path, base
 async def test_versions_are_true_what_is_published_as_an_adapter_is_opened_merged_or_refused(
     place, base, files, takes_tensors
 ):
-    publisher = Publisher(place / "shm", f"ipc://{place}/s", job="j", files=files, access=SECRET)
+    publisher = Publisher(
+        place / "shm", f"ipc://{place}/s", job="j", companions=Companions(files), access=SECRET
+    )
     publisher.start()
     made = merger(base, place / "merged", tensors=takes_tensors)
     r = Receiver(publisher.endpoint, job="j", name="r", access=SECRET, tensors=takes_tensors, merger=made)

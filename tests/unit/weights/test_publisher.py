@@ -15,7 +15,7 @@ from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
 from areal_async.weights.retention import Purpose
-from areal_async.weights.snapshot import MODEL_FILE, open_snapshot
+from areal_async.weights.snapshot import MODEL_FILE, Companions, open_snapshot
 from tests.unit.weights.world import SECRET, tag
 from tests.waiting import LIMIT_S, wait_for
 
@@ -33,9 +33,8 @@ def clock():
 @pytest.fixture
 def publisher(place, clock) -> Iterator[Publisher]:
     files = {"config.json": b"{}"}
-    made = Publisher(
-        place / "shm", f"ipc://{place}/s", job="j", files=files, clock=lambda: clock[0], access=SECRET
-    )
+    made = Publisher(place / "shm", f"ipc://{place}/s", job="j", companions=Companions(files), access=SECRET)
+    made.clock = lambda: clock[0]
     made.start()
     yield made
     made.close()
@@ -92,7 +91,8 @@ async def test_what_one_receiver_acknowledges_has_no_other_looked_after(place):
         looks.append(0)  # whoever asks for a snapshot is looked after at a time
         return 0.0
 
-    publisher = Publisher(place / "shm", f"ipc://{place}/s", job="j", clock=clock, access=SECRET)
+    publisher = Publisher(place / "shm", f"ipc://{place}/s", job="j", access=SECRET)
+    publisher.clock = clock
     publisher.start()
     publisher.publish(tag(0), weights(0))
     receivers = [await receiver(publisher, name=f"r{number}") for number in range(8)]

@@ -17,7 +17,7 @@ from areal_async.weights import handover, layout, tensor_file, writing
 from areal_async.weights.handover import receivers_of
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.publisher import Publisher
-from areal_async.weights.snapshot import MODEL_FILE, SnapshotInfo, open_snapshot, write_snapshot
+from areal_async.weights.snapshot import MODEL_FILE, Companions, SnapshotInfo, open_snapshot, write_snapshot
 from areal_async.weights.tensor_file import MappedFile
 from areal_async.weights.writing import PieceWriter, write_tensors
 from tests.unit.weights.ranks import box, groups, together
@@ -66,7 +66,12 @@ class Two:
         root = place / "shm"
         self.other_root = place / "elsewhere" if len({*hosts}) > 1 else root
         self.publisher = Publisher(
-            root, f"ipc://{place}/s", job="j", access=SECRET, group=one, tied={"head": "rows"}
+            root,
+            f"ipc://{place}/s",
+            job="j",
+            access=SECRET,
+            group=one,
+            companions=Companions(tied={"head": "rows"}),
         )
         self.publisher.start()
         self.other = PieceWriter(self.other_root, other, tied={"head"})
@@ -179,13 +184,13 @@ def test_pieces_may_change_once_begun_and_what_follows_goes_on_beside_them(place
         publisher.prepare(pieces)
         publication = publisher.begin(tag(0), pieces)
         assert begun.wait(LIMIT_S)
-        assert not publication.done
+        assert not publication.done()
         assert not (place / "shm" / tag(0).label).exists()
         weights.fill_(-1)
         released.set()
         monkeypatch.undo()
         assert torch.equal(open_snapshot(publication.result().path).tensors["w"], torch.arange(1000.0))
-        assert publication.done
+        assert publication.done()
 
 
 def test_without_having_prepared_nothing_can_be_begun(two):

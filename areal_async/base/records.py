@@ -1,0 +1,56 @@
+"""Plain types that all packages share: tasks, and lines of metrics.jsonl that are shown during a run."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A line of metrics.jsonl that is shown, with what is shown of it; a kind has not all of the fields."""
+
+    kind: Literal["step", "sft", "preference", "reward_model", "evaluation", "self_check", "resume"]
+    time_s: float | None = None
+    policy: str = ""
+    step: int = 0
+    version: int | None = None
+    tokens: int = 0
+    loss: float | None = None
+    reward_mean: float | None = None
+    wait_s: float = 0.0  # Seconds of the step that the trainer waited for its batch
+    staleness_mean: float | None = None
+    staleness_max: int | None = None
+    accuracy: float | None = None
+    engine: str = ""
+    n: int = 0
+    bound: float = 0.0
+    passed: bool = False
+    max: float | None = None
+    p999: float = 0.0
+    mean: float | list[float | None] | None = None
+
+    @property
+    def done(self) -> int:
+        """Steps finished by then: an RL step is named by the version that it starts from."""
+        return self.step + (self.kind == "step")
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Ends of the interval of an evaluation's accuracy, where it has one."""
+        match self.mean:
+            case [_, float(low), float(high)]:
+                return low, high
+        return None
+
+
+class Task(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One prompt with its ground truth. `task_id` is `<dataset hash>:<row>:<pass>`."""
+
+    task_id: str
+    prompt: list[dict[str, Any]] | str
+    data_source: str = ""
+    ability: str = ""
+    reward_style: str = ""
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = {}
