@@ -7,12 +7,9 @@ supervisor, which ends the whole group, so that the one that died first is the o
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -27,7 +24,8 @@ from areal_async.service.record import RunRecords, open_records
 from areal_async.weights.publisher import Publisher, make_piece_writer, make_publisher
 from areal_async.weights.writing import PieceWriter
 from trainer_service.backends.base import TrainingBackend
-from trainer_service.checkpoint import Checkpoint, newest_of_all
+from trainer_service.background import in_thread
+from trainer_service.checkpoint import Checkpoint, CheckpointReader
 from trainer_service.disk import companion_files
 from trainer_service.errors import RankError
 from trainer_service.loop.from_files import FileTrainer
@@ -52,19 +50,7 @@ async def main(ctx: ServiceContext) -> None:
     """Train the job of `ctx` to its end, in a thread of its own: the loop of this one answers signals.
 
     A daemon thread, not one of the loop's pool: a process told to stop must not wait for a long step."""
-    ended: Future[None] = Future()
-    ended.set_running_or_notify_cancel()  # a service that is cancelled does not wait for its end
-
-    def work() -> None:
-        try:
-            train(ctx)
-        except BaseException as error:
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
-
-    threading.Thread(target=work, name="train", daemon=True).start()
-    await asyncio.wrap_future(ended)
+    await asyncio.wrap_future(in_thread(lambda: train(ctx), "train"))
 
 
 def train(ctx: ServiceContext) -> None:
@@ -145,16 +131,13 @@ def _newest(
     ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend
 ) -> tuple[Checkpoint | None, Checkpoint | None]:
     """The checkpoint to go on from, and a later state that a trainer of this run left in memory."""
-    job, policy = ctx.job.job, ctx.job.policy
-    root, store = ctx.run_dir / "checkpoints", CheckpointStore.of(ctx.job)
-    where: Any = {
-        "job": job,
-        "policy": policy,
-        "ranks": ranks,
-        "reads": lambda files: {*backend.reads(files), *({OBJECTIVE_FILE} & {*files})},
-    }
-    restored = newest_of_all(root, store, **where)
-    left = left_in_memory(ctx.shm_dir, **where, above=restored)
+
+    def reads(files: Collection[str]) -> Collection[str]:
+        return {*backend.reads(files), *({OBJECTIVE_FILE} & {*files})}
+
+    reader = CheckpointReader(ctx.job.job, ctx.job.policy, ranks, reads)
+    restored = reader.newest_of_all(ctx.run_dir / "checkpoints", CheckpointStore.of(ctx.job), ranks)
+    left = left_in_memory(ctx.shm_dir, reader, restored)
     for found, what in ((restored, "checkpoint"), (left, "state in memory")):
         if found is not None:
             log.info(f"{what} to go on from", step=found.manifest.step, folder=str(found.folder))

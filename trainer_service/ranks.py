@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from areal_async.base.addresses import interface_of
 from areal_async.service.rank_group import Meeting
+from trainer_service.background import in_thread
 from trainer_service.errors import RankError
 
 COLLECTIVE_TIMEOUT_S = 600.0  # A rank that waits longer than this for another fails
@@ -62,13 +63,7 @@ class _NoPeers(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return ALONE
 
-    def allreduce(self, *args: Any, **_: Any) -> Any:
-        return _done(args)
-
-    def broadcast(self, *args: Any, **_: Any) -> Any:
-        return _done(args)
-
-    def barrier(self, *args: Any, **_: Any) -> Any:
+    def _keep(self, *args: Any, **_: Any) -> Any:
         return _done(args)
 
     def allgather(self, *args: Any, **_: Any) -> Any:
@@ -76,29 +71,21 @@ class _NoPeers(dist.ProcessGroup):
             into.copy_(tensor)
         return _done(args)
 
-    def all_gather_single(self, *args: Any, **_: Any) -> Any:
-        return self.all_gather_single_coalesced([args[0]], [args[1]])
+    def _copy(self, *args: Any, **_: Any) -> Any:
+        return self._copy_all([args[0]], [args[1]])
 
-    def all_gather_single_coalesced(self, *args: Any, **_: Any) -> Any:
+    def _copy_all(self, *args: Any, **_: Any) -> Any:
         for into, tensor in zip(*args[:2], strict=True):
             into.copy_(tensor.view_as(into))
         return _done(args)
 
-    def reduce_scatter_single(self, *args: Any, **_: Any) -> Any:
-        return self.all_gather_single(*args)
-
-    def reduce_scatter_single_coalesced(self, *args: Any, **_: Any) -> Any:
-        return self.all_gather_single_coalesced(*args)
-
-    def allreduce_coalesced(self, *args: Any, **_: Any) -> Any:
-        return _done(args)
-
-    def all_to_all_single(self, *args: Any, **_: Any) -> Any:
-        return self.all_gather_single(*args)
+    allreduce = allreduce_coalesced = broadcast = barrier = _keep
+    all_gather_single = reduce_scatter_single = all_to_all_single = _copy
+    all_gather_single_coalesced = reduce_scatter_single_coalesced = _copy_all
 
 
 def _done(result: Any) -> Any:
-    """The handle of a collective that is over."""
+    """Return the handle of a finished collective."""
     future: Any = torch.futures.Future()
     future.set_result(result)
     return _create_work_from_future(future)
@@ -119,7 +106,7 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     timeout_s: float = COLLECTIVE_TIMEOUT_S
-    """How long a collective waits for all ranks to come."""
+    """Seconds that a collective waits for all ranks."""
     store: dist.Store = field(default_factory=dist.HashStore, repr=False, compare=False)
     hosts: tuple[str, ...] = ()
     """Node id of each rank's host. Ranks of one host share its disk and its memory, those of several nothing.
@@ -146,6 +133,11 @@ class Ranks:
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank; the others pass None."""
         return _broadcast(data, self.rank, self.world)
+
+    def share(self, value: T | None, kind: type[T]) -> T:
+        """Return rank 0's value, on every rank; that of the others is ignored."""
+        data = msgspec.msgpack.encode(value) if self.first else None
+        return msgspec.msgpack.decode(self.broadcast_bytes(data), type=kind)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's values, in place."""
@@ -199,9 +191,9 @@ class Ranks:
         self.largest(0)
 
     def together(self, work: Callable[[], T]) -> T:
-        """What `work` comes to, which every rank has in hand, and which may take longer than a collective
+        """Return the result of `work`, which every rank does and which may take longer than a collective
         waits. Each rank does its own in a thread, and all meet in a small sum every `ROUND_S` until all are
-        done. Raises the error of `work` where it fails, and on the other ranks `RankError`, which names the
+        done. If `work` fails on a rank, raise its error there, and on the others a `RankError` that names the
         rank."""
         if self.world == 1:
             return work()
@@ -217,9 +209,9 @@ class Ranks:
                 return result.result()
 
     def on_first(self, work: Callable[[], T]) -> T | None:
-        """What `work` comes to on rank 0, which alone does it; None on the others, which wait as in
+        """Do `work` on rank 0 and return its result there; the others return None, and wait as in
         `together`."""
-        return self.together(work if self.first else _nothing)
+        return self.together(work if self.first else lambda: None)
 
     def _raise(self, failed: int, result: Future[Any]) -> None:
         error = result.exception() if result.done() else None
@@ -380,23 +372,3 @@ def _store(meeting: Meeting, limit_s: float) -> dist.Store:
         master_listen_fd=meeting.listening_fd,
         timeout=timedelta(seconds=limit_s),
     )
-
-
-def _nothing() -> None:
-    """The part of a rank that only waits for another's."""
-
-
-def in_thread(work: Callable[[], T]) -> Future[T]:
-    """`work` in a daemon thread: the end of the process does not wait for it."""
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done = work()
-        except BaseException as error:
-            result.set_exception(error)
-        else:
-            result.set_result(done)
-
-    threading.Thread(target=run, name="together", daemon=True).start()
-    return result

@@ -27,7 +27,7 @@ from areal_async.models.prompts import with_template_args
 from areal_async.service.record import RunRecords
 from trainer_service import metrics
 from trainer_service.backends.base import TrainingBackend, learning_rate_of
-from trainer_service.checkpoint import Checkpoint
+from trainer_service.checkpoint import Checkpoint, TrainerState
 from trainer_service.data.flops import load_row_cost
 from trainer_service.data.lessons import Lesson, load_tokenizer, read_lessons
 from trainer_service.disk import companion_files
@@ -182,7 +182,7 @@ class FileTrainer:
             self._states.went_on_from(restored)
 
     def _leave(self, place: Place, step: int) -> None:
-        self._states.leave(place, step, epoch=0, updates=self._backend.updates, save=self._backend.save)
+        self._states.leave(place, TrainerState(step, 0, self._backend.updates, self._backend.save))
 
     def measure(self) -> dict[str, float]:
         """`held_out_loss`, `accuracy` and `margin` of the held-out examples, as far as there is such a thing;
@@ -229,7 +229,7 @@ class FileTrainer:
 
     def _stop_asked(self) -> bool:
         """Rank 0's word, so that all ranks stop at the same step."""
-        return self._ranks.broadcast_bytes(b"stop" if self._stopping.is_set() else b"") == b"stop"
+        return self._ranks.share(self._stopping.is_set(), bool)
 
     def _write(self, step: int, **fields: float) -> None:
         """A record of what is known; none when nothing is."""

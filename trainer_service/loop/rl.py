@@ -57,7 +57,7 @@ from trainer_service.algorithms.off_policy import EffectiveSamplesWatch
 from trainer_service.algorithms.parts import Loss
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend, learning_rate_of
 from trainer_service.background import Background
-from trainer_service.checkpoint import Checkpoint
+from trainer_service.checkpoint import Checkpoint, TrainerState
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.loader import BatchLoader, FetchedBytes
 from trainer_service.data.recording import write_step
@@ -317,16 +317,13 @@ class RlTrainer:
             lambda: self._finish(done, publication, trained, committed, export=place == "disk")
         )
         if place is not None:
-            self._states.leave(
-                place,
-                done,
-                epoch=self._epoch,
-                updates=self._backend.updates,
-                save=self._learner.save,
-                ledger=committed.result,  # nothing has its name before its step is committed
-                durable=(lambda: self._durable(done)) if place == "disk" else (lambda: None),
-            )
+            durable = (lambda: self._durable(done)) if place == "disk" else (lambda: None)
+            # Nothing has its name before its step is committed.
+            self._states.leave(place, self._state(done, committed.result, durable))
         return True
+
+    def _state(self, step: int, *of_commit: Callable[[], Any]) -> TrainerState:
+        return TrainerState(step, self._epoch, self._backend.updates, self._learner.save, *of_commit)
 
     def _recorded(self, blobs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Of a rank's episodes those that it records: all, on one of the ranks that have the same."""
@@ -335,9 +332,8 @@ class RlTrainer:
     def _keep_faulty(self, batch: Batch, blobs: FetchedBytes, number: int) -> str:
         """Where it is kept, for the error's reader; empty where it is not."""
         self._states.wait()  # its memory for copies is used again
-        updates, save = self._backend.updates, self._learner.save
         kept, routes = self._recorded(blobs), self._recorded(blobs.routes)
-        self._faulty.keep(batch, kept, number, routes=routes, epoch=self._epoch, updates=updates, save=save)
+        self._faulty.keep(batch, kept, routes, number, self._state(batch.step))
         if self._faulty.begun(batch.step) is None:
             return ""
         where = f"The batch is kept in {self._run_dir / 'batches'}"

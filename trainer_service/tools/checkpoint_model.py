@@ -17,17 +17,17 @@ from areal_async.launch.run_handle import Run, find_run
 from areal_async.service.record import read_run_log
 from areal_async.show.progress import progress
 from trainer_service.checkpoint import (
+    CheckpointReader,
     accuracies,
     epoch_of,
     measured_in,
     named_checkpoints,
-    open_checkpoint,
     step_of,
 )
 from trainer_service.disk import companion_files
 from trainer_service.loop.learner import load_backend
 from trainer_service.ranks import join_ranks
-from trainer_service.stored import CheckpointStore
+from trainer_service.stored import CheckpointStore, name_of
 from trainer_service.trained import write_adapter, write_whole
 
 
@@ -44,10 +44,10 @@ def write_checkpoint_model(target: str | Path, step: str, out: Path, *, adapter:
         raise ConfigError("the command line", [mistake])
     store = CheckpointStore.of(run.job)
     chosen = _chosen(run, step, store)
-    folder = run.folder / "checkpoints" / f"step-{chosen:06d}"
+    folder = run.folder / "checkpoints" / name_of(chosen)
     if store is not None and not folder.exists():
         store.bring(chosen, folder)
-    checkpoint = open_checkpoint(folder, job=run.job.job, policy=run.job.policy)
+    checkpoint = CheckpointReader(run.job.job, run.job.policy).open(folder)
     with progress("reading the checkpoint"):
         materialise(run.job)
         ranks = join_ranks(0, 1)

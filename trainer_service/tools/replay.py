@@ -24,7 +24,7 @@ from areal_async.launch.run_handle import Run, find_run
 from areal_async.weights.pieces import whole_tensors
 from areal_async.weights.snapshot import write_snapshot
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
-from trainer_service.checkpoint import Checkpoint, named_checkpoints, open_checkpoint, step_of
+from trainer_service.checkpoint import Checkpoint, CheckpointReader, named_checkpoints, step_of
 from trainer_service.data.recording import RecordedStep, Recording
 from trainer_service.disk import companion_files
 from trainer_service.errors import BatchError, TrainerError
@@ -71,7 +71,7 @@ def start_of(run: Run, recording: Recording, steps: Sequence[int]) -> Checkpoint
     roots = (states_folder(run.folder), run.folder / "checkpoints")
     usable = [path for root in roots for path in named_checkpoints(root) if step_of(path) <= steps[0]]
     newest = max(usable, key=step_of, default=None)
-    start = open_checkpoint(newest, job=run.job.job, policy=run.job.policy) if newest else None
+    start = CheckpointReader(run.job.job, run.job.policy).open(newest) if newest else None
     first = start.manifest.step if start is not None else 0
     missing = sorted(set(range(first, steps[-1] + 1)) - set(recording.steps))
     if missing:

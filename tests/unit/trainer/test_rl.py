@@ -28,7 +28,7 @@ from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import open_snapshot
 from tests.unit.trainer import rank_process
 from tests.waiting import LIMIT_S, wait_for
-from trainer_service.checkpoint import open_checkpoint
+from trainer_service.checkpoint import CheckpointReader
 from trainer_service.data.recording import read_step, write_step
 from trainer_service.disk import companion_files
 from trainer_service.errors import BatchError, DiskFull, StalenessViolation
@@ -383,11 +383,13 @@ def test_a_trainer_goes_on_from_memory_or_from_disk_and_ends_with_the_same_weigh
     shm = tmp_path / "shm"
     shm.mkdir()
     whole = trained(tmp_path / "whole", rank_process.RecordedBuffer(batches), shm)
-    in_memory = left_in_memory(shm, job="job", policy="policy", ranks=join_ranks(0, 1), above=None)
+    in_memory = left_in_memory(
+        shm, CheckpointReader(job="job", policy="policy", ranks=join_ranks(0, 1)), above=None
+    )
     assert in_memory.manifest.step == 3
     buffer = (LosingBuffer if lost else rank_process.RecordedBuffer)(batches)
     two = tmp_path / "whole" / "checkpoints" / "step-000002"
-    restored = open_checkpoint(two, job="job", policy="policy")
+    restored = CheckpointReader(job="job", policy="policy").open(two)
     again = trained(tmp_path / "again", buffer, shm, restored=restored, left=in_memory)
     assert again == whole
     begins = [call for call in buffer.calls if call[0] in ("refused", "open")]

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from areal_async.weights.layout import FILE_DTYPES
+from trainer_service.background import in_thread
 from trainer_service.disk import FileEntry, write_hashed
 from trainer_service.errors import CheckpointError
-from trainer_service.ranks import in_thread
 
 ROWS = "rows"
 
