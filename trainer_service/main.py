@@ -36,9 +36,10 @@ from trainer_service.ranks import GIVE_UP_S, Ranks, join_ranks, lost_peer
 from trainer_service.states import left_in_memory
 from trainer_service.stored import CheckpointStore
 from trainer_service.trained import companions_of
+from trainer_service.training import Training
 
 BUFFER_PATIENCE_S = 600.0
-"""How long one call waits for a buffer that is away: giving up would cost the steps since the checkpoint."""
+"""Longest wait of one call for a buffer that is away: giving up would cost the steps since the checkpoint."""
 
 MEETING_SHARE = 0.5
 """Share of the time that ranks have until they serve in which one waits for the others to start."""
@@ -73,10 +74,11 @@ def train(ctx: ServiceContext) -> None:
             run_log = open_records(whole)
             closing.callback(run_log.close)
         log.info("model loaded", model=str(ctx.job.model), ranks=ranks.world, dtype=section.dtype)
+        training = Training(ctx.job, ranks, backend, ctx.run_dir, run_log, ctx.stopping, ctx.shm_dir)
         if ctx.job.kind == "rl":
-            finished = _rl(ctx, ranks, backend, run_log, closing, whole.job)
+            finished = _rl(ctx, training, closing, whole.job)
         else:
-            finished = _from_files(ctx, ranks, backend, run_log)
+            finished = _from_files(ctx, training)
         log.info("training ends", finished=finished)
 
 
@@ -144,25 +146,13 @@ def _newest(
     return restored, left
 
 
-def _rl(
-    ctx: ServiceContext,
-    ranks: Ranks,
-    backend: TrainingBackend,
-    run_log: RunRecords | None,
-    closing: ExitStack,
-    whole: JobConfig,
-) -> bool:
+def _rl(ctx: ServiceContext, training: Training, closing: ExitStack, whole: JobConfig) -> bool:
+    ranks, backend, run_log = training.ranks, training.backend, training.run_log
     files = companion_files(ctx.job.model, ctx.job.trainer.dtype)
     restored, left = _newest(ctx, ranks, backend)
+    job, name, keys = ctx.job.job, ctx.name, ctx.keys
     buffer = closing.enter_context(
-        SyncClient(
-            ctx.buffer,
-            job=ctx.job.job,
-            role="trainer",
-            name=ctx.name,
-            access=ctx.keys,
-            timeout_s=BUFFER_PATIENCE_S,
-        )
+        SyncClient(ctx.buffer, job=job, role="trainer", name=name, access=keys, timeout_s=BUFFER_PATIENCE_S)
     )
     publisher: Publisher | PieceWriter
     if ranks.first:
@@ -179,35 +169,13 @@ def _rl(
     if run_log is not None:
         folder = f"policies/{ctx.job.policy}" if whole.policies else ""
         samples = StepSamples(ctx.job, run_log, buffer, folder)
-    trainer = RlTrainer(
-        ctx.job,
-        ranks,
-        backend,
-        buffer,
-        run_dir=ctx.run_dir,
-        files=files,
-        publisher=publisher,
-        run_log=run_log,
-        stopping=ctx.stopping,
-        shm_dir=ctx.shm_dir,
-        beside=Beside.of(whole, ctx.job.policy),
-        samples=samples,
-    )
+    beside = Beside.of(whole, ctx.job.policy)
+    trainer = RlTrainer(training, buffer, files=files, publisher=publisher, beside=beside, samples=samples)
     return trainer.run(name=ctx.name, ready=ctx.ready, restored=restored, left=left)
 
 
-def _from_files(
-    ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunRecords | None
-) -> bool:
-    restored, left = _newest(ctx, ranks, backend)
-    trainer = FileTrainer(
-        ctx.job,
-        ranks,
-        backend,
-        run_dir=ctx.run_dir,
-        run_log=run_log,
-        stopping=ctx.stopping,
-        shm_dir=ctx.shm_dir,
-    )
+def _from_files(ctx: ServiceContext, training: Training) -> bool:
+    restored, left = _newest(ctx, training.ranks, training.backend)
+    trainer = FileTrainer(training)
     ctx.ready()  # not before: a task that makes no example makes none the next time
     return trainer.run(left or restored)

@@ -25,8 +25,6 @@ import torch
 
 from areal_async.base.log import get_logger
 from areal_async.config.checks import checkpoint_interval
-from areal_async.config.job import JobConfig
-from areal_async.service.record import RunRecords
 from trainer_service.backends.base import models_of
 from trainer_service.checkpoint import (
     MEASURING,
@@ -42,6 +40,7 @@ from trainer_service.checkpoint import (
 from trainer_service.errors import CheckpointError, DiskFull
 from trainer_service.ranks import Ranks
 from trainer_service.stored import CheckpointStore
+from trainer_service.training import Training
 
 FOLDER = "trainer-state"
 DISK_SHARE, MEMORY_SHARE = 0.01, 0.02
@@ -132,18 +131,10 @@ class States:
         self._on_disk = 0
 
     @classmethod
-    def of(
-        cls,
-        job: JobConfig,
-        ranks: Ranks,
-        *,
-        run_dir: Path,
-        run_log: RunRecords | None,
-        shm_dir: Path | None,
-        pending: Callable[[], Collection[int]] = tuple,
-    ) -> States:
-        """Make the states of a job's run: on disk under `run_dir` and, with `shm_dir`, in the run's folder in
-        shared memory. The best are known from the evaluations in `run_log`, which rank 0 has."""
+    def of(cls, training: Training, pending: Callable[[], Collection[int]] = tuple) -> States:
+        """Make the states of a job's run, on disk and if possible in shared memory. The best are known from
+        the evaluations in the run log."""
+        job, ranks, run_log, shm_dir = training.job, training.ranks, training.run_log, training.shm_dir
         of: Any = {"job": job.job, "policy": job.policy, "ranks": ranks}
         keep = Retention(
             job.checkpoint.keep,
@@ -151,7 +142,7 @@ class States:
             lambda: measured_in(run_log.read(*MEASURING), job.policy) if run_log is not None else (),
             pending,
         )
-        disk = Checkpoints(run_dir / "checkpoints", **of, keep=keep, store=CheckpointStore.of(job))
+        disk = Checkpoints(training.run_dir / "checkpoints", **of, keep=keep, store=CheckpointStore.of(job))
         memory = None
         if shm_dir is not None and job.checkpoint.in_memory:
             memory = Checkpoints(shm_dir / FOLDER, **of, keep=Retention(1), in_memory=True)

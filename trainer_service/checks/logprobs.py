@@ -37,9 +37,9 @@ from trainer_service.data.episode_rows import cut_rows, routed
 from trainer_service.data.microbatch import build_micro_batch, plan_passes
 from trainer_service.data.routes import mixture_to_replay
 from trainer_service.data.rows import TrainingRow
-from trainer_service.data.step_plan import StepPlan
 from trainer_service.disk import room_for
 from trainer_service.errors import SelfCheckError
+from trainer_service.loop.step import StepPlan
 from trainer_service.ranks import Ranks
 
 FEWEST = 8  # Units of which a mean is taken to be systematic

@@ -23,9 +23,8 @@ from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.episode_rows import EpisodeBytes, check_staleness, rows_of_episodes
 from trainer_service.data.flops import TOKENS_ALONE, load_row_cost, peak_flops
 from trainer_service.data.routes import mixture_to_replay
-from trainer_service.data.step_plan import StepPlan, plan_step
 from trainer_service.disk import FileEntry, write_hashed
-from trainer_service.loop.step import StepResult, train_step
+from trainer_service.loop.step import StepInputs, StepPlan, StepResult, plan_step, train_step
 from trainer_service.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ class Learner:
         self._mixture = mixture_to_replay(job)
 
     def plan(self, batch: Batch, step: int) -> StepPlan:
-        """What every rank does in `step`, from its manifest alone. Raises what `plan_step` does."""
+        """Plan `step` for all ranks, from its manifest alone. Raises the errors of `plan_step`."""
         with busy("train"):
             return plan_step(
                 batch,
@@ -105,7 +104,7 @@ class Learner:
 
     @property
     def kl_coefficient(self) -> float:
-        """What the penalty is multiplied by in the next step."""
+        """Coefficient of the penalty in the next step."""
         return self._objective.kl.coefficient
 
     def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
@@ -131,7 +130,7 @@ class Learner:
                 self._objective.kl.coefficient = msgspec.json.decode(found)[KL_COEFFICIENT]
 
     def _after(self, step: int, result: StepResult) -> None:
-        """What follows from a step: the coefficient of the penalty, and the reference."""
+        """Adapt the coefficient of the penalty, and move the reference."""
         measured, reference = result.statistics.get("kl_ref"), self._job.trainer.reference
         if isinstance(measured, float):
             self._objective.kl.after_step(measured)
@@ -140,7 +139,7 @@ class Learner:
 
     @property
     def data_rank(self) -> int:
-        """Which share of a batch is this rank's."""
+        """Index of this rank's share of a batch."""
         return self._backend.place.data_rank
 
     def episodes_of(self, plan: StepPlan) -> list[BatchEpisode]:
@@ -164,7 +163,7 @@ class Learner:
         """Train the step of `plan` on the bytes of this rank's episodes and of their routes, by id.
 
         `epoch` is the trainer's, `same_as` earlier ones that published the version it starts from alike;
-        `begun`, `sampled` and `on_fault` are those of `train_step`.
+        `begun`, `sampled` and `on_fault` are those of `StepInputs`.
         Raises `BatchError`, `StalenessViolation`, `SelfCheckError` before any gradient, `DivergenceError`."""
         with busy("train"):
             step, eta = batch.step, self._job.buffer.max_staleness
@@ -191,10 +190,7 @@ class Learner:
             check_staleness([row for rows in minibatches for row in rows], step=step, max_staleness=eta)
             if self._check is not None:
                 self._check.check(step, plan, blobs, routes=routes, epoch=epoch, same_as=same_as)
-            result = train_step(
-                self._backend,
-                self._objective,
-                self._ranks,
+            inputs = StepInputs(
                 minibatches,
                 step=step,
                 max_staleness=eta,
@@ -207,5 +203,6 @@ class Learner:
                 sampled=sampled,
                 on_fault=on_fault,
             )
+            result = train_step(self._backend, self._objective, self._ranks, inputs)
             self._after(step, result)
             return result

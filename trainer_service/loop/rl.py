@@ -23,11 +23,10 @@ told of each redone version whether its weights are those that it was before.
 from __future__ import annotations
 
 import shlex
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +47,13 @@ from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import Batch, Checkpointed, Commit, ExportLedger, OpenTrainer, Stats
 from areal_async.service.record import RunRecords
-from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import SnapshotInfo
 from areal_async.weights.writing import PieceWriter, Publication
 from trainer_service import metrics
 from trainer_service.algorithms.off_policy import EffectiveSamplesWatch
 from trainer_service.algorithms.parts import Loss
-from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend, learning_rate_of
+from trainer_service.backends.base import TRAINED_MODEL, learning_rate_of
 from trainer_service.background import Background
 from trainer_service.checkpoint import Checkpoint, TrainerState
 from trainer_service.checks.logprobs import LogprobCheck
@@ -65,14 +63,13 @@ from trainer_service.data.routes import mixture_to_replay
 from trainer_service.errors import TrainerError
 from trainer_service.loop.faults import FaultySteps
 from trainer_service.loop.learner import Learner
-from trainer_service.loop.report import report_step
+from trainer_service.loop.report import TrainedStep, report_step
 from trainer_service.loop.samples import StepSamples
-from trainer_service.loop.step import StepResult
 from trainer_service.published import PublishedVersions
-from trainer_service.ranks import Ranks
 from trainer_service.states import States
 from trainer_service.stored import push_trained
 from trainer_service.trained import write_trained
+from trainer_service.training import Training
 
 OTHERS_LOOK_S = 0.5
 FINAL_EVALUATION_S = 300.0  # Longest wait for the evaluator to finish with the last snapshots
@@ -82,7 +79,7 @@ log = get_logger("trainer")
 
 @dataclass(frozen=True)
 class Beside:
-    """What is trained beside this policy, in the same job."""
+    """The other policies of the same job."""
 
     steps: Mapping[str, int]
     """Steps of the whole training of each other policy."""
@@ -96,60 +93,43 @@ class Beside:
 
 
 class RlTrainer:
-    """One rank of the trainer of a job of kind `rl`. `run_log` exists on rank 0 only; the others have a
-    `PieceWriter` for a `publisher`. Without one on any rank nothing is published. `shm_dir` is the run's
-    folder in shared memory; None leaves no state there. `samples`, on rank 0, writes episodes for people."""
+    """One rank of the trainer of a job of kind `rl`. Rank 0 has a `Publisher`, the others a `PieceWriter`;
+    without one on any rank nothing is published. `samples`, on rank 0, writes episodes for people."""
 
     def __init__(
         self,
-        job: JobConfig,
-        ranks: Ranks,
-        backend: TrainingBackend,
+        training: Training,
         buffer: SyncClient,
         *,
-        run_dir: Path,
         files: Mapping[str, bytes | Path],
         publisher: Publisher | PieceWriter | None,
-        run_log: RunRecords | None,
-        stopping: threading.Event,
-        shm_dir: Path | None = None,
         beside: Beside = Beside({}, False),
         samples: StepSamples | None = None,
     ) -> None:
-        self._samples = samples
-        self._job = job
-        self._beside = beside
+        self._job = job = training.job
+        self._ranks, self._backend, self._run_log = training.ranks, training.backend, training.run_log
+        self._run_dir, self._stopping = training.run_dir, training.stopping
+        self._buffer, self._files, self._publisher = buffer, files, publisher
+        self._beside, self._samples = beside, samples
         self._policy = job.policy
+        ranks = self._ranks
         for series in (metrics.STEP, metrics.TOKENS) if ranks.first else ():
-            series.labels(job.policy)  # Told as 0 before the first step
-        self._ranks = ranks
-        self._backend = backend
-        self._buffer = buffer
+            series.labels(job.policy)  # Reported as 0 before the first step
         mixture = mixture_to_replay(job)
         told = 0 if mixture is None else mixture.route_bytes
-        self._loader = BatchLoader(buffer, job.policy, ranks, stopping, check=self._check, route_bytes=told)
-        check = LogprobCheck(job, ranks, backend, run_log=run_log)
-        self._learner = Learner(job, ranks, backend, check=check)
-        self._run_dir = run_dir
-        self._files = files
-        self._publisher = publisher
-        self._run_log = run_log
-        self._stopping = stopping
-        self._states = States.of(
-            job,
-            ranks,
-            run_dir=run_dir,
-            run_log=run_log,
-            shm_dir=shm_dir,
-            pending=self._to_be_evaluated,
+        self._loader = BatchLoader(
+            buffer, job.policy, ranks, self._stopping, check=self._check, route_bytes=told
         )
-        self._faulty = FaultySteps(job, ranks, run_dir)
+        check = LogprobCheck(job, ranks, self._backend, run_log=self._run_log)
+        self._learner = Learner(job, ranks, self._backend, check=check)
+        self._states = States.of(training, self._to_be_evaluated)
+        self._faulty = FaultySteps(job, ranks, self._run_dir)
         self._watch = EffectiveSamplesWatch(
             job.trainer.objective.ess_floor, job.trainer.objective.ess_patience, more_effective(job)
         )
         self._finishing = Background("publish")
         self._epoch = 0
-        self._published = PublishedVersions(run_dir)
+        self._published = PublishedVersions(self._run_dir)
         self._same_as: list[int] = []  # Earlier epochs that had published the newest version alike
         self._evaluated = -1
         """The version of the restored checkpoint, if these very weights were evaluated before."""
@@ -170,7 +150,7 @@ class RlTrainer:
         step = self._open(name, restored, left)
         self._backend.prepare_save()
         if self._publisher is not None:
-            self._publisher.prepare(self._weights())
+            self._publisher.prepare(self._backend.export(TRAINED_MODEL))
         self._finish(step, self._begin(step))
         ready()
         for current in range(step, self._job.trainer.steps):
@@ -312,10 +292,12 @@ class RlTrainer:
         committed: Future[bytes] = Future()
         lr = learning_rate_of(self._job, self._backend)
         mfu = self._learner.mfu(batch, result, seconds["busy_s"])
-        trained = _Trained(batch, result, seconds, publishing_s, lr, mfu, phases)
-        self._finishing.begin(
-            lambda: self._finish(done, publication, trained, committed, export=place == "disk")
-        )
+        trained = TrainedStep(batch, result, seconds, lr, mfu, phases)
+
+        def finish() -> None:
+            self._finish(done, publication, trained, publishing_s, committed, export=place == "disk")
+
+        self._finishing.begin(finish)
         if place is not None:
             durable = (lambda: self._durable(done)) if place == "disk" else (lambda: None)
             # Nothing has its name before its step is committed.
@@ -326,11 +308,11 @@ class RlTrainer:
         return TrainerState(step, self._epoch, self._backend.updates, self._learner.save, *of_commit)
 
     def _recorded(self, blobs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Of a rank's episodes those that it records: all, on one of the ranks that have the same."""
+        """Return the episodes that this rank records: all, on one of the ranks that have the same."""
         return blobs if self._backend.place.owns else {}
 
     def _keep_faulty(self, batch: Batch, blobs: FetchedBytes, number: int) -> str:
-        """Where it is kept, for the error's reader; empty where it is not."""
+        """Keep a faulty step. Returns a sentence for the error that says where; empty if it is not kept."""
         self._states.wait()  # its memory for copies is used again
         kept, routes = self._recorded(blobs), self._recorded(blobs.routes)
         self._faulty.keep(batch, kept, routes, number, self._state(batch.step))
@@ -348,14 +330,14 @@ class RlTrainer:
         self._finishing.check()
         self._states.check()
         if self._samples is not None:
-            self._samples.check()
+            self._samples.writing.check()
 
     def _wait(self) -> None:
         """Wait until all that was begun is published, committed and on disk, on every rank."""
         self._wait_for_commit(self._job.trainer.steps)
         self._states.wait()
         if self._samples is not None:
-            self._samples.wait()
+            self._samples.writing.wait()
 
     def _wait_for_commit(self, step: int) -> None:
         """Wait until the step before `step` is published and committed, on every rank."""
@@ -372,17 +354,13 @@ class RlTrainer:
         publisher = self._publisher
         return set(publisher.pending_evaluations()) if isinstance(publisher, Publisher) else set()
 
-    def _weights(self) -> Iterator[TensorPiece]:
-        """What this rank gives to its publisher."""
-        return self._backend.export(TRAINED_MODEL)
-
     def _begin(self, version: int) -> Publication | None:
         """Copy the weights, to be given out as `version`, pinned for evaluation where the job asks for it."""
         if self._publisher is None:
             return None
         return self._publisher.begin(
             VersionTag(self._policy, self._epoch, version),
-            self._weights(),
+            self._backend.export(TRAINED_MODEL),
             evaluate=self._is_evaluated(version) and version != self._evaluated,
             final=version == self._job.trainer.steps,
         )
@@ -391,7 +369,8 @@ class RlTrainer:
         self,
         version: int,
         publication: Publication | None,
-        trained: _Trained | None = None,
+        trained: TrainedStep | None = None,
+        begun_s: float = 0.0,
         committed: Future[bytes] | None = None,
         *,
         export: bool = False,
@@ -417,19 +396,9 @@ class RlTrainer:
                     _, copies = self._buffer.exchange(ExportLedger(self._policy, self._epoch, version))
                 committed.set_result(bytes(copies[0]))
             if self._run_log is not None:
-                seconds = {**trained.seconds, "publication_s": announced_s - trained.published_from_s}
+                seconds = {**trained.seconds, "publication_s": announced_s - begun_s}
                 advice = self._watch.after_step(trained.result.statistics.get("ess"))
-                report_step(
-                    self._run_log,
-                    trained.batch,
-                    trained.result,
-                    seconds,
-                    written,
-                    advice,
-                    lr=trained.lr,
-                    mfu=trained.mfu,
-                    phases=trained.phases,
-                )
+                report_step(self._run_log, replace(trained, seconds=seconds), written, advice)
         except BaseException as error:
             if committed is not None and not committed.done():
                 committed.set_exception(error)
@@ -515,29 +484,13 @@ class RlTrainer:
         return all(policies[name].v_train >= steps for name, steps in self._beside.steps.items())
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """What there is to report of a step once it is committed."""
-
-    batch: Batch
-    result: StepResult
-    seconds: Mapping[str, float]
-    published_from_s: float
-    """When the publication of its weights began, on the monotonic clock."""
-    lr: float
-    """Learning rate of its last update."""
-    mfu: float | None
-    phases: Mapping[str, float]
-    """Seconds of each of its phases."""
-
-
 def was_evaluated(run_log: RunRecords, tag: VersionTag) -> bool:
     """Whether the run log has an evaluation of what was published as `tag`."""
     return any(asdict(tag).items() <= record.items() for record in run_log.read("evaluation"))
 
 
 def more_effective(job: JobConfig) -> str:
-    """What makes more of a job's samples effective, as a sentence."""
+    """Return a sentence on how to make more of a job's samples effective."""
     trainer, eta = job.trainer, job.buffer.max_staleness
     ways = [f"buffer.max_staleness ({eta})"] if eta else []
     ways.append(f"trainer.optimizer.lr ({trainer.optimizer.lr:g})")

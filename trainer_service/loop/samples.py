@@ -20,9 +20,9 @@ from areal_async.service.samples import file_name, lines_of, sample_of, short_te
 from areal_async.trajectory import seen_by, unpack
 from trainer_service.background import Background
 from trainer_service.data.lessons import load_tokenizer
-from trainer_service.data.step_plan import StepPlan
 from trainer_service.disk import room_for
 from trainer_service.errors import DiskFull
+from trainer_service.loop.step import StepPlan
 
 TASKS_S = 10.0  # Longest wait for the ground truths
 
@@ -35,12 +35,13 @@ class StepSamples:
     def __init__(self, job: JobConfig, run_log: RunRecords, buffer: SyncClient, folder: str) -> None:
         self._job, self._run_log, self._buffer, self._folder = job, run_log, buffer, folder
         self._every, self._number = job.observe.samples_every_steps, job.observe.samples
-        self._writing = Background("samples")
+        self.writing = Background("samples")
+        """Fails only if the disk is full."""
         self._tokenizer: Any = None
 
     def chosen(self, plan: StepPlan, step: int, data_rank: int) -> list[int]:
-        """The episodes, by their index, of which samples of `step` are to be written: of this rank's share,
-        and as many groups as can be. None in most steps."""
+        """Choose the episodes of `step` to write samples of, by their index: of this rank's share, and from
+        as many groups as possible. None in most steps."""
         if not self._every or not self._number or step % self._every:
             return []
         seen: dict[int, int] = {}
@@ -59,34 +60,20 @@ class StepSamples:
         blobs: Mapping[str, Any],
         advantages: Mapping[int, Mapping[int, float]],
     ) -> None:
-        """Begin to write those of these episodes whose bytes are among the `blobs`."""
-        if not chosen:
-            return
-        held = [(index, blobs.get(plan.episodes[index].episode_id)) for index in chosen]
-        named = [(index, blob) for index, blob in held if blob is not None]
-        self._writing.begin(lambda: self._try(batch, plan, named, advantages))
+        """Begin to write those of the `chosen` episodes whose bytes are among the `blobs`."""
+        held = [(index, blob) for index in chosen if (blob := blobs.get(plan.episodes[index].episode_id))]
 
-    def check(self) -> None:
-        """Raise what ends the trainer."""
-        self._writing.check()
+        def work() -> None:
+            try:
+                with room_for("samples of a step", self._run_log.path.parent):
+                    self._write(batch, plan, held, advantages)
+            except DiskFull:
+                raise
+            except Exception as error:
+                log.warning("no samples of a step", step=batch.step, error=f"{type(error).__name__}: {error}")
 
-    def wait(self) -> None:
-        self._writing.wait()
-
-    def _try(
-        self,
-        batch: Batch,
-        plan: StepPlan,
-        held: Sequence[tuple[int, Any]],
-        advantages: Mapping[int, Mapping[int, float]],
-    ) -> None:
-        try:
-            with room_for("samples of a step", self._run_log.path.parent):
-                self._write(batch, plan, held, advantages)
-        except DiskFull:
-            raise
-        except Exception as error:
-            log.warning("no samples of a step", step=batch.step, error=f"{type(error).__name__}: {error}")
+        if held:
+            self.writing.begin(work)
 
     def _write(
         self,
@@ -118,14 +105,12 @@ class StepSamples:
                     verdict="score",
                 )
             )
-        if not samples:
-            return
         self._run_log.write_samples(self._folder, file_name("step", batch.step), lines_of(samples))
         first = samples[0]
         log.info("sample", step=batch.step, reward=first["reward"], response=short_text(first))
 
     def _truths(self, task_ids: Sequence[str]) -> dict[str, Any]:
-        """The ground truths of tasks, by their ids; of none where the buffer does not say."""
+        """Return the ground truths of tasks, by their ids; none if the buffer does not answer."""
         try:
             seen = self._buffer.call(SeeTasks(sorted({*task_ids})), timeout_s=TASKS_S)
         except WireError as error:
