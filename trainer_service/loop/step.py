@@ -390,8 +390,8 @@ class _Step:
             for episode in faulty(column)[:1]:
                 raise NotFinite(
                     f"{said}The column {column}, which the model {SOURCES[column][0]} computes, is not "
-                    f"finite in episode {names[episode]}: lower the learning rate of what is trained, or start "
-                    "from an earlier checkpoint."
+                    f"finite in episode {names[episode]}: lower the learning rate of what is trained, or "
+                    "start from an earlier checkpoint."
                 )
         made = objective.own("advantage") or "what makes an advantage of it"
         raise NotFinite(f"{said}Bound what the reward returns, or mend {made}.")

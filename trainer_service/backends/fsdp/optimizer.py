@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from areal_async.config.job import OptimizerSection
+from trainer_service.backends.fsdp.memory import STREAMED_BYTES
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-STREAMED_BYTES = 1 << 28
 Stream = list[tuple[str, slice]]
 """Pieces of flattened shards, by name, whose moments are on the device together."""
 

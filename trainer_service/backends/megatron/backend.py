@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -22,10 +22,11 @@ from torch import Tensor
 from areal_async.config.parallel import RankGrid
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import TRAINED_MODEL, Columns, ModelUse, RankPlace
-from trainer_service.backends.changing import NamedModels, random_state_writer, read_random_state
+from trainer_service.backends.common import NamedModels, random_state_writer, read_random_state, require_grid
 from trainer_service.backends.fsdp.shards import HostCopies, write_tensors
-from trainer_service.backends.megatron.held import MegatronModel
+from trainer_service.backends.megatron.config import MegatronOptions
 from trainer_service.backends.megatron.passes import owns_columns
+from trainer_service.backends.megatron.rank_model import MegatronModel
 from trainer_service.data.microbatch import MicroBatch
 from trainer_service.disk import FileEntry
 from trainer_service.errors import ModelError
@@ -43,30 +44,18 @@ class MegatronBackend(NamedModels[MegatronModel]):
         self,
         models: Mapping[str, ModelUse],
         ranks: Ranks,
-        *,
-        dtype: torch.dtype,
-        grid: RankGrid,
-        recompute: str = "none",
-        virtual_stages: int = 1,
+        **options: Any,
     ) -> None:
-        """The options are those of `Megatron.Arguments`, for all models. Raises `ModelError`."""
-        if grid.ranks != ranks.world:
-            raise ModelError(
-                f"trainer.parallel: {grid.ranks} places do not share {ranks.world} ranks evenly. Set sizes "
-                "whose product is trainer.ranks."
-            )
-        _initialize(grid, virtual_stages, ranks)
+        """`options` are those of `MegatronOptions`. Raises `ModelError`."""
+        self._options = MegatronOptions(**options)
+        grid = self._options.grid
+        require_grid(grid, ranks)
+        _initialize(grid, self._options.virtual_stages, ranks)
         self.place = RankPlace(
             parallel_state.get_data_parallel_rank(), grid.data_ranks, reads=True, owns=owns_columns()
         )
-        self._ranks, self._dtype = ranks, dtype
-        self._copies = HostCopies()
-        self._models = {
-            name: MegatronModel(
-                name, use, ranks, grid, dtype=dtype, recompute=recompute, virtual_stages=virtual_stages
-            )
-            for name, use in models.items()
-        }
+        self._ranks, self._copies = ranks, HostCopies()
+        self._models = {name: MegatronModel(name, use, ranks, self._options) for name, use in models.items()}
         policy = self._models.get(TRAINED_MODEL)
         tied = policy is not None and policy.stages.dimensions.tied and models[TRAINED_MODEL].head != "value"
         self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
@@ -96,7 +85,7 @@ class MegatronBackend(NamedModels[MegatronModel]):
         self._models[model].passes.train(batches, loss_of, columns)
 
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
-        pieces = self._models[model].pieces(self._dtype)
+        pieces = self._models[model].pieces(self._options.dtype)
         return self._gathered(pieces) if gather and self._ranks.world > 1 else pieces
 
     def _gathered(self, pieces: Iterator[TensorPiece]) -> Iterator[TensorPiece]:

@@ -1,4 +1,4 @@
-"""What Megatron-Core is told of a Hugging Face model, and which models and grids are refused.
+"""The configuration of Megatron-Core for a Hugging Face model, and the models and grids that are refused.
 
 A configuration that would compute something else than the model does, without an error, is refused with its
 reason: `reasons_against` is pure and asked when the job file is read, and again where the model is made.
@@ -8,17 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_async.config.parallel import RankGrid
 
+if TYPE_CHECKING:
+    import torch
+
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""`model_type` of what can be loaded."""
+"""Values of `model_type` that can be loaded."""
+
+
+@dataclass(frozen=True)
+class MegatronOptions:
+    """Options of all models of a back end: those of `Megatron.Arguments`, and the grid of ranks."""
+
+    dtype: torch.dtype
+    grid: RankGrid
+    recompute: str = "none"
+    virtual_stages: int = 1
 
 
 @dataclass(frozen=True)
 class Dimensions:
-    """What the layers of a model are, from its `config.json`."""
+    """Sizes and kinds of a model's layers, from its `config.json`."""
 
     kind: str
     layers: int

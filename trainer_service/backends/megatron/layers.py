@@ -8,7 +8,7 @@ tensor ranks have different tokens and the gradients of a norm's weight are summ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -227,9 +227,3 @@ def layer_of(dimensions: Dimensions) -> ModuleSpec:
             mlp_bda=get_bias_dropout_add,
         ),
     )
-
-
-def stage_layers(model: PackedGpt) -> Sequence[Any]:
-    """The layers of one stage, each with its `layer_number` in the whole model, from 1."""
-    layers: Sequence[Any] = model.decoder.layers
-    return layers
