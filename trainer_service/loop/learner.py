@@ -20,7 +20,7 @@ from areal_async.rpc.messages import Batch, BatchEpisode
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import REFERENCE, TRAINED_MODEL, TrainingBackend, models_of
 from trainer_service.checks.logprobs import LogprobCheck
-from trainer_service.data.episode_rows import EpisodeBytes, check_staleness, rows_of_episodes
+from trainer_service.data.episode_rows import check_staleness, rows_of_episodes
 from trainer_service.data.flops import TOKENS_ALONE, load_row_cost, peak_flops
 from trainer_service.data.routes import mixture_to_replay
 from trainer_service.disk import FileEntry, write_hashed
@@ -63,9 +63,7 @@ class Learner:
     ) -> None:
         """Raises `ObjectiveError`, `PartError` for an objective that cannot be trained, and `ModelError` for
         a mixture whose routes cannot be replayed, where they are to be."""
-        self._job = job
-        self._ranks = ranks
-        self._backend = backend
+        self._job, self._ranks, self._backend = job, ranks, backend
         self._objective = Objective(job.trainer.objective, job, minibatches=job.trainer.minibatches)
         self._has_reference = REFERENCE in models_of(job)
         self._check = check
@@ -170,16 +168,7 @@ class Learner:
             place, routes = self._backend.place, routes or {}
             minibatches = [
                 rows_of_episodes(
-                    [
-                        EpisodeBytes(
-                            blobs[plan.episodes[index].episode_id],
-                            plan.episodes[index],
-                            index,
-                            places,
-                            routes.get(plan.episodes[index].episode_id),
-                        )
-                        for index, places in (share[place.data_rank] if place.reads else {}).items()
-                    ],
+                    plan.fetched(share[place.data_rank] if place.reads else {}, blobs, routes),
                     batch.lowest_version,
                     policy=batch.policy,
                     with_places=self._objective.with_segments or bool(sampled),

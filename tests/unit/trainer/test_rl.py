@@ -295,12 +295,12 @@ def test_every_few_steps_some_episodes_are_kept_as_text_with_their_advantages(
     monkeypatch.setattr("trainer_service.loop.samples.sample_of", broken)
     plan = SimpleNamespace(episodes=[entry for entry, _ in entries.values()], groups=[0] * len(entries))
     samples.write(recorded.batch, plan, [0], recorded.blobs, {})
-    samples.wait()
+    samples.writing.wait()
     monkeypatch.undo()
     monkeypatch.setattr(run_log, "write_samples", lambda *args: (_ for _ in ()).throw(OSError(28, "full")))
     samples.write(recorded.batch, plan, [0], recorded.blobs, {})
     with pytest.raises(DiskFull, match="samples of a step"):
-        samples.wait()
+        samples.writing.wait()
 
 
 def test_staleness_is_bounded_whatever_the_manifest_says(tmp_path, model_dir, make_batch):

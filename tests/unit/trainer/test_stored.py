@@ -112,7 +112,7 @@ def test_all_damaged_in_the_store_and_none_here_is_an_error(s3, url, tmp_path):
 
 def test_the_best_and_the_newest_are_kept_in_the_store_too(url, tmp_path):
     store = CheckpointStore(url)
-    checkpoints = made(tmp_path, store, keep=1, keep_best=1, measured=lambda: [Measured(3, 1, 0.9)])
+    checkpoints = made(tmp_path, store, keep=1, best=1, measured=lambda: [Measured(3, 1, 0.9)])
     save(checkpoints, 1, 2, 3)
     assert store.whole() == [1, 3]
 
