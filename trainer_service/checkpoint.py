@@ -32,7 +32,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from areal_async.rpc.board import board
 from trainer_service.background import Background, in_thread
 from trainer_service.disk import FileEntry, WithSchema, hashed_in, replace_folder, room_for, write_hashed
 from trainer_service.errors import CheckpointError, DiskFull, TrainerError
-from trainer_service.ranks import Ranks
+from trainer_service.ranks import Ranks, join_ranks
 from trainer_service.stored import MANIFEST, CheckpointStore, epoch_in, name_of
 
 SCHEMA = 3
@@ -440,16 +440,17 @@ class CheckpointReader:
 
     job: str
     policy: str
-    ranks: Ranks | None = None
+    ranks: Ranks = field(default_factory=partial(join_ranks, 0, 1))
     reads: Callable[[Collection[str]], Collection[str]] | None = None
     """Returns the files that this rank reads, of those of a checkpoint; None: it reads all."""
 
-    def newest_of_all(self, root: Path, store: CheckpointStore | None, ranks: Ranks) -> Checkpoint | None:
+    def newest_of_all(self, root: Path, store: CheckpointStore | None) -> Checkpoint | None:
         """`newest`, also of those in `store`: one of more steps is brought to this host first, by each rank
         to its own, and one that the store lacks is put there. If ranks are on several hosts, only those in
         the store count."""
         if store is None:
             return self.newest(root)
+        ranks = self.ranks
         failed: CheckpointError | None = None
         local: Checkpoint | None = None
         try:
@@ -485,10 +486,9 @@ class CheckpointReader:
 
         Raises `CheckpointError`, that of the newest, if all are damaged."""
         names = [folder.name for folder in named_checkpoints(root)]
-        if self.ranks is not None and self.ranks.many_hosts:
-            names = _on_all_hosts(root, names, self.ranks)
-        elif self.ranks is not None:
-            names = self.ranks.share(names, list[str])
+        names = (
+            self._on_all_hosts(root, names) if self.ranks.many_hosts else self.ranks.share(names, list[str])
+        )
         first: CheckpointError | None = None
         for name in reversed(names):
             try:
@@ -500,14 +500,19 @@ class CheckpointReader:
             raise first
         return None
 
+    def _on_all_hosts(self, root: Path, names: Collection[str]) -> list[str]:
+        """Return the checkpoints of `names` under `root` that every host has with the same manifest."""
+        mine = {name: blake3(_read(root / name / MANIFEST)).hexdigest() for name in names}
+        gathered = self.ranks.side().gather(msgspec.json.encode(mine))
+        found = [msgspec.json.decode(data, type=dict[str, str]) for data in gathered]
+        on_all = [name for name in names if all(each.get(name) == mine[name] for each in found)]
+        return self.ranks.share(on_all, list[str])
+
     def open(self, folder: Path) -> Checkpoint:
         """Read and verify a checkpoint; ranks share the work, or on several hosts each verifies the files
         that it reads. Raises `CheckpointError` for a damaged one, or one of another job, policy or schema."""
-        ranks, text = self.ranks, b""
-        if ranks is None or ranks.first:
-            text = _read(folder / MANIFEST)
-        if ranks is not None:
-            text = ranks.broadcast_bytes(text)
+        ranks = self.ranks
+        text = ranks.broadcast_bytes(_read(folder / MANIFEST) if ranks.first else b"")
         try:
             schema = msgspec.json.decode(text, type=WithSchema).schema
             if schema != SCHEMA:
@@ -526,12 +531,10 @@ class CheckpointReader:
                 f"the job (policy: {manifest.policy})"
             )
         names = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
-        share: Sequence[int] = range(len(names))
-        if ranks is not None and ranks.many_hosts:
+        share: Sequence[int] = range(ranks.rank, len(names), ranks.world)
+        if ranks.many_hosts:
             needed = set(self.reads(names)) if self.reads is not None else set(names)
             share = [number for number, name in enumerate(names) if name in needed]
-        elif ranks is not None:
-            share = share[ranks.rank :: ranks.world]
 
         def verify() -> int:
             """Return the number, from 1, of a damaged file of this rank's share; 0 for none."""
@@ -540,8 +543,7 @@ class CheckpointReader:
         def is_whole(name: str) -> bool:
             return hashed_in(folder, name) == manifest.files[name]
 
-        damaged = verify() if ranks is None else ranks.largest(ranks.together(verify))
-        if damaged:
+        if damaged := ranks.largest(ranks.together(verify)):
             name = names[damaged - 1]
             raise CheckpointError(
                 f"checkpoint {folder}: {name} is missing or damaged; use an older checkpoint of the run"
@@ -557,15 +559,6 @@ def _brought(store: CheckpointStore, step: int, folder: Path) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
-
-
-def _on_all_hosts(root: Path, names: Collection[str], ranks: Ranks) -> list[str]:
-    """Return the checkpoints of `names` under `root` that every host has with the same manifest."""
-    mine = {name: blake3(_read(root / name / MANIFEST)).hexdigest() for name in names}
-    gathered = ranks.side().gather(msgspec.json.encode(mine))
-    found = [msgspec.json.decode(data, type=dict[str, str]) for data in gathered]
-    on_all = [name for name in names if all(each.get(name) == mine[name] for each in found)]
-    return ranks.share(on_all, list[str])
 
 
 def _read(path: Path) -> bytes:

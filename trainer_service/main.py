@@ -138,7 +138,7 @@ def _newest(
         return {*backend.reads(files), *({OBJECTIVE_FILE} & {*files})}
 
     reader = CheckpointReader(ctx.job.job, ctx.job.policy, ranks, reads)
-    restored = reader.newest_of_all(ctx.run_dir / "checkpoints", CheckpointStore.of(ctx.job), ranks)
+    restored = reader.newest_of_all(ctx.run_dir / "checkpoints", CheckpointStore.of(ctx.job))
     left = left_in_memory(ctx.shm_dir, reader, restored)
     for found, what in ((restored, "checkpoint"), (left, "state in memory")):
         if found is not None:

@@ -22,6 +22,7 @@ told of each redone version whether its weights are those that it was before.
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from msgspec.structs import asdict
 
 from areal_async.base.errors import FaultError
@@ -166,15 +166,11 @@ class RlTrainer:
 
     def _open(self, name: str, restored: Checkpoint | None, left: Checkpoint | None) -> int:
         """Become the job's trainer; returns the step to begin with."""
-        epochs = torch.zeros(2, dtype=torch.int64)  # ours, where we begin from a checkpoint or from `left`
         opened = self._ranks.on_first(lambda: self._opened(name, restored, left))
-        if opened is not None:
-            epochs[int(opened[1])] = opened[0]
-        self._ranks.broadcast(epochs)
-        self._epoch = int(epochs.max())
-        if not epochs[1]:
+        self._epoch, from_left = self._ranks.share(opened, tuple[int, bool])
+        if not from_left:
             self._states.forget_memory()
-        begin = left if epochs[1] else restored
+        begin = left if from_left else restored
         if begin is not None:
             self._learner.load(begin.folder, begin.manifest.updates)
             self._states.went_on_from(begin)
@@ -443,33 +439,35 @@ class RlTrainer:
 
     def _wait_for_evaluation(self) -> bool:
         """Keep serving until every pinned snapshot is evaluated; False when told to stop before."""
-        if not isinstance(self._publisher, Publisher):
+        publisher = self._publisher
+        if not isinstance(publisher, Publisher):
             return True
         deadline_s = time.monotonic() + FINAL_EVALUATION_S
-        while not self._publisher.wait_evaluated(timeout_s=0.2):
+        while not publisher.wait_evaluated(timeout_s=0.2):
             if self._stopping.is_set():
                 return False
             if time.monotonic() > deadline_s:
-                log.warning(
-                    "the evaluator did not finish with the last snapshots", waited_s=FINAL_EVALUATION_S
-                )
+                told = "the evaluator did not finish with the last snapshots"
+                log.warning(told, waited_s=FINAL_EVALUATION_S)
                 break
         return True
 
     def _wait_for_others(self) -> bool:
         """Keep serving the last weights until the other policies are trained, and evaluated with these; False
         when told to stop before."""
-        while self._ranks.first and not self._others_are_done():
-            if self._stopping.wait(OTHERS_LOOK_S):
-                return False
-        deadline_s = time.monotonic() + FINAL_EVALUATION_S
-        while not self._last_is_evaluated() and time.monotonic() < deadline_s:
-            if self._stopping.wait(OTHERS_LOOK_S):
-                return False
-        return True
+
+        def served_until(done: Callable[[], bool], limit_s: float = math.inf) -> bool:
+            deadline_s = time.monotonic() + limit_s
+            while not done() and time.monotonic() < deadline_s:
+                if self._stopping.wait(OTHERS_LOOK_S):
+                    return False
+            return True
+
+        trained = not self._ranks.first or served_until(self._others_are_done)
+        return trained and served_until(self._last_is_evaluated, FINAL_EVALUATION_S)
 
     def _last_is_evaluated(self) -> bool:
-        """Whether no evaluation of another policy needs these weights any more."""
+        """Return whether no evaluation of another policy needs these weights any more."""
         if self._run_log is None or not self._beside.evaluated:
             return True
         return any(

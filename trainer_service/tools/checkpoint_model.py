@@ -37,11 +37,9 @@ def write_checkpoint_model(target: str | Path, step: str, out: Path, *, adapter:
     damaged one."""
     run = find_run(target, kinds=("rl", *FILE_KINDS))
     if adapter and not run.job.trainer.lora.rank:
-        mistake = Mistake("--adapter", "this job trains no adapters (trainer.lora)", "Leave it out")
-        raise ConfigError("the command line", [mistake])
+        raise _mistake("--adapter", "this job trains no adapters (trainer.lora)", "Leave it out")
     if out.exists():
-        mistake = Mistake("--out", f"{out} is there already", "Name a new folder")
-        raise ConfigError("the command line", [mistake])
+        raise _mistake("--out", f"{out} is there already", "Name a new folder")
     store = CheckpointStore.of(run.job)
     chosen = _chosen(run, step, store)
     folder = run.folder / "checkpoints" / name_of(chosen)
@@ -73,7 +71,11 @@ def _chosen(run: Run, step: str, store: CheckpointStore | None) -> int:
         return int(step)
     what = "no checkpoint there has been evaluated" if step == "best" else f"there is no checkpoint {step}"
     told = ", ".join(f"{each} ({known[each]:.3f})" if each in known else str(each) for each in sorted(there))
-    raise ConfigError("the command line", [Mistake("--step", what, f"Name one of: {told or 'none'}")])
+    raise _mistake("--step", what, f"Name one of: {told or 'none'}")
+
+
+def _mistake(option: str, problem: str, fix: str) -> ConfigError:
+    return ConfigError("the command line", [Mistake(option, problem, fix)])
 
 
 def main(request: CheckpointRequest) -> None:

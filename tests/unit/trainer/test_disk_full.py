@@ -171,11 +171,16 @@ def test_a_recorded_batch_that_does_not_fit_is_written_again_on_resume(tmp_path,
 
 
 def test_a_model_that_does_not_fit_leaves_the_one_before(tmp_path):
-    write_model(tmp_path / "model", lambda: [whole_piece("a", torch.ones(2))], {"config.json": b"{}"})
+    write_model(
+        tmp_path / "model",
+        lambda: [whole_piece("a", torch.ones(2))],
+        {"config.json": b"{}"},
+        join_ranks(0, 1),
+    )
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
     large = whole_piece("a", torch.ones(LIMIT_BYTES))
     with no_room(), pytest.raises(DiskFull, match="no room for the model"), room_for("the model", tmp_path):
-        write_model(tmp_path / "model", lambda: [large], {"config.json": b"{}"})
+        write_model(tmp_path / "model", lambda: [large], {"config.json": b"{}"}, join_ranks(0, 1))
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
 
 

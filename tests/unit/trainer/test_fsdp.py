@@ -210,7 +210,12 @@ def test_an_export_loads_with_transformers(model_dir, untied_model_dir, tmp_path
     source = model_dir if tied else untied_model_dir
     backend = _backend(source, dtype=getattr(torch, dtype))
     for _ in range(2):  # the second replaces the first
-        write_model(tmp_path / "model", lambda: backend.export("policy"), companion_files(source, dtype))
+        write_model(
+            tmp_path / "model",
+            lambda: backend.export("policy"),
+            companion_files(source, dtype),
+            join_ranks(0, 1),
+        )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", use_safetensors=True)
     assert model.dtype == getattr(torch, dtype)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied

@@ -22,7 +22,6 @@ from trainer_service import checkpoint as checkpoint_module
 from trainer_service.checkpoint import CheckpointReader, Measured, TrainerState
 from trainer_service.disk import write_hashed
 from trainer_service.errors import CheckpointError, TrainerError
-from trainer_service.ranks import join_ranks
 from trainer_service.stored import CheckpointStore, push_trained
 from trainer_service.tools.checkpoint_model import _chosen
 
@@ -45,7 +44,7 @@ def made(root, store, **options):
 
 
 def newest(root, store):
-    return CheckpointReader(**OF, ranks=(ranks := join_ranks(0, 1))).newest_of_all(root, store, ranks)
+    return CheckpointReader(**OF).newest_of_all(root, store)
 
 
 @pytest.fixture
