@@ -1,4 +1,4 @@
-"""What a trainer leaves in the job's store: its checkpoints, and at the end the trained model.
+"""The files of a trainer in the job's store: its checkpoints, and at the end the trained model.
 
 Below the store's URL lies `checkpoints/step-000050/`, with the very files of the folder on disk. Each rank
 puts those that it has written; `manifest.json` comes last, and what has none is no checkpoint: a trainer

@@ -32,7 +32,7 @@ class TeacherError(ArealError):
 
 
 class TeacherServers:
-    """Those of a job. Raises `TeacherError` where the key is not there."""
+    """The teacher's servers of a job. Raises `TeacherError` if the key is not set."""
 
     def __init__(self, section: TeacherSection) -> None:
         self._section = section

@@ -1,4 +1,4 @@
-"""What a job leaves behind: the trained model as a directory that others load."""
+"""The trained model of a job, as a directory that others load."""
 
 from __future__ import annotations
 

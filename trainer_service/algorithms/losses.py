@@ -202,7 +202,7 @@ def behaviour_log_ratio(logp: Tensor, units: UnitTable, **_: Any) -> Tensor:
 def topr(
     logp: Tensor, units: UnitTable, *, level: Literal["sequence", "token"] = "sequence"
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Where A > 0, -A logp; elsewhere -sg(min(ρ, 1)) A logp: f32 [S]. ρ = exp(Σ over the episode's units of
+    """-A logp if A > 0; otherwise -sg(min(ρ, 1)) A logp: f32 [S]. ρ = exp(Σ over the episode's units of
     logp - beh), which of long answers is soon 0; with `level: token` that of each unit alone. `tapered_share`
     counts the units whose ρ is below 1 there.
 

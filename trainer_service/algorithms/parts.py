@@ -227,8 +227,8 @@ class Loss(UnitPart):
     """The choice of `prox: auto` for stale samples, with one minibatch a step: `loglinear` if the loss then
     bounds how far each unit is from the behaviour policy, and otherwise bounds nothing."""
     statistic: Callable[..., Tensor] | None = None
-    """For a loss that is defined over episodes: a function of logp f32 [S] and units, like the loss with its
-    arguments, that returns f32 [S]. The loss finds its mean over each unit's episode as
+    """A function for a loss that is defined over episodes: it takes logp f32 [S] and units, like the loss
+    with its arguments, that returns f32 [S]. The loss finds its mean over each unit's episode as
     `units["episode_mean"]`, and how many units that has as `units["episode_units"]`, whatever the packing:
     the value is that of the whole episode, and the gradient of a unit's mean goes to the unit's own log-prob;
     summed over the episode that is the gradient of the whole."""

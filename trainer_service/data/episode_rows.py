@@ -37,7 +37,7 @@ log = get_logger("trainer")
 
 NO_VERSIONS = PolicyVersions(-1, -1, -1)
 Temperature = float | dict[int, float]
-"""Of the sampled units of an episode: one value, or one for each segment."""
+"""Temperature of an episode's sampled units: one value, or one for each segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class EpisodeBytes:
 
     blob: Any
     entry: BatchEpisode
-    """What the manifest says of it."""
+    """Its entry in the manifest."""
     index: int
     """Its place in the manifest."""
     places: Collection[int] | None = None
@@ -268,7 +268,7 @@ def _joined(parts: Sequence[NDArray], dtype: type[np.generic]) -> NDArray:
 
 
 def call_temperatures(episode: Episode, policy: str) -> Temperature:
-    """What the logits of the episode's sampled units are divided by: one value, or one per segment; 0 for a
+    """Return the divisor of the logits of the episode's sampled units: one value, or one per segment; 0 for a
     greedy call, whose units are context. Calls of other policies are context too."""
     header = episode.header
     if len(header.calls) == 1 and header.policies == [policy]:

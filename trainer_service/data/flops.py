@@ -1,4 +1,4 @@
-"""What a training row costs, in floating-point operations of its forward pass, from the model's dimensions.
+"""Cost of a training row in floating-point operations of its forward pass, from the model's dimensions.
 
 The count is that of the matrix products alone, two operations for each multiply-add (Chowdhery et al. 2022,
 "PaLM", appendix B). A backward pass and recomputation multiply it by the same number for every row, so rows
@@ -61,8 +61,8 @@ several that fit, the first."""
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """What a device can do in a second at most; None where that is not known: on a CPU, in fp32, or of a
-    device that is not in `PEAKS`."""
+    """Return the peak FLOP/s of a device; None if that is not known: on a CPU, in fp32, or for a device that
+    is not in `PEAKS`."""
     if device.type != "cuda" or dtype != "bfloat16":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""From the examples of a file to the rows that are trained.
+"""Rows to train, from the examples of a file.
 
 A *lesson* is one example as rows: one, or of a pair the chosen and the rejected. What is learned of a row are
 its units; of a row for a model that gives numbers its last token is the one unit.

@@ -1,4 +1,4 @@
-"""How a step's data reaches the ranks.
+"""The way of a step's data to the ranks.
 
 Rank 0 alone asks the buffer for the manifest and broadcasts it as msgpack bytes; every rank then plans the
 same step from it and fetches only its own episodes, by id. Whatever the buffer takes for it, no rank sits in

@@ -39,7 +39,7 @@ class MicroBatch:
     """i64 [1, T]: the token's place in its row."""
     runs: Runs
     branching: list[Branching]
-    """Of each run what of its trees attention has to know."""
+    """Structure of the trees of each run, for attention."""
     shared_tokens: int
     """Tokens that it would have more if every row were packed whole."""
     predict: Tensor
@@ -62,7 +62,7 @@ class MicroBatch:
 
     @property
     def replayed_tokens(self) -> int:
-        """How many of its tokens have a route, in some layer at least."""
+        """Number of its tokens that have a route, in some layer at least."""
         return 0 if self.routes is None else int((self.routes >= 0).any(-1).any(0).sum())
 
     @property
@@ -172,13 +172,13 @@ def deal_groups(n_groups: int, minibatches: int) -> list[list[int]]:
 
 
 Share = dict[int, list[int]]
-"""What one rank trains: index of an episode -> which of its rows, both ascending."""
+"""One rank's share: index of an episode -> numbers of its rows, both ascending."""
 
 
 def deal_episodes(
     costs: Sequence[Sequence[int]], ranks: int, groups: Sequence[int] | None = None
 ) -> list[Share]:
-    """As `deal_rows`, with all rows of an episode in one share."""
+    """Deal as `deal_rows`, with all rows of an episode in one share."""
     shares = deal_rows([[sum(rows)] for rows in costs], ranks, groups)
     return [
         {episode: [place for place, cost in enumerate(costs[episode]) if cost] for episode in share}

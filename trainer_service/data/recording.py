@@ -35,7 +35,7 @@ class RankRecord(WithSchema, frozen=True):
     begun: int = 0
     """Minibatches that the state kept for it has seen (`loop/faults.py`)."""
     routes: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
-    """As `blobs`, of the episodes that have routes."""
+    """The same for the routes of the episodes that have some."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RecordedStep:
     weights_hash: str = ""
     """Hash of the weights that the step made; empty where that is not known."""
     ranks: int = 1
-    """How many ranks trained it."""
+    """Number of ranks that trained it."""
     begun: int = 0
     """Minibatches that the state kept for it has seen."""
     routes: Mapping[str, bytes] = field(default_factory=dict)

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from trainer_service.errors import BatchError
 
 PLACES = ("segment", "unit", "turn", "agent", "anchor", "truncated")
-"""Where a unit stands in its episode: the number of its segment and its own in the table of units, its turn,
-what stands for its agent's name, its segment's anchor, and 1 where the episode was cut off by a limit of ours
-(the last flag of its segments is TRUNCATED)."""
+"""Place of a unit in its episode: the number of its segment and its own in the table of units, its turn, the
+id of its agent's name, its segment's anchor, and 1 if the episode was cut off by a limit of ours (the last
+flag of its segments is TRUNCATED)."""
 
 
 @dataclass(frozen=True, slots=True)

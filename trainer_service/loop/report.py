@@ -93,7 +93,7 @@ class TrainedStep:
     batch: Batch
     result: StepResult
     seconds: Mapping[str, float]
-    """At least `step_s` (the whole step) and `wait_s` (its wait for the batch)."""
+    """Durations by name: `step_s` (the whole step), `wait_s` (its wait for the batch) and others."""
     lr: float | None = None
     """Learning rate of its last update."""
     mfu: float | None = None

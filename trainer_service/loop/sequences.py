@@ -32,7 +32,7 @@ MOST_NAMED = 5  # Largest number of examples that an error names
 
 @dataclass(frozen=True)
 class SequenceStep:
-    """What a step did; the same on every rank."""
+    """Result of a step; the same on every rank."""
 
     loss: float
     """Before the update."""
@@ -70,8 +70,8 @@ class SequenceTrainer:
         return sums, wrong
 
     def given(self, lessons: Sequence[Lesson], refs: Sequence[Sequence[float]] | None) -> Sequences:
-        """What is known of lessons but their `s`, which is 0. `refs` has the reference's sums of each
-        lesson's `evaluated` rows."""
+        """Return the sequences of lessons, all but their `s`, which is 0. `refs` has the reference's sums of
+        each lesson's `evaluated` rows."""
         n = len(lessons[0].rows)
         known = [ref[:n] for ref in refs] if refs is not None else [[0.0] * n] * len(lessons)
         rows = [row for lesson in lessons for row in lesson.rows]

@@ -34,7 +34,7 @@ from trainer_service.ranks import join_ranks
 from trainer_service.trained import companions_of, write_trained
 
 NEAR = 1e-6
-"""How far, absolute or relative, losses and norms of one rank may be from those of several."""
+"""Largest difference, absolute or relative, of losses and norms of one rank from those of several."""
 
 
 def main(request: ReplayRequest) -> None:

@@ -85,7 +85,7 @@ def write_shard(
 
 
 def shard_end(rank: int, world: int) -> str:
-    """What the names of the files with a rank's rows end with."""
+    """Return the end of the names of the files with a rank's rows."""
     return f"-{rank:05d}-of-{world:05d}.safetensors"
 
 

@@ -1,4 +1,4 @@
-"""What a Megatron-Core model is made of here: its own linear layers, and modules of ours between them.
+"""The modules of a Megatron-Core model: its own linear layers, and modules of ours between them.
 
 Attention over packed rows is the function that FSDP2 uses, on the heads of a tensor rank: trees of rows with
 shared prefixes are as exact here as there. Rotary positions are those of transformers, so every kind of
@@ -41,7 +41,8 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class PackedPass:
-    """What goes through all layers with a micro-batch, in the place of Megatron's `PackedSeqParams`."""
+    """A micro-batch and its rotation, passed through all layers in the place of Megatron's
+    `PackedSeqParams`."""
 
     batch: MicroBatch
     cos: Tensor

@@ -75,7 +75,7 @@ def read_boxes(folder: Path, kind: str, boxes: Sequence[TensorPiece], model: Dim
 
 
 Range = tuple[int, Any, str]
-"""Where one begins, and the file and the key that have it."""
+"""First element of a range, and the file and the key that have it."""
 
 
 def _parameters(
