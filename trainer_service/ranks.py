@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -134,10 +134,12 @@ class Ranks:
         """Rank 0's bytes, on every rank; the others pass None."""
         return _broadcast(data, self.rank, self.world)
 
-    def share(self, value: T | None, kind: type[T]) -> T:
+    def share(self, value: T | None, kind: Any) -> T:
         """Return rank 0's value, on every rank; that of the others is ignored."""
+        if self.world == 1:
+            return cast(T, value)
         data = msgspec.msgpack.encode(value) if self.first else None
-        return msgspec.msgpack.decode(self.broadcast_bytes(data), type=kind)
+        return cast(T, msgspec.msgpack.decode(self.broadcast_bytes(data), type=kind))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's values, in place."""
@@ -214,16 +216,13 @@ class Ranks:
         return self.together(work if self.first else lambda: None)
 
     def _raise(self, failed: int, result: Future[Any]) -> None:
-        error = result.exception() if result.done() else None
-        text = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+        error, told = result.exception() if result.done() else None, b""
         if self.rank == failed:
-            said = f"{type(error).__name__}: {error}".encode()[:TEXT_BYTES]
-            text[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        dist.broadcast(text, src=failed)
+            told = f"{type(error).__name__}: {error}".encode()[:TEXT_BYTES]
+        told = _broadcast(told, self.rank, self.world, source=failed)
         if error is not None:
             raise error
-        said = text.numpy().tobytes().rstrip(b"\0")
-        raise RankError(f"rank {failed} of the trainer failed: {said.decode(errors='replace')}")
+        raise RankError(f"rank {failed} of the trainer failed: {told.decode(errors='replace')}")
 
     def missing(self) -> list[int]:
         """The ranks that have not given up waiting, when those that are only slower have had time to. Asked
@@ -285,16 +284,16 @@ class SideGroup:
         dist.recv(data, src=source, group=self._group)
 
 
-def _broadcast(data: bytes | None, rank: int, world: int, group: Any = None) -> bytes:
+def _broadcast(data: bytes | None, rank: int, world: int, group: Any = None, *, source: int = 0) -> bytes:
     if world == 1:
         return data or b""
     size = torch.tensor([len(data or b"")], dtype=torch.int64)
-    dist.broadcast(size, src=0, group=group)
+    dist.broadcast(size, src=source, group=group)
     payload = torch.empty(int(size), dtype=torch.uint8)
-    if rank == 0 and data:
+    if rank == source and data:
         payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     if len(payload):
-        dist.broadcast(payload, src=0, group=group)
+        dist.broadcast(payload, src=source, group=group)
     return payload.numpy().tobytes()
 
 
@@ -336,7 +335,14 @@ def join_ranks(
             backend = "gloo" if place.type == "cpu" else "cpu:gloo,cuda:nccl"
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(variable, interface_of(meeting.host, address))
-            store = _store(meeting, start_s)
+            store = dist.TCPStore(
+                meeting.host,
+                meeting.port,
+                is_master=meeting.listening_fd is not None,
+                wait_for_workers=False,
+                master_listen_fd=meeting.listening_fd,
+                timeout=timedelta(seconds=start_s),
+            )
             hosts = _await_all(store, rank, world, start_s, node_id)
         hook = sys.excepthook
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
@@ -361,14 +367,3 @@ def _await_all(
             f"of {world} ranks of the trainer, number {names} did not start within {limit_s:g} s", late
         ) from error
     return tuple(store.get(key).decode() for key in keys)
-
-
-def _store(meeting: Meeting, limit_s: float) -> dist.Store:
-    return dist.TCPStore(
-        meeting.host,
-        meeting.port,
-        is_master=meeting.listening_fd is not None,
-        wait_for_workers=False,
-        master_listen_fd=meeting.listening_fd,
-        timeout=timedelta(seconds=limit_s),
-    )

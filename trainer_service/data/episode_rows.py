@@ -30,7 +30,7 @@ from areal_async.trajectory import (
 from areal_async.trajectory.layout import ROUTES, SegmentFlag, Segments
 from areal_async.trajectory.routes import no_route, route_type
 from trainer_service.algorithms.table import agent_id
-from trainer_service.data.rows import TrainingRow
+from trainer_service.data.rows import TrainingRow, joined
 from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
 
 log = get_logger("trainer")
@@ -86,8 +86,8 @@ def rows_of_episodes(
             sources.append((item, place))
             whole.append(row)
             temperatures.append(temperature)
-    keep = _joined([row.mask for row in whole], np.uint8).astype(np.bool_)
-    keep &= _joined([row.versions for row in whole], np.int32) >= lowest_version
+    keep = joined([row.mask for row in whole], np.uint8).astype(np.bool_)
+    keep &= joined([row.versions for row in whole], np.int32) >= lowest_version
     rows = _cut(whole, [item.index for item, _ in sources], keep, temperatures, mixture)
     if with_places:
         rows = [
@@ -206,7 +206,7 @@ def cut_rows(
     episode = seen_by(episode, policy)
     temperature = call_temperatures(episode, policy)
     rows = [row for place, row in enumerate(_training_rows(episode)) if place in places]
-    keep = _joined([mask_of(row) for row in rows], np.bool_)
+    keep = joined([mask_of(row) for row in rows], np.bool_)
     found = _cut(rows, [index] * len(rows), keep.astype(np.bool_), [temperature] * len(rows), mixture)
     return [row for row in found if row is not None]
 
@@ -229,18 +229,10 @@ def _cut(
     position = at - np.repeat(starts, np.diff([0, *ends]))
     if len(at) and keep[starts].any():
         raise BatchError("a row begins with a sampled unit: there is no token before it to predict it from")
-    behaviour = _joined([row.logprobs for row in rows], np.float32)[at]
-    version = _joined([row.versions for row in rows], np.int32)[at]
-    temperature = np.concatenate(
-        [
-            np.full(len(row.token_ids), value, np.float32)
-            if isinstance(value, float)
-            else _per_token(value, row)
-            for row, value in zip(rows, temperatures, strict=True)
-        ]
-        if any(isinstance(value, dict) for value in temperatures)
-        else [np.repeat(np.array(temperatures, np.float32), lengths)]
-    )[at]
+    behaviour = joined([row.logprobs for row in rows], np.float32)[at]
+    version = joined([row.versions for row in rows], np.int32)[at]
+    by_row = [_per_token(value, row) for row, value in zip(rows, temperatures, strict=True)]
+    temperature = joined(by_row, np.float32)[at]
     found: list[TrainingRow | None] = []
     first = 0
     for row, episode, end in zip(rows, episodes, ends, strict=True):
@@ -250,21 +242,12 @@ def _cut(
         own = slice(first, end)
         tokens = slice(0, position[end - 1] + 1)
         units = (position[own], behaviour[own], version[own], temperature[own])
-        routes = _by_layer(row.columns.get(ROUTES), tokens, mixture)
+        routes = row.columns.get(ROUTES) if mixture is not None else None
+        if routes is not None and mixture is not None:
+            routes = routes[tokens].reshape(-1, len(mixture.layers), mixture.chosen)
         found.append(TrainingRow(episode, row.token_ids[tokens], *units, routes=routes))
         first = end
     return found
-
-
-def _by_layer(routes: NDArray | None, tokens: slice, mixture: Mixture | None) -> NDArray | None:
-    """[T, layers, K] of routes [T, layers * K]."""
-    if routes is None or mixture is None:
-        return None
-    return routes[tokens].reshape(-1, len(mixture.layers), mixture.chosen)
-
-
-def _joined(parts: Sequence[NDArray], dtype: type[np.generic]) -> NDArray:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
 
 def call_temperatures(episode: Episode, policy: str) -> Temperature:
@@ -282,15 +265,17 @@ def call_temperatures(episode: Episode, policy: str) -> Temperature:
     return by_segment if len(distinct) > 1 else float(next(iter(distinct), 1.0))
 
 
-def _per_token(temperature: dict[int, float], row: Row) -> NDArray[np.float32]:
-    """f32 [T]; 1 for tokens that no call sampled."""
+def _per_token(temperature: Temperature, row: Row) -> NDArray[np.float32]:
+    """Return f32 [T]; 1 for tokens that no call sampled, of several temperatures."""
+    if isinstance(temperature, float):
+        return np.full(len(row.token_ids), temperature, np.float32)
     values = [temperature.get(segment, 1.0) for segment in row.path]
     return np.repeat(np.asarray(values, np.float32), row.lengths)
 
 
 def check_staleness(rows: Sequence[TrainingRow], *, step: int, max_staleness: int) -> None:
     """Raise `StalenessViolation` unless every unit has 0 ≤ step - version ≤ max_staleness."""
-    versions = _joined([row.version for row in rows], np.int32)
+    versions = joined([row.version for row in rows], np.int32)
     if not len(versions) or (versions.min() >= step - max_staleness and versions.max() <= step):
         return
     for row in rows:

@@ -24,7 +24,7 @@ from torch import Tensor
 from areal_async.trajectory.routes import no_route
 from trainer_service.data.flops import TOKENS_ALONE, RowCost
 from trainer_service.data.prefixes import Branching, Runs, Tree, branching_of, places_of, plant, runs_of
-from trainer_service.data.rows import TrainingRow
+from trainer_service.data.rows import TrainingRow, joined
 from trainer_service.errors import BatchError
 from trainer_service.ranks import Ranks
 
@@ -114,7 +114,7 @@ def build_micro_batch(
     shared = np.array([row.shared for row in rows] or [0])
     lengths = np.array([row.packed_length for row in rows] or [1]) - shared
     starts = np.cumsum(lengths) - lengths
-    ids = _joined([row.fed[row.shared :] for row in rows] or [np.zeros(1)])
+    ids = joined([row.fed[row.shared :] for row in rows] or [np.zeros(1)], np.int64)
     positions = np.arange(len(ids)) - np.repeat(starts - shared, lengths)
     runs = runs_of(np.add.reduceat(lengths, np.flatnonzero(shared == 0)).tolist())
     counts = [len(row.position) for row in rows]
@@ -133,8 +133,8 @@ def build_micro_batch(
         own=tensor(places_of(rows, starts, before=0) if rows else episode, np.int64)
         if all(row.feeds_last for row in rows)
         else None,
-        target=tensor(_joined([row.token_ids[row.position] for row in rows]), np.int64),
-        temperature=tensor(_joined([row.temperature for row in rows]), np.float32),
+        target=tensor(joined([row.token_ids[row.position] for row in rows], np.int64), np.int64),
+        temperature=tensor(joined([row.temperature for row in rows], np.float32), np.float32),
         episode=tensor(episode, np.int64),
         routes=None if (routes := _packed_routes(rows)) is None else tensor(routes, np.int16),
     )
@@ -154,10 +154,6 @@ def _packed_routes(rows: Sequence[TrainingRow]) -> NDArray[np.int16] | None:
             found = row.routes[own]
             parts.append(np.where(found == no_route(found.dtype), -1, found.astype(np.int16)))
     return np.concatenate(parts).swapaxes(0, 1)
-
-
-def _joined(parts: Sequence[NDArray]) -> NDArray:
-    return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def deal_groups(n_groups: int, minibatches: int) -> list[list[int]]:

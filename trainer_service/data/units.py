@@ -18,7 +18,7 @@ from trainer_service.algorithms.table import (
     agent_id,
     keys,
 )
-from trainer_service.data.rows import PLACES, TrainingRow
+from trainer_service.data.rows import PLACES, TrainingRow, joined
 
 
 def build_units(
@@ -43,8 +43,8 @@ def build_units(
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     columns = {
-        "behaviour": tensor(_joined([row.behaviour for row in rows], np.float32)),
-        "version": tensor(_joined([row.version for row in rows], np.int64)),
+        "behaviour": tensor(joined([row.behaviour for row in rows], np.float32)),
+        "version": tensor(joined([row.version for row in rows], np.int64)),
         "episode": tensor(episode),
         "group": episodes.group[torch.from_numpy(episode)].to(device),
         "mask": torch.ones(len(episode), dtype=torch.bool, device=device),
@@ -56,7 +56,7 @@ def build_units(
     held = dict(
         zip(PLACES, np.concatenate(places or [np.zeros((len(PLACES), 0), np.int64)], axis=1), strict=True)
     )
-    reward = _joined([row.segment_reward for row in rows if row.segment_reward is not None], np.float64)
+    reward = joined([row.segment_reward for row in rows if row.segment_reward is not None], np.float64)
     own = _own_rewards(episode, held["unit"], episodes)
     segments, segment = _segments(episode, held, reward, own, episodes, ranks)
     columns |= {name: tensor(held[name]) for name in ("turn", "agent", "anchor", "unit", "truncated")}
@@ -128,7 +128,3 @@ def _shares(
     last[sequence] = np.arange(len(sequence))  # segments are in order of time: the last one stays
     share[last] += total[last] - np.bincount(sequence, given, len(last))
     return given, share
-
-
-def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
