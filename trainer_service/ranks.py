@@ -138,8 +138,8 @@ class Ranks:
         """Return rank 0's value, on every rank; that of the others is ignored."""
         if self.world == 1:
             return cast(T, value)
-        data = msgspec.msgpack.encode(value) if self.first else None
-        return cast(T, msgspec.msgpack.decode(self.broadcast_bytes(data), type=kind))
+        data = self.broadcast_bytes(msgspec.msgpack.encode(value))
+        return cast(T, msgspec.msgpack.decode(data, type=kind))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's values, in place."""

@@ -90,36 +90,29 @@ class FileTrainer:
             measured = step % (every * FAR_FACTOR if self._far(known) else every) == 0
             measures = self.measure() if measured else {}
             known = measures.get("accuracy", known)
-            self._write(
-                step,
-                loss=done.loss,
-                grad_norm=done.grad_norm,
-                tokens=done.tokens,
-                **measures,
-                lr=rate,
-                tokens_per_s=round(done.tokens / step_s, 3),
-                step_s=round(time.monotonic() - begun_s, 6),
-            )
+            figures = {"loss": done.loss, "grad_norm": done.grad_norm, "tokens": done.tokens, **measures}
+            figures |= {"lr": rate, "tokens_per_s": round(done.tokens / step_s, 3)}
+            self._write(step, **figures, step_s=round(time.monotonic() - begun_s, 6))
             self._states.check()
             saved = self._states.due(step, asked=bool(self._job.checkpoint.keep_best) and measured)
             if saved is not None:
                 self._leave(saved, step)
             if self._ranks.first:
-                per_s = done.tokens / step_s
-                figures = {"loss": done.loss, "grad_norm": done.grad_norm, "lr": rate, "tokens_per_s": per_s}
                 metrics.set_last_step(self._job.policy, step, done.tokens, figures)
         if not measures:
             self._write(step, **self.measure())
         if step > begun and saved != "disk":
             self._leave("disk", step)
         self._states.wait()
-        files = companion_files(
-            self._job.model, self._job.trainer.dtype, values=self._job.kind == "reward_model"
-        )
-        with busy("export"):
-            write_trained(self._run_dir, self._job, self._backend, self._ranks, files)
-            self._ranks.on_first(lambda: push_trained(self._run_dir, self._job))
+        self._export()
         return True
+
+    def _export(self) -> None:
+        job = self._job
+        files = companion_files(job.model, job.trainer.dtype, values=job.kind == "reward_model")
+        with busy("export"):
+            write_trained(self._run_dir, job, self._backend, self._ranks, files)
+            self._ranks.on_first(lambda: push_trained(self._run_dir, job))
 
     def _refer(self, begun: int) -> bool:
         """Compute the reference's numbers with the model as it was loaded: of all held-out examples, and of

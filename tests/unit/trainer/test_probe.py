@@ -179,7 +179,9 @@ def test_attention_refuses_arguments_that_it_does_not_know(arguments):
     q, mask = torch.zeros(1, 2, 6, 4), arguments.pop("attention_mask", None)
     (name,) = arguments or ["attention_mask"]
     with pytest.raises(UnfitModel, match=rf"Identity calls its attention with {name}, which"):
-        attention.packed_attention(torch.nn.Identity(), q, q, q, mask, packed_runs=[(1, 6)], **arguments)
+        attention.packed_attention(
+            torch.nn.Identity(), q, q, q, mask, packed_runs=attention.PackedRuns([(1, 6)]), **arguments
+        )
 
 
 def test_attention_takes_arguments_that_ask_for_nothing():

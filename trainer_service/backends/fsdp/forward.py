@@ -6,7 +6,7 @@ pass: so the root's forward is replaced by one that runs the function it is give
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 from areal_async.models.files import cannot_be_packed, most_positions
 from trainer_service.backends.base import Columns, ModelHead
+from trainer_service.backends.fsdp.attention import PackedRuns
 from trainer_service.backends.fsdp.loading import LoadedModel
 from trainer_service.backends.fsdp.sequence import SequencePart, SequenceRanks
 from trainer_service.backends.head import Head, batch_columns, value_places
@@ -123,14 +124,10 @@ def _states(model: Any, batch: MicroBatch, part: SequencePart | None = None) -> 
     return states
 
 
-def _inputs(batch: MicroBatch, part: SequencePart | None = None) -> Mapping[str, Any]:
-    """The model's arguments. The cache must be off: with it transformers takes the pack for one sequence."""
+def _inputs(batch: MicroBatch, part: SequencePart | None = None) -> dict[str, Any]:
+    """Return the model's arguments. The cache must be off: with it transformers takes the pack for one
+    sequence."""
     of = batch if part is None else part
-    found: dict[str, Any] = {
-        "input_ids": of.input_ids,
-        "position_ids": of.position_ids,
-        "use_cache": False,
-        "packed_runs": of.runs,
-        "branching": of.branching,
-    }
-    return found if part is None else {**found, "sequence_part": part}
+    runs = PackedRuns(of.runs, of.branching, part)
+    places = {"input_ids": of.input_ids, "position_ids": of.position_ids}
+    return {**places, "use_cache": False, "packed_runs": runs}

@@ -30,7 +30,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from trainer_service.backends.fsdp.attention import packed_attention
+from trainer_service.backends.fsdp.attention import PackedRuns, packed_attention
 from trainer_service.backends.megatron.config import Dimensions
 from trainer_service.data.microbatch import MicroBatch
 from trainer_service.data.routes import RouterRule, replayed
@@ -139,7 +139,7 @@ class PackedCoreAttention(nn.Module):
             out: Tensor = self.thd(*each, None, attn_mask_type=mask, packed_seq_params=now.thd)
             return out.reshape(len(query), 1, -1)
         found, _none = packed_attention(
-            self, q, k, v, None, packed_runs=batch.runs, branching=batch.branching, scaling=self.scaling
+            self, q, k, v, None, packed_runs=PackedRuns(batch.runs, batch.branching), scaling=self.scaling
         )
         return found.transpose(0, 1).flatten(2)
 
