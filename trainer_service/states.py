@@ -120,8 +120,7 @@ class States:
     ) -> None:
         self.disk, self.memory = disk, memory
         self._ranks = ranks
-        self._every, self._longest, self._steps = every, longest, steps
-        self._clock = clock
+        self._every, self._longest, self._steps, self._clock = every, longest, steps, clock
         self._guess_bytes = STATE_BYTES_PER_WEIGHT_BYTE * weights_bytes
         self._cadences: dict[Place, Cadence] = {
             "disk": Cadence(DISK_SHARE, DISK_LEAST_S),
@@ -241,11 +240,9 @@ class States:
         if self.memory is None or not self._ranks.first_here:
             return True
         size = self.memory.size_bytes or self.disk.size_bytes or self._guess_bytes
-        usage = shutil.disk_usage(self.memory.root.parent)
+        usage, available_bytes = shutil.disk_usage(self.memory.root.parent), psutil.virtual_memory().available
         own = self.memory.size_bytes  # what lies there now is taken away when the next is written
+        available_bytes += own
         return has_room(
-            size,
-            free_bytes=usage.free + own,
-            total_bytes=usage.total,
-            available_bytes=psutil.virtual_memory().available + own,
+            size, free_bytes=usage.free + own, total_bytes=usage.total, available_bytes=available_bytes
         )

@@ -133,7 +133,7 @@ class CheckpointStore:
 def push_trained(run_dir: Path, job: JobConfig) -> None:
     """Put the trained model, and an adapter, of the run's folder into the job's store, if it has one."""
     url = store_url(job)
-    for name in MODELS if url is not None else ():
+    for name in MODELS:
         if url is not None and (run_dir / name).is_dir():
             there = joined(url, name)
             with board.waiting("store", f"the trained model to be in {there}"):

@@ -65,6 +65,7 @@ from trainer_service.loop.faults import FaultySteps
 from trainer_service.loop.learner import Learner
 from trainer_service.loop.report import TrainedStep, report_step
 from trainer_service.loop.samples import StepSamples
+from trainer_service.loop.step import StepPlan, StepResult
 from trainer_service.published import PublishedVersions
 from trainer_service.states import States
 from trainer_service.stored import push_trained
@@ -236,7 +237,42 @@ class RlTrainer:
         blobs = self._loader.fetch(self._learner.episodes_of(plan))
         phases["fetch"] = time.monotonic() - fetch_s
         wait_s += phases["fetch"]
-        chosen = self._samples.chosen(plan, step, self._learner.data_rank) if self._samples else []
+        result = self._train(batch, plan, blobs)
+        trained_s = time.monotonic()
+        self._note("trained", step=step)
+        failpoint("trainer.after_train")
+        self._wait_for_commit(step)
+        phases["commit"] = time.monotonic() - trained_s
+        with busy("publish"):
+            publishing_s = time.monotonic()
+            publication = self._begin(step + 1)
+        ended_s = time.monotonic()
+        busy_s = trained_s - begun_s - wait_s
+        seconds = {"step_s": ended_s - begun_s, "wait_s": wait_s}
+        seconds |= {"busy_s": busy_s, "publish_s": ended_s - trained_s}
+        phases |= {"prepare": busy_s - sum(result.seconds.values()), **result.seconds}
+        phases["publish"] = ended_s - publishing_s
+        done = step + 1
+        asked = bool(self._job.checkpoint.keep_best) and self._is_evaluated(done)
+        place = self._states.due(done, asked=asked)
+        committed: Future[bytes] = Future()
+        lr = learning_rate_of(self._job, self._backend)
+        mfu = self._learner.mfu(batch, result, busy_s)
+        trained = TrainedStep(batch, result, seconds, lr, mfu, phases)
+
+        def finish() -> None:
+            self._finish(done, publication, trained, publishing_s, committed, export=place == "disk")
+
+        self._finishing.begin(finish)
+        if place is not None:
+            durable = (lambda: self._durable(done)) if place == "disk" else (lambda: None)
+            # Nothing has its name before its step is committed.
+            self._states.leave(place, self._state(done, committed.result, durable))
+        return True
+
+    def _train(self, batch: Batch, plan: StepPlan, blobs: FetchedBytes) -> StepResult:
+        """Train on a batch, and keep samples and recordings of it."""
+        chosen = self._samples.chosen(plan, batch.step, self._learner.data_rank) if self._samples else []
         result = self._learner.train(
             batch,
             plan,
@@ -249,7 +285,7 @@ class RlTrainer:
         )
         if self._samples is not None:
             self._samples.write(batch, plan, chosen, blobs, result.advantages)
-        begun = self._faulty.begun(step)
+        begun = self._faulty.begun(batch.step)
         if self._job.trainer.record_batches or begun is not None:
             write_step(
                 self._run_dir / "batches",
@@ -261,44 +297,7 @@ class RlTrainer:
                 rank=self._ranks.rank,
                 begun=begun or 0,
             )
-        trained_s = time.monotonic()
-        self._note("trained", step=step)
-        failpoint("trainer.after_train")
-        self._wait_for_commit(step)
-        phases["commit"] = time.monotonic() - trained_s
-        with busy("publish"):
-            publishing_s = time.monotonic()
-            publication = self._begin(step + 1)
-        ended_s = time.monotonic()
-        seconds = {
-            "step_s": ended_s - begun_s,
-            "wait_s": wait_s,
-            "busy_s": trained_s - begun_s - wait_s,
-            "publish_s": ended_s - trained_s,
-        }
-        phases |= {
-            "prepare": seconds["busy_s"] - sum(result.seconds.values()),
-            **result.seconds,
-            "publish": ended_s - publishing_s,
-        }
-        done = step + 1
-        place = self._states.due(
-            done, asked=bool(self._job.checkpoint.keep_best) and self._is_evaluated(done)
-        )
-        committed: Future[bytes] = Future()
-        lr = learning_rate_of(self._job, self._backend)
-        mfu = self._learner.mfu(batch, result, seconds["busy_s"])
-        trained = TrainedStep(batch, result, seconds, lr, mfu, phases)
-
-        def finish() -> None:
-            self._finish(done, publication, trained, publishing_s, committed, export=place == "disk")
-
-        self._finishing.begin(finish)
-        if place is not None:
-            durable = (lambda: self._durable(done)) if place == "disk" else (lambda: None)
-            # Nothing has its name before its step is committed.
-            self._states.leave(place, self._state(done, committed.result, durable))
-        return True
+        return result
 
     def _state(self, step: int, *of_commit: Callable[[], Any]) -> TrainerState:
         return TrainerState(step, self._epoch, self._backend.updates, self._learner.save, *of_commit)
@@ -403,18 +402,12 @@ class RlTrainer:
     def _announced(self, written: SnapshotInfo, version: int) -> None:
         same_as = self._published.add(written.tag, written.weights_hash)
         self._same_as = same_as
-        self._note(
-            "published",
-            version=version,
-            manifest_hash=written.manifest_hash,
-            same_as=same_as,
-            final=version == self._job.trainer.steps,
-        )
+        final, digest = version == self._job.trainer.steps, written.manifest_hash
+        self._note("published", version=version, manifest_hash=digest, same_as=same_as, final=final)
         for ack in self._publisher.acks() if isinstance(self._publisher, Publisher) else ():
             if ack.error:
-                log.warning(
-                    "a receiver refused a snapshot", receiver=ack.receiver, tag=ack.tag, error=ack.error
-                )
+                who = {"receiver": ack.receiver, "tag": ack.tag}
+                log.warning("a receiver refused a snapshot", **who, error=ack.error)
         metrics.VERSION.labels(self._policy).set(version)
         board.figures = lambda: ServiceFigures(version)
 

@@ -10,7 +10,7 @@ no other pass is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -59,13 +59,8 @@ class SequenceTrainer:
 
     def wrong(self, rows: Sequence[TrainingRow]) -> tuple[Tensor, Tensor]:
         """`sums` of rows that are each an example, and i64 [N]: units that are not the arg max."""
-        batches = self._packed(rows, np.arange(len(rows)))
         wrong = torch.zeros(len(rows), dtype=torch.int64, device=self._ranks.device)
-
-        def mark(index: int, columns: Columns) -> None:
-            wrong.index_add_(0, batches[index].episode, (~columns["greedy"]).long())
-
-        sums = self._sums(batches, len(rows), mark)
+        sums = self._sums(self._packed(rows, np.arange(len(rows))), len(rows), wrong)
         self._ranks.sum(wrong)
         return sums, wrong
 
@@ -153,17 +148,16 @@ class SequenceTrainer:
         passes = plan_passes(chosen, self._ranks, self._budget, self._cost, groups=groups)
         return [build_micro_batch(part, device=self._ranks.device) for part in passes]
 
-    def _sums(
-        self, batches: Sequence[MicroBatch], n: int, mark: Callable[[int, Columns], None] | None = None
-    ) -> Tensor:
-        """f64 [n], on every rank. `mark` is called with the column `greedy` too."""
+    def _sums(self, batches: Sequence[MicroBatch], n: int, wrong: Tensor | None = None) -> Tensor:
+        """f64 [n], on every rank. `wrong` i64 [n] gets this rank's counts of units that are not the arg
+        max."""
         found = torch.zeros(n, dtype=torch.float64, device=self._ranks.device)
-        names = (self._loss.column, *(("greedy",) if mark is not None else ()))
+        names = (self._loss.column, *(("greedy",) if wrong is not None else ()))
 
         def add(index: int, columns: Columns) -> None:
             found.add_(_summed(columns[self._loss.column], batches[index], n))
-            if mark is not None:
-                mark(index, columns)
+            if wrong is not None:
+                wrong.index_add_(0, batches[index].episode, (~columns["greedy"]).long())
 
         self._backend.evaluate(TRAINED_MODEL, batches, add, columns=names)
         self._ranks.sum(found)

@@ -80,11 +80,8 @@ class HeldModel(ChangingModel):
             self.sequence = _for_model(self.module, shared, ranks, name, options.recompute)
         probe_packing(name, self.loaded, ranks, use.head, self.sequence)
         # The first pass of FSDP may move the local shards; the optimizer must see them after it.
-        changing = {
-            name: parameter
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad or use.follows
-        }
+        parameters = self.module.named_parameters()
+        changing = {name: each for name, each in parameters if each.requires_grad or use.follows}
         self.shards = {name: nn.Parameter(_local(parameter)) for name, parameter in changing.items()}
         self.rows = {name: parameter.shape[0] for name, parameter in changing.items()}
         self._adamw: ShardedAdamW | None = None
@@ -106,14 +103,12 @@ class HeldModel(ChangingModel):
     @property
     def memory(self) -> Kinds:
         """Tensors of the kinds, shapes and dtypes that `state` has after an update."""
-        kinds = [self.name, *(self._moment(each) for each in MOMENTS if self._adamw is not None)]
-        return dict.fromkeys(kinds, self.shards) if self.shards else {}
+        return self._kinds(dict.fromkeys(MOMENTS if self._adamw is not None else (), self.shards))
 
     @property
     def state(self) -> Kinds:
         """The rank's own tensors, for a checkpoint."""
-        moments = self._adamw.moments() if self._adamw is not None else {}
-        return self._kinds(moments)
+        return self._kinds(self._adamw.moments() if self._adamw is not None else {})
 
     def load(self, folder: Path, updates: Mapping[str, int], rank: int, shards_count: int) -> None:
         """See `TrainingBackend.load`; `rank` is that of the shard."""
@@ -151,11 +146,8 @@ class HeldModel(ChangingModel):
             shard.lerp_(self.found_in(source, name, theirs.get(name), shard.shape).float(), share)
 
     def _kinds(self, moments: Mapping[str, Mapping[str, Tensor]]) -> Kinds:
-        found: Kinds = {self._moment(moment): values for moment, values in moments.items()}
+        found: Kinds = {f"{self.name}.{moment}": values for moment, values in moments.items()}
         return {self.name: self.shards, **found} if self.shards else {}
-
-    def _moment(self, moment: str) -> str:
-        return f"{self.name}.{moment}"
 
     @property
     def _gradients(self) -> list[Tensor]:

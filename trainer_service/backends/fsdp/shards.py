@@ -54,16 +54,14 @@ class HostCopies:
         if self._preparing is not None:
             self._preparing.result()
             self._preparing = None
-        found: dict[str, dict[str, Tensor]] = {}
-        on_device = False
+        found = {
+            kind: {name: self._memory_for(kind, name, value) for name, value in values.items()}
+            for kind, values in kinds.items()
+        }
         for kind, values in kinds.items():
-            found[kind] = {}
             for name, value in values.items():
-                held = self._memory_for(kind, name, value)
-                held.copy_(value.detach(), non_blocking=True)
-                on_device = on_device or value.is_cuda
-                found[kind][name] = held
-        if on_device:
+                found[kind][name].copy_(value.detach(), non_blocking=True)
+        if any(value.is_cuda for values in kinds.values() for value in values.values()):
             torch.cuda.synchronize()
         return found
 

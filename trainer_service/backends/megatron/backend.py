@@ -126,12 +126,10 @@ class MegatronBackend(NamedModels[MegatronModel]):
         write_random_state = random_state_writer(folder, self._ranks.rank)
 
         def write() -> Mapping[str, FileEntry]:
-            rank = self._ranks.rank
             written = write_random_state()
             for kind, values in copies.items():
-                if kind in state:
-                    path = folder / f"{kind}-ranges-{rank:05d}.safetensors"
-                    written |= write_tensors(path, {key: values[key] for key in state[kind]}, {})
+                path = folder / f"{kind}-ranges-{self._ranks.rank:05d}.safetensors"
+                written |= write_tensors(path, values, {})
             return written
 
         return write

@@ -44,10 +44,8 @@ class MegatronModel(ChangingModel):
             modules = self.stages.chunks
             for chunk in modules:
                 chunk.requires_grad_(False)
-        if use.follows:
-            self._followed = {
-                one.name: one.tensor.detach().float().clone() for one in self.stages.parameters()
-            }
+        for one in self.stages.parameters() if use.follows else ():
+            self._followed[one.name] = one.tensor.detach().float().clone()
         self.passes = Passes(self.stages, modules, replays=name == TRAINED_MODEL)
 
     @property
@@ -87,13 +85,12 @@ class MegatronModel(ChangingModel):
         self._adamw.take_weights((one.tensor, weights[one.name]) for one in self.stages.parameters())
         if not self.updates:
             return
-        owned = [(one.name, self._adamw.owned(one.tensor)) for one in self.stages.parameters()]
+        owned = {one.name: self._adamw.owned(one.tensor) for one in self.stages.parameters()}
         for moment in MOMENTS:
             whole_moments = read_whole(folder, f"{self.name}.{moment}", self.stages)
-            for name, range_ in owned:
+            for name, range_ in owned.items():
                 if range_ is not None:
-                    values = whole_moments[name].reshape(-1)[range_.start : range_.end]
-                    range_.state[moment].copy_(values)
+                    range_.state[moment].copy_(whole_moments[name].reshape(-1)[range_.start : range_.end])
 
     def _norm_of_gradient(self) -> float:
         assert self._adamw is not None
@@ -123,12 +120,8 @@ class MegatronModel(ChangingModel):
             if one.is_copy or not self._first_of_data(one):
                 continue
             for piece in self.stages.boxes(one, one.tensor.detach()):
-                if piece.name == VALUE and self.use.head == "both":
-                    continue
-                if piece.tensor.numel():
-                    yield TensorPiece(
-                        piece.name, piece.shape, piece.offset, piece.tensor.to(dtype).contiguous()
-                    )
+                if piece.tensor.numel() and not (piece.name == VALUE and self.use.head == "both"):
+                    yield replace(piece, tensor=piece.tensor.to(dtype).contiguous())
 
     @staticmethod
     def _first_of_data(one: StageParameter) -> bool:

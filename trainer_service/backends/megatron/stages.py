@@ -191,11 +191,7 @@ def _transformer_config(found: Dimensions, options: MegatronOptions) -> Transfor
     if recompute == "selective":
         kept = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     elif recompute == "full":
-        kept = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
+        kept = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     interleaved = options.virtual_stages > 1
     return TransformerConfig(
         num_layers=found.layers,
