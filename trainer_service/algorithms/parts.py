@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -147,63 +148,52 @@ class Advantage(ObjectivePart):
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
         yield from super().check_job(job, arguments, field)
-        least, name = self.needs_group, job.trainer.objective.advantage
-        chosen, fix = "trainer.objective.advantage", f"Set it to {least} or more"
-        if self.losses and job.trainer.objective.loss in set(LOSSES.names) - {*self.losses}:
-            yield Mistake(
+        objective, size, group, reward = (
+            job.trainer.objective,
+            job.rollout.group_size,
+            job.buffer.group,
+            job.reward,
+        )
+        least, chosen = self.needs_group, "trainer.objective.advantage"
+        the, fix = f"the {objective.advantage} advantage", f"Set it to {least} or more"
+        wrong = partial(Mistake, involves=(chosen,))
+        if self.losses and objective.loss in set(LOSSES.names) - {*self.losses}:
+            yield wrong(
                 "trainer.objective.loss",
-                f"the {name} advantage is the slope of a loss of its own, of which "
-                f"`{job.trainer.objective.loss}` makes another",
+                f"{the} is the slope of a loss of its own, of which `{objective.loss}` makes another",
                 f"Set it to {' or '.join(self.losses)}, and beside it what docs/other-trainings.md says",
-                (chosen,),
             )
-        size, group, reward = job.rollout.group_size, job.buffer.group, job.reward
-        if self.of != "sample" and job.trainer.objective.group_by != "task":
-            yield Mistake(
-                "trainer.objective.group_by",
-                f"the {name} advantage is one of each {self.of}, not of samples that are compared",
-                "Leave it out",
-                (chosen,),
-            )
-        if self.needs_greedy and job.trainer.objective.group_by != "task":
-            problem = f"the {name} advantage compares whole answers with a greedy one"
-            yield Mistake("trainer.objective.group_by", problem, "Leave it out", (chosen,))
-        kl = job.trainer.objective.kl
-        if self.unpenalised and kl.coefficient and kl.place == "reward":
-            problem = f"the {name} advantage does not read the rewards that the penalty would be taken off"
-            yield Mistake("trainer.objective.kl.place", problem, "Set it to loss", (chosen,))
-        if "prox" in self.columns and job.trainer.objective.prox in ("reuse", "loglinear"):
-            yield Mistake(
-                "trainer.objective.prox",
-                f"the {name} advantage needs proximal log-probs before the first update, and "
-                f"`{job.trainer.objective.prox}` has them with it",
-                "Set it to auto",
-                (chosen,),
-            )
+        if self.of != "sample" and objective.group_by != "task":
+            problem = f"{the} is one of each {self.of}, not of samples that are compared"
+            yield wrong("trainer.objective.group_by", problem, "Leave it out")
+        if self.needs_greedy and objective.group_by != "task":
+            problem = f"{the} compares whole answers with a greedy one"
+            yield wrong("trainer.objective.group_by", problem, "Leave it out")
+        if self.unpenalised and objective.kl.coefficient and objective.kl.place == "reward":
+            problem = f"{the} does not read the rewards that the penalty would be taken off"
+            yield wrong("trainer.objective.kl.place", problem, "Set it to loss")
+        if "prox" in self.columns and objective.prox in ("reuse", "loglinear"):
+            need = f"{the} needs proximal log-probs before the first update"
+            problem = f"{need}, and `{objective.prox}` has them with it"
+            yield wrong("trainer.objective.prox", problem, "Set it to auto")
         if self.needs_greedy and not job.rollout.greedy_baseline:
-            problem = f"the {name} advantage compares with a greedy answer to the task, and there is none"
-            yield Mistake("rollout.greedy_baseline", problem, "Set it to true", (chosen,))
+            problem = f"{the} compares with a greedy answer to the task, and there is none"
+            yield wrong("rollout.greedy_baseline", problem, "Set it to true")
         if job.rollout.greedy_baseline and not self.needs_greedy and job.kind == "rl":
-            problem = f"the {name} advantage makes nothing of a greedy answer, and would count it as a sample"
-            yield Mistake("rollout.greedy_baseline", problem, "Set it to false", (chosen,))
+            problem = f"{the} makes nothing of a greedy answer, and would count it as a sample"
+            yield wrong("rollout.greedy_baseline", problem, "Set it to false")
         if size < least:
-            problem = (
-                f"the {name} advantage of a group of {_episodes(size)} is always zero, so nothing is learned"
-            )
-            yield Mistake("rollout.group_size", problem, fix, (chosen,))
+            problem = f"{the} of a group of {_episodes(size)} is always zero, so nothing is learned"
+            yield wrong("rollout.group_size", problem, fix)
             return
         if group.policy == "deadline_partial" and group.min_samples < least:
-            problem = (
-                f"the {name} advantage of a group cut down to {_episodes(group.min_samples)} is zero, so "
-                "nothing is learned of it"
-            )
+            cut = _episodes(group.min_samples)
+            problem = f"{the} of a group cut down to {cut} is zero, so nothing is learned of it"
             yield Mistake("buffer.group.min_samples", problem, fix, ("buffer.group.policy", chosen))
         masking = [f"reward.{name}.then" for name in OUTCOMES if getattr(reward, name).then == "mask"]
         if masking and reward.min_scored < least:
-            problem = (
-                f"the {name} advantage of a group of which {_episodes(reward.min_scored)} is left is "
-                "zero, so nothing is learned"
-            )
+            left = _episodes(reward.min_scored)
+            problem = f"{the} of a group of which {left} is left is zero, so nothing is learned"
             yield Mistake("reward.min_scored", problem, fix, ("rollout.group_size", chosen, *masking))
 
 
@@ -295,13 +285,8 @@ class Correction(UnitPart):
         loss = LOSSES.known(objective.loss)
         weighs_itself = isinstance(loss, Loss) and loss.corrects
         if weighs_itself and (self.corrects or self.prox):
-            yield Mistake(
-                chosen,
-                f"the {objective.loss} loss weighs by the behaviour policy itself, and `{name}` would do so "
-                "again",
-                "Set it to none",
-                (also,),
-            )
+            weighs = f"the {objective.loss} loss weighs by the behaviour policy itself"
+            yield Mistake(chosen, f"{weighs}, and `{name}` would do so again", "Set it to none", (also,))
         elif isinstance(loss, Loss) and self.prox and "prox" not in loss.columns:
             yield Mistake(
                 chosen,
@@ -319,20 +304,14 @@ class Correction(UnitPart):
                 ("buffer.max_staleness", "trainer.objective.allow_uncorrected"),
             )
         if self.over_step(arguments) and objective.prox in ("reuse", "loglinear"):
-            yield Mistake(
-                "trainer.objective.prox",
+            problem = (
                 f"`{name}` compares the units of a whole step, which takes a pass over it first; "
-                f"`{objective.prox}` saves that pass",
-                "Set it to auto",
-                (chosen,),
+                f"`{objective.prox}` saves that pass"
             )
+            yield Mistake("trainer.objective.prox", problem, "Set it to auto", (chosen,))
         if self.prox and objective.prox != "auto":
-            yield Mistake(
-                "trainer.objective.prox",
-                f"`{name}` takes the behaviour policy for the proximal one",
-                "Leave it out",
-                (chosen,),
-            )
+            problem = f"`{name}` takes the behaviour policy for the proximal one"
+            yield Mistake("trainer.objective.prox", problem, "Leave it out", (chosen,))
 
 
 def _declares(

@@ -142,10 +142,8 @@ def read_step(root: str | Path, step: int) -> RecordedStep:
             packed = path.read_bytes()
             schema = msgspec.msgpack.decode(packed, type=WithSchema).schema
             if schema != SCHEMA:
-                raise BatchError(
-                    f"{path} has schema {schema}; this version reads {SCHEMA}: use it with the version that "
-                    "recorded it"
-                )
+                fix = "use it with the version that recorded it"
+                raise BatchError(f"{path} has schema {schema}; this version reads {SCHEMA}: {fix}")
             record = msgspec.msgpack.decode(packed, type=RankRecord)
             rank = path.stem.removeprefix("step-")
             data = (folder / f"episodes-{rank}.bin").read_bytes()
@@ -157,17 +155,9 @@ def read_step(root: str | Path, step: int) -> RecordedStep:
     if not records:
         raise BatchError(f"no step is recorded in {folder}; set trainer.record_batches: true")
     first = records[0]
-    missing = [
-        e.episode_id for group in first.batch.groups for e in group.episodes if e.episode_id not in blobs
-    ]
+    named = [each.episode_id for group in first.batch.groups for each in group.episodes]
+    missing = [name for name in named if name not in blobs]
     if missing:
         raise BatchError(f"recorded step {folder} lacks {len(missing)} of its episodes, such as {missing[0]}")
-    return RecordedStep(
-        first.batch,
-        first.losses,
-        first.grad_norms,
-        blobs,
-        routes=routes,
-        ranks=len(records),
-        begun=first.begun,
-    )
+    known = (first.batch, first.losses, first.grad_norms, blobs)
+    return RecordedStep(*known, routes=routes, ranks=len(records), begun=first.begun)
