@@ -120,8 +120,10 @@ def probed(name: str, config: Any, ranks: Ranks, probe: Callable[[], None]) -> N
     if refused := ranks.largest(0 if error is None else ranks.rank + 1):
         reason = f"rank {refused - 1} refuses it, as its log says"
         if error is not None:
-            fits = isinstance(error, ModelError)
-            reason = str(error).rstrip(".") if fits else _failure(error)
+            reason = next(iter(str(error).strip().splitlines()), "").rstrip(".")
+            reason = f"its forward pass fails on them with {type(error).__name__}: {reason}"
+            if isinstance(error, ModelError):
+                reason = str(error).rstrip(".")
         raise refusal(name, config, reason) from error
 
 
@@ -131,11 +133,6 @@ def refusal(name: str, config: Any, reason: str) -> UnfitModel:
         f"the model {name!r}, a {config.get_text_config().model_type}, cannot be trained on packed rows: "
         f"{reason}. Use a model of a family that docs/models.md lists as trained."
     )
-
-
-def _failure(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"its forward pass fails on them with {type(error).__name__}: {lines[0].rstrip('.')}"
 
 
 def refuse_unknown(module: Any, arguments: Mapping[str, Any]) -> None:

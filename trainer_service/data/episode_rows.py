@@ -69,24 +69,21 @@ def rows_of_episodes(
 
     Raises `BatchError` when a blob cannot be read or is not what the manifest names, and
     `UntrainableEpisode` when a unit to train was not sampled from what is trained."""
+    items = list(fetched)
+    episodes: dict[int, Episode] = {}
     sources: list[tuple[EpisodeBytes, int]] = []  # Of each row the episode, and which of its rows it is
     whole: list[Row] = []
     temperatures: list[Temperature] = []
-    cut: dict[int, dict[int, TrainingRow]] = {}
-    items = list(fetched)
-    episodes: dict[int, Episode] = {}
     for item in items:
         episode = _read(item.blob, item.entry, policy)
         if mixture is not None:
             episode = routed(episode, item.routes, mixture)
-        if with_places:
-            episodes[item.index] = episode
-        temperature = call_temperatures(episode, policy)
-        for place, row in enumerate(_training_rows(episode)):
-            sources.append((item, place))
-            whole.append(row)
-            temperatures.append(temperature)
-    keep = joined([row.mask for row in whole], np.uint8).astype(np.bool_)
+        episodes[item.index] = episode
+        found_rows = _training_rows(episode)
+        whole += found_rows
+        sources += [(item, place) for place in range(len(found_rows))]
+        temperatures += [call_temperatures(episode, policy)] * len(found_rows)
+    keep = joined([row.mask for row in whole], np.bool_)
     keep &= joined([row.versions for row in whole], np.int32) >= lowest_version
     rows = _cut(whole, [item.index for item, _ in sources], keep, temperatures, mixture)
     if with_places:
@@ -94,6 +91,7 @@ def rows_of_episodes(
             found and placed(found, row, episodes[found.episode])
             for row, found in zip(whole, rows, strict=True)
         ]
+    cut: dict[int, dict[int, TrainingRow]] = {}
     for (item, place), found in zip(sources, rows, strict=True):
         if found is not None:
             cut.setdefault(item.index, {})[place] = found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -42,16 +42,13 @@ def load_backend(job: JobConfig, ranks: Ranks, *, policy_alone: bool = False) ->
     section = job.trainer
     part = load_part(job, "trainer.backend")
     # Only a part that says so takes adapters, or a grid: see `areal_async/config/parts.py`.
-    adapters = {"lora": section.lora, "seed": job.seed} if section.lora.rank else {}
-    grid = {"grid": RankGrid.of(section)} if hasattr(part, "axes") else {}
-    backend: TrainingBackend = part(
-        {TRAINED_MODEL: models[TRAINED_MODEL]} if policy_alone else models,
-        ranks,
-        dtype=torch.bfloat16 if section.dtype == "bfloat16" else torch.float32,
-        **adapters,
-        **grid,
-        **section.backend_args,
-    )
+    options: dict[str, Any] = {"dtype": getattr(torch, section.dtype), **section.backend_args}
+    if section.lora.rank:
+        options |= {"lora": section.lora, "seed": job.seed}
+    if hasattr(part, "axes"):
+        options["grid"] = RankGrid.of(section)
+    chosen = {TRAINED_MODEL: models[TRAINED_MODEL]} if policy_alone else models
+    backend: TrainingBackend = part(chosen, ranks, **options)
     return backend
 
 

@@ -148,7 +148,8 @@ def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: _Plan, seed: int
         adapted = plan.complete(model)
         if plan.lora is not None:
             tied = {}
-            storage = {base_name: storage[own] for base_name, own in _of_base(model, storage)}
+            now = {name: base_name(name) for name in _tensors(model)}
+            storage = {name: storage[before] for name, before in now.items() if before in storage}
         _shard(model, ranks, dtype)
         model.to_empty(device=ranks.device)
         model.tie_weights()
@@ -242,13 +243,6 @@ def _adapters(tensors: Mapping[str, Tensor]) -> dict[str, Storage]:
     }
 
 
-def _of_base(model: nn.Module, storage: Mapping[str, Storage]) -> Iterator[tuple[str, str]]:
-    """(name now, name before) of the tensors of a model that was given adapters."""
-    for name in _tensors(model):
-        if (before := base_name(name)) in storage:
-            yield name, before
-
-
 @torch.no_grad()
 def _begin(tensor: Tensor, value: Tensor) -> None:
     """Give a sharded parameter that is in no file its first value, of which this rank takes its rows."""
@@ -260,13 +254,12 @@ def _begin(tensor: Tensor, value: Tensor) -> None:
 
 def _compute_rest(model: Any, stored: Collection[str]) -> None:
     """Let transformers compute the buffers that are in no file. Raises ValueError for one that it leaves."""
-    rest = {name: buffer for name, buffer in model.named_buffers() if name not in stored}
-    rest = {name: buffer for name, buffer in rest.items() if buffer.is_floating_point()}
-    for buffer in rest.values():
-        buffer.fill_(torch.nan)
+    buffers = model.named_buffers()
+    rest = {name for name, buffer in buffers if name not in stored and buffer.is_floating_point()}
+    for name in rest:
+        model.get_buffer(name).fill_(torch.nan)
     model.initialize_weights()
-    left = [name for name, buffer in model.named_buffers() if name in rest and bool(buffer.isnan().any())]
-    if left:
+    if left := [name for name, each in model.named_buffers() if name in rest and bool(each.isnan().any())]:
         raise ValueError(
             f"{left[0]} is in no file, and transformers does not compute it when it loads a model"
         )

@@ -150,10 +150,9 @@ def shape_of(
 
     Raises ValueError for one without decoder blocks (`…layers.N.…`), or whose config lacks a dimension."""
     text = config.get("text_config", config)
+    named = ("num_attention_heads", "hidden_size", "vocab_size")
     try:
-        heads, hidden, vocabulary = (
-            int(text[key]) for key in ("num_attention_heads", "hidden_size", "vocab_size")
-        )
+        heads, hidden, vocabulary = (int(text[key]) for key in named)
     except KeyError as error:
         raise ValueError(f"config.json has no {error}") from None
     top_k = int(text.get("num_experts_per_tok") or text.get("moe_top_k") or 1)
@@ -455,10 +454,8 @@ def kept_per_token(block: DecoderBlock, hidden: int, options: MemoryOptions) -> 
 def passing_per_token(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
     """Return bytes per token of a block's backward: the gradients of the two products in its widest part and
     of its input; with recomputation also what it keeps."""
-    c = options.compute_bytes
-    wide = 2 * block.width("mlp.gate_proj.weight")
-    routed = block.width("experts.gate_proj.weight")
-    if routed:
+    c, wide = options.compute_bytes, 2 * block.width("mlp.gate_proj.weight")
+    if routed := block.width("experts.gate_proj.weight"):
         wide += block.experts_per_token * (2 * routed + 2 * hidden)
     transient = c * (wide + 2 * hidden)
     again = 0 if options.recompute == "none" else block_activations(block, hidden, options)
