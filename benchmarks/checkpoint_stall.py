@@ -33,7 +33,7 @@ from started_ranks import start_ranks
 from areal_async.service.rank_group import Meeting
 from trainer_service.backends.fsdp.shards import HostCopies, row_range, write_shard
 from trainer_service.checkpoint import Checkpoints, Retention, TrainerState
-from trainer_service.disk import FileEntry, replace_folder
+from trainer_service.durable_files import FileEntry, replace_folder
 from trainer_service.ranks import Ranks, join_ranks
 
 KINDS = ("policy", "exp_avg", "exp_avg_sq")

@@ -40,7 +40,7 @@ from rollout_service.engines.local.engine import LocalEngine
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse, TrainingBackend
 from trainer_service.backends.fsdp.memory import MemoryOptions, ModelShape, rank_memory, shape_of
 from trainer_service.backends.megatron.memory import stage_memory
-from trainer_service.disk import companion_files
+from trainer_service.durable_files import companion_files
 from trainer_service.ranks import join_ranks
 from trainer_service.tools.gpus import Gpu, gpu_of_device
 from trainer_service.tools.plan import tensor_shapes

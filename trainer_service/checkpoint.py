@@ -10,13 +10,13 @@ writes and hashes that rank's files while training goes on. Rank 0 gathers the h
 and gives the folder its name. One checkpoint is written at a time; a second waits for it.
 
 What a trainer leaves in shared memory for the case that only its process dies is such a folder too, without
-the ledger's copy (`states.py` says when which is written).
+the ledger's copy (`saved_states.py` says when which is written).
 
 The newest `keep` checkpoints are kept, and the `keep_best` best by held-out accuracy (`to_keep`).
 
-Of a job with a store (`stored.py`) each rank puts its files there too, and rank 0 the manifest at the end,
-before the checkpoint counts as durable. A store that is away holds up the next checkpoint, not the steps
-until then.
+Of a job with a store (`checkpoint_store.py`) each rank puts its files there too, and rank 0 the manifest at
+the end, before the checkpoint counts as durable. A store that is away holds up the next checkpoint, not the
+steps until then.
 
 Ranks on several hosts share no disk. Their checkpoints are whole in the store alone: what is written here
 goes once it is there. What they leave in memory is in parts, each host's folder with the files of its ranks.
@@ -46,10 +46,17 @@ from areal_async.base.metrics import busy
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.rpc.board import board
 from trainer_service.background import Background, in_thread
-from trainer_service.disk import FileEntry, WithSchema, hashed_in, replace_folder, room_for, write_hashed
+from trainer_service.checkpoint_store import MANIFEST, CheckpointStore, epoch_in, name_of
+from trainer_service.durable_files import (
+    FileEntry,
+    WithSchema,
+    hashed_in,
+    replace_folder,
+    room_for,
+    write_hashed,
+)
 from trainer_service.errors import CheckpointError, DiskFull, TrainerError
 from trainer_service.ranks import Ranks, join_ranks
-from trainer_service.stored import MANIFEST, CheckpointStore, epoch_in, name_of
 
 SCHEMA = 3
 LEDGER = "ledger.bin"

@@ -26,16 +26,16 @@ from areal_async.weights.writing import PieceWriter
 from trainer_service.backends.base import TrainingBackend
 from trainer_service.background import in_thread
 from trainer_service.checkpoint import Checkpoint, CheckpointReader
-from trainer_service.disk import companion_files
+from trainer_service.checkpoint_store import CheckpointStore
+from trainer_service.durable_files import companion_files
 from trainer_service.errors import RankError
 from trainer_service.loop.from_files import FileTrainer
 from trainer_service.loop.learner import OBJECTIVE_FILE, load_backend
 from trainer_service.loop.rl import Beside, RlTrainer
 from trainer_service.loop.samples import StepSamples
 from trainer_service.ranks import GIVE_UP_S, Ranks, join_ranks, lost_peer
-from trainer_service.states import left_in_memory
-from trainer_service.stored import CheckpointStore
-from trainer_service.trained import companions_of
+from trainer_service.saved_states import left_in_memory
+from trainer_service.trained_model import companions_of
 from trainer_service.training import Training
 
 BUFFER_PATIENCE_S = 600.0

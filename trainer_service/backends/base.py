@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainer_service.data.microbatch import MicroBatch
-    from trainer_service.disk import FileEntry
+    from trainer_service.durable_files import FileEntry
 
 TRAINED_MODEL = "policy"  # Which of the models is the policy's own, the one that is given out
 REFERENCE, CRITIC, TEACHER, PROCESS = "ref", "critic", "teacher", "process"

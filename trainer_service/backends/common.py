@@ -20,7 +20,7 @@ from areal_async.models.files import ONE_FILE, weight_files
 from areal_async.weights.names import NamesMismatch
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse, learning_rate
 from trainer_service.backends.fsdp.shards import write_tensors
-from trainer_service.disk import FileEntry
+from trainer_service.durable_files import FileEntry
 from trainer_service.errors import CheckpointError, DivergenceError, GradientNotFinite, ModelError
 from trainer_service.ranks import Ranks
 

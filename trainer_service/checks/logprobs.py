@@ -34,7 +34,7 @@ from trainer_service.data.episode_rows import EpisodeBytes, cut_rows, routed
 from trainer_service.data.microbatch import build_micro_batch, plan_passes
 from trainer_service.data.routes import mixture_to_replay
 from trainer_service.data.rows import TrainingRow
-from trainer_service.disk import room_for
+from trainer_service.durable_files import room_for
 from trainer_service.errors import SelfCheckError
 from trainer_service.loop.step import StepPlan
 from trainer_service.ranks import Ranks
@@ -180,19 +180,15 @@ def compare(
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """Result of the comparison; the same on every rank. Its fields are those of its record in the log."""
+    """Result of the comparison; the same on every rank. Its fields are in its record in the log."""
 
     version: int
     """The version that sampled the units and that the step starts from."""
     n: int
     max: float
-    mean: float
-    p999: float
-    """The 99.9 % quantile of the difference."""
-    bound: float
-    """Limit of that quantile; 0 if the engine has no bounds for this dtype and kind of model."""
     measured: LogprobGap
     allowed: LogprobGap | None
+    """None: the engine has no bounds for this dtype and kind of model."""
     passed: bool
     skipped: Mapping[str, int]
     """Reason -> units of the batch that could not be compared."""
@@ -416,9 +412,6 @@ class LogprobCheck:
             version=version,
             n=len(compared.token),
             max=float(compared.difference.max()),
-            mean=measured.mean,
-            p999=measured.p999,
-            bound=allowed.p999 if allowed is not None else 0.0,
             measured=measured,
             allowed=allowed,
             passed=passed,
@@ -445,7 +438,8 @@ class LogprobCheck:
         )
 
     def _report(self, step: int, epoch: int, outcome: CheckOutcome) -> None:
-        record = asdict(outcome)
+        measured, bound = outcome.measured, outcome.allowed.p999 if outcome.allowed is not None else 0.0
+        record = asdict(outcome) | {"mean": measured.mean, "p999": measured.p999, "bound": bound}
         if self._run_log is not None:
             with room_for("the record of the self-check", self._run_log.path.parent):
                 self._run_log.write("self_check", policy=self._job.policy, step=step, epoch=epoch, **record)

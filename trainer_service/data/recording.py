@@ -19,7 +19,7 @@ from areal_async.rpc.messages import Batch, BatchEpisode
 from areal_async.service.record import as_it_became, read_run_log
 from areal_async.trajectory import TrajectoryError, seen_by, unpack
 from trainer_service.data.episode_rows import NO_VERSIONS
-from trainer_service.disk import WithSchema, room_for
+from trainer_service.durable_files import WithSchema, room_for
 from trainer_service.errors import BatchError
 
 SCHEMA = 3

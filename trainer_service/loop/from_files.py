@@ -24,13 +24,13 @@ from areal_async.models.prompts import with_template_args
 from trainer_service import metrics
 from trainer_service.backends.base import learning_rate_of
 from trainer_service.checkpoint import Checkpoint, TrainerState
+from trainer_service.checkpoint_store import push_trained
 from trainer_service.data.flops import load_row_cost
 from trainer_service.data.lessons import Lesson, load_tokenizer, read_lessons
-from trainer_service.disk import companion_files
+from trainer_service.durable_files import companion_files
 from trainer_service.loop.sequences import SequenceTrainer
-from trainer_service.states import Place, States
-from trainer_service.stored import push_trained
-from trainer_service.trained import write_trained
+from trainer_service.saved_states import Place, States
+from trainer_service.trained_model import write_trained
 from trainer_service.training import Training
 
 log = get_logger("trainer")

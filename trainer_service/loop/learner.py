@@ -23,7 +23,7 @@ from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.episode_rows import check_staleness, rows_of_episodes
 from trainer_service.data.flops import TOKENS_ALONE, load_row_cost, peak_flops
 from trainer_service.data.routes import mixture_to_replay
-from trainer_service.disk import FileEntry, write_hashed
+from trainer_service.durable_files import FileEntry, write_hashed
 from trainer_service.loop.step import StepInputs, StepPlan, StepResult, plan_step, train_step
 from trainer_service.ranks import Ranks
 

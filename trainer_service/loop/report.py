@@ -13,7 +13,7 @@ from areal_async.rpc.messages import Batch, BatchEpisode
 from areal_async.service.record import RunRecords
 from areal_async.weights.snapshot import SnapshotInfo
 from trainer_service import metrics
-from trainer_service.disk import room_for
+from trainer_service.durable_files import room_for
 from trainer_service.loop.step import StepResult
 
 log = get_logger("trainer")

@@ -10,8 +10,8 @@ and commits the step. A publication begins only when the one before is finished,
 more than one batch ahead of the commits. As `checkpoint.every_steps` says and after the last step the state
 goes to disk together with the buffer's ledger as of the commit of that very step, which is exported right
 after it; only when that is on disk may the buffer free the bytes (`checkpoint.py`). More often it is left in
-shared memory, from where a trainer goes on if only its process died (`states.py`). An error of any of this
-ends the trainer.
+shared memory, from where a trainer goes on if only its process died (`saved_states.py`). An error of any of
+this ends the trainer.
 
 Promises: `staleness_is_bounded` (a unit above η ends the trainer, on every rank); no gradient before the
 check of the engine's log-probs (`checks/logprobs.py`); each step is one publication; waiting and computing
@@ -56,6 +56,7 @@ from trainer_service.algorithms.parts import Loss
 from trainer_service.backends.base import TRAINED_MODEL, learning_rate_of
 from trainer_service.background import Background
 from trainer_service.checkpoint import Checkpoint, TrainerState
+from trainer_service.checkpoint_store import push_trained
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.loader import BatchLoader, FetchedBytes
 from trainer_service.data.recording import write_step
@@ -66,10 +67,9 @@ from trainer_service.loop.learner import Learner
 from trainer_service.loop.report import TrainedStep, report_step
 from trainer_service.loop.samples import StepSamples
 from trainer_service.loop.step import StepPlan, StepResult
-from trainer_service.published import PublishedVersions
-from trainer_service.states import States
-from trainer_service.stored import push_trained
-from trainer_service.trained import write_trained
+from trainer_service.publications import PublishedVersions
+from trainer_service.saved_states import States
+from trainer_service.trained_model import write_trained
 from trainer_service.training import Training
 
 OTHERS_LOOK_S = 0.5

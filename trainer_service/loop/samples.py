@@ -20,7 +20,7 @@ from areal_async.service.samples import file_name, lines_of, sample_of, short_te
 from areal_async.trajectory import seen_by, unpack
 from trainer_service.background import Background
 from trainer_service.data.lessons import load_tokenizer
-from trainer_service.disk import room_for
+from trainer_service.durable_files import room_for
 from trainer_service.errors import DiskFull
 from trainer_service.loop.step import StepPlan
 

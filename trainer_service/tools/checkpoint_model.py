@@ -24,11 +24,11 @@ from trainer_service.checkpoint import (
     named_checkpoints,
     step_of,
 )
-from trainer_service.disk import companion_files
+from trainer_service.checkpoint_store import CheckpointStore, name_of
+from trainer_service.durable_files import companion_files
 from trainer_service.loop.learner import load_backend
 from trainer_service.ranks import join_ranks
-from trainer_service.stored import CheckpointStore, name_of
-from trainer_service.trained import write_adapter, write_whole
+from trainer_service.trained_model import write_adapter, write_whole
 
 
 def write_checkpoint_model(target: str | Path, step: str, out: Path, *, adapter: bool = False) -> int:

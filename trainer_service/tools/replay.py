@@ -25,14 +25,14 @@ from areal_async.weights.pieces import whole_tensors
 from areal_async.weights.snapshot import write_snapshot
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
 from trainer_service.checkpoint import Checkpoint, CheckpointReader, named_checkpoints, step_of
+from trainer_service.checkpoint_store import name_of
 from trainer_service.data.recording import RecordedStep, Recording
-from trainer_service.disk import companion_files
+from trainer_service.durable_files import companion_files
 from trainer_service.errors import BatchError, TrainerError
 from trainer_service.loop.faults import states_folder
 from trainer_service.loop.learner import Learner, load_backend
 from trainer_service.ranks import join_ranks
-from trainer_service.stored import name_of
-from trainer_service.trained import companions_of, write_trained
+from trainer_service.trained_model import companions_of, write_trained
 
 NEAR = 1e-6
 """Largest difference, absolute or relative, of losses and norms of one rank from those of several."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_service.checkpoint import Checkpoints, Retention, TrainerState, named_checkpoints, step_of
-from trainer_service.disk import write_hashed
+from trainer_service.durable_files import write_hashed
 from trainer_service.ranks import join_ranks
 
 OF = {"job": "job", "policy": "alice"}

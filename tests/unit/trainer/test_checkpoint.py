@@ -17,7 +17,7 @@ from trainer_service.checkpoint import (
     to_keep,
 )
 from trainer_service.errors import CheckpointError
-from trainer_service.published import PublishedVersions
+from trainer_service.publications import PublishedVersions
 
 
 def test_what_was_saved_is_opened(tmp_path):

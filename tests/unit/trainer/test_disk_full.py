@@ -24,7 +24,7 @@ from trainer_service.checkpoint import (
     named_checkpoints,
 )
 from trainer_service.data.recording import read_step, write_step
-from trainer_service.disk import room_for, write_model
+from trainer_service.durable_files import room_for, write_model
 from trainer_service.errors import DiskFull
 from trainer_service.ranks import join_ranks
 

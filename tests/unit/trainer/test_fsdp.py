@@ -19,7 +19,7 @@ from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.fsdp.optimizer import ShardedAdamW
 from trainer_service.backends.fsdp.shards import read_shard, row_range, write_shard
 from trainer_service.data.microbatch import build_micro_batch
-from trainer_service.disk import companion_files, write_model
+from trainer_service.durable_files import companion_files, write_model
 from trainer_service.errors import CheckpointError, ModelError
 from trainer_service.ranks import join_ranks
 

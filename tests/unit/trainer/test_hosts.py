@@ -17,10 +17,10 @@ from tests.unit.trainer.forked_ranks import fork_ranks
 from tests.unit.trainer.hosts_process import STEPS
 from tests.waiting import LIMIT_S
 from trainer_service.checkpoint import Checkpoints, Retention
+from trainer_service.checkpoint_store import CheckpointStore
 from trainer_service.data.recording import write_step
 from trainer_service.errors import TrainerError
 from trainer_service.ranks import Ranks, join_ranks
-from trainer_service.stored import CheckpointStore
 
 NEAR_AND_FAR = ("near", "far")
 

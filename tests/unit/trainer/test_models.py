@@ -14,7 +14,7 @@ from tests.unit.trainer.conftest import SYMBOLS, plain_row
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.microbatch import build_micro_batch, plan_passes
-from trainer_service.disk import companion_files, write_model
+from trainer_service.durable_files import companion_files, write_model
 from trainer_service.errors import CheckpointError, DivergenceError, GradientNotFinite, ModelError
 from trainer_service.ranks import join_ranks
 

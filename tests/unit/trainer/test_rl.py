@@ -30,11 +30,11 @@ from tests.unit.trainer import rank_process
 from tests.waiting import LIMIT_S, wait_for
 from trainer_service.checkpoint import CheckpointReader
 from trainer_service.data.recording import read_step, write_step
-from trainer_service.disk import companion_files
+from trainer_service.durable_files import companion_files
 from trainer_service.errors import BatchError, DiskFull, StalenessViolation
 from trainer_service.loop.samples import StepSamples
 from trainer_service.ranks import join_ranks
-from trainer_service.states import States, left_in_memory
+from trainer_service.saved_states import States, left_in_memory
 
 
 @pytest.fixture

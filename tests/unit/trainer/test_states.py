@@ -11,10 +11,10 @@ from tests.unit.trainer import saving
 from tests.unit.trainer.forked_ranks import run_script
 from tests.unit.trainer.saving import OF, steps_in
 from trainer_service.checkpoint import CheckpointReader, TrainerState
-from trainer_service.disk import write_hashed
+from trainer_service.durable_files import write_hashed
 from trainer_service.errors import DiskFull
 from trainer_service.ranks import join_ranks
-from trainer_service.states import FOLDER, Cadence, States, has_room, left_in_memory
+from trainer_service.saved_states import FOLDER, Cadence, States, has_room, left_in_memory
 
 KILLED = """
 import pathlib, sys

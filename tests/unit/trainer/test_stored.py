@@ -20,9 +20,9 @@ from tests.unit.trainer.test_disk_full import ThreadRank, TwoThreads
 from tests.waiting import LIMIT_S
 from trainer_service import checkpoint as checkpoint_module
 from trainer_service.checkpoint import CheckpointReader, Measured, TrainerState
-from trainer_service.disk import write_hashed
+from trainer_service.checkpoint_store import CheckpointStore, push_trained
+from trainer_service.durable_files import write_hashed
 from trainer_service.errors import CheckpointError, TrainerError
-from trainer_service.stored import CheckpointStore, push_trained
 from trainer_service.tools.checkpoint_model import _chosen
 
 KILLED = """
@@ -30,7 +30,7 @@ import sys
 from pathlib import Path
 from areal_async.base.events import arm
 from tests.unit.trainer.saving import made, save
-from trainer_service.stored import CheckpointStore
+from trainer_service.checkpoint_store import CheckpointStore
 
 checkpoints = made(Path(sys.argv[1]), store=CheckpointStore(sys.argv[2]))
 save(checkpoints, 1)

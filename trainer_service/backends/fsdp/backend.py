@@ -39,7 +39,7 @@ from trainer_service.backends.fsdp.sequence import SequenceRanks
 from trainer_service.backends.fsdp.shards import HostCopies, shard_end, write_shard
 from trainer_service.backends.shared_loss import shared_loss
 from trainer_service.data.microbatch import MicroBatch
-from trainer_service.disk import FileEntry
+from trainer_service.durable_files import FileEntry
 from trainer_service.ranks import Ranks
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from areal_async.weights.layout import FILE_DTYPES
 from trainer_service.background import in_thread
-from trainer_service.disk import FileEntry, write_hashed
+from trainer_service.durable_files import FileEntry, write_hashed
 from trainer_service.errors import CheckpointError
 
 ROWS = "rows"

@@ -28,7 +28,7 @@ from trainer_service.backends.megatron.config import MegatronOptions
 from trainer_service.backends.megatron.passes import owns_columns
 from trainer_service.backends.megatron.rank_model import MegatronModel
 from trainer_service.data.microbatch import MicroBatch
-from trainer_service.disk import FileEntry
+from trainer_service.durable_files import FileEntry
 from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
 

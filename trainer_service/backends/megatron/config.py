@@ -137,19 +137,15 @@ def reasons_against(
         yield "model", "its attention has dropout, which training here does without", "Set it to 0"
     if found.experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
         yield "model", "some of its layers have experts and others not", "Use the back end fsdp"
-    if found.key_heads % grid.tensor:
-        yield (
-            "parallel.tensor",
-            f"{grid.tensor} ranks do not share {found.key_heads} key and value heads evenly",
-            "Set it to a divisor of num_key_value_heads",
-        )
     width = found.expert_mlp if found.experts else found.mlp
-    if width % grid.tensor:
-        yield (
-            "parallel.tensor",
-            f"{grid.tensor} ranks do not share {width} rows of an MLP evenly",
-            "Set it to a divisor of them",
-        )
+    for field, ranks, number, what, divided in (
+        ("tensor", grid.tensor, found.key_heads, "key and value heads", "num_key_value_heads"),
+        ("tensor", grid.tensor, width, "rows of an MLP", "them"),
+        ("expert", grid.expert, found.experts, "experts", "num_experts"),
+    ):
+        if number % ranks:
+            problem = f"{ranks} ranks do not share {number} {what} evenly"
+            yield f"parallel.{field}", problem, f"Set it to a divisor of {divided}"
     if found.layers % stages:
         yield (
             "parallel.pipeline",
@@ -171,9 +167,3 @@ def reasons_against(
         )
     if grid.expert > 1 and not found.experts:
         yield "parallel.expert", "the model has no experts", "Set it to 1"
-    elif found.experts % grid.expert:
-        yield (
-            "parallel.expert",
-            f"{grid.expert} ranks do not share {found.experts} experts evenly",
-            "Set it to a divisor of num_experts",
-        )

@@ -13,7 +13,7 @@ from areal_async.weights.adapter import BaseWeights, adapter_config, write_merge
 from areal_async.weights.manifest import ADAPTER_CONFIG
 from areal_async.weights.pieces import whole_tensors
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
-from trainer_service.disk import room_for, write_model
+from trainer_service.durable_files import room_for, write_model
 from trainer_service.ranks import Ranks
 
 MODEL_DIR = "model"

@@ -37,9 +37,9 @@ from trainer_service.checkpoint import (
     named_checkpoints,
     step_of,
 )
+from trainer_service.checkpoint_store import CheckpointStore
 from trainer_service.errors import CheckpointError, DiskFull
 from trainer_service.ranks import Ranks
-from trainer_service.stored import CheckpointStore
 from trainer_service.training import Training
 
 FOLDER = "trainer-state"

@@ -22,7 +22,7 @@ from areal_async.rpc.board import board
 from areal_async.storage.remote import Remote, StorageError, tries_for
 from areal_async.storage.transfer import fetch, push
 from areal_async.storage.urls import joined
-from trainer_service.disk import FileEntry, hashed_in
+from trainer_service.durable_files import FileEntry, hashed_in
 from trainer_service.errors import CheckpointError
 
 MANIFEST = "manifest.json"
