@@ -102,13 +102,9 @@ def _of_classifier(source: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     ends = ends if isinstance(ends, list) else [ends]
     if pad is None or pad in ends:
         pad = AutoTokenizer.from_pretrained(source).pad_token_id
-    return {
-        "architectures": [KINDS[config["model_type"]]],
-        "id2label": {"0": "LABEL_0"},
-        "label2id": {"LABEL_0": 0},
-        "num_labels": 1,
-        "pad_token_id": None if pad in ends else pad,
-    }
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "num_labels": 1}
+    kind = KINDS[config["model_type"]]
+    return {"architectures": [kind], **labels, "pad_token_id": None if pad in ends else pad}
 
 
 def write_model(

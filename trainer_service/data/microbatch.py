@@ -93,14 +93,8 @@ def plan_passes(
     if ranks.world > 1:
         costs = [cost.of(tree.n_tokens, tree.n_units) for tree in trees]
         plan = spread(rooms, costs, budget, ranks.largest(len(plan)))
-    return [
-        [
-            row
-            for tree in sorted((trees[i] for i in chosen), key=lambda tree: -tree.n_tokens)
-            for row in tree.rows
-        ]
-        for chosen in plan
-    ]
+    sorted_trees = (sorted((trees[i] for i in chosen), key=lambda tree: -tree.n_tokens) for chosen in plan)
+    return [[row for tree in chosen for row in tree.rows] for chosen in sorted_trees]
 
 
 def build_micro_batch(
@@ -147,12 +141,11 @@ def _packed_routes(rows: Sequence[TrainingRow]) -> NDArray[np.int16] | None:
         return None
     parts = []
     for row in rows:
-        own = slice(row.shared, row.packed_length)
-        if row.routes is None:
-            parts.append(np.full((own.stop - own.start, *like.shape[1:]), -1, np.int16))
-        else:
-            found = row.routes[own]
-            parts.append(np.where(found == no_route(found.dtype), -1, found.astype(np.int16)))
+        found = np.full((row.packed_length - row.shared, *like.shape[1:]), -1, np.int16)
+        if row.routes is not None:
+            own = row.routes[row.shared : row.packed_length]
+            found = np.where(own == no_route(own.dtype), -1, own.astype(np.int16))
+        parts.append(found)
     return np.concatenate(parts).swapaxes(0, 1)
 
 

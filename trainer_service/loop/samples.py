@@ -86,25 +86,24 @@ class StepSamples:
             self._tokenizer = load_tokenizer(Path(self._job.model))
         groups = [batch.groups[int(plan.groups[index])] for index, _ in held]
         truths = self._truths([group.task_id for group in groups])
-        samples = []
-        for (index, blob), group in zip(held, groups, strict=True):
-            entry = plan.episodes[index]
-            samples.append(
-                sample_of(
-                    seen_by(unpack(blob), batch.policy),
-                    self._tokenizer.decode,
-                    lowest_version=batch.lowest_version,
-                    advantages=advantages.get(index, {}),
-                    policy=batch.policy,
-                    step=batch.step,
-                    version=entry.max_version,
-                    data_source=group.data_source,
-                    ground_truth=truths.get(group.task_id),
-                    reward=entry.reward,
-                    rewards=entry.components,
-                    verdict="score",
-                )
+        samples = [
+            sample_of(
+                seen_by(unpack(blob), batch.policy),
+                self._tokenizer.decode,
+                lowest_version=batch.lowest_version,
+                advantages=advantages.get(index, {}),
+                policy=batch.policy,
+                step=batch.step,
+                version=entry.max_version,
+                data_source=group.data_source,
+                ground_truth=truths.get(group.task_id),
+                reward=entry.reward,
+                rewards=entry.components,
+                verdict="score",
             )
+            for (index, blob), group in zip(held, groups, strict=True)
+            for entry in (plan.episodes[index],)
+        ]
         self._run_log.write_samples(self._folder, file_name("step", batch.step), lines_of(samples))
         first = samples[0]
         log.info("sample", step=batch.step, reward=first["reward"], response=short_text(first))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import combinations, count, takewhile
+from itertools import combinations
 from operator import attrgetter
 from typing import Any, get_args
 
@@ -115,17 +115,16 @@ def _sequence(job: JobConfig) -> Sequence[int]:
     with suppress(OSError, ValueError):
         if looks_beyond_tokens(json.loads((job.model / "config.json").read_bytes())):
             return ()
-    sizes = takewhile(lambda size: trainer.ranks % (size * asked.data) == 0, _doubled(asked.sequence))
-    return list(sizes)
-
-
-def _doubled(size: int) -> Iterator[int]:
-    return (size << times for times in count(1))
+    return [size for size in _doubled(asked.sequence) if trainer.ranks % (size * asked.data) == 0]
 
 
 def _ranks(job: JobConfig) -> Sequence[int]:
     fixed = job.trainer.parallel.shard is not None
-    return () if fixed else list(takewhile(lambda ranks: ranks <= MOST_RANKS, _doubled(job.trainer.ranks)))
+    return [] if fixed else [ranks for ranks in _doubled(job.trainer.ranks) if ranks <= MOST_RANKS]
+
+
+def _doubled(size: int) -> list[int]:
+    return [size << times for times in range(1, 17)]
 
 
 def _knob(field: str, values_of: Callable[[JobConfig], Sequence[Any]]) -> Knob:

@@ -145,19 +145,17 @@ def host_bytes(job: JobConfig, model: ModelShape, rank: RankMemory) -> dict[str,
             "published snapshots (shared memory)": shared.snapshots * published,
             "those that evaluations hold, at most": shared.evaluated * published,
             "deltas and what they change, at most": shared.deltas * published,
-            "merged models (shared memory)": shared.merged * _number_bytes(job) * model.size,
+            "merged models (shared memory)": shared.merged
+            * options_of(job.trainer).compute_bytes
+            * model.size,
         }
     return {name: size for name, size in found.items() if size}
-
-
-def _number_bytes(job: JobConfig) -> int:
-    return 2 if job.trainer.dtype == "bfloat16" else 4
 
 
 def _published_bytes(job: JobConfig, model: ModelShape) -> int:
     lora = job.trainer.lora
     adapters = sum(prod(s) for block in model.blocks for s in block.adapters(lora.rank, lora.targets))
-    return _number_bytes(job) * (adapters if lora.rank else model.size)
+    return options_of(job.trainer).compute_bytes * (adapters if lora.rank else model.size)
 
 
 def _sent_bytes(job: JobConfig, model: ModelShape) -> int:

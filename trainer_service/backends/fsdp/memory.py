@@ -129,13 +129,9 @@ class ModelShape:
     @property
     def uncounted(self) -> list[str]:
         """Matrices in the blocks whose activations the formulas do not know: a pass takes more."""
-        names = {
-            name.removesuffix(".weight")
-            for block in self.blocks
-            for name, shape in block.parameters.items()
-            if len(shape) > 1 and not COUNTED.search(name)
-        }
-        return sorted(names)
+        shapes = {name: shape for block in self.blocks for name, shape in block.parameters.items()}
+        unknown = (name for name, shape in shapes.items() if len(shape) > 1 and not COUNTED.search(name))
+        return sorted({name.removesuffix(".weight") for name in unknown})
 
     @property
     def largest(self) -> DecoderBlock:
