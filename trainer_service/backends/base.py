@@ -39,6 +39,12 @@ TRAINED_MODEL = "policy"  # Which of the models is the policy's own, the one tha
 REFERENCE, CRITIC, TEACHER, PROCESS = "ref", "critic", "teacher", "process"
 T = TypeVar("T")
 Columns = Mapping[str, "Tensor"]
+Names = Sequence[str]
+LOGP: Names = ("logp",)
+Batches = Sequence["MicroBatch"]
+OfColumns = Callable[[int, Columns], T]
+"""A function of the index of a micro-batch and its columns."""
+LossOf = OfColumns["Tensor"]
 ModelHead = Literal["tokens", "value", "both"]
 
 
@@ -142,25 +148,11 @@ class TrainingBackend(Protocol):
         """The layers of the policy that have an adapter: with some, adapters are what is trained, exported
         (under peft's names) and saved. Asked for only with `trainer.lora`."""
 
-    def evaluate(
-        self,
-        model: str,
-        batches: Sequence[MicroBatch],
-        fn: Callable[[int, Columns], T],
-        *,
-        columns: Sequence[str] = ("logp",),
-    ) -> list[T]:
+    def evaluate(self, model: str, batches: Batches, fn: OfColumns[T], *, columns: Names = LOGP) -> list[T]:
         """Return the result of `fn(index, columns)` for each micro-batch, in their order, without gradients;
         empty on a rank that does not own its share's columns. `fn` is called once for each, in any order."""
 
-    def train(
-        self,
-        model: str,
-        batches: Sequence[MicroBatch],
-        loss_of: Callable[[int, Columns], Tensor],
-        *,
-        columns: Sequence[str] = ("logp",),
-    ) -> None:
+    def train(self, model: str, batches: Batches, loss_of: LossOf, *, columns: Names = LOGP) -> None:
         """Add the gradients of Σ `loss_of(index, columns)`, over the micro-batches of all ranks, to those of
         a trained model.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from trainer_service.algorithms.table import (
     keys,
 )
 from trainer_service.data.rows import PLACES, TrainingRow, joined
+
+Array = NDArray[Any]
 
 
 def build_units(
@@ -39,7 +41,7 @@ def build_units(
     counts = np.array([len(row.position) for row in rows], np.int64)
     episode = np.repeat(np.array([row.episode for row in rows], np.int64), counts)
 
-    def tensor(array: NDArray[Any]) -> Tensor:
+    def tensor(array: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     columns = {
@@ -64,7 +66,7 @@ def build_units(
     return UnitTable(columns, episodes, segments, ranks)
 
 
-def _own_rewards(episode: NDArray[np.int64], unit: NDArray[np.int64], episodes: EpisodeTable) -> NDArray[Any]:
+def _own_rewards(episode: NDArray[np.int64], unit: NDArray[np.int64], episodes: EpisodeTable) -> Array:
     """f64 [U]: the rewards of units in the verdicts; 0 without."""
     given = [parts.units if parts is not None else [] for parts in episodes.parts]
     if not any(given):
@@ -76,13 +78,13 @@ def _own_rewards(episode: NDArray[np.int64], unit: NDArray[np.int64], episodes: 
 
 
 def _segments(
-    episode: NDArray[np.int64],
-    held: dict[str, NDArray[Any]],
-    reward: NDArray[Any],
-    own: NDArray[Any],
+    episode: Array,
+    held: Mapping[str, Array],
+    reward: Array,
+    own: Array,
     episodes: EpisodeTable,
     ranks: Collectives,
-) -> tuple[SegmentTable, NDArray[np.int64]]:
+) -> tuple[SegmentTable, Array]:
     """The segments of all ranks, and i64 [U]: of which of them each unit of this rank is. A segment is in one
     row, so it comes from one rank."""
     begins = np.ones(len(episode), np.bool_)
@@ -106,9 +108,7 @@ def _segments(
     return table, np.repeat(place, length)
 
 
-def _shares(
-    ids: NDArray[Any], of_workflow: NDArray[Any], of_units: NDArray[Any], episodes: EpisodeTable
-) -> tuple[NDArray[Any], NDArray[Any]]:
+def _shares(ids: Array, of_workflow: Array, of_units: Array, episodes: EpisodeTable) -> tuple[Array, Array]:
     """f64 [G], twice: what was given to each segment, and its share of what its sequence earned. A sequence,
     what one agent did in one episode, earns the agent's reward where scoring gave one, and else the
     episode's. Rewards of segments (the verdict's, or else those that the workflow gave) and of units say

@@ -13,19 +13,27 @@ each, as ranks with rows of their own have: a copy is spread over `shard` x `seq
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal_async.config.parallel import RankGrid
 from areal_async.weights.pieces import TensorPiece
-from trainer_service.backends.base import TRAINED_MODEL, Columns, ModelUse, RankPlace
+from trainer_service.backends.base import (
+    LOGP,
+    TRAINED_MODEL,
+    Batches,
+    LossOf,
+    ModelUse,
+    Names,
+    OfColumns,
+    RankPlace,
+)
 from trainer_service.backends.common import (
     NamedModels,
     random_state_file,
@@ -38,7 +46,6 @@ from trainer_service.backends.fsdp.model import FsdpOptions, HeldModel
 from trainer_service.backends.fsdp.sequence import SequenceRanks
 from trainer_service.backends.fsdp.shards import HostCopies, shard_end, write_shard
 from trainer_service.backends.shared_loss import shared_loss
-from trainer_service.data.microbatch import MicroBatch
 from trainer_service.durable_files import FileEntry
 from trainer_service.ranks import Ranks
 
@@ -49,12 +56,7 @@ class FsdpBackend(NamedModels[HeldModel]):
     """See `backends.base.TrainingBackend`."""
 
     def __init__(
-        self,
-        models: Mapping[str, ModelUse],
-        ranks: Ranks,
-        *,
-        grid: RankGrid | None = None,
-        **options: Any,
+        self, models: Mapping[str, ModelUse], ranks: Ranks, *, grid: RankGrid | None = None, **options: Any
     ) -> None:
         """`options` are those of `FsdpOptions`. `grid` has the axes `data`, `shard` and `sequence`, and is
         that of all models. Raises `ModelError`."""
@@ -89,14 +91,7 @@ class FsdpBackend(NamedModels[HeldModel]):
         return {name: model.updates for name, model in self._models.items() if model.shards}
 
     @torch.no_grad()
-    def evaluate(
-        self,
-        model: str,
-        batches: Sequence[MicroBatch],
-        fn: Callable[[int, Columns], T],
-        *,
-        columns: Sequence[str] = ("logp",),
-    ) -> list[T]:
+    def evaluate(self, model: str, batches: Batches, fn: OfColumns[T], *, columns: Names = LOGP) -> list[T]:
         of, found = self._models[model], []
         of.module.eval()  # Log-probs are those of the model without dropout.
         for index, batch in enumerate(batches):
@@ -106,14 +101,7 @@ class FsdpBackend(NamedModels[HeldModel]):
                     found.append(fn(index, given))
         return found
 
-    def train(
-        self,
-        model: str,
-        batches: Sequence[MicroBatch],
-        loss_of: Callable[[int, Columns], Tensor],
-        *,
-        columns: Sequence[str] = ("logp",),
-    ) -> None:
+    def train(self, model: str, batches: Batches, loss_of: LossOf, *, columns: Names = LOGP) -> None:
         of, rank = self._models[model], self._ranks.rank
         group, owner = (of.sequence.group, of.sequence.owner) if of.sequence is not None else (None, rank)
         of.module.train()

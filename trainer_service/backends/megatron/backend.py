@@ -21,13 +21,21 @@ from torch import Tensor
 
 from areal_async.config.parallel import RankGrid
 from areal_async.weights.pieces import TensorPiece
-from trainer_service.backends.base import TRAINED_MODEL, Columns, ModelUse, RankPlace
+from trainer_service.backends.base import (
+    LOGP,
+    TRAINED_MODEL,
+    Batches,
+    LossOf,
+    ModelUse,
+    Names,
+    OfColumns,
+    RankPlace,
+)
 from trainer_service.backends.common import NamedModels, random_state_writer, read_random_state, require_grid
 from trainer_service.backends.fsdp.shards import HostCopies, write_tensors
 from trainer_service.backends.megatron.config import MegatronOptions
 from trainer_service.backends.megatron.passes import owns_columns
 from trainer_service.backends.megatron.rank_model import MegatronModel
-from trainer_service.data.microbatch import MicroBatch
 from trainer_service.durable_files import FileEntry
 from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
@@ -40,12 +48,7 @@ class MegatronBackend(NamedModels[MegatronModel]):
 
     adapted: Sequence[str] = ()
 
-    def __init__(
-        self,
-        models: Mapping[str, ModelUse],
-        ranks: Ranks,
-        **options: Any,
-    ) -> None:
+    def __init__(self, models: Mapping[str, ModelUse], ranks: Ranks, **options: Any) -> None:
         """`options` are those of `MegatronOptions`. Raises `ModelError`."""
         self._options = MegatronOptions(**options)
         grid = self._options.grid
@@ -64,24 +67,10 @@ class MegatronBackend(NamedModels[MegatronModel]):
     def updates(self) -> dict[str, int]:
         return {name: model.updates for name, model in self._models.items() if model.changes}
 
-    def evaluate(
-        self,
-        model: str,
-        batches: Sequence[MicroBatch],
-        fn: Callable[[int, Columns], T],
-        *,
-        columns: Sequence[str] = ("logp",),
-    ) -> list[T]:
+    def evaluate(self, model: str, batches: Batches, fn: OfColumns[T], *, columns: Names = LOGP) -> list[T]:
         return self._models[model].passes.evaluate(batches, fn, columns)
 
-    def train(
-        self,
-        model: str,
-        batches: Sequence[MicroBatch],
-        loss_of: Callable[[int, Columns], Tensor],
-        *,
-        columns: Sequence[str] = ("logp",),
-    ) -> None:
+    def train(self, model: str, batches: Batches, loss_of: LossOf, *, columns: Names = LOGP) -> None:
         self._models[model].passes.train(batches, loss_of, columns)
 
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
@@ -95,9 +84,8 @@ class MegatronBackend(NamedModels[MegatronModel]):
             for piece in pieces:
                 data = piece.tensor.cpu().reshape(-1).view(torch.uint8)
                 kind = str(piece.tensor.dtype).removeprefix("torch.")
-                told = msgspec.json.encode(
-                    [piece.name, piece.shape, piece.offset, tuple(piece.tensor.shape), kind]
-                )
+                box = [piece.name, piece.shape, piece.offset, tuple(piece.tensor.shape), kind]
+                told = msgspec.json.encode(box)
                 side.send(torch.tensor([len(told)]).view(torch.uint8), to=0)
                 side.send(torch.frombuffer(bytearray(told), dtype=torch.uint8), to=0)
                 side.send(data, to=0)

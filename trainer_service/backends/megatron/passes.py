@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from trainer_service.backends.base import Columns
+from trainer_service.backends.base import Batches, Columns, LossOf, Names, OfColumns
 from trainer_service.backends.head import Head, batch_columns
 from trainer_service.backends.megatron.layers import (
     PackedCoreAttention,
@@ -34,7 +34,6 @@ from trainer_service.backends.shared_loss import shared_loss
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 
 T = TypeVar("T")
-LossOf = Callable[[int, Columns], Tensor]
 
 
 def owns_columns() -> bool:
@@ -54,7 +53,7 @@ class Passes:
         self._group = parallel_state.get_tensor_model_parallel_group()
         self._tensors = stages.grid.tensor
 
-    def train(self, batches: Sequence[MicroBatch], loss_of: LossOf, columns: Sequence[str]) -> None:
+    def train(self, batches: Batches, loss_of: LossOf, columns: Names) -> None:
         """Add the gradients of Σ `loss_of(index, columns)` to those of this rank's parameters."""
 
         def loss(index: int, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -70,9 +69,7 @@ class Passes:
 
         self._run(batches, loss, forward_only=False)
 
-    def evaluate(
-        self, batches: Sequence[MicroBatch], fn: Callable[[int, Columns], T], columns: Sequence[str]
-    ) -> list[T]:
+    def evaluate(self, batches: Batches, fn: OfColumns[T], columns: Names) -> list[T]:
         """Return the results of `fn` on each micro-batch, on the rank that owns the columns."""
         made: dict[int, T] = {}
 
