@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -343,7 +343,7 @@ def join_ranks(
                 master_listen_fd=meeting.listening_fd,
                 timeout=timedelta(seconds=start_s),
             )
-            hosts = _await_all(store, rank, world, start_s, node_id)
+            hosts = tuple(_await_all(store, rank, world, start_s, node_id))
         hook = sys.excepthook
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
         if world == 1:  # a traceback needs no number of the rank before each line
@@ -352,9 +352,7 @@ def join_ranks(
     return Ranks(rank, world, place, mesh, timeout_s, store, hosts)
 
 
-def _await_all(
-    store: dist.Store, rank: int, world: int, limit_s: float, node_id: str = ""
-) -> tuple[str, ...]:
+def _await_all(store: dist.Store, rank: int, world: int, limit_s: float, node_id: str = "") -> Sequence[str]:
     """Wait until every rank has come to the store; the node id of each."""
     store.set(f"{CAME}/{rank}", node_id)
     keys = [f"{CAME}/{each}" for each in range(world)]
@@ -366,4 +364,4 @@ def _await_all(
         raise RankError(
             f"of {world} ranks of the trainer, number {names} did not start within {limit_s:g} s", late
         ) from error
-    return tuple(store.get(key).decode() for key in keys)
+    return [store.get(key).decode() for key in keys]

@@ -5,7 +5,7 @@ Knows neither the buffer nor who gets the weights, so the same code runs in a jo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,14 +151,12 @@ class Learner:
         routes: Mapping[str, memoryview] | None = None,
         epoch: int = 0,
         same_as: Sequence[int] = (),
-        begun: int = 0,
-        sampled: Collection[int] = (),
-        on_fault: Callable[[int], str | None] = lambda number: None,
+        **more: Any,
     ) -> StepResult:
         """Train the step of `plan` on the bytes of this rank's episodes and of their routes, by id.
 
         `epoch` is the trainer's, `same_as` earlier ones that published the version it starts from alike;
-        `begun`, `sampled` and `on_fault` are those of `StepInputs`.
+        `more` are `begun`, `sampled` and `on_fault` of `StepInputs`.
         Raises `BatchError`, `StalenessViolation`, `SelfCheckError` before any gradient, `DivergenceError`."""
         with busy("train"):
             step, eta = batch.step, self._job.buffer.max_staleness
@@ -168,7 +166,7 @@ class Learner:
                     plan.fetched(share[place.data_rank] if place.reads else {}, blobs, routes),
                     batch.lowest_version,
                     policy=batch.policy,
-                    with_places=self._objective.with_segments or bool(sampled),
+                    with_places=self._objective.with_segments or bool(more.get("sampled")),
                     mixture=self._mixture,
                 )
                 for share in plan.shares
@@ -185,9 +183,7 @@ class Learner:
                 micro_batch_tokens=self._job.trainer.micro_batch_tokens,
                 cost=self._cost,
                 teacher=self._teacher,
-                begun=begun,
-                sampled=sampled,
-                on_fault=on_fault,
+                **more,
             )
             result = train_step(self._backend, self._objective, self._ranks, inputs)
             self._after(step, result)

@@ -26,6 +26,9 @@ from trainer_service.loop.step import StepPlan
 
 TASKS_S = 10.0  # Longest wait for the ground truths
 
+ByUnit = Mapping[int, Mapping[int, float]]
+"""Values of units, by the episode's index and the unit's number in it."""
+
 log = get_logger("trainer")
 
 
@@ -58,7 +61,7 @@ class StepSamples:
         plan: StepPlan,
         chosen: Sequence[int],
         blobs: Mapping[str, Any],
-        advantages: Mapping[int, Mapping[int, float]],
+        advantages: ByUnit,
     ) -> None:
         """Begin to write those of the `chosen` episodes whose bytes are among the `blobs`."""
         held = [(index, blob) for index in chosen if (blob := blobs.get(plan.episodes[index].episode_id))]
@@ -76,11 +79,7 @@ class StepSamples:
             self.writing.begin(work)
 
     def _write(
-        self,
-        batch: Batch,
-        plan: StepPlan,
-        held: Sequence[tuple[int, Any]],
-        advantages: Mapping[int, Mapping[int, float]],
+        self, batch: Batch, plan: StepPlan, held: Sequence[tuple[int, Any]], advantages: ByUnit
     ) -> None:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(Path(self._job.model))

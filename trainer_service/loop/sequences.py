@@ -49,8 +49,7 @@ class SequenceTrainer:
     def __init__(
         self, backend: TrainingBackend, ranks: Ranks, loss: SequenceLoss, *, budget: int, cost: RowCost
     ) -> None:
-        self._backend, self._ranks, self._loss = backend, ranks, loss
-        self._budget, self._cost = budget, cost
+        self._backend, self._ranks, self._loss, self._budget, self._cost = backend, ranks, loss, budget, cost
 
     def sums(self, rows: Sequence[TrainingRow], groups: NDArray[np.int64]) -> Tensor:
         """f64 [N]: the sum of the loss's column over the units of each row. `groups` i64 [N] says which rows

@@ -121,11 +121,9 @@ class AttentionResults:
         self._asked += 1
         if self._asked == self._replaced:  # until a graph that is retained asks once more
             self._again, self._asked = None, 0
-        if found.stride() != kept.strides:
-            found = torch.empty_strided(
-                found.shape, kept.strides, dtype=found.dtype, device=found.device
-            ).copy_(found)
-        return found
+        if found.stride() == kept.strides:
+            return found
+        return found.new_empty_strided(found.shape, kept.strides).copy_(found)
 
 
 def _same_numbers(tensor: Tensor, other: Tensor) -> bool:
