@@ -100,6 +100,10 @@ class ChangingModel(ABC):
     def _move(self, source: Self, share: float) -> None:
         """Move its weights to (1 - share) of themselves + `share` of those of `source`."""
 
+    @property
+    def changes(self) -> bool:
+        return self.use.optimizer is not None or self.use.follows
+
     def gradient_norm(self) -> float:
         """See `TrainingBackend.gradient_norm`."""
         self._trained()
@@ -168,6 +172,16 @@ class NamedModels(Generic[M]):
     """The part of `TrainingBackend` that asks one of its models."""
 
     _models: dict[str, M]
+    _ranks: Ranks
+
+    @property
+    def updates(self) -> dict[str, int]:
+        return {name: model.updates for name, model in self._models.items() if model.changes}
+
+    def load(self, folder: Path, updates: Mapping[str, int]) -> None:
+        for model in self._models.values():
+            model.load(folder, updates)
+        read_random_state(folder, self._ranks.rank)
 
     def gradient_norm(self, model: str = TRAINED_MODEL) -> float:
         return float(self._models[model].gradient_norm())

@@ -38,7 +38,6 @@ from trainer_service.backends.common import (
     NamedModels,
     random_state_file,
     random_state_writer,
-    read_random_state,
     require_grid,
 )
 from trainer_service.backends.fsdp.forward import packed_columns
@@ -79,16 +78,12 @@ class FsdpBackend(NamedModels[HeldModel]):
         self._copies = HostCopies()
         self._options = FsdpOptions(**options)
         self._models = {
-            name: HeldModel(name, use, ranks, self._options, first_copy=self._first_copy, shared=shared)
+            name: HeldModel(name, use, ranks, self._options, shards_count=self._shards_count, shared=shared)
             for name, use in models.items()
         }
         policy = self._models.get(TRAINED_MODEL)
         self.tied = policy.loaded.tied if policy is not None else {}
         self.adapted = policy.loaded.adapted if policy is not None else ()
-
-    @property
-    def updates(self) -> dict[str, int]:
-        return {name: model.updates for name, model in self._models.items() if model.shards}
 
     @torch.no_grad()
     def evaluate(self, model: str, batches: Batches, fn: OfColumns[T], *, columns: Names = LOGP) -> list[T]:
@@ -135,11 +130,6 @@ class FsdpBackend(NamedModels[HeldModel]):
             return written
 
         return write
-
-    def load(self, folder: Path, updates: Mapping[str, int]) -> None:
-        for model in self._models.values():
-            model.load(folder, updates, self._shard_rank, self._shards_count)
-        read_random_state(folder, self._ranks.rank)
 
     def reads(self, files: Collection[str]) -> Collection[str]:
         end = shard_end(self._shard_rank, self._shards_count)

@@ -60,12 +60,12 @@ class HeldModel(ChangingModel):
         ranks: Ranks,
         options: FsdpOptions,
         *,
-        first_copy: bool,
+        shards_count: int,
         shared: SequenceRanks | None = None,
     ) -> None:
         """See `FsdpBackend`. Raises `ModelError`."""
         super().__init__(name, use)
-        self._ranks, self._first_copy = ranks, first_copy
+        self._ranks, self._shards_count = ranks, shards_count
         lora, dtype = options.lora if name == TRAINED_MODEL else None, options.dtype
         held = torch.float32 if use.follows or (use.optimizer is not None and lora is None) else dtype
         require_packable(name, use.folder)
@@ -110,13 +110,14 @@ class HeldModel(ChangingModel):
         """The rank's own tensors, for a checkpoint."""
         return self._kinds(self._adamw.moments() if self._adamw is not None else {})
 
-    def load(self, folder: Path, updates: Mapping[str, int], rank: int, shards_count: int) -> None:
-        """See `TrainingBackend.load`; `rank` is that of the shard."""
+    def load(self, folder: Path, updates: Mapping[str, int]) -> None:
+        """See `TrainingBackend.load`."""
         if not self.begin_at(folder, updates):
             return
         kinds = self._kinds(self._adamw.restart(self.updates) if self._adamw is not None else {})
         for kind, values in kinds.items():
-            read_shard(folder, kind, values, self.rows, rank, shards_count)
+            place = self._ranks.rank % self._shards_count, self._shards_count
+            read_shard(folder, kind, values, self.rows, *place)
 
     def _norm_of_gradient(self) -> float:
         for name, parameter in self.module.named_parameters():
@@ -157,7 +158,7 @@ class HeldModel(ChangingModel):
         """2-norm over the shards of one copy, summed up in f64: on a CPU a sum of a million squares in f32 is
         off by 1e-5, and another number of ranks by another amount."""
         norms = torch._foreach_norm(parts, 2, torch.float64)
-        squared = torch.stack(norms).square().sum().cpu() * self._first_copy
+        squared = torch.stack(norms).square().sum().cpu() * (self._ranks.rank < self._shards_count)
         self._ranks.sum(squared)
         return float(squared.sqrt())
 

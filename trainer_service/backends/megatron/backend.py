@@ -31,7 +31,7 @@ from trainer_service.backends.base import (
     OfColumns,
     RankPlace,
 )
-from trainer_service.backends.common import NamedModels, random_state_writer, read_random_state, require_grid
+from trainer_service.backends.common import NamedModels, random_state_writer, require_grid
 from trainer_service.backends.fsdp.shards import HostCopies, write_tensors
 from trainer_service.backends.megatron.config import MegatronOptions
 from trainer_service.backends.megatron.passes import owns_columns
@@ -62,10 +62,6 @@ class MegatronBackend(NamedModels[MegatronModel]):
         policy = self._models.get(TRAINED_MODEL)
         tied = policy is not None and policy.stages.dimensions.tied and models[TRAINED_MODEL].head != "value"
         self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
-
-    @property
-    def updates(self) -> dict[str, int]:
-        return {name: model.updates for name, model in self._models.items() if model.changes}
 
     def evaluate(self, model: str, batches: Batches, fn: OfColumns[T], *, columns: Names = LOGP) -> list[T]:
         return self._models[model].passes.evaluate(batches, fn, columns)
@@ -121,11 +117,6 @@ class MegatronBackend(NamedModels[MegatronModel]):
             return written
 
         return write
-
-    def load(self, folder: Path, updates: Mapping[str, int]) -> None:
-        for model in self._models.values():
-            model.load(folder, updates)
-        read_random_state(folder, self._ranks.rank)
 
     def reads(self, files: Collection[str]) -> Collection[str]:
         return files

@@ -48,10 +48,6 @@ class MegatronModel(ChangingModel):
             self._followed[one.name] = one.tensor.detach().float().clone()
         self.passes = Passes(self.stages, modules, replays=name == TRAINED_MODEL)
 
-    @property
-    def changes(self) -> bool:
-        return self._adamw is not None or self.use.follows
-
     def state(self) -> Kinds:
         """Return the tensors for a checkpoint: the ranges of the parameters that this rank updates, or all
         parameters of a model that follows another."""
