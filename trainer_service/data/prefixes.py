@@ -81,10 +81,9 @@ def plant(
     trees: list[Tree] = []
     first = 0
     for end in [*(np.flatnonzero(common == 0) + 1).tolist(), len(order)]:
-        shared = _worth_it(
-            [rows[i].packed_length for i in order[first:end]], [0, *common[first : end - 1]], cost
-        )
-        trees += _trees([rows[i] for i in order[first:end]], shared, budget)
+        own = [rows[i] for i in order[first:end]]
+        shared = _worth_it([row.packed_length for row in own], [0, *common[first : end - 1]], cost)
+        trees += _trees(own, shared, budget)
         first = end
     return trees
 

@@ -124,6 +124,7 @@ class RlTrainer:
         check = LogprobCheck(job, ranks, self._backend, run_log=self._run_log)
         self._learner = Learner(job, ranks, self._backend, check=check)
         self._states = States.of(training, self._to_be_evaluated)
+        self._beside_steps = (self._states, *((samples.writing,) if samples is not None else ()))
         self._faulty = FaultySteps(job, ranks, self._run_dir)
         self._watch = EffectiveSamplesWatch(
             job.trainer.objective.ess_floor, job.trainer.objective.ess_patience, more_effective(job)
@@ -179,12 +180,9 @@ class RlTrainer:
         self._note("opened", step=step)
         if self._ranks.first and (preset := self._job.trainer.objective.preset):
             log.info("preset", name=preset, fields=expansion(self._job))
-        if (
-            self._run_log is not None
-            and begin is not None
-            and was_evaluated(self._run_log, VersionTag(self._policy, begin.manifest.epoch, step))
-        ):
-            self._evaluated = step
+        if self._run_log is not None and begin is not None:
+            tag = VersionTag(self._policy, begin.manifest.epoch, step)
+            self._evaluated = step if was_evaluated(self._run_log, tag) else -1
         log.info("trainer opened", epoch=self._epoch, step=step, steps=self._job.trainer.steps)
         return step
 
@@ -322,17 +320,14 @@ class RlTrainer:
 
     def _check(self) -> None:
         """Raise what a thread has failed with."""
-        self._finishing.check()
-        self._states.check()
-        if self._samples is not None:
-            self._samples.writing.check()
+        for work in (self._finishing, *self._beside_steps):
+            work.check()
 
     def _wait(self) -> None:
         """Wait until all that was begun is published, committed and on disk, on every rank."""
         self._wait_for_commit(self._job.trainer.steps)
-        self._states.wait()
-        if self._samples is not None:
-            self._samples.writing.wait()
+        for work in self._beside_steps:
+            work.wait()
 
     def _wait_for_commit(self, step: int) -> None:
         """Wait until the step before `step` is published and committed, on every rank."""
