@@ -110,7 +110,7 @@ class TrainerState:
         return name_of(self.step)
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class RankOutcome(msgspec.Struct, frozen=True):
     """Result of a rank's work on a checkpoint: the files that it has written, the manifest, or an error."""
 
     files: dict[str, FileEntry] = {}
@@ -294,14 +294,14 @@ class Checkpoints:
         of them had no room, and by then nothing is left of what was begun; otherwise the error of this rank,
         or `TrainerError` with that of another."""
 
-        def mine() -> Outcome:
+        def mine() -> RankOutcome:
             with room_for("a checkpoint", self.root):
                 fresh.mkdir(parents=True, exist_ok=True)
                 written = dict(write())
             self._wrote_s = time.thread_time()
             if self._store is not None:
                 self._store.put(step, fresh, written)
-            return Outcome(written)
+            return RankOutcome(written)
 
         result, over = in_thread(mine), b""
         told: list[bytes] = []
@@ -311,7 +311,7 @@ class Checkpoints:
             # The folder is one for all ranks: it is taken away only when none writes into it any more.
             ended = _together(told, fresh) if told and all(told) else None
             over = self._side.broadcast(msgspec.msgpack.encode(ended) if ended is not None else b"")
-        all_of = msgspec.msgpack.decode(over, type=Outcome)
+        all_of = msgspec.msgpack.decode(over, type=RankOutcome)
         if all_of.disk_full:
             if self._ranks.many_hosts and self._ranks.first_here:
                 shutil.rmtree(fresh, ignore_errors=True)
@@ -349,13 +349,13 @@ class Checkpoints:
         """Give the folder its name on every host; all ranks call it, and it returns when all have. `name` is
         for rank 0, which may wait for the commit of the step. An error on one rank is raised on all."""
         first, folder, told = self._ranks.first, self.root / state.name, b""
-        result = in_thread(lambda: Outcome(manifest=(name() / MANIFEST).read_bytes())) if first else None
+        result = in_thread(lambda: RankOutcome(manifest=(name() / MANIFEST).read_bytes())) if first else None
         while not told:
             if result is not None:
                 wait([result], ROUND_S)
                 told = _outcome(result, "rank 0: ") if result.done() else b""
             told = self._side.broadcast(told if first else None)
-        named, failed = msgspec.msgpack.decode(told, type=Outcome), ""
+        named, failed = msgspec.msgpack.decode(told, type=RankOutcome), ""
         if named.error:
             if not self._ranks.beside_first:
                 shutil.rmtree(fresh, ignore_errors=True)
@@ -385,25 +385,25 @@ class Checkpoints:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _outcome(result: Future[Outcome], rank: str = "") -> bytes:
+def _outcome(result: Future[RankOutcome], rank: str = "") -> bytes:
     error = result.exception()
     if error is None:
         return msgspec.msgpack.encode(result.result())
     text = rank + (str(error) or type(error).__name__)
-    return msgspec.msgpack.encode(Outcome(error=text, disk_full=isinstance(error, DiskFull)))
+    return msgspec.msgpack.encode(RankOutcome(error=text, disk_full=isinstance(error, DiskFull)))
 
 
-def _together(told: list[bytes], fresh: Path) -> Outcome:
+def _together(told: list[bytes], fresh: Path) -> RankOutcome:
     """Return the files of all ranks, or the error of one; for rank 0, when all have ended."""
-    each_of = [msgspec.msgpack.decode(data, type=Outcome) for data in told]
+    each_of = [msgspec.msgpack.decode(data, type=RankOutcome) for data in told]
     failed = [(not each.disk_full, rank) for rank, each in enumerate(each_of) if each.error]
     if not failed:
-        return Outcome({name: entry for each in each_of for name, entry in each.files.items()})
+        return RankOutcome({name: entry for each in each_of for name, entry in each.files.items()})
     rank = min(failed)[1]
     error, disk_full = each_of[rank].error, each_of[rank].disk_full
     if disk_full:
         shutil.rmtree(fresh, ignore_errors=True)  # its room is what the log needs to say so
-    return Outcome(error=f"rank {rank}: {error}" if len(told) > 1 else error, disk_full=disk_full)
+    return RankOutcome(error=f"rank {rank}: {error}" if len(told) > 1 else error, disk_full=disk_full)
 
 
 def to_keep(

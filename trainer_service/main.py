@@ -34,9 +34,8 @@ from trainer_service.loop.learner import OBJECTIVE_FILE, load_backend
 from trainer_service.loop.rl import Beside, RlTrainer
 from trainer_service.loop.samples import StepSamples
 from trainer_service.ranks import GIVE_UP_S, Ranks, join_ranks, lost_peer
-from trainer_service.saved_states import left_in_memory
+from trainer_service.saved_states import TrainingRun, left_in_memory
 from trainer_service.trained_model import companions_of
-from trainer_service.training import Training
 
 BUFFER_PATIENCE_S = 600.0
 """Longest wait of one call for a buffer that is away: giving up would cost the steps since the checkpoint."""
@@ -74,7 +73,7 @@ def train(ctx: ServiceContext) -> None:
             run_log = open_records(whole)
             closing.callback(run_log.close)
         log.info("model loaded", model=str(ctx.job.model), ranks=ranks.world, dtype=section.dtype)
-        training = Training(ctx.job, ranks, backend, ctx.run_dir, run_log, ctx.stopping, ctx.shm_dir)
+        training = TrainingRun(ctx.job, ranks, backend, ctx.run_dir, run_log, ctx.stopping, ctx.shm_dir)
         if ctx.job.kind == "rl":
             finished = _rl(ctx, training, closing, whole.job)
         else:
@@ -146,7 +145,7 @@ def _newest(
     return restored, left
 
 
-def _rl(ctx: ServiceContext, training: Training, closing: ExitStack, whole: JobConfig) -> bool:
+def _rl(ctx: ServiceContext, training: TrainingRun, closing: ExitStack, whole: JobConfig) -> bool:
     ranks, backend, run_log = training.ranks, training.backend, training.run_log
     files = companion_files(ctx.job.model, ctx.job.trainer.dtype)
     restored, left = _newest(ctx, ranks, backend)
@@ -174,7 +173,7 @@ def _rl(ctx: ServiceContext, training: Training, closing: ExitStack, whole: JobC
     return trainer.run(name=ctx.name, ready=ctx.ready, restored=restored, left=left)
 
 
-def _from_files(ctx: ServiceContext, training: Training) -> bool:
+def _from_files(ctx: ServiceContext, training: TrainingRun) -> bool:
     restored, left = _newest(ctx, training.ranks, training.backend)
     trainer = FileTrainer(training)
     ctx.ready()  # not before: a task that makes no example makes none the next time

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ import torch
 
 from areal_async.base.log import get_logger
 from areal_async.config.checks import checkpoint_interval
-from trainer_service.backends.base import models_of
+from areal_async.config.job import JobConfig
+from areal_async.service.record import RunRecords
+from trainer_service.backends.base import TrainingBackend, models_of
 from trainer_service.checkpoint import (
     MEASURING,
     Checkpoint,
@@ -40,7 +43,6 @@ from trainer_service.checkpoint import (
 from trainer_service.checkpoint_store import CheckpointStore
 from trainer_service.errors import CheckpointError, DiskFull
 from trainer_service.ranks import Ranks
-from trainer_service.training import Training
 
 FOLDER = "trainer-state"
 DISK_SHARE, MEMORY_SHARE = 0.01, 0.02
@@ -99,6 +101,21 @@ def left_in_memory(shm_dir: Path, reader: CheckpointReader, above: Checkpoint | 
     return left
 
 
+@dataclass(frozen=True)
+class TrainingRun:
+    """One rank's part in a training: the job, the rank and its back end, and the places that it writes to."""
+
+    job: JobConfig
+    ranks: Ranks
+    backend: TrainingBackend
+    run_dir: Path
+    run_log: RunRecords | None
+    """Exists on rank 0 only."""
+    stopping: threading.Event
+    shm_dir: Path | None = None
+    """The run's folder in shared memory; None: no state is left there."""
+
+
 class States:
     """Leaves the states of one trainer. All ranks make one, and call `leave`, `wait` in the same order.
 
@@ -130,7 +147,7 @@ class States:
         self._on_disk = 0
 
     @classmethod
-    def of(cls, training: Training, pending: Callable[[], Collection[int]] = tuple) -> States:
+    def of(cls, training: TrainingRun, pending: Callable[[], Collection[int]] = tuple) -> States:
         """Make the states of a job's run, on disk and if possible in shared memory. The best are known from
         the evaluations in the run log."""
         job, ranks, run_log, shm_dir = training.job, training.ranks, training.run_log, training.shm_dir

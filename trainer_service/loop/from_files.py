@@ -29,9 +29,8 @@ from trainer_service.data.flops import load_row_cost
 from trainer_service.data.lessons import Lesson, load_tokenizer, read_lessons
 from trainer_service.durable_files import companion_files
 from trainer_service.loop.sequences import SequenceTrainer
-from trainer_service.saved_states import Place, States
+from trainer_service.saved_states import Place, States, TrainingRun
 from trainer_service.trained_model import write_trained
-from trainer_service.training import Training
 
 log = get_logger("trainer")
 
@@ -41,7 +40,7 @@ FAR_FACTOR = 8  # So many times as rarely accuracy is measured while it is far f
 class FileTrainer:
     """One rank of the trainer of a job that trains from files."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingRun) -> None:
         self._job = job = training.job
         self._ranks, self._backend = training.ranks, training.backend
         self._run_dir, self._run_log = training.run_dir, training.run_log

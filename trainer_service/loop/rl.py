@@ -68,9 +68,8 @@ from trainer_service.loop.report import TrainedStep, report_step
 from trainer_service.loop.samples import StepSamples
 from trainer_service.loop.step import StepPlan, StepResult
 from trainer_service.publications import PublishedVersions
-from trainer_service.saved_states import States
+from trainer_service.saved_states import States, TrainingRun
 from trainer_service.trained_model import write_trained
-from trainer_service.training import Training
 
 OTHERS_LOOK_S = 0.5
 FINAL_EVALUATION_S = 300.0  # Longest wait for the evaluator to finish with the last snapshots
@@ -99,7 +98,7 @@ class RlTrainer:
 
     def __init__(
         self,
-        training: Training,
+        training: TrainingRun,
         buffer: SyncClient,
         *,
         files: Mapping[str, bytes | Path],

@@ -41,7 +41,7 @@ from trainer_service.loop.learner import Learner, load_backend
 from trainer_service.loop.rl import RlTrainer
 from trainer_service.loop.step import StepResult
 from trainer_service.ranks import Ranks, join_ranks
-from trainer_service.training import Training
+from trainer_service.saved_states import TrainingRun
 
 
 class RecordedBuffer:
@@ -112,7 +112,7 @@ def trainer_of(
     backend = options.pop("backend", None) or load_backend(job, ranks)
     given = {"files": {}, "publisher": None, "stopping": threading.Event(), "shm_dir": None} | options
     run_log = RunLog(out / "metrics.jsonl") if ranks.first else None
-    training = Training(job, ranks, backend, out, run_log, given.pop("stopping"), given.pop("shm_dir"))
+    training = TrainingRun(job, ranks, backend, out, run_log, given.pop("stopping"), given.pop("shm_dir"))
     return RlTrainer(training, buffer, **given)
 
 

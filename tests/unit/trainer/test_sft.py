@@ -21,8 +21,8 @@ from trainer_service.errors import BatchError
 from trainer_service.loop.from_files import FAR_FACTOR, FileTrainer
 from trainer_service.loop.learner import load_backend
 from trainer_service.ranks import join_ranks
+from trainer_service.saved_states import TrainingRun
 from trainer_service.tools.checkpoint_model import write_checkpoint_model
-from trainer_service.training import Training
 
 
 def _tasks(path, pairs):
@@ -52,7 +52,7 @@ def _trainer(tmp_path, model, *, stopping=None, **options):
     job, ranks = _job(tmp_path, model, **options), join_ranks(0, 1)
     parts = {"run_dir": tmp_path, "run_log": RunLog(tmp_path / "metrics.jsonl")}
     parts["stopping"] = stopping or threading.Event()
-    return FileTrainer(Training(job, ranks, load_backend(job, ranks), **parts))
+    return FileTrainer(TrainingRun(job, ranks, load_backend(job, ranks), **parts))
 
 
 def test_an_example_is_prompt_answer_and_end_with_the_loss_after_the_prompt(tmp_path, model_dir):
