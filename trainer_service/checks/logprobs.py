@@ -30,7 +30,7 @@ from areal_async.service.record import RunRecords
 from areal_async.trajectory import Episode, Row, unpack
 from trainer_service import metrics
 from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
-from trainer_service.data.episode_rows import EpisodeBytes, cut_rows, routed
+from trainer_service.data.episode_rows import EpisodeBytes, cut_rows, fetched_episodes, routed
 from trainer_service.data.microbatch import build_micro_batch, plan_passes
 from trainer_service.data.routes import mixture_to_replay
 from trainer_service.data.rows import TrainingRow
@@ -349,7 +349,7 @@ class LogprobCheck:
         share = plan.share_of(place.data_rank) if place.reads else {}
         rows = [
             row
-            for item in plan.fetched(share, blobs, routes)
+            for item in fetched_episodes(plan.episodes, share, blobs, routes)
             for row in rows_to_compare(
                 item,
                 policy=self._job.policy,

@@ -55,6 +55,21 @@ class EpisodeBytes:
     """The bytes of its routes; None where there are none."""
 
 
+def fetched_episodes(
+    episodes: Sequence[BatchEpisode],
+    share: Mapping[int, Collection[int]],
+    blobs: Mapping[str, Any],
+    routes: Mapping[str, Any],
+) -> list[EpisodeBytes]:
+    """Return the bytes of the episodes of a share (index -> numbers of its rows), with those of their routes,
+    by id."""
+    named = [(episodes[index], index, places) for index, places in share.items()]
+    return [
+        EpisodeBytes(blobs[each.episode_id], each, index, places, routes.get(each.episode_id))
+        for each, index, places in named
+    ]
+
+
 def rows_of_episodes(
     fetched: Iterable[EpisodeBytes],
     lowest_version: int = 0,

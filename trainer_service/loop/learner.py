@@ -20,7 +20,7 @@ from areal_async.rpc.messages import Batch, BatchEpisode
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import REFERENCE, TRAINED_MODEL, TrainingBackend, models_of
 from trainer_service.checks.logprobs import LogprobCheck
-from trainer_service.data.episode_rows import check_staleness, rows_of_episodes
+from trainer_service.data.episode_rows import check_staleness, fetched_episodes, rows_of_episodes
 from trainer_service.data.flops import TOKENS_ALONE, load_row_cost, peak_flops
 from trainer_service.data.routes import mixture_to_replay
 from trainer_service.durable_files import FileEntry, write_hashed
@@ -163,7 +163,9 @@ class Learner:
             place, routes = self._backend.place, routes or {}
             minibatches = [
                 rows_of_episodes(
-                    plan.fetched(share[place.data_rank] if place.reads else {}, blobs, routes),
+                    fetched_episodes(
+                        plan.episodes, share[place.data_rank] if place.reads else {}, blobs, routes
+                    ),
                     batch.lowest_version,
                     policy=batch.policy,
                     with_places=self._objective.with_segments or bool(more.get("sampled")),

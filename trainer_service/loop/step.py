@@ -38,7 +38,6 @@ from trainer_service.backends.base import (
     Columns,
     TrainingBackend,
 )
-from trainer_service.data.episode_rows import EpisodeBytes
 from trainer_service.data.flops import RowCost
 from trainer_service.data.microbatch import (
     MicroBatch,
@@ -92,16 +91,6 @@ class StepPlan:
         """Return the episodes that one data rank trains in the step, in the order of training, and their
         rows."""
         return {index: rows for shares in self.shares for index, rows in shares[data_rank].items()}
-
-    def fetched(
-        self, share: Share, blobs: Mapping[str, memoryview], routes: Mapping[str, memoryview]
-    ) -> list[EpisodeBytes]:
-        """Return the bytes of the episodes of a share, with those of their routes, by id."""
-        named = [(self.episodes[index], index, places) for index, places in share.items()]
-        return [
-            EpisodeBytes(blobs[each.episode_id], each, index, places, routes.get(each.episode_id))
-            for each, index, places in named
-        ]
 
 
 def plan_step(
