@@ -145,7 +145,8 @@ def by_ours(given: dict[str, Tensor], section: dict[str, Any]) -> tuple[Tensor, 
     from areal_async.config.objective import ObjectiveSection
     from trainer_service.algorithms.normalisers import Totals
     from trainer_service.algorithms.objective import Objective
-    from trainer_service.algorithms.table import Alone, EpisodeTable, UnitTable
+    from trainer_service.algorithms.table import EpisodeTable, UnitTable
+    from trainer_service.ranks import join_ranks
 
     keep = given["mask"].bool()
     episode = torch.arange(ANSWERS)[:, None].expand(-1, LONGEST)[keep]
@@ -163,7 +164,7 @@ def by_ours(given: dict[str, Tensor], section: dict[str, Any]) -> tuple[Tensor, 
         },
         EpisodeTable(nothing, torch.arange(ANSWERS), nothing > 0),
         None,
-        Alone(),
+        join_ranks(0, 1),
     )
     objective = Objective(ObjectiveSection(**{"correction": "none", **section}), minibatches=2)
     logp, entropy = (given[name].clone().requires_grad_() for name in ("logp", "entropy"))

@@ -22,7 +22,7 @@ from areal_async.config.job import JobConfig
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
 from rollout_service.engines.base import GenerateResult
-from trainer_service.disk import companion_files
+from trainer_service.durable_files import companion_files
 
 SHARPNESS = 4.0
 """Factor on the last norm of a fresh model: its logits then spread over some nats, so that greedy decoding

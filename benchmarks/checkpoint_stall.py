@@ -32,8 +32,8 @@ from started_ranks import start_ranks
 
 from areal_async.service.rank_group import Meeting
 from trainer_service.backends.fsdp.shards import HostCopies, row_range, write_shard
-from trainer_service.checkpoint import Checkpoints
-from trainer_service.disk import FileEntry, replace_folder
+from trainer_service.checkpoint import Checkpoints, Retention, TrainerState
+from trainer_service.durable_files import FileEntry, replace_folder
 from trainer_service.ranks import Ranks, join_ranks
 
 KINDS = ("policy", "exp_avg", "exp_avg_sq")
@@ -62,7 +62,9 @@ class Rank:
         self.copies = HostCopies()
         self.copies.prepare(self.kinds)
         self.touched = HostCopies()
-        self.checkpoints = Checkpoints(folder / "after", job="bench", policy="policy", keep=1, ranks=ranks)
+        self.checkpoints = Checkpoints(
+            folder / "after", job="bench", policy="policy", keep=Retention(1), ranks=ranks
+        )
 
     def memcpy(self) -> float:
         """Seconds of a copy into memory that was touched before."""
@@ -87,7 +89,7 @@ class Rank:
 
         self.ranks.barrier()
         begun_s = time.perf_counter()
-        self.checkpoints.begin(step, epoch=1, updates={"policy": step}, save=save, ledger=lambda: b"ledger")
+        self.checkpoints.begin(TrainerState(step, 1, {"policy": step}, save, lambda: b"ledger"))
         return time.perf_counter() - begun_s
 
     def before(self, step: int) -> float:

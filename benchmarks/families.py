@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from areal_async.config.job import OptimizerSection
 from trainer_service.backends.base import ModelUse
-from trainer_service.backends.fsdp.attention import packed_attention
+from trainer_service.backends.fsdp.attention import PackedRuns, packed_attention
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.probe import BOUND, own_columns, probe_rows, with_short_windows
 from trainer_service.data.microbatch import build_micro_batch
@@ -127,7 +127,7 @@ def _unchecked(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **arguments: Any
 ) -> Any:
     """Attention without the check of its arguments. A model hands on its mask by place or by name."""
-    names = ("packed_runs", "branching", "scaling", "dropout", "sliding_window")
+    names = ("packed_runs", "scaling", "dropout", "sliding_window")
     known = {name: arguments[name] for name in names if name in arguments}
     return packed_attention(module, query, key, value, None, **known)
 
@@ -176,7 +176,7 @@ def unchecked_gap(config: Any, model: Any) -> float | str:
         narrow = AutoModelForCausalLM.from_config(with_short_windows(config), dtype=torch.float32).eval()
         narrow.load_state_dict(model.state_dict())
         narrow.set_attn_implementation(UNCHECKED)
-        packing = {"packed_runs": batch.runs, "branching": batch.branching}
+        packing = {"packed_runs": PackedRuns(batch.runs, batch.branching)}
         place = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
         logits = narrow(**place, **packing, use_cache=False).logits[0]
         logp = logits.float().log_softmax(-1)[batch.predict].gather(1, batch.target[:, None])[:, 0]

@@ -39,8 +39,8 @@ from rollout_service.engines.base import GenerateRequest
 from rollout_service.engines.local.engine import LocalEngine
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse, TrainingBackend
 from trainer_service.backends.fsdp.memory import MemoryOptions, ModelShape, rank_memory, shape_of
-from trainer_service.backends.megatron.memory import StageOptions, stage_memory
-from trainer_service.disk import companion_files
+from trainer_service.backends.megatron.memory import stage_memory
+from trainer_service.durable_files import companion_files
 from trainer_service.ranks import join_ranks
 from trainer_service.tools.gpus import Gpu, gpu_of_device
 from trainer_service.tools.plan import tensor_shapes
@@ -156,7 +156,7 @@ def train(setting: Setting, arguments: Mapping[str, Any], name: str = "fsdp") ->
         if setting.device.type != "cuda":
             setting.note(skipped="Megatron-Core computes on CUDA devices alone")
             return
-        planned = stage_memory(model, StageOptions(RankGrid(), **arguments))
+        planned = stage_memory(model, MemoryOptions(compute_bytes=2, **arguments))
     else:
         planned = rank_memory(
             model, MemoryOptions(compute_bytes=2, on_host=setting.device.type == "cpu", **arguments)

@@ -34,6 +34,7 @@ from rollout_service.engines.base import Engine, GenerateRequest, GenerateResult
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.checks.logprobs import compare, rows_to_compare
+from trainer_service.data.episode_rows import EpisodeBytes
 from trainer_service.ranks import join_ranks
 
 TIE = 1e-4
@@ -178,10 +179,7 @@ def against_trainer(
             told.episode_id, 0, told.n_units, told.n_sampled, versions.oldest, versions.newest, 0.0
         )
         rows += rows_to_compare(
-            memoryview(blob),
-            entry,
-            number,
-            places=[0],
+            EpisodeBytes(memoryview(blob), entry, number, [0]),
             policy=TAG.policy,
             version=TAG.version,
             epochs=[TAG.epoch],

@@ -34,6 +34,7 @@ from torch import Tensor
 from areal_async.config.job import OptimizerSection
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse
 from trainer_service.backends.fsdp import backend as backend_module
+from trainer_service.backends.fsdp.attention import PackedRuns
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.head import Head, columns_of_units
 from trainer_service.data.microbatch import MicroBatch
@@ -182,7 +183,7 @@ def tiny_case(rounds: int) -> dict[str, Any]:
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
                 use_cache=False,
-                packed_runs=batch.runs,
+                packed_runs=PackedRuns(batch.runs),
             ).last_hidden_state[0]
             return whole_columns(Head.of(inside), states[batch.predict], batch, names)
 

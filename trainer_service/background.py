@@ -1,45 +1,56 @@
-"""Work beside the step: one piece at a time, in a thread of its own."""
+"""Work beside the main thread, in daemon threads: a process that ends does not wait for a disk or a
+network."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_thread(work: Callable[[], T], name: str = "together") -> Future[T]:
+    """Run `work` in a daemon thread called `name`. The future cannot be cancelled."""
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done = work()
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(done)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
 
 
 class Background:
-    """Runs one piece of work at a time beside the thread that owns this object. An error ends what waits for
-    the work, and whatever looks after it: from then on every call raises it.
-
-    The thread is a daemon, so a process that ends by another error does not wait for a disk or a network."""
+    """Runs one piece of work at a time beside the thread that owns this object. Once a piece has failed,
+    every call raises its error."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._result: Future[None] | None = None
 
     def begin(self, work: Callable[[], None]) -> None:
         """Wait for the work before, and begin this."""
         self.wait()
-        self._thread = threading.Thread(target=self._run, args=(work,), name=self._name, daemon=True)
-        self._thread.start()
-
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self._error = error
+        self._result = in_thread(work, self._name)
 
     @property
     def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._result is not None and not self._result.done()
 
     def wait(self) -> None:
         """Wait for the end of the work; raises its error."""
-        if self._thread is not None:
-            self._thread.join()
-        self.check()
+        if self._result is not None:
+            self._result.result()
 
     def check(self) -> None:
         """Raise the error of work that has failed."""
-        if self._error is not None:
-            raise self._error
+        if not self.is_running:
+            self.wait()

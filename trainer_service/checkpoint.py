@@ -10,13 +10,13 @@ writes and hashes that rank's files while training goes on. Rank 0 gathers the h
 and gives the folder its name. One checkpoint is written at a time; a second waits for it.
 
 What a trainer leaves in shared memory for the case that only its process dies is such a folder too, without
-the ledger's copy (`states.py` says when which is written).
+the ledger's copy (`saved_states.py` says when which is written).
 
 The newest `keep` checkpoints are kept, and the `keep_best` best by held-out accuracy (`to_keep`).
 
-Of a job with a store (`stored.py`) each rank puts its files there too, and rank 0 the manifest at the end,
-before the checkpoint counts as durable. A store that is away holds up the next checkpoint, not the steps
-until then.
+Of a job with a store (`checkpoint_store.py`) each rank puts its files there too, and rank 0 the manifest at
+the end, before the checkpoint counts as durable. A store that is away holds up the next checkpoint, not the
+steps until then.
 
 Ranks on several hosts share no disk. Their checkpoints are whole in the store alone: what is written here
 goes once it is there. What they leave in memory is in parts, each host's folder with the files of its ranks.
@@ -32,8 +32,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,18 +45,25 @@ from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.rpc.board import board
-from trainer_service.background import Background
-from trainer_service.disk import FileEntry, WithSchema, hashed_in, replace_folder, room_for, write_hashed
+from trainer_service.background import Background, in_thread
+from trainer_service.checkpoint_store import MANIFEST, CheckpointStore, epoch_in, name_of
+from trainer_service.durable_files import (
+    FileEntry,
+    WithSchema,
+    hashed_in,
+    replace_folder,
+    room_for,
+    write_hashed,
+)
 from trainer_service.errors import CheckpointError, DiskFull, TrainerError
-from trainer_service.ranks import Ranks, in_thread
-from trainer_service.stored import MANIFEST, CheckpointStore, epoch_in
+from trainer_service.ranks import Ranks, join_ranks
 
 SCHEMA = 3
 LEDGER = "ledger.bin"
 ROUND_S = 2.0  # How often ranks that have written their files ask whether the others have
 
-Reads = Callable[[Collection[str]], Collection[str]]
-"""Of the files of a checkpoint, those that a rank reads."""
+Save = Callable[[Path], Callable[[], Mapping[str, FileEntry]]]
+"""Copies the state for a folder; the function that it returns writes this rank's files there."""
 
 log = get_logger("trainer")
 
@@ -70,7 +76,7 @@ class CheckpointManifest(WithSchema, frozen=True):
     epoch: int
     """The trainer epoch that wrote it."""
     updates: dict[str, int]
-    """How often each model has changed so far, by its name in the back end."""
+    """Number of changes of each model so far, by its name in the back end."""
     ranks: int
     files: dict[str, FileEntry]
 
@@ -86,18 +92,29 @@ class Checkpoint:
         return (self.folder / LEDGER).read_bytes() if LEDGER in self.manifest.files else b""
 
 
-class _Named(msgspec.Struct, frozen=True):
-    """What rank 0 has named, or why it could not."""
+@dataclass(frozen=True)
+class TrainerState:
+    """A trainer's state after `step` steps, to be written as a checkpoint."""
 
-    manifest: bytes = b""
-    error: str = ""
-    disk_full: bool = False
+    step: int
+    epoch: int
+    updates: Mapping[str, int]
+    save: Save
+    ledger: Callable[[], bytes] = bytes
+    """Called by a thread of rank 0 when the files of all ranks are written. It may wait."""
+    durable: Callable[[], None] = lambda: None
+    """Called by that thread once the folder has its name."""
+
+    @property
+    def name(self) -> str:
+        return name_of(self.step)
 
 
-class WrittenFiles(msgspec.Struct, frozen=True):
-    """What one rank has written of a checkpoint, or why it could not."""
+class RankOutcome(msgspec.Struct, frozen=True):
+    """Result of a rank's work on a checkpoint: the files that it has written, the manifest, or an error."""
 
     files: dict[str, FileEntry] = {}
+    manifest: bytes = b""
     error: str = ""
     disk_full: bool = False
 
@@ -114,12 +131,13 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def measured_in(records: Iterable[Mapping[str, Any]], policy: str) -> Iterator[Measured]:
-    """The held-out accuracies in the records of a run: by the evaluator, or by a training from files."""
+    """Yield the held-out accuracies in the records of a run: by the evaluator, or by a training from
+    files."""
     for record in records:
-        if record["kind"] in MEASURING and record.get("accuracy") is not None:
-            version = record["version"] if record["kind"] == "evaluation" else record["step"]
-            if record["policy"] == policy:
-                yield Measured(record.get("epoch", 0), version, record["accuracy"])
+        known = record["kind"] in MEASURING and record.get("accuracy") is not None
+        if known and record["policy"] == policy:
+            version = record["version" if record["kind"] == "evaluation" else "step"]
+            yield Measured(record.get("epoch", 0), version, record["accuracy"])
 
 
 def accuracies(written: Mapping[int, int], measured: Iterable[Measured]) -> dict[int, float]:
@@ -132,12 +150,22 @@ def accuracies(written: Mapping[int, int], measured: Iterable[Measured]) -> dict
     }
 
 
-class Checkpoints:
-    """The checkpoints of one run. All ranks make one, and call `begin` and `wait`, in the same order.
+@dataclass(frozen=True)
+class Retention:
+    """The checkpoints to keep: the newest `newest`, and the `best` by held-out accuracy. The functions are
+    for rank 0, and only called if the best are kept."""
 
-    `measured` gives the accuracies that are known by now, `pending` the versions whose evaluation is still to
-    come; both are for rank 0 and only asked where the best are kept. With `in_memory`, `root` is in shared
-    memory."""
+    newest: int
+    best: int = 0
+    measured: Callable[[], Iterable[Measured]] = tuple
+    """Returns the accuracies known by now."""
+    pending: Callable[[], Collection[int]] = tuple
+    """Returns the versions whose evaluation is still to come."""
+
+
+class Checkpoints:
+    """The checkpoints of one run. All ranks make one, and call `begin` and `wait`, in the same order. With
+    `in_memory`, `root` is in shared memory."""
 
     def __init__(
         self,
@@ -145,27 +173,22 @@ class Checkpoints:
         *,
         job: str,
         policy: str,
-        keep: int,
         ranks: Ranks,
-        keep_best: int = 0,
-        measured: Callable[[], Iterable[Measured]] = tuple,
-        pending: Callable[[], Collection[int]] = tuple,
+        keep: Retention,
         in_memory: bool = False,
         store: CheckpointStore | None = None,
     ) -> None:
         self.root = root
         self.size_bytes = 0
-        """Of all files of the newest that was written; on rank 0."""
+        """Total size of the newest checkpoint written, on rank 0."""
         self.cost_s = 0.0
-        """What the newest that was written has taken from this rank: the time for which the step stood still,
-        and the CPU time of the thread that wrote it."""
+        """Cost of the newest checkpoint written, on this rank: the time that the step stood still, and the
+        CPU time of the thread that wrote it."""
         self._wrote_s = 0.0
         self._in_memory = in_memory
         self._store = store
         self._job, self._policy = job, policy
-        self._keep, self._keep_best = keep, keep_best
-        self._measured, self._pending = measured, pending
-        self._ranks = ranks
+        self._keep, self._ranks = keep, ranks
         self._side = ranks.side()
         self._work = Background("checkpoint")
         self._written: dict[int, int] = {}
@@ -191,47 +214,34 @@ class Checkpoints:
             there = self._ranks.on_first(lambda: store.went_on_from(restored.manifest.step))
             self._written = (there or {}) | self._written
 
-    def begin(
-        self,
-        step: int,
-        *,
-        epoch: int,
-        updates: Mapping[str, int],
-        save: Callable[[Path], Callable[[], Mapping[str, FileEntry]]],
-        ledger: Callable[[], bytes] = bytes,
-        durable: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Begin to write the checkpoint after `step` steps, once the one before is written. Returns when the
-        state may change again: `save(folder)` copies it, and what that returns writes this rank's files.
-
-        On rank 0 a thread calls `ledger`, which may wait, when the files of all ranks are written, and
-        `durable` once the folder has its name. Raises what the checkpoint before has failed with."""
-        begun_s, changes = time.monotonic(), dict(updates)
+    def begin(self, state: TrainerState) -> None:
+        """Begin to write a checkpoint, once the one before is written. Returns when the state may change
+        again. Raises the error of the checkpoint before."""
+        begun_s = time.monotonic()
+        state = replace(state, updates=dict(state.updates))
         if self.is_writing:
-            log.warning("the checkpoint before is still being written", step=step)
+            log.warning("the checkpoint before is still being written", step=state.step)
         self.wait()
-        fresh = self.root / f".step-{step:06d}.tmp"
+        fresh = self.root / f".{state.name}.tmp"
         with busy("checkpoint"):
-            write = save(fresh)
+            write = state.save(fresh)
         blocked_s = time.monotonic() - begun_s
 
         def work() -> None:
-            files = self._gathered(step, fresh, write)
+            files = self._gathered(state.step, fresh, write)
             folder: Path | None = None
             if self._in_memory and self._ranks.many_hosts:
-                folder = self._name_on_all(
-                    step, fresh, lambda: self._name(fresh, step, epoch, changes, files or {}, ledger)
-                )
+                folder = self._name_on_all(state, fresh, lambda: self._name(fresh, state, files or {}))
             elif files is not None:
-                folder = self._name(fresh, step, epoch, changes, files, ledger)
+                folder = self._name(fresh, state, files)
             elif self._ranks.many_hosts and not self._ranks.beside_first:
                 self._remove_here()  # all of it is in the store
             if files is not None:
-                durable()
+                state.durable()
                 self.size_bytes = sum(entry.size_bytes for entry in files.values())
                 (log.debug if self._in_memory else log.info)(
                     "state left in memory" if self._in_memory else "checkpoint written",
-                    step=step,
+                    step=state.step,
                     folder=str(folder),
                     size_bytes=self.size_bytes,
                     blocked_s=round(blocked_s, 3),
@@ -266,12 +276,13 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Remove what is not kept any more; for rank 0, while nothing is written."""
+        keep, best = self._keep, self._keep.best
         # In this order: an evaluation that ends in between is in one of the two.
-        pending = self._pending() if self._keep_best else ()
-        accuracy = accuracies(self._written, self._measured() if self._keep_best else ())
-        kept = to_keep(self._written, accuracy, pending, keep=self._keep, keep_best=self._keep_best)
+        pending = keep.pending() if best else ()
+        accuracy = accuracies(self._written, keep.measured() if best else ())
+        kept = to_keep(self._written, accuracy, pending, keep=keep.newest, keep_best=best)
         for step in sorted(self._written.keys() - kept):
-            shutil.rmtree(self.root / f"step-{step:06d}", ignore_errors=True)
+            shutil.rmtree(self.root / name_of(step), ignore_errors=True)
             if self._store is None or self._store.remove(step):
                 del self._written[step]
 
@@ -283,24 +294,24 @@ class Checkpoints:
         of them had no room, and by then nothing is left of what was begun; otherwise the error of this rank,
         or `TrainerError` with that of another."""
 
-        def mine() -> dict[str, FileEntry]:
+        def mine() -> RankOutcome:
             with room_for("a checkpoint", self.root):
                 fresh.mkdir(parents=True, exist_ok=True)
                 written = dict(write())
             self._wrote_s = time.thread_time()
             if self._store is not None:
                 self._store.put(step, fresh, written)
-            return written
+            return RankOutcome(written)
 
         result, over = in_thread(mine), b""
         told: list[bytes] = []
         while not over:
             wait([result], None if self._ranks.world == 1 else ROUND_S)
-            told = self._side.gather(msgspec.msgpack.encode(_told(result)) if result.done() else b"")
+            told = self._side.gather(_outcome(result) if result.done() else b"")
             # The folder is one for all ranks: it is taken away only when none writes into it any more.
             ended = _together(told, fresh) if told and all(told) else None
             over = self._side.broadcast(msgspec.msgpack.encode(ended) if ended is not None else b"")
-        all_of = msgspec.msgpack.decode(over, type=WrittenFiles)
+        all_of = msgspec.msgpack.decode(over, type=RankOutcome)
         if all_of.disk_full:
             if self._ranks.many_hosts and self._ranks.first_here:
                 shutil.rmtree(fresh, ignore_errors=True)
@@ -310,44 +321,41 @@ class Checkpoints:
             raise TrainerError(all_of.error)
         return dict(sorted(all_of.files.items())) if self._ranks.first else None
 
-    def _name(
-        self,
-        fresh: Path,
-        step: int,
-        epoch: int,
-        updates: dict[str, int],
-        files: dict[str, FileEntry],
-        ledger: Callable[[], bytes],
-    ) -> Path:
-        """Add what rank 0 adds to the files of all ranks, and give the folder its name."""
-        with _removed_if_full(fresh), room_for("a checkpoint", self.root):
-            if copy := ledger():
-                files[LEDGER] = write_hashed(fresh / LEDGER, [copy])
-            manifest = CheckpointManifest(
-                SCHEMA, self._job, self._policy, step, epoch, updates, self._ranks.world, files
-            )
-            text = msgspec.json.format(msgspec.json.encode(manifest))
-            (fresh / MANIFEST).write_bytes(text + b"\n")
-            failpoint("trainer.mid_state" if self._in_memory else "trainer.mid_checkpoint")
-            replace_folder(fresh, folder := self.root / f"step-{step:06d}")
-        self._written[step] = epoch
+    def _name(self, fresh: Path, state: TrainerState, files: dict[str, FileEntry]) -> Path:
+        """Add rank 0's own files to those of all ranks, and give the folder its name."""
+        try:
+            with room_for("a checkpoint", self.root):
+                if copy := state.ledger():
+                    files[LEDGER] = write_hashed(fresh / LEDGER, [copy])
+                updates, world = dict(state.updates), self._ranks.world
+                manifest = CheckpointManifest(
+                    SCHEMA, self._job, self._policy, state.step, state.epoch, updates, world, files
+                )
+                text = msgspec.json.format(msgspec.json.encode(manifest))
+                (fresh / MANIFEST).write_bytes(text + b"\n")
+                failpoint("trainer.mid_state" if self._in_memory else "trainer.mid_checkpoint")
+                replace_folder(fresh, folder := self.root / state.name)
+        except DiskFull:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+        self._written[state.step] = state.epoch
         if self._store is not None:
-            self._store.put(step, folder, {LEDGER} & files.keys())
+            self._store.put(state.step, folder, {LEDGER} & files.keys())
             failpoint("trainer.mid_store")
-            self._store.finish(step, folder)
+            self._store.finish(state.step, folder)
         return folder
 
-    def _name_on_all(self, step: int, fresh: Path, name: Callable[[], Path]) -> Path:
+    def _name_on_all(self, state: TrainerState, fresh: Path, name: Callable[[], Path]) -> Path:
         """Give the folder its name on every host; all ranks call it, and it returns when all have. `name` is
-        for rank 0, which may wait for the commit of the step. Raises, on all ranks, what fails on one."""
-        first, folder, told = self._ranks.first, self.root / f"step-{step:06d}", b""
-        result = in_thread(name) if first else None
+        for rank 0, which may wait for the commit of the step. An error on one rank is raised on all."""
+        first, folder, told = self._ranks.first, self.root / state.name, b""
+        result = in_thread(lambda: RankOutcome(manifest=(name() / MANIFEST).read_bytes())) if first else None
         while not told:
             if result is not None:
                 wait([result], ROUND_S)
-                told = _named(result) if result.done() else b""
+                told = _outcome(result, "rank 0: ") if result.done() else b""
             told = self._side.broadcast(told if first else None)
-        named, failed = msgspec.msgpack.decode(told, type=_Named), ""
+        named, failed = msgspec.msgpack.decode(told, type=RankOutcome), ""
         if named.error:
             if not self._ranks.beside_first:
                 shutil.rmtree(fresh, ignore_errors=True)
@@ -361,7 +369,7 @@ class Checkpoints:
                 replace_folder(fresh, folder)
             except OSError as error:
                 failed = f"rank {self._ranks.rank}: {folder} cannot be written: {error}"
-        # What was there before goes only now: until all have this one, it is the newest that all have.
+        # The folders of before go only now: until all have this one, theirs is the newest that all have.
         failed = next((text.decode() for text in self._side.gather(failed.encode()) if text), "")
         failed = self._side.broadcast(failed.encode() if first else None).decode()
         if failed:
@@ -377,44 +385,25 @@ class Checkpoints:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _named(result: Future[Path]) -> bytes:
+def _outcome(result: Future[RankOutcome], rank: str = "") -> bytes:
     error = result.exception()
     if error is None:
-        return msgspec.msgpack.encode(_Named((result.result() / MANIFEST).read_bytes()))
-    text = f"rank 0: {str(error) or type(error).__name__}"
-    return msgspec.msgpack.encode(_Named(error=text, disk_full=isinstance(error, DiskFull)))
+        return msgspec.msgpack.encode(result.result())
+    text = rank + (str(error) or type(error).__name__)
+    return msgspec.msgpack.encode(RankOutcome(error=text, disk_full=isinstance(error, DiskFull)))
 
 
-def _told(result: Future[dict[str, FileEntry]]) -> WrittenFiles:
-    error = result.exception()
-    if error is None:
-        return WrittenFiles(result.result())
-    return WrittenFiles(error=str(error) or type(error).__name__, disk_full=isinstance(error, DiskFull))
-
-
-def _together(told: list[bytes], fresh: Path) -> WrittenFiles:
-    """What all ranks have written, or the error of one; for rank 0, when all have ended."""
-    each_of = [msgspec.msgpack.decode(data, type=WrittenFiles) for data in told]
+def _together(told: list[bytes], fresh: Path) -> RankOutcome:
+    """Return the files of all ranks, or the error of one; for rank 0, when all have ended."""
+    each_of = [msgspec.msgpack.decode(data, type=RankOutcome) for data in told]
     failed = [(not each.disk_full, rank) for rank, each in enumerate(each_of) if each.error]
     if not failed:
-        return WrittenFiles({name: entry for each in each_of for name, entry in each.files.items()})
+        return RankOutcome({name: entry for each in each_of for name, entry in each.files.items()})
     rank = min(failed)[1]
-    error = each_of[rank].error
-    if each_of[rank].disk_full:
+    error, disk_full = each_of[rank].error, each_of[rank].disk_full
+    if disk_full:
         shutil.rmtree(fresh, ignore_errors=True)  # its room is what the log needs to say so
-    return WrittenFiles(
-        error=f"rank {rank}: {error}" if len(told) > 1 else error, disk_full=each_of[rank].disk_full
-    )
-
-
-@contextmanager
-def _removed_if_full(fresh: Path) -> Iterator[None]:
-    """Remove what was begun where there is no room for the rest."""
-    try:
-        yield
-    except DiskFull:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
+    return RankOutcome(error=f"rank {rank}: {error}" if len(told) > 1 else error, disk_full=disk_full)
 
 
 def to_keep(
@@ -437,11 +426,8 @@ def to_keep(
 
 
 def epoch_of(folder: Path) -> int:
-    """The epoch in a checkpoint's manifest; 0 where that cannot be read."""
-    try:
-        return epoch_in((folder / MANIFEST).read_bytes())
-    except OSError:
-        return 0
+    """Return the epoch in a checkpoint's manifest; 0 if that cannot be read."""
+    return epoch_in(_read(folder / MANIFEST))
 
 
 def named_checkpoints(root: Path) -> list[Path]:
@@ -454,53 +440,127 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def newest_of_all(
-    root: Path,
-    store: CheckpointStore | None,
-    *,
-    job: str,
-    policy: str,
-    ranks: Ranks,
-    reads: Reads | None = None,
-) -> Checkpoint | None:
-    """`newest_usable`, also of those in `store`: one of more steps is brought to this host first, by each
-    rank to its own, and one that the store lacks is put there. Where ranks are on several hosts, those in the
-    store are all that there are."""
-    if store is None:
-        return newest_usable(root, job=job, policy=policy, ranks=ranks, reads=reads)
-    failed: CheckpointError | None = None
-    local: Checkpoint | None = None
-    try:
-        if not ranks.many_hosts:
-            local = newest_usable(root, job=job, policy=policy, ranks=ranks)
-    except CheckpointError as error:
-        failed = error
-    told = ranks.on_first(lambda: msgspec.json.encode(store.whole()))
-    there = msgspec.json.decode(ranks.broadcast_bytes(told), type=list[int])
-    for step in sorted(there, reverse=True):
-        if local is not None and step <= local.manifest.step:
-            break
-        folder = root / f"step-{step:06d}"
-        said = ranks.together(partial(_brought, store, step, folder))
+@dataclass(frozen=True)
+class CheckpointReader:
+    """Finds, verifies and opens the checkpoints of a job's policy. With `ranks`, all of them call it
+    alike."""
+
+    job: str
+    policy: str
+    ranks: Ranks = field(default_factory=partial(join_ranks, 0, 1))
+    reads: Callable[[Collection[str]], Collection[str]] | None = None
+    """Returns the files that this rank reads, of those of a checkpoint; None: it reads all."""
+
+    def newest_of_all(self, root: Path, store: CheckpointStore | None) -> Checkpoint | None:
+        """`newest`, also of those in `store`: one of more steps is brought to this host first, by each rank
+        to its own, and one that the store lacks is put there. If ranks are on several hosts, only those in
+        the store count."""
+        if store is None:
+            return self.newest(root)
+        ranks = self.ranks
+        failed: CheckpointError | None = None
+        local: Checkpoint | None = None
         try:
-            if ranks.largest(bool(said)):
-                raise CheckpointError(said or f"checkpoint {store.url_of(step)} is damaged")
-            return open_checkpoint(folder, job=job, policy=policy, ranks=ranks, reads=reads)
+            if not ranks.many_hosts:
+                local = self.newest(root)
         except CheckpointError as error:
-            log.warning("checkpoint passed over", folder=store.url_of(step), error=str(error))
-            failed = failed or error
-    if local is None and failed is not None:
-        raise failed
-    if local is not None and local.manifest.step not in there:
-        names = sorted(local.manifest.files)[ranks.rank :: ranks.world]
-        ranks.together(lambda: store.put(local.manifest.step, local.folder, names))
-        ranks.on_first(lambda: store.finish(local.manifest.step, local.folder))
-    return local
+            failed = error
+        there = ranks.share(ranks.on_first(store.whole), list[int])
+        for step in sorted(there, reverse=True):
+            if local is not None and step <= local.manifest.step:
+                break
+            folder = root / name_of(step)
+            said = ranks.together(partial(_brought, store, step, folder))
+            try:
+                if ranks.largest(bool(said)):
+                    raise CheckpointError(said or f"checkpoint {store.url_of(step)} is damaged")
+                return self.open(folder)
+            except CheckpointError as error:
+                log.warning("checkpoint passed over", folder=store.url_of(step), error=str(error))
+                failed = failed or error
+        if local is None and failed is not None:
+            raise failed
+        if local is not None and local.manifest.step not in there:
+            names = sorted(local.manifest.files)[ranks.rank :: ranks.world]
+            ranks.together(lambda: store.put(local.manifest.step, local.folder, names))
+            ranks.on_first(lambda: store.finish(local.manifest.step, local.folder))
+        return local
+
+    def newest(self, root: Path) -> Checkpoint | None:
+        """Return the newest checkpoint under `root` that is whole; None if there is none at all. All ranks
+        see what rank 0 sees, and verify a share of the files each. On several hosts they see what all hosts
+        have, and each verifies the files that it reads.
+
+        Raises `CheckpointError`, that of the newest, if all are damaged."""
+        names = [folder.name for folder in named_checkpoints(root)]
+        names = (
+            self._on_all_hosts(root, names) if self.ranks.many_hosts else self.ranks.share(names, list[str])
+        )
+        first: CheckpointError | None = None
+        for name in reversed(names):
+            try:
+                return self.open(root / name)
+            except CheckpointError as error:
+                log.warning("checkpoint passed over", folder=str(root / name), error=str(error))
+                first = first or error
+        if first is not None:
+            raise first
+        return None
+
+    def _on_all_hosts(self, root: Path, names: Collection[str]) -> list[str]:
+        """Return the checkpoints of `names` under `root` that every host has with the same manifest."""
+        mine = {name: blake3(_read(root / name / MANIFEST)).hexdigest() for name in names}
+        gathered = self.ranks.side().gather(msgspec.json.encode(mine))
+        found = [msgspec.json.decode(data, type=dict[str, str]) for data in gathered]
+        on_all = [name for name in names if all(each.get(name) == mine[name] for each in found)]
+        return self.ranks.share(on_all, list[str])
+
+    def open(self, folder: Path) -> Checkpoint:
+        """Read and verify a checkpoint; ranks share the work, or on several hosts each verifies the files
+        that it reads. Raises `CheckpointError` for a damaged one, or one of another job, policy or schema."""
+        ranks = self.ranks
+        text = ranks.broadcast_bytes(_read(folder / MANIFEST) if ranks.first else b"")
+        try:
+            schema = msgspec.json.decode(text, type=WithSchema).schema
+            if schema != SCHEMA:
+                raise CheckpointError(
+                    f"checkpoint {folder} has schema {schema}; this version reads {SCHEMA}: finish the run "
+                    "with the version that began it"
+                )
+            manifest = msgspec.json.decode(text, type=CheckpointManifest)
+        except msgspec.DecodeError as error:
+            raise CheckpointError(f"checkpoint {folder} has no readable {MANIFEST}: {error}") from error
+        if manifest.job != self.job:
+            raise CheckpointError(f"checkpoint {folder} is of job {manifest.job!r}, not of {self.job!r}")
+        if manifest.policy != self.policy:
+            raise CheckpointError(
+                f"checkpoint {folder} is of policy {manifest.policy!r}, not of {self.policy!r}: name it in "
+                f"the job (policy: {manifest.policy})"
+            )
+        names = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
+        share: Sequence[int] = range(ranks.rank, len(names), ranks.world)
+        if ranks.many_hosts:
+            needed = set(self.reads(names)) if self.reads is not None else set(names)
+            share = [number for number, name in enumerate(names) if name in needed]
+
+        def verify() -> int:
+            """Return the number, from 1, of a damaged file of this rank's share; 0 for none."""
+            return max((n + 1 for n in share if not is_whole(names[n])), default=0)
+
+        def is_whole(name: str) -> bool:
+            return hashed_in(folder, name) == manifest.files[name]
+
+        if damaged := ranks.largest(ranks.together(verify)):
+            name = names[damaged - 1]
+            raise CheckpointError(
+                f"checkpoint {folder}: {name} is missing or damaged; use an older checkpoint of the run"
+            )
+        return Checkpoint(folder, manifest)
 
 
 def _brought(store: CheckpointStore, step: int, folder: Path) -> str:
-    """Bring a checkpoint from the store; why it is of no use, or empty. All ranks pass over what one finds
-    damaged."""
+    """Bring a checkpoint from the store. Returns what is wrong with it, or nothing: all ranks pass over a
+    checkpoint that one finds damaged."""
     try:
         store.bring(step, folder)
     except CheckpointError as error:
@@ -508,92 +568,9 @@ def _brought(store: CheckpointStore, step: int, folder: Path) -> str:
     return ""
 
 
-def newest_usable(
-    root: Path, *, job: str, policy: str, ranks: Ranks | None = None, reads: Reads | None = None
-) -> Checkpoint | None:
-    """The newest checkpoint under `root` that is whole; None when there is none at all. All ranks call it,
-    see what rank 0 sees, and verify a share of the files each. On several hosts they see what all hosts have,
-    and each verifies what it `reads`.
-
-    Raises `CheckpointError`, that of the newest, when there are some and all are damaged."""
-    names = [folder.name for folder in named_checkpoints(root)]
-    if ranks is not None and ranks.many_hosts:
-        names = _on_all_hosts(root, names, ranks)
-    elif ranks is not None:
-        names = msgspec.json.decode(ranks.broadcast_bytes(msgspec.json.encode(names)), type=list[str])
-    first: CheckpointError | None = None
-    for name in reversed(names):
-        try:
-            return open_checkpoint(root / name, job=job, policy=policy, ranks=ranks, reads=reads)
-        except CheckpointError as error:
-            log.warning("checkpoint passed over", folder=str(root / name), error=str(error))
-            first = first or error
-    if first is not None:
-        raise first
-    return None
-
-
-def _on_all_hosts(root: Path, names: Collection[str], ranks: Ranks) -> list[str]:
-    """Those of the checkpoints `names` under `root` that every host has with the same manifest."""
-    mine = {name: blake3(_read(root / name / MANIFEST)).hexdigest() for name in names}
-    gathered = ranks.side().gather(msgspec.json.encode(mine))
-    found = [msgspec.json.decode(data, type=dict[str, str]) for data in gathered]
-    on_all = [name for name in names if all(each.get(name) == mine[name] for each in found)]
-    return msgspec.json.decode(ranks.broadcast_bytes(msgspec.json.encode(on_all)), type=list[str])
-
-
-def open_checkpoint(
-    folder: Path, *, job: str, policy: str, ranks: Ranks | None = None, reads: Reads | None = None
-) -> Checkpoint:
-    """Read and verify a checkpoint; `ranks` share the work, or on several hosts each verifies what it `reads`
-    (everything without). Raises `CheckpointError` for a damaged one, or one of another job, policy or
-    schema."""
-    text = _read(folder / MANIFEST) if ranks is None or ranks.first else b""
-    if ranks is not None:
-        text = ranks.broadcast_bytes(text)
-    try:
-        schema = msgspec.json.decode(text, type=WithSchema).schema
-        if schema != SCHEMA:
-            raise CheckpointError(
-                f"checkpoint {folder} has schema {schema}; this version reads {SCHEMA}: finish the run with "
-                "the version that began it"
-            )
-        manifest = msgspec.json.decode(text, type=CheckpointManifest)
-    except msgspec.DecodeError as error:
-        raise CheckpointError(f"checkpoint {folder} has no readable {MANIFEST}: {error}") from error
-    if manifest.job != job:
-        raise CheckpointError(f"checkpoint {folder} is of job {manifest.job!r}, not of {job!r}")
-    if manifest.policy != policy:
-        raise CheckpointError(
-            f"checkpoint {folder} is of policy {manifest.policy!r}, not of {policy!r}: name it in the job "
-            f"(policy: {manifest.policy})"
-        )
-    rank, world = (ranks.rank, ranks.world) if ranks is not None else (0, 1)
-    names = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
-    share: Sequence[int] = range(rank, len(names), world)
-    if ranks is not None and ranks.many_hosts:
-        needed = set(reads(names)) if reads is not None else set(names)
-        share = [number for number, name in enumerate(names) if name in needed]
-
-    def verify() -> int:
-        """The number, from 1, of a file of this rank's share that is not whole; 0 for none."""
-        return max((n + 1 for n in share if not _is_whole(folder, names[n], manifest)), default=0)
-
-    damaged = verify() if ranks is None else ranks.largest(ranks.together(verify))
-    if damaged:
-        name = names[damaged - 1]
-        raise CheckpointError(
-            f"checkpoint {folder}: {name} is missing or damaged; use an older checkpoint of the run"
-        )
-    return Checkpoint(folder, manifest)
-
-
 def _read(path: Path) -> bytes:
+    """Return the content of a file; nothing if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError:
         return b""
-
-
-def _is_whole(folder: Path, name: str, manifest: CheckpointManifest) -> bool:
-    return hashed_in(folder, name) == manifest.files[name]

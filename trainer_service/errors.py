@@ -1,4 +1,4 @@
-"""What the trainer raises on purpose."""
+"""The trainer's errors."""
 
 from __future__ import annotations
 

@@ -7,12 +7,9 @@ supervisor, which ends the whole group, so that the one that died first is the o
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -27,20 +24,21 @@ from areal_async.service.record import RunRecords, open_records
 from areal_async.weights.publisher import Publisher, make_piece_writer, make_publisher
 from areal_async.weights.writing import PieceWriter
 from trainer_service.backends.base import TrainingBackend
-from trainer_service.checkpoint import Checkpoint, newest_of_all
-from trainer_service.disk import companion_files
+from trainer_service.background import in_thread
+from trainer_service.checkpoint import Checkpoint, CheckpointReader
+from trainer_service.checkpoint_store import CheckpointStore
+from trainer_service.durable_files import companion_files
 from trainer_service.errors import RankError
 from trainer_service.loop.from_files import FileTrainer
 from trainer_service.loop.learner import OBJECTIVE_FILE, load_backend
 from trainer_service.loop.rl import Beside, RlTrainer
 from trainer_service.loop.samples import StepSamples
 from trainer_service.ranks import GIVE_UP_S, Ranks, join_ranks, lost_peer
-from trainer_service.states import left_in_memory
-from trainer_service.stored import CheckpointStore
-from trainer_service.trained import companions_of
+from trainer_service.saved_states import TrainingRun, left_in_memory
+from trainer_service.trained_model import companions_of
 
 BUFFER_PATIENCE_S = 600.0
-"""How long one call waits for a buffer that is away: giving up would cost the steps since the checkpoint."""
+"""Longest wait of one call for a buffer that is away: giving up would cost the steps since the checkpoint."""
 
 MEETING_SHARE = 0.5
 """Share of the time that ranks have until they serve in which one waits for the others to start."""
@@ -52,19 +50,7 @@ async def main(ctx: ServiceContext) -> None:
     """Train the job of `ctx` to its end, in a thread of its own: the loop of this one answers signals.
 
     A daemon thread, not one of the loop's pool: a process told to stop must not wait for a long step."""
-    ended: Future[None] = Future()
-    ended.set_running_or_notify_cancel()  # a service that is cancelled does not wait for its end
-
-    def work() -> None:
-        try:
-            train(ctx)
-        except BaseException as error:
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
-
-    threading.Thread(target=work, name="train", daemon=True).start()
-    await asyncio.wrap_future(ended)
+    await asyncio.wrap_future(in_thread(lambda: train(ctx), "train"))
 
 
 def train(ctx: ServiceContext) -> None:
@@ -87,10 +73,11 @@ def train(ctx: ServiceContext) -> None:
             run_log = open_records(whole)
             closing.callback(run_log.close)
         log.info("model loaded", model=str(ctx.job.model), ranks=ranks.world, dtype=section.dtype)
+        training = TrainingRun(ctx.job, ranks, backend, ctx.run_dir, run_log, ctx.stopping, ctx.shm_dir)
         if ctx.job.kind == "rl":
-            finished = _rl(ctx, ranks, backend, run_log, closing, whole.job)
+            finished = _rl(ctx, training, closing, whole.job)
         else:
-            finished = _from_files(ctx, ranks, backend, run_log)
+            finished = _from_files(ctx, training)
         log.info("training ends", finished=finished)
 
 
@@ -145,41 +132,26 @@ def _newest(
     ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend
 ) -> tuple[Checkpoint | None, Checkpoint | None]:
     """The checkpoint to go on from, and a later state that a trainer of this run left in memory."""
-    job, policy = ctx.job.job, ctx.job.policy
-    root, store = ctx.run_dir / "checkpoints", CheckpointStore.of(ctx.job)
-    where: Any = {
-        "job": job,
-        "policy": policy,
-        "ranks": ranks,
-        "reads": lambda files: {*backend.reads(files), *({OBJECTIVE_FILE} & {*files})},
-    }
-    restored = newest_of_all(root, store, **where)
-    left = left_in_memory(ctx.shm_dir, **where, above=restored)
+
+    def reads(files: Collection[str]) -> Collection[str]:
+        return {*backend.reads(files), *({OBJECTIVE_FILE} & {*files})}
+
+    reader = CheckpointReader(ctx.job.job, ctx.job.policy, ranks, reads)
+    restored = reader.newest_of_all(ctx.run_dir / "checkpoints", CheckpointStore.of(ctx.job))
+    left = left_in_memory(ctx.shm_dir, reader, restored)
     for found, what in ((restored, "checkpoint"), (left, "state in memory")):
         if found is not None:
             log.info(f"{what} to go on from", step=found.manifest.step, folder=str(found.folder))
     return restored, left
 
 
-def _rl(
-    ctx: ServiceContext,
-    ranks: Ranks,
-    backend: TrainingBackend,
-    run_log: RunRecords | None,
-    closing: ExitStack,
-    whole: JobConfig,
-) -> bool:
+def _rl(ctx: ServiceContext, training: TrainingRun, closing: ExitStack, whole: JobConfig) -> bool:
+    ranks, backend, run_log = training.ranks, training.backend, training.run_log
     files = companion_files(ctx.job.model, ctx.job.trainer.dtype)
     restored, left = _newest(ctx, ranks, backend)
+    job, name, keys = ctx.job.job, ctx.name, ctx.keys
     buffer = closing.enter_context(
-        SyncClient(
-            ctx.buffer,
-            job=ctx.job.job,
-            role="trainer",
-            name=ctx.name,
-            access=ctx.keys,
-            timeout_s=BUFFER_PATIENCE_S,
-        )
+        SyncClient(ctx.buffer, job=job, role="trainer", name=name, access=keys, timeout_s=BUFFER_PATIENCE_S)
     )
     publisher: Publisher | PieceWriter
     if ranks.first:
@@ -196,35 +168,13 @@ def _rl(
     if run_log is not None:
         folder = f"policies/{ctx.job.policy}" if whole.policies else ""
         samples = StepSamples(ctx.job, run_log, buffer, folder)
-    trainer = RlTrainer(
-        ctx.job,
-        ranks,
-        backend,
-        buffer,
-        run_dir=ctx.run_dir,
-        files=files,
-        publisher=publisher,
-        run_log=run_log,
-        stopping=ctx.stopping,
-        shm_dir=ctx.shm_dir,
-        beside=Beside.of(whole, ctx.job.policy),
-        samples=samples,
-    )
+    beside = Beside.of(whole, ctx.job.policy)
+    trainer = RlTrainer(training, buffer, files=files, publisher=publisher, beside=beside, samples=samples)
     return trainer.run(name=ctx.name, ready=ctx.ready, restored=restored, left=left)
 
 
-def _from_files(
-    ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunRecords | None
-) -> bool:
-    restored, left = _newest(ctx, ranks, backend)
-    trainer = FileTrainer(
-        ctx.job,
-        ranks,
-        backend,
-        run_dir=ctx.run_dir,
-        run_log=run_log,
-        stopping=ctx.stopping,
-        shm_dir=ctx.shm_dir,
-    )
+def _from_files(ctx: ServiceContext, training: TrainingRun) -> bool:
+    restored, left = _newest(ctx, training.ranks, training.backend)
+    trainer = FileTrainer(training)
     ctx.ready()  # not before: a task that makes no example makes none the next time
     return trainer.run(left or restored)

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import msgspec
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from areal_async.base.addresses import interface_of
 from areal_async.service.rank_group import Meeting
+from trainer_service.background import in_thread
 from trainer_service.errors import RankError
 
 COLLECTIVE_TIMEOUT_S = 600.0  # A rank that waits longer than this for another fails
@@ -62,13 +63,7 @@ class _NoPeers(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return ALONE
 
-    def allreduce(self, *args: Any, **_: Any) -> Any:
-        return _done(args)
-
-    def broadcast(self, *args: Any, **_: Any) -> Any:
-        return _done(args)
-
-    def barrier(self, *args: Any, **_: Any) -> Any:
+    def _keep(self, *args: Any, **_: Any) -> Any:
         return _done(args)
 
     def allgather(self, *args: Any, **_: Any) -> Any:
@@ -76,29 +71,21 @@ class _NoPeers(dist.ProcessGroup):
             into.copy_(tensor)
         return _done(args)
 
-    def all_gather_single(self, *args: Any, **_: Any) -> Any:
-        return self.all_gather_single_coalesced([args[0]], [args[1]])
+    def _copy(self, *args: Any, **_: Any) -> Any:
+        return self._copy_all([args[0]], [args[1]])
 
-    def all_gather_single_coalesced(self, *args: Any, **_: Any) -> Any:
+    def _copy_all(self, *args: Any, **_: Any) -> Any:
         for into, tensor in zip(*args[:2], strict=True):
             into.copy_(tensor.view_as(into))
         return _done(args)
 
-    def reduce_scatter_single(self, *args: Any, **_: Any) -> Any:
-        return self.all_gather_single(*args)
-
-    def reduce_scatter_single_coalesced(self, *args: Any, **_: Any) -> Any:
-        return self.all_gather_single_coalesced(*args)
-
-    def allreduce_coalesced(self, *args: Any, **_: Any) -> Any:
-        return _done(args)
-
-    def all_to_all_single(self, *args: Any, **_: Any) -> Any:
-        return self.all_gather_single(*args)
+    allreduce = allreduce_coalesced = broadcast = barrier = _keep
+    all_gather_single = reduce_scatter_single = all_to_all_single = _copy
+    all_gather_single_coalesced = reduce_scatter_single_coalesced = _copy_all
 
 
 def _done(result: Any) -> Any:
-    """The handle of a collective that is over."""
+    """Return the handle of a finished collective."""
     future: Any = torch.futures.Future()
     future.set_result(result)
     return _create_work_from_future(future)
@@ -119,7 +106,7 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     timeout_s: float = COLLECTIVE_TIMEOUT_S
-    """How long a collective waits for all ranks to come."""
+    """Seconds that a collective waits for all ranks."""
     store: dist.Store = field(default_factory=dist.HashStore, repr=False, compare=False)
     hosts: tuple[str, ...] = ()
     """Node id of each rank's host. Ranks of one host share its disk and its memory, those of several nothing.
@@ -146,6 +133,13 @@ class Ranks:
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank; the others pass None."""
         return _broadcast(data, self.rank, self.world)
+
+    def share(self, value: T | None, kind: Any) -> T:
+        """Return rank 0's value, on every rank; that of the others is ignored."""
+        if self.world == 1:
+            return cast(T, value)
+        data = self.broadcast_bytes(msgspec.msgpack.encode(value))
+        return cast(T, msgspec.msgpack.decode(data, type=kind))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's values, in place."""
@@ -199,9 +193,9 @@ class Ranks:
         self.largest(0)
 
     def together(self, work: Callable[[], T]) -> T:
-        """What `work` comes to, which every rank has in hand, and which may take longer than a collective
+        """Return the result of `work`, which every rank does and which may take longer than a collective
         waits. Each rank does its own in a thread, and all meet in a small sum every `ROUND_S` until all are
-        done. Raises the error of `work` where it fails, and on the other ranks `RankError`, which names the
+        done. If `work` fails on a rank, raise its error there, and on the others a `RankError` that names the
         rank."""
         if self.world == 1:
             return work()
@@ -217,21 +211,18 @@ class Ranks:
                 return result.result()
 
     def on_first(self, work: Callable[[], T]) -> T | None:
-        """What `work` comes to on rank 0, which alone does it; None on the others, which wait as in
+        """Do `work` on rank 0 and return its result there; the others return None, and wait as in
         `together`."""
-        return self.together(work if self.first else _nothing)
+        return self.together(work if self.first else lambda: None)
 
     def _raise(self, failed: int, result: Future[Any]) -> None:
-        error = result.exception() if result.done() else None
-        text = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+        error, told = result.exception() if result.done() else None, b""
         if self.rank == failed:
-            said = f"{type(error).__name__}: {error}".encode()[:TEXT_BYTES]
-            text[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        dist.broadcast(text, src=failed)
+            told = f"{type(error).__name__}: {error}".encode()[:TEXT_BYTES]
+        told = _broadcast(told, self.rank, self.world, source=failed)
         if error is not None:
             raise error
-        said = text.numpy().tobytes().rstrip(b"\0")
-        raise RankError(f"rank {failed} of the trainer failed: {said.decode(errors='replace')}")
+        raise RankError(f"rank {failed} of the trainer failed: {told.decode(errors='replace')}")
 
     def missing(self) -> list[int]:
         """The ranks that have not given up waiting, when those that are only slower have had time to. Asked
@@ -293,16 +284,16 @@ class SideGroup:
         dist.recv(data, src=source, group=self._group)
 
 
-def _broadcast(data: bytes | None, rank: int, world: int, group: Any = None) -> bytes:
+def _broadcast(data: bytes | None, rank: int, world: int, group: Any = None, *, source: int = 0) -> bytes:
     if world == 1:
         return data or b""
     size = torch.tensor([len(data or b"")], dtype=torch.int64)
-    dist.broadcast(size, src=0, group=group)
+    dist.broadcast(size, src=source, group=group)
     payload = torch.empty(int(size), dtype=torch.uint8)
-    if rank == 0 and data:
+    if rank == source and data:
         payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     if len(payload):
-        dist.broadcast(payload, src=0, group=group)
+        dist.broadcast(payload, src=source, group=group)
     return payload.numpy().tobytes()
 
 
@@ -344,8 +335,15 @@ def join_ranks(
             backend = "gloo" if place.type == "cpu" else "cpu:gloo,cuda:nccl"
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(variable, interface_of(meeting.host, address))
-            store = _store(meeting, start_s)
-            hosts = _await_all(store, rank, world, start_s, node_id)
+            store = dist.TCPStore(
+                meeting.host,
+                meeting.port,
+                is_master=meeting.listening_fd is not None,
+                wait_for_workers=False,
+                master_listen_fd=meeting.listening_fd,
+                timeout=timedelta(seconds=start_s),
+            )
+            hosts = tuple(_await_all(store, rank, world, start_s, node_id))
         hook = sys.excepthook
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
         if world == 1:  # a traceback needs no number of the rank before each line
@@ -354,9 +352,7 @@ def join_ranks(
     return Ranks(rank, world, place, mesh, timeout_s, store, hosts)
 
 
-def _await_all(
-    store: dist.Store, rank: int, world: int, limit_s: float, node_id: str = ""
-) -> tuple[str, ...]:
+def _await_all(store: dist.Store, rank: int, world: int, limit_s: float, node_id: str = "") -> Sequence[str]:
     """Wait until every rank has come to the store; the node id of each."""
     store.set(f"{CAME}/{rank}", node_id)
     keys = [f"{CAME}/{each}" for each in range(world)]
@@ -368,35 +364,4 @@ def _await_all(
         raise RankError(
             f"of {world} ranks of the trainer, number {names} did not start within {limit_s:g} s", late
         ) from error
-    return tuple(store.get(key).decode() for key in keys)
-
-
-def _store(meeting: Meeting, limit_s: float) -> dist.Store:
-    return dist.TCPStore(
-        meeting.host,
-        meeting.port,
-        is_master=meeting.listening_fd is not None,
-        wait_for_workers=False,
-        master_listen_fd=meeting.listening_fd,
-        timeout=timedelta(seconds=limit_s),
-    )
-
-
-def _nothing() -> None:
-    """The part of a rank that only waits for another's."""
-
-
-def in_thread(work: Callable[[], T]) -> Future[T]:
-    """`work` in a daemon thread: the end of the process does not wait for it."""
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done = work()
-        except BaseException as error:
-            result.set_exception(error)
-        else:
-            result.set_result(done)
-
-    threading.Thread(target=run, name="together", daemon=True).start()
-    return result
+    return [store.get(key).decode() for key in keys]

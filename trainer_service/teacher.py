@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 from collections.abc import Callable, Sequence
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any
 
 import aiohttp
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.base.errors import ArealError
+from areal_async.base.retry import pause_s
 from areal_async.config.objective import TeacherSection
 from trainer_service.data.rows import TrainingRow
 
@@ -32,10 +34,10 @@ class TeacherError(ArealError):
 
 
 class TeacherServers:
-    """Those of a job. Raises `TeacherError` where the key is not there."""
+    """The teacher's servers of a job. Raises `TeacherError` if the key is not set."""
 
     def __init__(self, section: TeacherSection) -> None:
-        self._section = section
+        self._section, self._rng = section, random.Random()
         self._urls = cycle(url.rstrip("/") for url in section.urls)
         key = os.environ.get(section.key_env, "") if section.key_env else ""
         if section.key_env and not key:
@@ -86,8 +88,7 @@ class TeacherServers:
     ) -> NDArray[np.float32]:
         ask, read = APIS[self._section.api]
         path, body = ask(row.token_ids.tolist(), self._section.name)
-        pause_s = FIRST_PAUSE_S
-        while True:
+        for tries in count(1):
             url = next(self._urls) + path
             try:
                 async with session.post(url, json=body, allow_redirects=False) as answer:
@@ -99,8 +100,8 @@ class TeacherServers:
                         raise TeacherError(f"the teacher refuses: {said[-1]}")
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                 said[-1] = f"{url}: {error}"
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            await asyncio.sleep(pause_s(tries, self._rng, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S))
+        raise AssertionError("unreachable")
 
 
 def _units(
@@ -120,13 +121,8 @@ def _units(
 
 
 def _ask_sglang(ids: list[int], name: str) -> tuple[str, dict[str, Any]]:
-    how = {"max_new_tokens": 0, "temperature": 1.0}
-    return "/generate", {
-        "input_ids": ids,
-        "sampling_params": how,
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
+    how = {"sampling_params": {"max_new_tokens": 0, "temperature": 1.0}, "return_logprob": True}
+    return "/generate", {"input_ids": ids, **how, "logprob_start_len": 0}
 
 
 def _read_sglang(answer: Any, ids: list[int]) -> list[float]:

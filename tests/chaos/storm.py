@@ -16,7 +16,7 @@ from tests.chaos.history import Verdict, Violation, check
 from tests.chaos.job import Job, JobFailed, pause, promise_of
 from tests.chaos.plan import Disturbance
 from tests.chaos.projection import of_policy
-from trainer_service.published import PUBLISHED
+from trainer_service.publications import PUBLISHED
 
 LOOK_S = 0.05
 KEEPS_STEPS = ("trainer", "supervisor")

@@ -33,7 +33,7 @@ from trainer_service.backends.base import TRAINED_MODEL, ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 from trainer_service.data.rows import row_of
-from trainer_service.disk import companion_files
+from trainer_service.durable_files import companion_files
 from trainer_service.ranks import join_ranks
 
 BOUND = 1e-4

@@ -10,11 +10,11 @@ import torch
 
 from areal_async.config.objective import ObjectiveSection
 from tests.golden import plain_objective as plain
-from tests.golden.tables import Threads, shuffled, totals_of, unrewarded
+from tests.golden.tables import Alone, Threads, shuffled, totals_of, unrewarded
 from trainer_service.algorithms.kl import KlPenalty
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.parts import Correction, Loss, correction, loss
-from trainer_service.algorithms.table import Alone, UnitTable
+from trainer_service.algorithms.table import UnitTable
 from trainer_service.errors import ObjectiveError
 
 CASES, AT_ONCE = 520, 20

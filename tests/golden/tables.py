@@ -12,9 +12,19 @@ import torch
 from areal_async.trajectory.verdicts import Parts
 from tests.waiting import LIMIT_S
 from trainer_service.algorithms.normalisers import Totals
-from trainer_service.algorithms.table import Alone, EpisodeTable, UnitTable, agent_id
+from trainer_service.algorithms.table import EpisodeTable, UnitTable, agent_id
 from trainer_service.data.rows import TrainingRow
 from trainer_service.data.units import build_units
+
+
+class Alone:
+    """The collectives of one rank."""
+
+    def sum(self, tensor):
+        """Nothing is to be added."""
+
+    def concatenate(self, columns):
+        return columns
 
 
 def units(behaviour, *, episode, advantage, mask=None, version=None, staleness=None, **columns) -> UnitTable:

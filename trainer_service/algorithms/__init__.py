@@ -1,4 +1,5 @@
-"""What a step computes: advantage × loss × correction × KL × normaliser, each a part that a job file names.
+"""The objective of a step: advantage × loss × correction × KL × normaliser, each a part that a job file
+names.
 
 The tables say where the built-in parts are. A part is a plain function on tensors, declared by a decorator of
 `trainer_service.algorithms.parts`; `objective.py` puts the chosen ones together. Reading a job file imports
@@ -13,20 +14,8 @@ _ADVANTAGES = {
     "by_models": "dpo distill prime",
 }
 ADVANTAGES = {name: f"{_HERE}.{of}:{name}" for of, names in _ADVANTAGES.items() for name in names.split()}
-_LOSSES = (
-    "ppo",
-    "gspo",
-    "cispo",
-    "sapo",
-    "gmpo",
-    "dppo",
-    "topr",
-    "raft_pp",
-    "kimi",
-    "kimi_token",
-    "reinforce",
-)
-LOSSES = {name: f"{_HERE}.losses:{name}" for name in _LOSSES}
+_LOSSES = "ppo gspo cispo sapo gmpo dppo topr raft_pp kimi kimi_token reinforce"
+LOSSES = {name: f"{_HERE}.losses:{name}" for name in _LOSSES.split()}
 _CORRECTIONS = ("decoupled", "tis", "icepop", "mis", "m2po", "bypass", "none")
 CORRECTIONS = {name: f"{_HERE}.corrections:{name}" for name in _CORRECTIONS}
 NORMALISERS = {name: f"{_HERE}.normalisers:{name}" for name in ("token", "sequence", "rollout", "constant")}

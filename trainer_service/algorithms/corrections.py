@@ -19,6 +19,7 @@ from trainer_service.algorithms.parts import Positive, correction
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from trainer_service.algorithms.losses import WithFigures
     from trainer_service.algorithms.table import UnitTable
 
 CAP = 5.0  # Default of the truncations
@@ -33,7 +34,7 @@ def behaviour_weight(prox: Tensor, behaviour: Tensor) -> Tensor:
 @correction(columns=("prox",), figures=("truncated_share",))
 def decoupled(
     weight: Tensor, units: UnitTable, *, cap: Positive = CAP, level: Level = "token"
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> WithFigures:
     """min(w, cap), or with `level: sequence` min(Π w over the episode, cap), which is exact and soon 0 or at
     the cap: f32 [S]. The decoupled PPO objective weighs a loss whose ratio is taken against the proximal
     policy by how likely that policy was to sample the unit. Source: Hilton et al. 2022, "Batch
@@ -44,9 +45,7 @@ def decoupled(
 
 
 @correction(columns=("prox",), figures=("truncated_share",))
-def tis(
-    weight: Tensor, units: UnitTable, *, cap: Positive = 2.0, level: Level = "token"
-) -> tuple[Tensor, dict[str, Tensor]]:
+def tis(weight: Tensor, units: UnitTable, *, cap: Positive = 2.0, level: Level = "token") -> WithFigures:
     """`decoupled` with the tighter cap that is usual against engines of other numerics: f32 [S]. Source:
     Ionides 2008, "Truncated importance sampling"; Yao et al. 2025, "Your efficient RL framework secretly
     brings you off-policy RL training"."""
@@ -60,7 +59,7 @@ def icepop(
     *,
     low: Annotated[float, Field(ge=0, lt=1)] = 0.5,
     high: Annotated[float, Field(gt=1)] = 5.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> WithFigures:
     """w within [low, high], and 0 outside: f32 [S]. Source: Ling team 2025, "Every step evolves" (IcePop)."""
     dropped = (weight < low) | (weight > high)
     return weight.masked_fill(dropped, 0.0), {"dropped_share": dropped}
@@ -75,7 +74,7 @@ def mis(
     low: Annotated[float, Field(lt=0)] | None = None,
     high: Positive = 0.05,
     cap: Positive = CAP,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> WithFigures:
     """min(w, cap), and 0 for every unit of an episode whose mean divergence is outside [low, high], in nats a
     token; `low` none is -high: f32 [S]. The divergence of the proximal policy from the behaviour policy is
     estimated by `k1` -d, `k2` d²/2 or `k3` e^d - 1 - d, with d = prox - beh; only `k1` can be below 0.
@@ -87,9 +86,7 @@ def mis(
 
 
 @correction(columns=("prox", "advantage"), figures=("dropped_share",), of="step")
-def m2po(
-    weight: Tensor, units: UnitTable, *, threshold: Positive = 0.04, cap: Positive = CAP
-) -> tuple[Tensor, dict[str, Tensor]]:
+def m2po(weight: Tensor, units: UnitTable, *, threshold: Positive = 0.04, cap: Positive = CAP) -> WithFigures:
     """min(w, cap), and 0 for some of the units that the advantage pushes further from the behaviour policy,
     A (prox - beh) > 0: those of the whole step with the largest (prox - beh)², as few as bring the mean of
     the others of them down to `threshold`; of equal ones all go: f32 [S].

@@ -84,7 +84,7 @@ class Samples:
         return torch.where(found.isinf() & values.isfinite(), values, found)
 
     def only(self, keep: Tensor, values: Tensor) -> Samples:
-        """Those that `keep` bool [N] leaves, with values [N] for rewards."""
+        """Return the samples that `keep` bool [N] selects, with values [N] for rewards."""
         return Samples(values[keep], self.group[keep], self.length[keep], self.baseline[keep])
 
     def whitened(self, values: Tensor, weight: Tensor, *, eps: float = 1e-8) -> Tensor:
@@ -119,7 +119,7 @@ class Credit:
 def samples_of(
     units: UnitTable, group_by: str, penalty: Tensor | None, *, turn_discount: float = 1.0
 ) -> Credit:
-    """What is compared. `penalty` f32 [U] is taken off the rewards. All ranks call it."""
+    """Return the samples to compare. `penalty` f32 [U] is taken off the rewards. All ranks call it."""
     if group_by != "task":
         return samples_of_segments(with_penalty(units, penalty), group_by, turn_discount=turn_discount)
     episodes = units.episodes
@@ -129,7 +129,7 @@ def samples_of(
 
 
 def samples_of_segments(segments: SegmentTable, group_by: str, *, turn_discount: float = 1.0) -> Credit:
-    """What is compared where samples are parts of episodes, in the order of episode, agent and turn."""
+    """Return samples that are parts of episodes, in the order of episode, agent and turn."""
     by = {"task_agent": ("agent",), "task_agent_turn": ("agent", "turn"), "task_turn": ("turn",)}[group_by]
     labels = [getattr(segments, name) for name in by]
     owner = keys(segments.episode, *labels)

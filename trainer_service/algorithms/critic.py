@@ -18,7 +18,7 @@ SUMS = ("count", "return", "return_squared", "error_squared", "clipped")
 
 @dataclass(frozen=True)
 class ValueTerms:
-    """What became of each unit; all [S]."""
+    """Terms of the critic's loss for each unit; all [S]."""
 
     loss: Tensor
     """f32, with gradient, not yet normalised; 0 where masked."""

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from trainer_service.algorithms.table import UnitTable
 
+    WithFigures = tuple[Tensor, dict[str, Tensor]]
+
 CLIP = 0.2  # Default of the ratio clips
 RATIO = ("prox", "advantage")
 CLIP_SHARES = ("clip_low_share", "clip_high_share")
@@ -28,7 +30,7 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
 
 def clipped(
     rho: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> WithFigures:
     """max(-A ρ, -A clip(ρ, 1 - clip_low, 1 + clip_high)), and the units that have no gradient because the
     lower or the upper clip decides."""
     bound = -advantage * rho.clamp(1 - clip_low, 1 + clip_high)
@@ -49,7 +51,7 @@ def ppo(
     clip_low: ClipLow = CLIP,
     clip_high: Positive = CLIP,
     dual_clip: Annotated[float, Field(gt=1)] | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> WithFigures:
     """`clipped` with ρ = exp(logp - prox): f32 [S]. With `dual_clip` c, where A < 0, at most -cA.
 
     Source: Schulman et al. 2017, eq. 7, with the two clip ranges of Yu et al. 2025, "DAPO"; the dual clip of
@@ -60,7 +62,7 @@ def ppo(
 @loss(columns=RATIO, figures=CLIP_SHARES, clipped=True)
 def raft_pp(
     logp: Tensor, units: UnitTable, *, clip_low: ClipLow = CLIP, clip_high: Positive = CLIP
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> WithFigures:
     """`ppo` where A > 0, and 0 elsewhere; the units left out stay in the count of the normaliser: f32 [S].
 
     Source: Xiong et al. 2025, "A minimalist approach to LLM reasoning", sec. 2 (RAFT++)."""
@@ -76,7 +78,7 @@ def log_ratio(logp: Tensor, units: UnitTable, **_: Any) -> Tensor:
 @loss(columns=RATIO, figures=CLIP_SHARES, clipped=True, statistic=log_ratio)
 def gspo(
     logp: Tensor, units: UnitTable, *, clip_low: ClipLow = 3e-4, clip_high: Positive = 4e-4
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> WithFigures:
     """`clipped` with the ratio of the whole episode, ρ = exp(mean over its units of logp - prox): f32 [S].
 
     Source: Zheng et al. 2025, "Group sequence policy optimization", eq. 5 to 7; with advantages or weights
@@ -95,7 +97,7 @@ def clipped_log_ratio(
 @loss(columns=RATIO, figures=CLIP_SHARES, clipped=True, statistic=clipped_log_ratio)
 def gmpo(
     logp: Tensor, units: UnitTable, *, clip_low: Positive = 0.4, clip_high: Positive = 0.4
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> WithFigures:
     """-A ρ, where ρ is the geometric mean of the ratios of the episode's units, each clipped in log space on
     the side to which the update pushes it (`clipped_log_ratio`): f32 [S].
 
@@ -114,7 +116,7 @@ def cispo(
     *,
     clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0,
     clip_high: Positive = 4.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> WithFigures:
     """-sg(clip(ρ, 1 - clip_low, 1 + clip_high)) A logp with ρ = exp(logp - prox): f32 [S]. Every unit keeps a
     gradient; the figures say whose weight is clipped.
 
@@ -147,7 +149,7 @@ def dppo(
     divergence: Literal["tv", "kl"] = "tv",
     bound_low: Positive = 0.15,
     bound_high: Positive = 0.15,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> WithFigures:
     """-A ρ with ρ = exp(logp - prox), unclipped, and 0 for a unit that has moved as far as it may in the
     direction in which A pushes it: f32 [S]. `moved_share` counts those. From p to q `tv` is |q - p|, and `kl`
     that of the two outcomes, this unit or another: p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
@@ -199,10 +201,8 @@ def behaviour_log_ratio(logp: Tensor, units: UnitTable, **_: Any) -> Tensor:
     corrects=True,
     statistic=behaviour_log_ratio,
 )
-def topr(
-    logp: Tensor, units: UnitTable, *, level: Literal["sequence", "token"] = "sequence"
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Where A > 0, -A logp; elsewhere -sg(min(ρ, 1)) A logp: f32 [S]. ρ = exp(Σ over the episode's units of
+def topr(logp: Tensor, units: UnitTable, *, level: Literal["sequence", "token"] = "sequence") -> WithFigures:
+    """-A logp if A > 0; otherwise -sg(min(ρ, 1)) A logp: f32 [S]. ρ = exp(Σ over the episode's units of
     logp - beh), which of long answers is soon 0; with `level: token` that of each unit alone. `tapered_share`
     counts the units whose ρ is below 1 there.
 

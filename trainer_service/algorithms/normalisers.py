@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Totals:
-    """What an optimizer update is made of, on all ranks and in all its micro-batches."""
+    """Counts of an optimizer update, over all ranks and all its micro-batches."""
 
     units_of_episode: Tensor
     """i64 [E]: unmasked units of each episode; 0 for one of another update."""

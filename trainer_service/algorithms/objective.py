@@ -42,14 +42,14 @@ OF_MODELS = ("ref", "value", "teacher", "process", "entropy")
 
 @dataclass(frozen=True)
 class UnitTerms:
-    """What became of each unit; all [S], and detached but for `loss`."""
+    """Terms of the objective for each unit; all [S], and detached but for `loss`."""
 
     loss: Tensor
     """f32: weighted, not yet normalised; 0 where masked."""
     weight: Tensor
     """f32: exp(prox - beh) before the correction; 1 where masked."""
     figures: Mapping[str, Tensor] = field(default_factory=dict)
-    """By name, bool or f32: what the parts report."""
+    """Figures of the parts by name, bool or f32."""
 
 
 class Objective:
@@ -72,7 +72,6 @@ class Objective:
         self.on_nothing_to_learn = section.on_nothing_to_learn
         if job is not None:
             self._check(job)
-        self._check_parts()
         self.prox = self._loss.proximal(
             section,
             self._advantage,
@@ -80,8 +79,56 @@ class Objective:
             minibatches=minibatches,
             max_staleness=job.buffer.max_staleness if job is not None else 0,
         )
-        """How proximal log-probs come about: `recompute`, `reuse`, `loglinear`, or `behaviour` for those of
-        the behaviour policy."""
+        """Source of proximal log-probs: `recompute`, `reuse`, `loglinear`, or `behaviour` for those of the
+        behaviour policy."""
+        self._declare()
+        self._check_parts()
+
+    def _declare(self) -> None:
+        """Derive from the parts what the trainer has to do."""
+        section, advantage, loss, correction = self._section, self._advantage, self._loss, self._correction
+        penalised = self.kl.coefficient > 0
+        self._penalised = penalised and self.kl.place == "reward"
+        """Whether rewards are less a penalty, which is of the policy at the start of the step."""
+        self._of_units = {*loss.columns, *correction.columns}
+        """Columns that loss and correction read."""
+        declared = self._of_units | {*advantage.columns}
+        more = {"ref": penalised, "prox": self.prox == "recompute"}
+        self.columns = declared & {*OF_MODELS} | {name for name, wanted in more.items() if wanted}
+        """The computed columns that have to be in the table before `fill`."""
+        self.with_segments = (
+            advantage.of != "sample" or section.group_by != "task" or bool(declared & {*SEGMENT_COLUMNS})
+        )
+        """Whether the table has to know segments, agents and turns."""
+        self.whole_episodes = advantage.of == "unit"
+        """Whether an episode's units have to be on one rank."""
+        self.needs_greedy = advantage.needs_greedy
+        """Whether each group is to have an answer that is only compared with."""
+        self.over_episodes = loss.statistic is not None and section.loss_args.get("level") != "token"
+        """Whether the loss is defined over whole episodes (`Loss.statistic`), and is not of tokens here."""
+        self.trains_critic = "value" in self.columns
+        self.has_own_critic = self.trains_critic and self.critic.kind == "model"
+        """Whether values come of a model beside the policy."""
+        self.critic_is_head = self.trains_critic and self.critic.kind == "head"
+        """Whether values come of a further output of the policy."""
+        self.trains_process = "process" in self.columns
+        """Whether a process reward model is trained beside the policy."""
+        trained = {"logp": True, "entropy": section.entropy > 0, "value": self.critic_is_head}
+        self.trained_columns = tuple(name for name, wanted in trained.items() if wanted)
+        """The columns with a gradient that `terms` is given."""
+        figures = {
+            "kl_ref": penalised,
+            "kl_teacher": "teacher" in advantage.columns,
+            "entropy": section.entropy > 0,
+        }
+        own_figures = (*loss.figures, *correction.figures)
+        self.figures = (*own_figures, *(name for name, wanted in figures.items() if wanted))
+        """Names of the figures that every micro-batch has."""
+        self._over_step = correction.over_step(section.correction_args)
+        in_loss = penalised and self.kl.place == "loss"
+        own = self.trains_critic or self.trains_process or "advantage" not in loss.columns
+        self.learns_without_advantage = section.entropy > 0 or in_loss or own
+        """Whether a batch whose advantages are all 0 still has a gradient."""
 
     def _check(self, job: JobConfig) -> None:
         """Ask the parts what they declare: the job file's check does not import those of a user's file."""
@@ -104,106 +151,10 @@ class Objective:
                 f"trainer.objective: two parts have a figure of one name among {', '.join(self.figures)}."
             )
 
-    @property
-    def _over_step(self) -> bool:
-        return self._correction.over_step(self._section.correction_args)
-
-    @property
-    def _penalised(self) -> bool:
-        """Whether rewards are less a penalty, which is of the policy at the start of the step."""
-        return self.kl.coefficient > 0 and self.kl.place == "reward"
-
-    # --- what the trainer has to do ---
-
-    @property
-    def columns(self) -> set[str]:
-        """The computed columns that have to be in the table before `fill`."""
-        found = (self._of_units | {*self._advantage.columns}) & {*OF_MODELS}
-        if self.kl.coefficient > 0:
-            found.add("ref")
-        if self.prox == "recompute":
-            found.add("prox")
-        return found
-
-    @property
-    def trained_columns(self) -> tuple[str, ...]:
-        """The columns with a gradient that `terms` is given."""
-        more = (("entropy", self._section.entropy > 0), ("value", self.critic_is_head))
-        return ("logp", *(name for name, wanted in more if wanted))
-
-    @property
-    def with_segments(self) -> bool:
-        """Whether the table has to know segments, agents and turns."""
-        declared = self._of_units | {*self._advantage.columns}
-        return (
-            self._advantage.of != "sample"
-            or self._section.group_by != "task"
-            or bool(declared & {*SEGMENT_COLUMNS})
-        )
-
-    @property
-    def _of_units(self) -> set[str]:
-        """The columns that loss and correction read."""
-        return {*self._loss.columns, *self._correction.columns}
-
-    @property
-    def whole_episodes(self) -> bool:
-        """Whether an episode's units have to be on one rank."""
-        return self._advantage.of == "unit"
-
-    @property
-    def needs_greedy(self) -> bool:
-        """Whether each group is to have an answer that is only compared with."""
-        return self._advantage.needs_greedy
-
-    @property
-    def over_episodes(self) -> bool:
-        """Whether the loss is defined over whole episodes (`Loss.statistic`), and is not of tokens here."""
-        return self._loss.statistic is not None and self._section.loss_args.get("level") != "token"
-
-    @property
-    def trains_critic(self) -> bool:
-        return "value" in self.columns
-
-    @property
-    def has_own_critic(self) -> bool:
-        """Whether values come of a model beside the policy."""
-        return self.trains_critic and self.critic.kind == "model"
-
-    @property
-    def critic_is_head(self) -> bool:
-        """Whether values come of a further output of the policy."""
-        return self.trains_critic and self.critic.kind == "head"
-
-    @property
-    def trains_process(self) -> bool:
-        """Whether a process reward model is trained beside the policy."""
-        return "process" in self.columns
-
-    @property
-    def figures(self) -> tuple[str, ...]:
-        """Names of the figures that every micro-batch has."""
-        own = (*self._loss.figures, *self._correction.figures)
-        more = {
-            "kl_ref": self.kl.coefficient > 0,
-            "kl_teacher": "teacher" in self._advantage.columns,
-            "entropy": self._section.entropy > 0,
-        }
-        return (*own, *(name for name, wanted in more.items() if wanted))
-
-    @property
-    def learns_without_advantage(self) -> bool:
-        """Whether a batch whose advantages are all 0 still has a gradient."""
-        in_loss = self.kl.coefficient > 0 and self.kl.place == "loss"
-        own = self.trains_critic or self.trains_process or "advantage" not in self._loss.columns
-        return self._section.entropy > 0 or in_loss or own
-
     def own(self, kind: str) -> str:
         """File and name of the `advantage` or `loss` where it is in a file of the user's; else empty."""
         name = str(getattr(self._section, kind))
         return Path(name).name if ".py:" in name else ""
-
-    # --- what it computes ---
 
     def fill(self, units: UnitTable, step: int) -> UnitTable:
         """The table with the columns `staleness`, `advantage`, and `correction` where that compares units.
@@ -317,7 +268,7 @@ class Objective:
         return with_figures(part, weight, units, self._section.correction_args)
 
     def _with_prox(self, logp: Tensor, units: UnitTable) -> UnitTable:
-        """With the proximal log-probs, which are in the table only where they took a pass of their own."""
+        """Add the proximal log-probs, which are in the table only if they took a pass of their own."""
         if self.prox == "recompute":
             return units
         logp = masked(logp.detach().float(), units.mask)
@@ -330,5 +281,5 @@ class Objective:
 
 
 def _part(kind: type[P], found: Any) -> P:
-    """What was found as a part of its kind: a plain function declares nothing."""
+    """Return a part of its kind: a plain function declares nothing."""
     return found if isinstance(found, kind) else kind(found)

@@ -1,4 +1,4 @@
-"""What the correction and the loss did in a step, split by staleness.
+"""Statistics of the correction and the loss in a step, split by staleness.
 
 Sums are kept in fp64, so micro-batches and ranks add up exactly. With w = exp(prox - beh) before truncation:
 
@@ -105,9 +105,8 @@ class EffectiveSamplesWatch:
         self._below = 0
 
     def after_step(self, share: object) -> str:
-        """What is to be told after a step with this share (None, or no number: it has none, and does not
-        count): empty but for the step in which the patience ends. Once it is above the floor again, what
-        follows is counted anew."""
+        """Return the advice after a step with this share (None, or no number: the step does not count). It is
+        empty except in the step in which the patience ends. A share above the floor restarts the count."""
         if not isinstance(share, float):
             return ""
         self._below = self._below + 1 if share < self._floor else 0

@@ -30,8 +30,18 @@ is a tensor [S], bool or f32, whose mean over units is logged with each step und
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    get_args,
+)
 
 from pydantic import Field
 
@@ -54,11 +64,13 @@ COMPUTED_COLUMNS = ("advantage", "return", "prox", "ref", "value", "teacher", "p
 (`prox`, `entropy`) or by another model."""
 COLUMNS = (*TABLE_COLUMNS, *SEGMENT_COLUMNS, *COMPUTED_COLUMNS)
 OUTCOMES = ("on_timeout", "on_error", "on_abstain")
+P = ParamSpec("P")
+K = TypeVar("K")
 Of = Literal["sample", "segment", "unit"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-"""What an argument may be."""
+"""Types of arguments of parts."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,8 @@ class ObjectivePart:
     """A function with what it declares. It is called like the function."""
 
     function: Callable[..., Any]
-    columns: tuple[str, ...] = field(default=(), kw_only=True)
+    _: KW_ONLY
+    columns: tuple[str, ...] = ()
     """Columns of the unit table that it reads."""
 
     def __call__(self, *inputs: Any, **arguments: Any) -> Any:
@@ -85,7 +98,7 @@ class ObjectivePart:
         return self.function
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """What is wrong with a job that uses this part with `arguments`, which stand in `field`."""
+        """Yield what is wrong with a job that uses this part with `arguments`, which stand in `field`."""
         if unknown := set(self.columns) - set(COLUMNS):
             yield Mistake(
                 field.removesuffix("_args"),
@@ -115,9 +128,9 @@ def _teacher_is_one(job: JobConfig, part: str) -> Iterator[Mistake]:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Advantage(ObjectivePart):
-    """How much better each sample, segment or unit did than was to be expected."""
+    """A part that says how much better each sample, segment or unit did than expected."""
 
     of: Of = "sample"
     needs_group: int = 1
@@ -129,69 +142,62 @@ class Advantage(ObjectivePart):
     losses: tuple[str, ...] = ()
     """Built-in losses with which its gradient is what it says; none means any."""
 
+    def __post_init__(self) -> None:
+        if self.of not in get_args(Of):
+            raise ValueError(f"of={self.of!r}: an advantage is of {' or '.join(map(repr, get_args(Of)))}")
+
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
         yield from super().check_job(job, arguments, field)
-        least, name = self.needs_group, job.trainer.objective.advantage
-        chosen, fix = "trainer.objective.advantage", f"Set it to {least} or more"
-        if self.losses and job.trainer.objective.loss in set(LOSSES.names) - {*self.losses}:
-            yield Mistake(
+        objective, size, group, reward = (
+            job.trainer.objective,
+            job.rollout.group_size,
+            job.buffer.group,
+            job.reward,
+        )
+        least, chosen = self.needs_group, "trainer.objective.advantage"
+        the, fix = f"the {objective.advantage} advantage", f"Set it to {least} or more"
+        wrong = partial(Mistake, involves=(chosen,))
+        if self.losses and objective.loss in set(LOSSES.names) - {*self.losses}:
+            yield wrong(
                 "trainer.objective.loss",
-                f"the {name} advantage is the slope of a loss of its own, of which "
-                f"`{job.trainer.objective.loss}` makes another",
+                f"{the} is the slope of a loss of its own, of which `{objective.loss}` makes another",
                 f"Set it to {' or '.join(self.losses)}, and beside it what docs/other-trainings.md says",
-                (chosen,),
             )
-        size, group, reward = job.rollout.group_size, job.buffer.group, job.reward
-        if self.of != "sample" and job.trainer.objective.group_by != "task":
-            yield Mistake(
-                "trainer.objective.group_by",
-                f"the {name} advantage is one of each {self.of}, not of samples that are compared",
-                "Leave it out",
-                (chosen,),
-            )
-        if self.needs_greedy and job.trainer.objective.group_by != "task":
-            problem = f"the {name} advantage compares whole answers with a greedy one"
-            yield Mistake("trainer.objective.group_by", problem, "Leave it out", (chosen,))
-        kl = job.trainer.objective.kl
-        if self.unpenalised and kl.coefficient and kl.place == "reward":
-            problem = f"the {name} advantage does not read the rewards that the penalty would be taken off"
-            yield Mistake("trainer.objective.kl.place", problem, "Set it to loss", (chosen,))
-        if "prox" in self.columns and job.trainer.objective.prox in ("reuse", "loglinear"):
-            yield Mistake(
-                "trainer.objective.prox",
-                f"the {name} advantage needs proximal log-probs before the first update, and "
-                f"`{job.trainer.objective.prox}` has them with it",
-                "Set it to auto",
-                (chosen,),
-            )
+        if self.of != "sample" and objective.group_by != "task":
+            problem = f"{the} is one of each {self.of}, not of samples that are compared"
+            yield wrong("trainer.objective.group_by", problem, "Leave it out")
+        if self.needs_greedy and objective.group_by != "task":
+            problem = f"{the} compares whole answers with a greedy one"
+            yield wrong("trainer.objective.group_by", problem, "Leave it out")
+        if self.unpenalised and objective.kl.coefficient and objective.kl.place == "reward":
+            problem = f"{the} does not read the rewards that the penalty would be taken off"
+            yield wrong("trainer.objective.kl.place", problem, "Set it to loss")
+        if "prox" in self.columns and objective.prox in ("reuse", "loglinear"):
+            need = f"{the} needs proximal log-probs before the first update"
+            problem = f"{need}, and `{objective.prox}` has them with it"
+            yield wrong("trainer.objective.prox", problem, "Set it to auto")
         if self.needs_greedy and not job.rollout.greedy_baseline:
-            problem = f"the {name} advantage compares with a greedy answer to the task, and there is none"
-            yield Mistake("rollout.greedy_baseline", problem, "Set it to true", (chosen,))
+            problem = f"{the} compares with a greedy answer to the task, and there is none"
+            yield wrong("rollout.greedy_baseline", problem, "Set it to true")
         if job.rollout.greedy_baseline and not self.needs_greedy and job.kind == "rl":
-            problem = f"the {name} advantage makes nothing of a greedy answer, and would count it as a sample"
-            yield Mistake("rollout.greedy_baseline", problem, "Set it to false", (chosen,))
+            problem = f"{the} makes nothing of a greedy answer, and would count it as a sample"
+            yield wrong("rollout.greedy_baseline", problem, "Set it to false")
         if size < least:
-            problem = (
-                f"the {name} advantage of a group of {_episodes(size)} is always zero, so nothing is learned"
-            )
-            yield Mistake("rollout.group_size", problem, fix, (chosen,))
+            problem = f"{the} of a group of {_episodes(size)} is always zero, so nothing is learned"
+            yield wrong("rollout.group_size", problem, fix)
             return
         if group.policy == "deadline_partial" and group.min_samples < least:
-            problem = (
-                f"the {name} advantage of a group cut down to {_episodes(group.min_samples)} is zero, so "
-                "nothing is learned of it"
-            )
+            cut = _episodes(group.min_samples)
+            problem = f"{the} of a group cut down to {cut} is zero, so nothing is learned of it"
             yield Mistake("buffer.group.min_samples", problem, fix, ("buffer.group.policy", chosen))
         masking = [f"reward.{name}.then" for name in OUTCOMES if getattr(reward, name).then == "mask"]
         if masking and reward.min_scored < least:
-            problem = (
-                f"the {name} advantage of a group of which {_episodes(reward.min_scored)} is left is "
-                "zero, so nothing is learned"
-            )
+            left = _episodes(reward.min_scored)
+            problem = f"{the} of a group of which {left} is left is zero, so nothing is learned"
             yield Mistake("reward.min_scored", problem, fix, ("rollout.group_size", chosen, *masking))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UnitPart(ObjectivePart):
     """A part that works on units: a loss or a correction."""
 
@@ -199,7 +205,7 @@ class UnitPart(ObjectivePart):
     """Names of the figures that it returns."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Loss(UnitPart):
     """One number per unit, from its log-prob."""
 
@@ -208,11 +214,11 @@ class Loss(UnitPart):
     corrects: bool = False
     """Whether it weighs by the behaviour policy itself, so that a correction would do so twice."""
     prox: Literal["", "loglinear"] = ""
-    """What `prox: auto` takes for stale samples, with one minibatch a step: `loglinear` where the loss bounds
-    how far each unit is from the behaviour policy then, and else bounds nothing."""
+    """The choice of `prox: auto` for stale samples, with one minibatch a step: `loglinear` if the loss then
+    bounds how far each unit is from the behaviour policy, and otherwise bounds nothing."""
     statistic: Callable[..., Tensor] | None = None
-    """Of a loss that is defined over episodes: a function of logp f32 [S] and units, like the loss with its
-    arguments, that gives f32 [S]. The loss finds its mean over each unit's episode as
+    """A function for a loss that is defined over episodes: it takes logp f32 [S] and units, like the loss
+    with its arguments, that returns f32 [S]. The loss finds its mean over each unit's episode as
     `units["episode_mean"]`, and how many units that has as `units["episode_units"]`, whatever the packing:
     the value is that of the whole episode, and the gradient of a unit's mean goes to the unit's own log-prob;
     summed over the episode that is the gradient of the whole."""
@@ -226,10 +232,10 @@ class Loss(UnitPart):
         minibatches: int,
         max_staleness: int,
     ) -> str:
-        """How proximal log-probs come about with these parts: `recompute`, `reuse`, `loglinear`, or
-        `behaviour` for those of the behaviour policy. `auto` takes a pass where something needs one; else,
-        for stale samples, what this loss declares (docs/objectives.md#which-objective-to-choose has the
-        measurements)."""
+        """Return the source of proximal log-probs with these parts: `recompute`, `reuse`, `loglinear`, or
+        `behaviour` for those of the behaviour policy. `auto` takes a pass if something needs one; otherwise,
+        for stale samples, the choice that this loss declares (docs/objectives.md#which-objective-to-choose
+        has the measurements)."""
         if correction.prox:
             return correction.prox
         if objective.prox != "auto":
@@ -255,7 +261,7 @@ class Loss(UnitPart):
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Correction(UnitPart):
     """A weight per unit for data that older weights sampled."""
 
@@ -279,13 +285,8 @@ class Correction(UnitPart):
         loss = LOSSES.known(objective.loss)
         weighs_itself = isinstance(loss, Loss) and loss.corrects
         if weighs_itself and (self.corrects or self.prox):
-            yield Mistake(
-                chosen,
-                f"the {objective.loss} loss weighs by the behaviour policy itself, and `{name}` would do so "
-                "again",
-                "Set it to none",
-                (also,),
-            )
+            weighs = f"the {objective.loss} loss weighs by the behaviour policy itself"
+            yield Mistake(chosen, f"{weighs}, and `{name}` would do so again", "Set it to none", (also,))
         elif isinstance(loss, Loss) and self.prox and "prox" not in loss.columns:
             yield Mistake(
                 chosen,
@@ -303,69 +304,37 @@ class Correction(UnitPart):
                 ("buffer.max_staleness", "trainer.objective.allow_uncorrected"),
             )
         if self.over_step(arguments) and objective.prox in ("reuse", "loglinear"):
-            yield Mistake(
-                "trainer.objective.prox",
+            problem = (
                 f"`{name}` compares the units of a whole step, which takes a pass over it first; "
-                f"`{objective.prox}` saves that pass",
-                "Set it to auto",
-                (chosen,),
+                f"`{objective.prox}` saves that pass"
             )
+            yield Mistake("trainer.objective.prox", problem, "Set it to auto", (chosen,))
         if self.prox and objective.prox != "auto":
-            yield Mistake(
-                "trainer.objective.prox",
-                f"`{name}` takes the behaviour policy for the proximal one",
-                "Leave it out",
-                (chosen,),
-            )
+            problem = f"`{name}` takes the behaviour policy for the proximal one"
+            yield Mistake("trainer.objective.prox", problem, "Leave it out", (chosen,))
 
 
-def advantage(
-    *,
-    of: Of = "sample",
-    needs_group: int = 1,
-    needs_greedy: bool = False,
-    unpenalised: bool = False,
-    losses: tuple[str, ...] = (),
-    columns: tuple[str, ...] = (),
-) -> Callable[[Callable[..., Any]], Advantage]:
-    """Declare an advantage; see the fields of `Advantage`. `needs_group` is how many episodes of a group it
-    compares at least. Raises ValueError for an `of` that there is none of."""
-    if of not in get_args(Of):
-        raise ValueError(f"of={of!r}: an advantage is of {' or '.join(map(repr, get_args(Of)))}")
-    return lambda function: Advantage(
-        function, of, needs_group, needs_greedy, unpenalised, losses, columns=columns
-    )
+def _declares(
+    kind: Callable[Concatenate[Callable[..., Any], P], K],
+) -> Callable[P, Callable[[Callable[..., Any]], K]]:
+    """Return the decorator that declares a part of a kind; it takes the kind's fields by name."""
+
+    def declare(*args: P.args, **fields: P.kwargs) -> Callable[[Callable[..., Any]], K]:
+        part: Any = kind(len, *args, **fields)  # refuses wrong fields where they stand
+        return lambda function: replace(part, function=function)
+
+    return declare
 
 
-def loss(
-    *,
-    columns: tuple[str, ...] = (),
-    figures: tuple[str, ...] = (),
-    clipped: bool = False,
-    corrects: bool = False,
-    prox: Literal["", "loglinear"] = "",
-    statistic: Callable[..., Tensor] | None = None,
-) -> Callable[[Callable[..., Any]], Loss]:
-    """Declare a loss; see the fields of `Loss`."""
-    return lambda function: Loss(function, figures, clipped, corrects, prox, statistic, columns=columns)
-
-
-def correction(
-    *,
-    columns: tuple[str, ...] = (),
-    figures: tuple[str, ...] = (),
-    corrects: bool = True,
-    of: Literal["unit", "step"] = "unit",
-    prox: Literal["", "behaviour"] = "",
-) -> Callable[[Callable[..., Any]], Correction]:
-    """Declare a correction; see the fields of `Correction`."""
-    return lambda function: Correction(function, figures, corrects, of, prox, columns=columns)
+advantage = _declares(Advantage)
+loss = _declares(Loss)
+correction = _declares(Correction)
 
 
 def with_figures(
     part: UnitPart, values: Tensor, units: UnitTable, arguments: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the part returns, with exactly the figures that it declares."""
+    """Call the part and return its result and exactly the figures that it declares."""
     from trainer_service.errors import ObjectiveError
 
     result = part(values, units, **arguments)

@@ -161,7 +161,8 @@ class SequenceLoss:
         return (1 + (rewards * values)[values != 0].sign()) / 2
 
     def margin(self, given: Sequences) -> float | None:
-        """By how much the reward of what is preferred is higher on average; None where nothing is."""
+        """Return the mean reward of preferred sequences less that of the others; None if none is
+        preferred."""
         reward = self.reward(given)
         if self.paired:
             chosen, rejected = pairs(reward)

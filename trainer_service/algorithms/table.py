@@ -33,21 +33,11 @@ ROUNDING = 1e-10
 
 
 class Collectives(Protocol):
-    """What a table needs of the ranks; all of them call it alike."""
+    """The collectives that a table needs; all ranks call them alike."""
 
     def sum(self, tensor: Tensor) -> None: ...
 
     def concatenate(self, columns: NDArray[Any]) -> NDArray[Any]: ...
-
-
-class Alone:
-    """One rank."""
-
-    def sum(self, tensor: Tensor) -> None:
-        """Nothing is to be added."""
-
-    def concatenate(self, columns: NDArray[Any]) -> NDArray[Any]:
-        return columns
 
 
 @dataclass(frozen=True)
@@ -134,7 +124,7 @@ class SegmentTable:
 
 @dataclass(frozen=True)
 class InTime:
-    """What belongs together and follows on each other: sequences of some of N entries, in any order."""
+    """Sequences of some of N entries, each in the order of time."""
 
     order: Tensor
     """i64 [M]: the entries, sequence by sequence, the earlier first."""
@@ -143,14 +133,11 @@ class InTime:
 
     @classmethod
     def of(cls, sequence: Tensor, time: Tensor, keep: Tensor | None = None) -> InTime:
-        """Of the entries with these numbers [N] of sequences and places [N] in time, both from 0, and those
-        that `keep` bool [N] leaves."""
+        """Order the entries with these numbers [N] of sequences and places [N] in time, both from 0; `keep`
+        bool [N] leaves some out."""
         key = sequence * (int(time.max()) + 1 if len(time) else 1) + time
-        if keep is None:
-            order = key.argsort()
-        else:
-            kept = keep.nonzero()[:, 0]
-            order = kept[key[kept].argsort()]
+        kept = torch.arange(len(key), device=key.device) if keep is None else keep.nonzero()[:, 0]
+        order = kept[key[kept].argsort()]
         number = sequence[order]
         return cls(order, number[1:] == number[:-1])
 
@@ -242,13 +229,10 @@ class UnitTable:
         return replace(self, columns=cut, ranks=None)
 
     def cleared(self) -> UnitTable:
-        """With 0 in the columns of numbers where the mask is off: what stands there, be it NaN, reaches
-        neither a sum nor a gradient."""
-        cleared = {
-            name: masked(column, self.mask) if column.is_floating_point() else column
-            for name, column in self.columns.items()
-        }
-        return replace(self, columns=cleared)
+        """Put 0 into the columns of numbers where the mask is off, so that a NaN there reaches neither a sum
+        nor a gradient."""
+        numbers = {name: column for name, column in self.columns.items() if column.is_floating_point()}
+        return self.with_columns(**{name: masked(column, self.mask) for name, column in numbers.items()})
 
     def in_time(self) -> InTime:
         """The unmasked units of each sequence, what one agent did in one episode, in the order of time. Of a

@@ -1,4 +1,4 @@
-"""What holds a job's models and updates them. The table says where the built-in back ends are.
+"""Back ends, which hold a job's models and update them, and a table of the built-in ones.
 
 A back end is a part: called with named models and the ranks it gives a `Backend` (`base.py`), and its
 `check_job` says which jobs it cannot run. Reading a job file imports it, so torch is imported where it is

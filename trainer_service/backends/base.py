@@ -1,4 +1,4 @@
-"""What the trainer needs from a back end, and what all of them share.
+"""The protocol of a back end, and the code that all of them share.
 
 A back end holds named models (`policy`, `ref`, `critic`, `teacher`, …), some of which are trained, each with
 an optimizer of its own, and hides how they are spread over ranks: every method is called by all ranks in the
@@ -33,28 +33,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainer_service.data.microbatch import MicroBatch
-    from trainer_service.disk import FileEntry
+    from trainer_service.durable_files import FileEntry
 
 TRAINED_MODEL = "policy"  # Which of the models is the policy's own, the one that is given out
 REFERENCE, CRITIC, TEACHER, PROCESS = "ref", "critic", "teacher", "process"
 T = TypeVar("T")
 Columns = Mapping[str, "Tensor"]
+Names = Sequence[str]
+LOGP: Names = ("logp",)
+Batches = Sequence["MicroBatch"]
+OfColumns = Callable[[int, Columns], T]
+"""A function of the index of a micro-batch and its columns."""
+LossOf = OfColumns["Tensor"]
 ModelHead = Literal["tokens", "value", "both"]
 
 
 @dataclass(frozen=True)
 class ModelUse:
-    """What one model of a back end is for."""
+    """Use of one model of a back end."""
 
     folder: Path
     """A Hugging Face directory: of a causal language model, or with the head `value` also of a sequence
     classifier with one label."""
     optimizer: OptimizerSection | None = None
-    """How it is trained; None: it is frozen."""
+    """Settings of its training; None: it is frozen."""
     total_updates: int = 0
     """Optimizer updates of the whole run, for the schedule of the learning rate."""
     head: ModelHead = "tokens"
-    """What it gives: `tokens` has the columns of a distribution, `value` those of one number for each unit,
+    """Outputs: `tokens` has the columns of a distribution, `value` those of one number for each unit,
     by a linear layer on the last hidden state instead of the output layer, and `both` has that layer beside
     it. The layer begins as zeros where the folder has none."""
     follows: bool = False
@@ -106,8 +112,8 @@ def model_columns(job: JobConfig) -> set[str]:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank stands in the layout of its back end, which is apart from its number among all ranks:
-    ranks that share the layers or the tensors of a model have one `data_rank` in common."""
+    """A rank's place in the layout of its back end, which is independent of its number among all ranks: ranks
+    that share the layers or the tensors of a model have one `data_rank` in common."""
 
     data_rank: int
     """Index of the share of each batch in which this rank takes part, below `data_ranks`."""
@@ -130,96 +136,68 @@ class TrainingBackend(Protocol):
 
     @property
     def updates(self) -> Mapping[str, int]:
-        """How often each model that changes has changed so far, before a checkpoint included: optimizer
-        updates of one that is trained, calls of `follow` of one that follows."""
-        ...
+        """Number of changes of each model so far, those before a checkpoint included: optimizer updates of a
+        trained model, calls of `follow` of one that follows."""
 
     @property
     def tied(self) -> Mapping[str, str]:
         """Alias -> name, of the policy's tensors that are one."""
-        ...
 
     @property
     def adapted(self) -> Sequence[str]:
         """The layers of the policy that have an adapter: with some, adapters are what is trained, exported
         (under peft's names) and saved. Asked for only with `trainer.lora`."""
-        ...
 
-    def evaluate(
-        self,
-        model: str,
-        batches: Sequence[MicroBatch],
-        fn: Callable[[int, Columns], T],
-        *,
-        columns: Sequence[str] = ("logp",),
-    ) -> list[T]:
-        """What `fn(index, columns)` makes of each micro-batch, in their order, without gradients; empty on a
-        rank that does not own its share's columns. `fn` is called once for each, in any order."""
-        ...
+    def evaluate(self, model: str, batches: Batches, fn: OfColumns[T], *, columns: Names = LOGP) -> list[T]:
+        """Return the result of `fn(index, columns)` for each micro-batch, in their order, without gradients;
+        empty on a rank that does not own its share's columns. `fn` is called once for each, in any order."""
 
-    def train(
-        self,
-        model: str,
-        batches: Sequence[MicroBatch],
-        loss_of: Callable[[int, Columns], Tensor],
-        *,
-        columns: Sequence[str] = ("logp",),
-    ) -> None:
+    def train(self, model: str, batches: Batches, loss_of: LossOf, *, columns: Names = LOGP) -> None:
         """Add the gradients of Σ `loss_of(index, columns)`, over the micro-batches of all ranks, to those of
         a trained model.
 
         The loss is a scalar with a gradient through the columns. It is called once for each micro-batch, in
         any order, on the ranks that own the columns."""
-        ...
 
     def gradient_norm(self, model: str = TRAINED_MODEL) -> float:
         """The norm that `optimizer_step`, which must be next, returns or refuses, so that models that are
         trained together are checked before either changes. Raises `GradientNotFinite` likewise."""
-        ...
 
     def optimizer_step(self, model: str = TRAINED_MODEL) -> float:
         """Clip, update, clear gradients; returns the gradient's norm before clipping. Raises
         `GradientNotFinite` where that is not finite: the gradients are cleared, nothing else has changed, and
         training may go on. Raises `DivergenceError` where what the weights become is not finite."""
-        ...
 
     def discard(self, model: str = TRAINED_MODEL) -> None:
         """Clear gradients without an update."""
-        ...
 
     def follow(self, model: str, source: str, share: float) -> None:
         """Move the weights of `model` to (1 - share) of themselves + `share` of those of `source`. Raises
         `ModelError` where the models are not of one shape."""
-        ...
 
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
         """The weights under the names of the model's files, in the job's dtype, aliases left out: the boxes
         that this rank holds, which with those of the others cover each tensor once; or to `gather` all of
         them on rank 0. Of a model with `both` heads the value layer is not among them. All ranks iterate to
         the end together. A piece is good until the next is asked for, or the next update."""
-        ...
 
     def prepare_save(self) -> None:
         """Begin to get the host memory that `save` copies into, so that the first checkpoint stops the step
         no longer than the later ones. Called once, before the first step; returns at once."""
-        ...
 
     def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
         """Copy this rank's part of the random state, and of weights and optimizer of each model that
         changes, into the host's memory; what is returned writes it into the existing `folder`, on any thread
         and while training goes on, and tells the files by their names. The memory is used again by the next
         call: the writing must be over."""
-        ...
 
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
         """Restore what `save` wrote when `updates` was as given, on any number of ranks; without any, the
         weights alone of what is trained, to be given out. Raises `CheckpointError`."""
-        ...
 
     def reads(self, files: Collection[str]) -> Collection[str]:
         """Of the names of all files that `save` wrote, on all ranks, those that `load` reads on this one.
         Asked where ranks are on several hosts: a host needs no files but these."""
-        ...
 
 
 def learning_rate(section: OptimizerSection, update: int, total_updates: int) -> float:

@@ -17,12 +17,13 @@ Every rank ends with the same columns, and with the whole gradient of the hidden
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -213,12 +214,37 @@ VALUES = frozenset({"value", "score"})
 
 
 def value_places(batch: MicroBatch, name: str, *, has_layer: bool) -> Tensor:
-    """Where in the pack a column of `VALUES` is read. Raises ValueError for one that there is not."""
+    """Return the places in the pack at which a column of `VALUES` is read. Raises ValueError for a column
+    that the model or the batch does not have."""
     places = batch.predict if name == "value" else batch.own
     if places is None or not has_layer:
         lacks = "no value head" if places is not None else "the last token of a row not fed"
         raise ValueError(f"there is no column {name}: the model has {lacks}")
     return places
+
+
+def batch_columns(
+    batch: MicroBatch, states: Tensor, names: Sequence[str], head_of: Callable[[], Head], layer: Any
+) -> dict[str, Tensor]:
+    """Return the columns `names` of a micro-batch whose tokens have the hidden states [T, H]. `layer` is the
+    value layer; None: the model has none."""
+    found: dict[str, Tensor] = {}
+    for name in VALUES & set(names):
+        # In fp32, since a sum of 8 bits would lose them. No view comes out, whose change in place would lose
+        # FSDP's hook.
+        places = value_places(batch, name, has_layer=layer is not None)
+        found[name] = torch.mv(_at(states, places).float(), layer.weight[0].float())
+    if of_tokens := [name for name in names if name not in VALUES]:
+        head = head_of()
+        units = _at(states, batch.predict).to(head.weight.dtype)
+        found |= columns_of_units(head, units, batch, of_tokens)
+    return {name: found[name] for name in names}
+
+
+def _at(states: Tensor, places: Tensor) -> Tensor:
+    """Return [S, H]: the states at the places of units. Units may share one; as an embedding its gradient is
+    summed in one order, so that steps repeat."""
+    return F.embedding(places, states)
 
 
 def columns_of_units(head: Head, hidden: Tensor, batch: MicroBatch, names: Sequence[str]) -> Columns:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,7 @@ def with_short_windows(config: Any) -> Any:
 def own_columns(model: Any, rows: Sequence[TrainingRow], names: Sequence[str], device: Any) -> Columns:
     """The columns of the rows by the model's own eager forward pass, one row at a time."""
     model.set_attn_implementation("eager")
+    forward = partial(type(model).forward, model, use_cache=False)
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     for row in rows:
         ids = torch.from_numpy(row.token_ids.astype(np.int64)).to(device)
@@ -78,13 +80,12 @@ def own_columns(model: Any, rows: Sequence[TrainingRow], names: Sequence[str], d
             states = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0].float()
             values = states @ model.score.weight[0].float()
         if "score" in names:  # whose own forward pass gives that of the last token alone
-            own = type(model).forward(model, input_ids=ids[None], use_cache=False).logits.float()
+            own = forward(input_ids=ids[None]).logits.float()
             found["score"].append(torch.cat([values[places][:-1], own.reshape(-1)[-1:]]))
         if "value" in names:
             found["value"].append(values[places - 1])
         if "logp" in names:
-            logits = type(model).forward(model, input_ids=ids[None], use_cache=False).logits[0].float()
-            logp = logits.log_softmax(-1)[places - 1]
+            logp = forward(input_ids=ids[None]).logits[0].float().log_softmax(-1)[places - 1]
             found["logp"].append(logp.gather(1, ids[places][:, None])[:, 0])
     return {name: torch.cat(values) for name, values in found.items()}
 
@@ -120,8 +121,10 @@ def probed(name: str, config: Any, ranks: Ranks, probe: Callable[[], None]) -> N
     if refused := ranks.largest(0 if error is None else ranks.rank + 1):
         reason = f"rank {refused - 1} refuses it, as its log says"
         if error is not None:
-            fits = isinstance(error, ModelError)
-            reason = str(error).rstrip(".") if fits else _failure(error)
+            reason = next(iter(str(error).strip().splitlines()), "").rstrip(".")
+            reason = f"its forward pass fails on them with {type(error).__name__}: {reason}"
+            if isinstance(error, ModelError):
+                reason = str(error).rstrip(".")
         raise refusal(name, config, reason) from error
 
 
@@ -131,11 +134,6 @@ def refusal(name: str, config: Any, reason: str) -> UnfitModel:
         f"the model {name!r}, a {config.get_text_config().model_type}, cannot be trained on packed rows: "
         f"{reason}. Use a model of a family that docs/models.md lists as trained."
     )
-
-
-def _failure(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"its forward pass fails on them with {type(error).__name__}: {lines[0].rstrip('.')}"
 
 
 def refuse_unknown(module: Any, arguments: Mapping[str, Any]) -> None:

@@ -18,9 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,18 +26,17 @@ from areal_async.base.log import get_logger
 from areal_async.config.engines import LogprobGap, engine_part
 from areal_async.config.job import JobConfig
 from areal_async.models.files import Mixture, is_mixture
-from areal_async.rpc.messages import BatchEpisode
 from areal_async.service.record import RunRecords
 from areal_async.trajectory import Episode, Row, unpack
 from trainer_service import metrics
 from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
-from trainer_service.data.episode_rows import cut_rows, routed
+from trainer_service.data.episode_rows import EpisodeBytes, cut_rows, fetched_episodes, routed
 from trainer_service.data.microbatch import build_micro_batch, plan_passes
 from trainer_service.data.routes import mixture_to_replay
 from trainer_service.data.rows import TrainingRow
-from trainer_service.data.step_plan import StepPlan
-from trainer_service.disk import room_for
+from trainer_service.durable_files import room_for
 from trainer_service.errors import SelfCheckError
+from trainer_service.loop.step import StepPlan
 from trainer_service.ranks import Ranks
 
 FEWEST = 8  # Units of which a mean is taken to be systematic
@@ -51,7 +48,7 @@ ONE_TOKEN = 0.8
 """Share of the differing units that are one token id, from which on the id itself is suspected."""
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 FINENESS = {"float32": 2, "bfloat16": 1}
-"""How fine a dtype is; one that is not here, such as a quantised server's, is coarser."""
+"""Fineness of dtypes; one that is not here, such as a quantised server's, is coarser."""
 OTHER_VERSION = "another version"
 KEPT_KV = "kept KV of another version"
 OLD_ROUTES = "routes of another version"
@@ -82,7 +79,7 @@ class ComparedUnits:
 
     @property
     def gap(self) -> LogprobGap:
-        """How far the two are apart, over all units. One that is not finite makes the mean huge."""
+        """Distance of the two over all units. A difference that is not finite makes the mean huge."""
         gaps = self.difference
         p50, p90, p99, p999 = (float(q) for q in np.quantile(gaps, QUANTILES))
         return LogprobGap(float(gaps.mean()), p50, p90, p99, p999, self._systematic())
@@ -102,32 +99,29 @@ class ComparedUnits:
 
 
 def rows_to_compare(
-    blob: memoryview,
-    entry: BatchEpisode,
-    index: int,
+    item: EpisodeBytes,
     *,
-    places: Collection[int],
     policy: str,
     version: int,
     epochs: Collection[int],
     update_mode: str,
     skipped: Counter[str],
-    routes: Any = None,
     mixture: Mixture | None = None,
 ) -> list[TrainingRow]:
-    """The rows of one episode at `places`, cut to the units to train that `version` of one of the trainer
-    `epochs` sampled.
+    """Return the rows of an episode at `item.places`, cut to the units to train that `version` of one of the
+    trainer `epochs` sampled.
 
-    What is approximate by the engine's own account is left out: with `update_mode` keep, units after one of
-    another version; with session, all units of an episode that has one, for its paths share a cache. What is
-    left out is added to `skipped`. `routes` are the bytes of the episode's, which are replayed in
-    a `mixture`: with recompute the tokens before an update went through others again."""
+    Units that are approximate by the engine's own account are left out: with `update_mode` keep, units after
+    one of another version; with session, all units of an episode that has one, for its paths share a cache.
+    They are added to `skipped`. The episode's routes are replayed in a `mixture`: with recompute the tokens
+    before an update went through others again."""
+    entry, places = item.entry, item.places or ()
     if entry.max_version < version:
         skipped[OTHER_VERSION] += sum(entry.rows[place][1] for place in places)
         return []
-    episode = unpack(blob)
+    episode = unpack(item.blob)
     if mixture is not None:
-        episode = routed(episode, routes, mixture)
+        episode = routed(episode, item.routes, mixture)
     epoch_of_unit = _epochs(episode)
     offsets = episode.segments.offset
     units = episode.units.version
@@ -140,7 +134,7 @@ def rows_to_compare(
         sampled = row.mask.astype(bool)
         kept: NDArray[np.bool_] = sampled & same
         skipped[OTHER_VERSION] += int((sampled & ~same).sum())
-        replays = mixture is not None and routes is not None
+        replays = mixture is not None and item.routes is not None
         if update_mode != "recompute" or replays:
             # Versions of all units before, those that other rows train included.
             approximate = kept & ((np.cumsum((row.versions >= 0) & ~same) > 0) | shared_kv)
@@ -149,7 +143,7 @@ def rows_to_compare(
             kept &= ~approximate
         return kept
 
-    return cut_rows(episode, index, comparable, policy, places, mixture)
+    return cut_rows(episode, item.index, comparable, policy, places, mixture)
 
 
 def _epochs(episode: Episode) -> NDArray[np.int64]:
@@ -186,19 +180,15 @@ def compare(
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """What the comparison found; the same on every rank. Its fields are those of its record in the log."""
+    """Result of the comparison; the same on every rank. Its fields are in its record in the log."""
 
     version: int
     """The version that sampled the units and that the step starts from."""
     n: int
     max: float
-    mean: float
-    p999: float
-    """The 99.9 % quantile of the difference."""
-    bound: float
-    """What is allowed of it; 0 where the engine has no bounds for this dtype and kind of model."""
     measured: LogprobGap
     allowed: LogprobGap | None
+    """None: the engine has no bounds for this dtype and kind of model."""
     passed: bool
     skipped: Mapping[str, int]
     """Reason -> units of the batch that could not be compared."""
@@ -212,21 +202,20 @@ class CheckOutcome:
     """Of a mixture the share of units that differ by more than the 99.9 % quantile allowed of a dense model:
     in those, engine and trainer went through different experts."""
     own_routes: LogprobGap | None = None
-    """What the difference is when the trainer's routers choose, where routes are replayed: what the replay
-    saves."""
+    """Difference if the trainer's own routers choose, where routes are replayed."""
     causes: tuple[str, ...] = ()
     """Likely causes, the likeliest first; only after a failure."""
 
     def figures(self) -> str:
-        """What was measured, beside what is allowed where that is known."""
+        """Return the measured figures, each with its limit if that is known."""
         allowed = asdict(self.allowed) if self.allowed is not None else {}
         return ", ".join(
             f"{LABELS[name]} {value:.3g}" + (f" (allowed {allowed[name]:g})" if allowed else "")
             for name, value in asdict(self.measured).items()
         )
 
-    def describe(self, compared: ComparedUnits, *, episode_ids: Sequence[str], step: int) -> str:
-        """The failure in words, for a person who has to find what is wrong."""
+    def describe(self, compared: ComparedUnits, episode_ids: Sequence[str], step: int) -> str:
+        """Describe the failure, for a person who has to find what is wrong."""
         skipped = "; not compared: " + ", ".join(f"{n} {why}" for why, n in self.skipped.items())
         causes = " ".join(f"({number}) {cause}." for number, cause in enumerate(self.causes, start=1))
         at = int(compared.difference.argmax())
@@ -296,11 +285,6 @@ def likely_causes(
     return (*likely, *(text for _, text in table[5:]))
 
 
-def _beyond(compared: ComparedUnits, dense: LogprobGap | None, kind: str) -> float:
-    """See `CheckOutcome.beyond_dense`; 0 where it is not known what a dense model is allowed."""
-    return 0.0 if dense is None or kind == "dense" else float((compared.difference > dense.p999).mean())
-
-
 def _shift(compared: ComparedUnits) -> bool:
     """Whether the engine's log-probs are rather those of the unit before or after."""
     same_row = (np.diff(compared.episode) == 0) & (np.diff(compared.position) == 1)
@@ -332,17 +316,9 @@ class LogprobCheck:
     """One rank's part of it; all ranks make the same calls. `run_log` exists on rank 0 only."""
 
     def __init__(
-        self,
-        job: JobConfig,
-        ranks: Ranks,
-        backend: TrainingBackend,
-        *,
-        run_log: RunRecords | None,
+        self, job: JobConfig, ranks: Ranks, backend: TrainingBackend, *, run_log: RunRecords | None
     ) -> None:
-        self._job = job
-        self._ranks = ranks
-        self._backend = backend
-        self._run_log = run_log
+        self._job, self._ranks, self._backend, self._run_log = job, ranks, backend, run_log
         self._mixture = mixture_to_replay(job)
         self._waited = False
         self._opened: int | None = None
@@ -368,25 +344,19 @@ class LogprobCheck:
         if self.done:
             return
         self._opened = step if self._opened is None else self._opened
-        epochs = msgspec.msgpack.decode(
-            self._ranks.broadcast_bytes(msgspec.msgpack.encode([epoch, *same_as])), type=list[int]
-        )
-        trainer, place = self._job.trainer, self._backend.place
-        skipped: Counter[str] = Counter()
+        epochs = self._ranks.share([epoch, *same_as], list[int])
+        trainer, place, skipped = self._job.trainer, self._backend.place, Counter[str]()
+        share = plan.share_of(place.data_rank) if place.reads else {}
         rows = [
             row
-            for index, places in (plan.share_of(place.data_rank) if place.reads else {}).items()
+            for item in fetched_episodes(plan.episodes, share, blobs, routes)
             for row in rows_to_compare(
-                blobs[plan.episodes[index].episode_id],
-                plan.episodes[index],
-                index,
-                places=places,
+                item,
                 policy=self._job.policy,
                 version=step,
                 epochs=epochs,
                 update_mode=self._job.rollout.update_mode,
                 skipped=skipped,
-                routes=routes.get(plan.episodes[index].episode_id),
                 mixture=self._mixture,
             )
         ]
@@ -396,10 +366,10 @@ class LogprobCheck:
             self._waited = True
             return
         compared = compare(self._backend, self._ranks, rows, trainer.micro_batch_tokens)
-        own: ComparedUnits | None = None
+        own: LogprobGap | None = None
         if self._mixture is not None:
             bare = [replace(row, routes=None) for row in rows]
-            own = compare(self._backend, self._ranks, bare, trainer.micro_batch_tokens)
+            own = compare(self._backend, self._ranks, bare, trainer.micro_batch_tokens).gap
         self.done = step > self._opened
         self._waited = False
         outcome = self._outcome(step, compared, skipped, own)
@@ -409,18 +379,17 @@ class LogprobCheck:
             self._passed = True
             return
         if outcome.allowed is None:
-            self._warn_unknown(outcome)
+            if self._ranks.first:
+                self._warn_unknown(outcome)
             return
-        words = outcome.describe(
-            compared, episode_ids=[episode.episode_id for episode in plan.episodes], step=step
-        )
+        words = outcome.describe(compared, [episode.episode_id for episode in plan.episodes], step)
         if trainer.self_check.action == "stop":
             raise SelfCheckError(words)
         if self._ranks.first:
             log.warning("self-check failed, training goes on as trainer.self_check.action says", why=words)
 
     def _outcome(
-        self, version: int, compared: ComparedUnits, skipped: Counter[str], own: ComparedUnits | None
+        self, version: int, compared: ComparedUnits, skipped: Counter[str], own: LogprobGap | None
     ) -> CheckOutcome:
         rollout, trainer = self._job.rollout, self._job.trainer
         part = engine_part(rollout.engine)
@@ -434,6 +403,8 @@ class LogprobCheck:
         totals = {why: self._ranks.total(skipped[why] * owns) for why in SKIPPED}
         measured = compared.gap
         passed = allowed is not None and measured.within(allowed)
+        dense = part.logprob_bounds.get((coarser, "dense"))
+        beyond = 0.0 if dense is None or kind == "dense" else float((compared.difference > dense.p999).mean())
         causes: tuple[str, ...] = ()
         if not passed and allowed is not None:
             causes = likely_causes(compared, measured, allowed, dtypes, passed_before=self._passed)
@@ -441,9 +412,6 @@ class LogprobCheck:
             version=version,
             n=len(compared.token),
             max=float(compared.difference.max()),
-            mean=measured.mean,
-            p999=measured.p999,
-            bound=allowed.p999 if allowed is not None else 0.0,
             measured=measured,
             allowed=allowed,
             passed=passed,
@@ -452,38 +420,37 @@ class LogprobCheck:
             dtype=dtypes[0],
             trainer_dtype=trainer.dtype,
             model=kind,
-            beyond_dense=_beyond(compared, part.logprob_bounds.get((coarser, "dense")), kind),
-            own_routes=None if own is None else own.gap,
+            beyond_dense=beyond,
+            own_routes=own,
             causes=causes,
         )
 
     def _warn_unknown(self, outcome: CheckOutcome) -> None:
-        if self._ranks.first:
-            log.warning(
-                "self-check: no bounds are known for this engine, dtype and kind of model, so its log-probs "
-                "were not judged; set trainer.self_check.bound to have them judged",
-                version=outcome.version,
-                engine=outcome.engine,
-                dtypes=f"{outcome.dtype}, trainer {outcome.trainer_dtype}",
-                model=outcome.model,
-                largest=outcome.max,
-                differences=outcome.figures(),
-            )
+        log.warning(
+            "self-check: no bounds are known for this engine, dtype and kind of model, so its log-probs were "
+            "not judged; set trainer.self_check.bound to have them judged",
+            version=outcome.version,
+            engine=outcome.engine,
+            dtypes=f"{outcome.dtype}, trainer {outcome.trainer_dtype}",
+            model=outcome.model,
+            largest=outcome.max,
+            differences=outcome.figures(),
+        )
 
     def _report(self, step: int, epoch: int, outcome: CheckOutcome) -> None:
-        record = asdict(outcome)
+        measured, bound = outcome.measured, outcome.allowed.p999 if outcome.allowed is not None else 0.0
+        record = asdict(outcome) | {"mean": measured.mean, "p999": measured.p999, "bound": bound}
         if self._run_log is not None:
             with room_for("the record of the self-check", self._run_log.path.parent):
                 self._run_log.write("self_check", policy=self._job.policy, step=step, epoch=epoch, **record)
-        if self._ranks.first:
-            metrics.SELF_CHECK.labels(self._job.policy, str(outcome.version)).set(outcome.max)
+        metrics.SELF_CHECK.labels(self._job.policy, str(outcome.version)).set(outcome.max)
         names = ("version", "n", "max", "p999", "mean", "bound", "passed", "skipped")
         log.info("self-check", **{name: record[name] for name in names})
-        if outcome.model == "moe" and self._ranks.first:
-            self._tell_routes(outcome)
+        if outcome.model == "moe":
+            self._report_routes(outcome)
 
-    def _tell_routes(self, outcome: CheckOutcome) -> None:
-        """What experts chosen otherwise cost, or would."""
+    def _report_routes(self, outcome: CheckOutcome) -> None:
+        """Log the cost of experts chosen otherwise."""
         share = f"{outcome.beyond_dense:.2%} of the units differ by more than a dense model's would"
         if outcome.own_routes is not None:
             log.info(

@@ -30,14 +30,14 @@ from areal_async.trajectory import (
 from areal_async.trajectory.layout import ROUTES, SegmentFlag, Segments
 from areal_async.trajectory.routes import no_route, route_type
 from trainer_service.algorithms.table import agent_id
-from trainer_service.data.rows import TrainingRow
+from trainer_service.data.rows import TrainingRow, joined
 from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
 
 log = get_logger("trainer")
 
 NO_VERSIONS = PolicyVersions(-1, -1, -1)
 Temperature = float | dict[int, float]
-"""Of the sampled units of an episode: one value, or one for each segment."""
+"""Temperature of an episode's sampled units: one value, or one for each segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,28 @@ class EpisodeBytes:
 
     blob: Any
     entry: BatchEpisode
-    """What the manifest says of it."""
+    """Its entry in the manifest."""
     index: int
     """Its place in the manifest."""
     places: Collection[int] | None = None
     """Its rows that are trained here; None for all."""
     routes: Any = None
     """The bytes of its routes; None where there are none."""
+
+
+def fetched_episodes(
+    episodes: Sequence[BatchEpisode],
+    share: Mapping[int, Collection[int]],
+    blobs: Mapping[str, Any],
+    routes: Mapping[str, Any],
+) -> list[EpisodeBytes]:
+    """Return the bytes of the episodes of a share (index -> numbers of its rows), with those of their routes,
+    by id."""
+    named = [(episodes[index], index, places) for index, places in share.items()]
+    return [
+        EpisodeBytes(blobs[each.episode_id], each, index, places, routes.get(each.episode_id))
+        for each, index, places in named
+    ]
 
 
 def rows_of_episodes(
@@ -69,31 +84,29 @@ def rows_of_episodes(
 
     Raises `BatchError` when a blob cannot be read or is not what the manifest names, and
     `UntrainableEpisode` when a unit to train was not sampled from what is trained."""
+    items = list(fetched)
+    episodes: dict[int, Episode] = {}
     sources: list[tuple[EpisodeBytes, int]] = []  # Of each row the episode, and which of its rows it is
     whole: list[Row] = []
     temperatures: list[Temperature] = []
-    cut: dict[int, dict[int, TrainingRow]] = {}
-    items = list(fetched)
-    episodes: dict[int, Episode] = {}
     for item in items:
         episode = _read(item.blob, item.entry, policy)
         if mixture is not None:
             episode = routed(episode, item.routes, mixture)
-        if with_places:
-            episodes[item.index] = episode
-        temperature = call_temperatures(episode, policy)
-        for place, row in enumerate(_training_rows(episode)):
-            sources.append((item, place))
-            whole.append(row)
-            temperatures.append(temperature)
-    keep = _joined([row.mask for row in whole], np.uint8).astype(np.bool_)
-    keep &= _joined([row.versions for row in whole], np.int32) >= lowest_version
+        episodes[item.index] = episode
+        found_rows = _training_rows(episode)
+        whole += found_rows
+        sources += [(item, place) for place in range(len(found_rows))]
+        temperatures += [call_temperatures(episode, policy)] * len(found_rows)
+    keep = joined([row.mask for row in whole], np.bool_)
+    keep &= joined([row.versions for row in whole], np.int32) >= lowest_version
     rows = _cut(whole, [item.index for item, _ in sources], keep, temperatures, mixture)
     if with_places:
         rows = [
             found and placed(found, row, episodes[found.episode])
             for row, found in zip(whole, rows, strict=True)
         ]
+    cut: dict[int, dict[int, TrainingRow]] = {}
     for (item, place), found in zip(sources, rows, strict=True):
         if found is not None:
             cut.setdefault(item.index, {})[place] = found
@@ -206,7 +219,7 @@ def cut_rows(
     episode = seen_by(episode, policy)
     temperature = call_temperatures(episode, policy)
     rows = [row for place, row in enumerate(_training_rows(episode)) if place in places]
-    keep = _joined([mask_of(row) for row in rows], np.bool_)
+    keep = joined([mask_of(row) for row in rows], np.bool_)
     found = _cut(rows, [index] * len(rows), keep.astype(np.bool_), [temperature] * len(rows), mixture)
     return [row for row in found if row is not None]
 
@@ -229,18 +242,10 @@ def _cut(
     position = at - np.repeat(starts, np.diff([0, *ends]))
     if len(at) and keep[starts].any():
         raise BatchError("a row begins with a sampled unit: there is no token before it to predict it from")
-    behaviour = _joined([row.logprobs for row in rows], np.float32)[at]
-    version = _joined([row.versions for row in rows], np.int32)[at]
-    temperature = np.concatenate(
-        [
-            np.full(len(row.token_ids), value, np.float32)
-            if isinstance(value, float)
-            else _per_token(value, row)
-            for row, value in zip(rows, temperatures, strict=True)
-        ]
-        if any(isinstance(value, dict) for value in temperatures)
-        else [np.repeat(np.array(temperatures, np.float32), lengths)]
-    )[at]
+    behaviour = joined([row.logprobs for row in rows], np.float32)[at]
+    version = joined([row.versions for row in rows], np.int32)[at]
+    by_row = [_per_token(value, row) for row, value in zip(rows, temperatures, strict=True)]
+    temperature = joined(by_row, np.float32)[at]
     found: list[TrainingRow | None] = []
     first = 0
     for row, episode, end in zip(rows, episodes, ends, strict=True):
@@ -250,25 +255,16 @@ def _cut(
         own = slice(first, end)
         tokens = slice(0, position[end - 1] + 1)
         units = (position[own], behaviour[own], version[own], temperature[own])
-        routes = _by_layer(row.columns.get(ROUTES), tokens, mixture)
+        routes = row.columns.get(ROUTES) if mixture is not None else None
+        if routes is not None and mixture is not None:
+            routes = routes[tokens].reshape(-1, len(mixture.layers), mixture.chosen)
         found.append(TrainingRow(episode, row.token_ids[tokens], *units, routes=routes))
         first = end
     return found
 
 
-def _by_layer(routes: NDArray | None, tokens: slice, mixture: Mixture | None) -> NDArray | None:
-    """[T, layers, K] of routes [T, layers * K]."""
-    if routes is None or mixture is None:
-        return None
-    return routes[tokens].reshape(-1, len(mixture.layers), mixture.chosen)
-
-
-def _joined(parts: Sequence[NDArray], dtype: type[np.generic]) -> NDArray:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)
-
-
 def call_temperatures(episode: Episode, policy: str) -> Temperature:
-    """What the logits of the episode's sampled units are divided by: one value, or one per segment; 0 for a
+    """Return the divisor of the logits of the episode's sampled units: one value, or one per segment; 0 for a
     greedy call, whose units are context. Calls of other policies are context too."""
     header = episode.header
     if len(header.calls) == 1 and header.policies == [policy]:
@@ -282,15 +278,17 @@ def call_temperatures(episode: Episode, policy: str) -> Temperature:
     return by_segment if len(distinct) > 1 else float(next(iter(distinct), 1.0))
 
 
-def _per_token(temperature: dict[int, float], row: Row) -> NDArray[np.float32]:
-    """f32 [T]; 1 for tokens that no call sampled."""
+def _per_token(temperature: Temperature, row: Row) -> NDArray[np.float32]:
+    """Return f32 [T]; 1 for tokens that no call sampled, of several temperatures."""
+    if isinstance(temperature, float):
+        return np.full(len(row.token_ids), temperature, np.float32)
     values = [temperature.get(segment, 1.0) for segment in row.path]
     return np.repeat(np.asarray(values, np.float32), row.lengths)
 
 
 def check_staleness(rows: Sequence[TrainingRow], *, step: int, max_staleness: int) -> None:
     """Raise `StalenessViolation` unless every unit has 0 ≤ step - version ≤ max_staleness."""
-    versions = _joined([row.version for row in rows], np.int32)
+    versions = joined([row.version for row in rows], np.int32)
     if not len(versions) or (versions.min() >= step - max_staleness and versions.max() <= step):
         return
     for row in rows:

@@ -1,4 +1,4 @@
-"""What a training row costs, in floating-point operations of its forward pass, from the model's dimensions.
+"""Cost of a training row in floating-point operations of its forward pass, from the model's dimensions.
 
 The count is that of the matrix products alone, two operations for each multiply-add (Chowdhery et al. 2022,
 "PaLM", appendix B). A backward pass and recomputation multiply it by the same number for every row, so rows
@@ -61,8 +61,8 @@ several that fit, the first."""
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """What a device can do in a second at most; None where that is not known: on a CPU, in fp32, or of a
-    device that is not in `PEAKS`."""
+    """Return the peak FLOP/s of a device; None if that is not known: on a CPU, in fp32, or for a device that
+    is not in `PEAKS`."""
     if device.type != "cuda" or dtype != "bfloat16":
         return None
     name = torch.cuda.get_device_name(device)
@@ -88,40 +88,38 @@ def row_cost(config: Any) -> RowCost:
     vocabulary."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or hidden // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_size = _number(config, "head_dim") or hidden // heads
+    kv_heads = _number(config, "num_key_value_heads") or heads
     attention = 2 * hidden * (heads + kv_heads) * head_size
     matrices = 2 if getattr(config, "model_type", "") in TWO_MATRICES else 3
-    dense = matrices * hidden * (getattr(config, "intermediate_size", None) or 4 * hidden)
+    dense = matrices * hidden * (_number(config, "intermediate_size") or 4 * hidden)
     sparse_layers = [is_sparse(config, layer) for layer in range(layers)].count(True)
     parameters = layers * attention + (layers - sparse_layers) * dense + sparse_layers * _experts(config)
     return RowCost(2 * parameters, 2 * layers * heads * head_size, 2 * hidden * config.vocab_size)
 
 
+def _number(config: Any, *names: str) -> int:
+    """Return the first of these fields that is set and not 0; 0 if none is."""
+    return next((value for name in names if (value := getattr(config, name, None))), 0)
+
+
 def n_experts(config: Any) -> int:
     """Experts of each sparse layer; 0 for a dense model."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return max((getattr(config, name, None) or 0 for name in EXPERTS), default=0)
+    return max((_number(config, name) for name in EXPERTS), default=0)
 
 
 def is_sparse(config: Any, layer: int) -> bool:
     """Whether the MLP of a layer is a mixture of experts, by the usual ways to say so: the first layers dense
     (DeepSeek), some named ones dense, or one in every few sparse (Qwen)."""
-    every = getattr(config, "decoder_sparse_step", None) or 1
-    return (
-        n_experts(config) > 0
-        and layer >= (getattr(config, "first_k_dense_replace", None) or 0)
-        and layer not in (getattr(config, "mlp_only_layers", None) or ())
-        and (layer + 1) % every == 0
-    )
+    every, first = _number(config, "decoder_sparse_step") or 1, _number(config, "first_k_dense_replace")
+    dense = layer < first or layer in (getattr(config, "mlp_only_layers", None) or ())
+    return n_experts(config) > 0 and not dense and (layer + 1) % every == 0
 
 
 def _experts(config: Any) -> int:
     """Parameters that a token passes in a sparse layer's router, active experts and shared ones."""
-    width: int = getattr(config, "moe_intermediate_size", 0) or getattr(config, "intermediate_size", 0) or 0
-    active: int = getattr(config, "num_experts_per_tok", None) or 1
-    shared: int = getattr(config, "shared_expert_intermediate_size", None) or (
-        (getattr(config, "n_shared_experts", None) or 0) * width
-    )
-    hidden: int = config.hidden_size
+    width = _number(config, "moe_intermediate_size", "intermediate_size")
+    active, hidden = _number(config, "num_experts_per_tok") or 1, int(config.hidden_size)
+    shared = _number(config, "shared_expert_intermediate_size") or _number(config, "n_shared_experts") * width
     return hidden * n_experts(config) + 3 * hidden * (active * width + shared)

@@ -1,4 +1,4 @@
-"""From the examples of a file to the rows that are trained.
+"""Rows to train, from the examples of a file.
 
 A *lesson* is one example as rows: one, or of a pair the chosen and the rejected. What is learned of a row are
 its units; of a row for a model that gives numbers its last token is the one unit.
@@ -50,12 +50,11 @@ def loss_of(job: JobConfig, form: str) -> SequenceLoss:
     if job.kind == "reward_model":
         return LOSSES["bradley_terry" if form == "pairs" else "regression"]
     section = job.preference
-    arguments = {"beta": section.beta}
-    if section.loss == "dpo":
-        arguments |= {"label_smoothing": section.label_smoothing}
-    if section.loss == "kto":
-        arguments |= {"desirable": section.weight_desirable, "undesirable": section.weight_undesirable}
-    return replace(LOSSES[section.loss], arguments=arguments)
+    more: dict[str, dict[str, float]] = {
+        "dpo": {"label_smoothing": section.label_smoothing},
+        "kto": {"desirable": section.weight_desirable, "undesirable": section.weight_undesirable},
+    }
+    return replace(LOSSES[section.loss], arguments={"beta": section.beta, **more.get(section.loss, {})})
 
 
 def read_lessons(job: JobConfig, path: Path, tokenizer: Any) -> tuple[SequenceLoss, list[Lesson]]:

@@ -1,4 +1,4 @@
-"""How a step's data reaches the ranks.
+"""The way of a step's data to the ranks.
 
 Rank 0 alone asks the buffer for the manifest and broadcasts it as msgpack bytes; every rank then plans the
 same step from it and fetches only its own episodes, by id. Whatever the buffer takes for it, no rank sits in
@@ -10,8 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-
-import msgspec
 
 from areal_async.base.log import get_logger
 from areal_async.rpc.board import board
@@ -26,9 +24,6 @@ FETCH_UNITS = 4 << 20  # Most units asked for in one fetch, of episodes without 
 UNIT_BYTES = 13
 
 log = get_logger("trainer")
-
-
-_decoder = msgspec.msgpack.Decoder(Batch | Waiting)
 
 
 class FetchedBytes(dict[str, memoryview]):
@@ -54,12 +49,8 @@ class BatchLoader:
     ) -> None:
         """`check` is called in every round of a wait, and ends it by what it raises. Routes of so many bytes
         a unit are fetched too, where they are replayed."""
-        self._route_bytes = route_bytes
-        self._buffer = buffer
-        self._policy = policy
-        self._ranks = ranks
-        self._stopping = stopping
-        self._check = check
+        self._buffer, self._policy, self._ranks = buffer, policy, ranks
+        self._stopping, self._check, self._route_bytes = stopping, check, route_bytes
 
     def next_batch(self, epoch: int, step: int) -> Batch | None:
         """The manifest of `step`, the same on every rank; None when the trainer is told to stop first."""
@@ -92,11 +83,7 @@ class BatchLoader:
                 return None
             return self._buffer.call(NextBatch(self._policy, epoch, step, POLL_MS))
 
-        answer = self._ranks.on_first(poll)
-        if self._ranks.world == 1:
-            return answer
-        data = self._ranks.broadcast_bytes(msgspec.msgpack.encode(answer) if answer is not None else b"")
-        return _decoder.decode(data) if data else None
+        return self._ranks.share(self._ranks.on_first(poll), Batch | Waiting | None)
 
     def fetch(self, episodes: Sequence[BatchEpisode]) -> FetchedBytes:
         """The bytes of these episodes; all ranks call it. Raises `BatchError` when not as many come back."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from areal_async.trajectory.routes import no_route
 from trainer_service.data.flops import TOKENS_ALONE, RowCost
 from trainer_service.data.prefixes import Branching, Runs, Tree, branching_of, places_of, plant, runs_of
-from trainer_service.data.rows import TrainingRow
+from trainer_service.data.rows import TrainingRow, joined
 from trainer_service.errors import BatchError
 from trainer_service.ranks import Ranks
 
@@ -39,7 +39,7 @@ class MicroBatch:
     """i64 [1, T]: the token's place in its row."""
     runs: Runs
     branching: list[Branching]
-    """Of each run what of its trees attention has to know."""
+    """Structure of the trees of each run, for attention."""
     shared_tokens: int
     """Tokens that it would have more if every row were packed whole."""
     predict: Tensor
@@ -62,7 +62,7 @@ class MicroBatch:
 
     @property
     def replayed_tokens(self) -> int:
-        """How many of its tokens have a route, in some layer at least."""
+        """Number of its tokens that have a route, in some layer at least."""
         return 0 if self.routes is None else int((self.routes >= 0).any(-1).any(0).sum())
 
     @property
@@ -93,14 +93,8 @@ def plan_passes(
     if ranks.world > 1:
         costs = [cost.of(tree.n_tokens, tree.n_units) for tree in trees]
         plan = spread(rooms, costs, budget, ranks.largest(len(plan)))
-    return [
-        [
-            row
-            for tree in sorted((trees[i] for i in chosen), key=lambda tree: -tree.n_tokens)
-            for row in tree.rows
-        ]
-        for chosen in plan
-    ]
+    sorted_trees = (sorted((trees[i] for i in chosen), key=lambda tree: -tree.n_tokens) for chosen in plan)
+    return [[row for tree in chosen for row in tree.rows] for chosen in sorted_trees]
 
 
 def build_micro_batch(
@@ -114,7 +108,7 @@ def build_micro_batch(
     shared = np.array([row.shared for row in rows] or [0])
     lengths = np.array([row.packed_length for row in rows] or [1]) - shared
     starts = np.cumsum(lengths) - lengths
-    ids = _joined([row.fed[row.shared :] for row in rows] or [np.zeros(1)])
+    ids = joined([row.fed[row.shared :] for row in rows] or [np.zeros(1)], np.int64)
     positions = np.arange(len(ids)) - np.repeat(starts - shared, lengths)
     runs = runs_of(np.add.reduceat(lengths, np.flatnonzero(shared == 0)).tolist())
     counts = [len(row.position) for row in rows]
@@ -133,8 +127,8 @@ def build_micro_batch(
         own=tensor(places_of(rows, starts, before=0) if rows else episode, np.int64)
         if all(row.feeds_last for row in rows)
         else None,
-        target=tensor(_joined([row.token_ids[row.position] for row in rows]), np.int64),
-        temperature=tensor(_joined([row.temperature for row in rows]), np.float32),
+        target=tensor(joined([row.token_ids[row.position] for row in rows], np.int64), np.int64),
+        temperature=tensor(joined([row.temperature for row in rows], np.float32), np.float32),
         episode=tensor(episode, np.int64),
         routes=None if (routes := _packed_routes(rows)) is None else tensor(routes, np.int16),
     )
@@ -147,17 +141,12 @@ def _packed_routes(rows: Sequence[TrainingRow]) -> NDArray[np.int16] | None:
         return None
     parts = []
     for row in rows:
-        own = slice(row.shared, row.packed_length)
-        if row.routes is None:
-            parts.append(np.full((own.stop - own.start, *like.shape[1:]), -1, np.int16))
-        else:
-            found = row.routes[own]
-            parts.append(np.where(found == no_route(found.dtype), -1, found.astype(np.int16)))
+        found = np.full((row.packed_length - row.shared, *like.shape[1:]), -1, np.int16)
+        if row.routes is not None:
+            own = row.routes[row.shared : row.packed_length]
+            found = np.where(own == no_route(own.dtype), -1, own.astype(np.int16))
+        parts.append(found)
     return np.concatenate(parts).swapaxes(0, 1)
-
-
-def _joined(parts: Sequence[NDArray]) -> NDArray:
-    return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def deal_groups(n_groups: int, minibatches: int) -> list[list[int]]:
@@ -172,13 +161,13 @@ def deal_groups(n_groups: int, minibatches: int) -> list[list[int]]:
 
 
 Share = dict[int, list[int]]
-"""What one rank trains: index of an episode -> which of its rows, both ascending."""
+"""One rank's share: index of an episode -> numbers of its rows, both ascending."""
 
 
 def deal_episodes(
     costs: Sequence[Sequence[int]], ranks: int, groups: Sequence[int] | None = None
 ) -> list[Share]:
-    """As `deal_rows`, with all rows of an episode in one share."""
+    """Deal as `deal_rows`, with all rows of an episode in one share."""
     shares = deal_rows([[sum(rows)] for rows in costs], ranks, groups)
     return [
         {episode: [place for place, cost in enumerate(costs[episode]) if cost] for episode in share}

@@ -58,7 +58,7 @@ class Tree:
 
     @property
     def room(self) -> int:
-        """What counts against a budget of tokens."""
+        """Size that counts against a budget of tokens."""
         return _room(self.n_tokens, self.n_units, sum(row.packed_length for row in self.rows))
 
 
@@ -81,16 +81,16 @@ def plant(
     trees: list[Tree] = []
     first = 0
     for end in [*(np.flatnonzero(common == 0) + 1).tolist(), len(order)]:
-        shared = _worth_it(
-            [rows[i].packed_length for i in order[first:end]], [0, *common[first : end - 1]], cost
-        )
-        trees += _trees([rows[i] for i in order[first:end]], shared, budget)
+        own = [rows[i] for i in order[first:end]]
+        shared = _worth_it([row.packed_length for row in own], [0, *common[first : end - 1]], cost)
+        trees += _trees(own, shared, budget)
         first = end
     return trees
 
 
 def _sorting(row: TrainingRow) -> bytes:
-    """By this, rows that begin alike are neighbours: of each token its id, behind a number of its routes."""
+    """Return a sort key that makes rows that begin alike neighbours: each token's id, behind a hash of its
+    routes."""
     if row.routes is None:
         return row.fed.tobytes()
     fed = row.fed
@@ -133,8 +133,8 @@ def _routed_otherwise(rows: Sequence[TrainingRow], window: NDArray[np.int64]) ->
 
 
 def _worth_it(lengths: list[int], shared: list[int], cost: RowCost) -> list[int]:
-    """How much of what neighbouring rows share is packed once: in a small tree all or nothing, since its mask
-    is over all pairs of its tokens, in a large one what is long."""
+    """Return how many shared tokens of neighbouring rows are packed once: in a small tree all or none, since
+    its mask is over all pairs of its tokens, in a large one the long prefixes."""
     saved = sum(shared)
     tokens = sum(lengths) - saved
     if tokens > DENSE_TOKENS:
@@ -197,11 +197,11 @@ class Branches:
 
 
 Branching = Masked | list[Branches] | None
-"""Of a run: None where no tree has more than one row, so that plain causal attention is right."""
+"""Structure of a run; None if no tree has more than one row, so that plain causal attention is right."""
 
 
 def branching_of(runs: Runs, position: NDArray[np.int64], device: torch.device | str) -> list[Branching]:
-    """What attention has to know of each run, from the positions i64 [T] of the pack's tokens."""
+    """Return the structure of each run, from the positions i64 [T] of the pack's tokens."""
     found: list[Branching] = []
     start = 0
     for count, length in runs:

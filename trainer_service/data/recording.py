@@ -20,7 +20,7 @@ from areal_async.rpc.messages import Batch, BatchEpisode
 from areal_async.service.record import as_it_became, read_run_log
 from areal_async.trajectory import TrajectoryError, seen_by, unpack
 from trainer_service.data.episode_rows import NO_VERSIONS
-from trainer_service.disk import WithSchema, room_for
+from trainer_service.durable_files import WithSchema, room_for
 from trainer_service.errors import BatchError
 
 SCHEMA = 3
@@ -36,7 +36,7 @@ class RankRecord(WithSchema, frozen=True):
     begun: int = 0
     """Minibatches that the state kept for it has seen (`loop/faults.py`)."""
     routes: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
-    """As `blobs`, of the episodes that have routes."""
+    """The same for the routes of the episodes that have some."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RecordedStep:
     weights_hash: str = ""
     """Hash of the weights that the step made; empty where that is not known."""
     ranks: int = 1
-    """How many ranks trained it."""
+    """Number of ranks that trained it."""
     begun: int = 0
     """Minibatches that the state kept for it has seen."""
     routes: Mapping[str, bytes] = field(default_factory=dict)
@@ -141,10 +141,8 @@ def read_step(root: str | Path, step: int) -> RecordedStep:
             packed = path.read_bytes()
             schema = msgspec.msgpack.decode(packed, type=WithSchema).schema
             if schema != SCHEMA:
-                raise BatchError(
-                    f"{path} has schema {schema}; this version reads {SCHEMA}: use it with the version that "
-                    "recorded it"
-                )
+                fix = "use it with the version that recorded it"
+                raise BatchError(f"{path} has schema {schema}; this version reads {SCHEMA}: {fix}")
             record = msgspec.msgpack.decode(packed, type=RankRecord)
             rank = path.stem.removeprefix("step-")
             data = (folder / f"episodes-{rank}.bin").read_bytes()
@@ -156,17 +154,9 @@ def read_step(root: str | Path, step: int) -> RecordedStep:
     if not records:
         raise BatchError(f"no step is recorded in {folder}; set trainer.record_batches: true")
     first = records[0]
-    missing = [
-        e.episode_id for group in first.batch.groups for e in group.episodes if e.episode_id not in blobs
-    ]
+    named = [each.episode_id for group in first.batch.groups for each in group.episodes]
+    missing = [name for name in named if name not in blobs]
     if missing:
         raise BatchError(f"recorded step {folder} lacks {len(missing)} of its episodes, such as {missing[0]}")
-    return RecordedStep(
-        first.batch,
-        first.losses,
-        first.grad_norms,
-        blobs,
-        routes=routes,
-        ranks=len(records),
-        begun=first.begun,
-    )
+    known = (first.batch, first.losses, first.grad_norms, blobs)
+    return RecordedStep(*known, routes=routes, ranks=len(records), begun=first.begun)

@@ -34,7 +34,7 @@ AGREES = 1e-4
 
 @dataclass(frozen=True)
 class RouterRule:
-    """How the weights of chosen experts come of a router's logits."""
+    """The rule by which a router's logits give the weights of chosen experts."""
 
     score: Literal["softmax", "sigmoid"]
     """Over all experts, or of each."""
@@ -90,9 +90,9 @@ def rules_of(model: Any) -> dict[type[nn.Module], RouterRule]:
 
 
 def mixture_to_replay(job: JobConfig) -> Mixture | None:
-    """What the model is made of whose routes the job's trainer replays; None where it replays none, as with
-    `auto` for a model whose routers have another rule. Raises `ModelError` for such a one that is to be
-    replayed."""
+    """Return the structure of the model whose routes the job's trainer replays; None if it replays none, as
+    with `auto` for a model whose routers have another rule. Raises `ModelError` if the routes of such a model
+    are to be replayed."""
     mixture = replayed_mixture(job)
     if mixture is None or not _has_rules(job.model, must=job.rollout.routes == "replay"):
         return None

@@ -7,7 +7,9 @@ but not fed, so a row of T tokens takes T - 1 places in a pack, or fewer where i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +17,9 @@ from numpy.typing import NDArray
 from trainer_service.errors import BatchError
 
 PLACES = ("segment", "unit", "turn", "agent", "anchor", "truncated")
-"""Where a unit stands in its episode: the number of its segment and its own in the table of units, its turn,
-what stands for its agent's name, its segment's anchor, and 1 where the episode was cut off by a limit of ours
-(the last flag of its segments is TRUNCATED)."""
+"""Place of a unit in its episode: the number of its segment and its own in the table of units, its turn, the
+id of its agent's name, its segment's anchor, and 1 if the episode was cut off by a limit of ours (the last
+flag of its segments is TRUNCATED)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,11 @@ class TrainingRow:
         return self.token_ids[: self.packed_length]
 
 
+def joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    """Concatenate arrays as one of this dtype; without any it is empty."""
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
+
+
 def row_of(
     episode: int,
     token_ids: NDArray[np.int32],
@@ -76,17 +83,6 @@ def row_of(
         return None
     if position[0] == 0:
         raise BatchError("a row begins with a sampled unit: there is no token before it to predict it from")
-    at = (
-        np.full(len(position), temperature, np.float32)
-        if isinstance(temperature, float)
-        else temperature[position]
-    )
-    return TrainingRow(
-        episode,
-        token_ids[: position[-1] + 1],
-        position,
-        behaviour[position],
-        version[position],
-        at,
-        feeds_last=feeds_last,
-    )
+    at = np.broadcast_to(np.asarray(temperature, np.float32), len(token_ids))[position]
+    units = (position, behaviour[position], version[position], at)
+    return TrainingRow(episode, token_ids[: position[-1] + 1], *units, feeds_last=feeds_last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,9 @@ from trainer_service.algorithms.table import (
     agent_id,
     keys,
 )
-from trainer_service.data.rows import PLACES, TrainingRow
+from trainer_service.data.rows import PLACES, TrainingRow, joined
+
+Array = NDArray[Any]
 
 
 def build_units(
@@ -39,12 +41,12 @@ def build_units(
     counts = np.array([len(row.position) for row in rows], np.int64)
     episode = np.repeat(np.array([row.episode for row in rows], np.int64), counts)
 
-    def tensor(array: NDArray[Any]) -> Tensor:
+    def tensor(array: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     columns = {
-        "behaviour": tensor(_joined([row.behaviour for row in rows], np.float32)),
-        "version": tensor(_joined([row.version for row in rows], np.int64)),
+        "behaviour": tensor(joined([row.behaviour for row in rows], np.float32)),
+        "version": tensor(joined([row.version for row in rows], np.int64)),
         "episode": tensor(episode),
         "group": episodes.group[torch.from_numpy(episode)].to(device),
         "mask": torch.ones(len(episode), dtype=torch.bool, device=device),
@@ -56,7 +58,7 @@ def build_units(
     held = dict(
         zip(PLACES, np.concatenate(places or [np.zeros((len(PLACES), 0), np.int64)], axis=1), strict=True)
     )
-    reward = _joined([row.segment_reward for row in rows if row.segment_reward is not None], np.float64)
+    reward = joined([row.segment_reward for row in rows if row.segment_reward is not None], np.float64)
     own = _own_rewards(episode, held["unit"], episodes)
     segments, segment = _segments(episode, held, reward, own, episodes, ranks)
     columns |= {name: tensor(held[name]) for name in ("turn", "agent", "anchor", "unit", "truncated")}
@@ -64,7 +66,7 @@ def build_units(
     return UnitTable(columns, episodes, segments, ranks)
 
 
-def _own_rewards(episode: NDArray[np.int64], unit: NDArray[np.int64], episodes: EpisodeTable) -> NDArray[Any]:
+def _own_rewards(episode: NDArray[np.int64], unit: NDArray[np.int64], episodes: EpisodeTable) -> Array:
     """f64 [U]: the rewards of units in the verdicts; 0 without."""
     given = [parts.units if parts is not None else [] for parts in episodes.parts]
     if not any(given):
@@ -76,13 +78,13 @@ def _own_rewards(episode: NDArray[np.int64], unit: NDArray[np.int64], episodes: 
 
 
 def _segments(
-    episode: NDArray[np.int64],
-    held: dict[str, NDArray[Any]],
-    reward: NDArray[Any],
-    own: NDArray[Any],
+    episode: Array,
+    held: Mapping[str, Array],
+    reward: Array,
+    own: Array,
     episodes: EpisodeTable,
     ranks: Collectives,
-) -> tuple[SegmentTable, NDArray[np.int64]]:
+) -> tuple[SegmentTable, Array]:
     """The segments of all ranks, and i64 [U]: of which of them each unit of this rank is. A segment is in one
     row, so it comes from one rank."""
     begins = np.ones(len(episode), np.bool_)
@@ -106,9 +108,7 @@ def _segments(
     return table, np.repeat(place, length)
 
 
-def _shares(
-    ids: NDArray[Any], of_workflow: NDArray[Any], of_units: NDArray[Any], episodes: EpisodeTable
-) -> tuple[NDArray[Any], NDArray[Any]]:
+def _shares(ids: Array, of_workflow: Array, of_units: Array, episodes: EpisodeTable) -> tuple[Array, Array]:
     """f64 [G], twice: what was given to each segment, and its share of what its sequence earned. A sequence,
     what one agent did in one episode, earns the agent's reward where scoring gave one, and else the
     episode's. Rewards of segments (the verdict's, or else those that the workflow gave) and of units say
@@ -128,7 +128,3 @@ def _shares(
     last[sequence] = np.arange(len(sequence))  # segments are in order of time: the last one stays
     share[last] += total[last] - np.bincount(sequence, given, len(last))
     return given, share
-
-
-def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)

@@ -9,16 +9,15 @@ of those weights. Ranks on several hosts share no disk, and keep the batch alone
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from areal_async.base.log import get_logger
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import Batch
-from trainer_service.checkpoint import Checkpoints, named_checkpoints
+from trainer_service.checkpoint import Checkpoints, Retention, TrainerState, named_checkpoints
 from trainer_service.data.recording import write_step
-from trainer_service.disk import FileEntry
 from trainer_service.ranks import Ranks
 
 KEPT = 3
@@ -41,7 +40,7 @@ class FaultySteps:
         self._count = 0
 
     def begun(self, step: int) -> int | None:
-        """How many minibatches the state kept for `step` has seen; None where none is kept."""
+        """Return how many minibatches the state kept for `step` has seen; None if none is kept."""
         newest, begun = self._newest
         return begun if newest == step else None
 
@@ -49,12 +48,9 @@ class FaultySteps:
         self,
         batch: Batch,
         blobs: Mapping[str, Any],
+        routes: Mapping[str, Any],
         number: int,
-        *,
-        epoch: int,
-        routes: Mapping[str, Any] | None = None,
-        updates: Mapping[str, int],
-        save: Callable[[Path], Callable[[], Mapping[str, FileEntry]]],
+        state: TrainerState,
     ) -> None:
         """Keep this rank's part of a step whose minibatch `number` is the first that is faulty, before the
         weights change; a second one of the same step is kept with it. No checkpoint may be in the making.
@@ -70,8 +66,9 @@ class FaultySteps:
         if alone:
             return
         states = states_folder(self._run_dir)
-        kept = Checkpoints(states, job=self._job.job, policy=self._job.policy, keep=KEPT, ranks=self._ranks)
-        kept.begin(batch.step, epoch=epoch, updates=updates, save=save)
+        job, policy, keep = self._job.job, self._job.policy, Retention(KEPT)
+        kept = Checkpoints(states, job=job, policy=policy, ranks=self._ranks, keep=keep)
+        kept.begin(state)
         kept.wait()
         if self._ranks.first:
             for folder in named_checkpoints(states)[:-KEPT]:

@@ -11,31 +11,26 @@ checkpoint does what one that never stopped would have done, bit for bit on the 
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
-from areal_async.config.job import JobConfig
 from areal_async.data.tasks import pass_order
 from areal_async.models.prompts import with_template_args
-from areal_async.service.record import RunRecords
 from trainer_service import metrics
-from trainer_service.backends.base import TrainingBackend, learning_rate_of
-from trainer_service.checkpoint import Checkpoint
+from trainer_service.backends.base import learning_rate_of
+from trainer_service.checkpoint import Checkpoint, TrainerState
+from trainer_service.checkpoint_store import push_trained
 from trainer_service.data.flops import load_row_cost
 from trainer_service.data.lessons import Lesson, load_tokenizer, read_lessons
-from trainer_service.disk import companion_files
+from trainer_service.durable_files import companion_files
 from trainer_service.loop.sequences import SequenceTrainer
-from trainer_service.ranks import Ranks
-from trainer_service.states import Place, States
-from trainer_service.stored import push_trained
-from trainer_service.trained import write_trained
+from trainer_service.saved_states import Place, States, TrainingRun
+from trainer_service.trained_model import write_trained
 
 log = get_logger("trainer")
 
@@ -45,35 +40,18 @@ FAR_FACTOR = 8  # So many times as rarely accuracy is measured while it is far f
 class FileTrainer:
     """One rank of the trainer of a job that trains from files."""
 
-    def __init__(
-        self,
-        job: JobConfig,
-        ranks: Ranks,
-        backend: TrainingBackend,
-        *,
-        run_dir: Path,
-        run_log: RunRecords | None,
-        stopping: threading.Event,
-        shm_dir: Path | None = None,
-    ) -> None:
-        self._job = job
-        self._ranks = ranks
-        self._backend = backend
-        self._run_dir = run_dir
-        self._run_log = run_log
-        self._stopping = stopping
-        self._states = States.of(job, ranks, run_dir=run_dir, run_log=run_log, shm_dir=shm_dir)
+    def __init__(self, training: TrainingRun) -> None:
+        self._job = job = training.job
+        self._ranks, self._backend = training.ranks, training.backend
+        self._run_dir, self._run_log = training.run_dir, training.run_log
+        self._stopping = training.stopping
+        self._states = States.of(training)
         tokenizer = with_template_args(load_tokenizer(job.model), job.rollout.template_args)
         self._loss, self._train = read_lessons(job, job.tasks.train, tokenizer)
         held_out = job.tasks.evaluation
         self._held_out = read_lessons(job, held_out, tokenizer)[1] if held_out is not None else []
-        self._sequences = SequenceTrainer(
-            backend,
-            ranks,
-            self._loss,
-            budget=job.trainer.micro_batch_tokens,
-            cost=load_row_cost(job.model),
-        )
+        budget, cost = job.trainer.micro_batch_tokens, load_row_cost(job.model)
+        self._sequences = SequenceTrainer(self._backend, self._ranks, self._loss, budget=budget, cost=cost)
         self._refs: dict[int, list[float]] = {}  # By the example's index
         self._held_refs: list[list[float]] | None = None
 
@@ -111,41 +89,29 @@ class FileTrainer:
             measured = step % (every * FAR_FACTOR if self._far(known) else every) == 0
             measures = self.measure() if measured else {}
             known = measures.get("accuracy", known)
-            self._write(
-                step,
-                loss=done.loss,
-                grad_norm=done.grad_norm,
-                tokens=done.tokens,
-                **measures,
-                lr=rate,
-                tokens_per_s=round(done.tokens / step_s, 3),
-                step_s=round(time.monotonic() - begun_s, 6),
-            )
+            figures = {"loss": done.loss, "grad_norm": done.grad_norm, "tokens": done.tokens, **measures}
+            figures |= {"lr": rate, "tokens_per_s": round(done.tokens / step_s, 3)}
+            self._write(step, **figures, step_s=round(time.monotonic() - begun_s, 6))
             self._states.check()
             saved = self._states.due(step, asked=bool(self._job.checkpoint.keep_best) and measured)
             if saved is not None:
                 self._leave(saved, step)
-            policy = self._job.policy
-            if not self._ranks.first:
-                continue
-            metrics.STEP.labels(policy).set(step)
-            metrics.LOSS.labels(policy).set(done.loss)
-            metrics.GRAD_NORM.labels(policy).set(done.grad_norm)
-            metrics.TOKENS.labels(policy).inc(done.tokens)
-            metrics.LEARNING_RATE.labels(policy).set(rate)
-            metrics.TOKENS_PER_S.labels(policy).set(done.tokens / step_s)
+            if self._ranks.first:
+                metrics.set_last_step(self._job.policy, step, done.tokens, figures)
         if not measures:
             self._write(step, **self.measure())
         if step > begun and saved != "disk":
             self._leave("disk", step)
         self._states.wait()
-        files = companion_files(
-            self._job.model, self._job.trainer.dtype, values=self._job.kind == "reward_model"
-        )
-        with busy("export"):
-            write_trained(self._run_dir, self._job, self._backend, self._ranks, files)
-            self._ranks.on_first(lambda: push_trained(self._run_dir, self._job))
+        self._export()
         return True
+
+    def _export(self) -> None:
+        job = self._job
+        files = companion_files(job.model, job.trainer.dtype, values=job.kind == "reward_model")
+        with busy("export"):
+            write_trained(self._run_dir, job, self._backend, self._ranks, files)
+            self._ranks.on_first(lambda: push_trained(self._run_dir, job))
 
     def _refer(self, begun: int) -> bool:
         """Compute the reference's numbers with the model as it was loaded: of all held-out examples, and of
@@ -182,7 +148,7 @@ class FileTrainer:
             self._states.went_on_from(restored)
 
     def _leave(self, place: Place, step: int) -> None:
-        self._states.leave(place, step, epoch=0, updates=self._backend.updates, save=self._backend.save)
+        self._states.leave(place, TrainerState(step, 0, self._backend.updates, self._backend.save))
 
     def measure(self) -> dict[str, float]:
         """`held_out_loss`, `accuracy` and `margin` of the held-out examples, as far as there is such a thing;
@@ -229,7 +195,7 @@ class FileTrainer:
 
     def _stop_asked(self) -> bool:
         """Rank 0's word, so that all ranks stop at the same step."""
-        return self._ranks.broadcast_bytes(b"stop" if self._stopping.is_set() else b"") == b"stop"
+        return self._ranks.share(self._stopping.is_set(), bool)
 
     def _write(self, step: int, **fields: float) -> None:
         """A record of what is known; none when nothing is."""

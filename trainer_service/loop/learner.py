@@ -5,9 +5,9 @@ Knows neither the buffer nor who gets the weights, so the same code runs in a jo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -20,12 +20,11 @@ from areal_async.rpc.messages import Batch, BatchEpisode
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import REFERENCE, TRAINED_MODEL, TrainingBackend, models_of
 from trainer_service.checks.logprobs import LogprobCheck
-from trainer_service.data.episode_rows import EpisodeBytes, check_staleness, rows_of_episodes
+from trainer_service.data.episode_rows import check_staleness, fetched_episodes, rows_of_episodes
 from trainer_service.data.flops import TOKENS_ALONE, load_row_cost, peak_flops
 from trainer_service.data.routes import mixture_to_replay
-from trainer_service.data.step_plan import StepPlan, plan_step
-from trainer_service.disk import FileEntry, write_hashed
-from trainer_service.loop.step import StepResult, train_step
+from trainer_service.durable_files import FileEntry, write_hashed
+from trainer_service.loop.step import StepInputs, StepPlan, StepResult, plan_step, train_step
 from trainer_service.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -43,16 +42,13 @@ def load_backend(job: JobConfig, ranks: Ranks, *, policy_alone: bool = False) ->
     section = job.trainer
     part = load_part(job, "trainer.backend")
     # Only a part that says so takes adapters, or a grid: see `areal_async/config/parts.py`.
-    adapters = {"lora": section.lora, "seed": job.seed} if section.lora.rank else {}
-    grid = {"grid": RankGrid.of(section)} if hasattr(part, "axes") else {}
-    backend: TrainingBackend = part(
-        {TRAINED_MODEL: models[TRAINED_MODEL]} if policy_alone else models,
-        ranks,
-        dtype=torch.bfloat16 if section.dtype == "bfloat16" else torch.float32,
-        **adapters,
-        **grid,
-        **section.backend_args,
-    )
+    options: dict[str, Any] = {"dtype": getattr(torch, section.dtype), **section.backend_args}
+    if section.lora.rank:
+        options |= {"lora": section.lora, "seed": job.seed}
+    if hasattr(part, "axes"):
+        options["grid"] = RankGrid.of(section)
+    chosen = {TRAINED_MODEL: models[TRAINED_MODEL]} if policy_alone else models
+    backend: TrainingBackend = part(chosen, ranks, **options)
     return backend
 
 
@@ -64,9 +60,7 @@ class Learner:
     ) -> None:
         """Raises `ObjectiveError`, `PartError` for an objective that cannot be trained, and `ModelError` for
         a mixture whose routes cannot be replayed, where they are to be."""
-        self._job = job
-        self._ranks = ranks
-        self._backend = backend
+        self._job, self._ranks, self._backend = job, ranks, backend
         self._objective = Objective(job.trainer.objective, job, minibatches=job.trainer.minibatches)
         self._has_reference = REFERENCE in models_of(job)
         self._check = check
@@ -79,7 +73,7 @@ class Learner:
         self._mixture = mixture_to_replay(job)
 
     def plan(self, batch: Batch, step: int) -> StepPlan:
-        """What every rank does in `step`, from its manifest alone. Raises what `plan_step` does."""
+        """Plan `step` for all ranks, from its manifest alone. Raises the errors of `plan_step`."""
         with busy("train"):
             return plan_step(
                 batch,
@@ -105,7 +99,7 @@ class Learner:
 
     @property
     def kl_coefficient(self) -> float:
-        """What the penalty is multiplied by in the next step."""
+        """Coefficient of the penalty in the next step."""
         return self._objective.kl.coefficient
 
     def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
@@ -131,7 +125,7 @@ class Learner:
                 self._objective.kl.coefficient = msgspec.json.decode(found)[KL_COEFFICIENT]
 
     def _after(self, step: int, result: StepResult) -> None:
-        """What follows from a step: the coefficient of the penalty, and the reference."""
+        """Adapt the coefficient of the penalty, and move the reference."""
         measured, reference = result.statistics.get("kl_ref"), self._job.trainer.reference
         if isinstance(measured, float):
             self._objective.kl.after_step(measured)
@@ -140,7 +134,7 @@ class Learner:
 
     @property
     def data_rank(self) -> int:
-        """Which share of a batch is this rank's."""
+        """Index of this rank's share of a batch."""
         return self._backend.place.data_rank
 
     def episodes_of(self, plan: StepPlan) -> list[BatchEpisode]:
@@ -157,33 +151,24 @@ class Learner:
         routes: Mapping[str, memoryview] | None = None,
         epoch: int = 0,
         same_as: Sequence[int] = (),
-        begun: int = 0,
-        sampled: Collection[int] = (),
-        on_fault: Callable[[int], str | None] = lambda number: None,
+        **more: Any,
     ) -> StepResult:
         """Train the step of `plan` on the bytes of this rank's episodes and of their routes, by id.
 
         `epoch` is the trainer's, `same_as` earlier ones that published the version it starts from alike;
-        `begun`, `sampled` and `on_fault` are those of `train_step`.
+        `more` are `begun`, `sampled` and `on_fault` of `StepInputs`.
         Raises `BatchError`, `StalenessViolation`, `SelfCheckError` before any gradient, `DivergenceError`."""
         with busy("train"):
             step, eta = batch.step, self._job.buffer.max_staleness
             place, routes = self._backend.place, routes or {}
             minibatches = [
                 rows_of_episodes(
-                    [
-                        EpisodeBytes(
-                            blobs[plan.episodes[index].episode_id],
-                            plan.episodes[index],
-                            index,
-                            places,
-                            routes.get(plan.episodes[index].episode_id),
-                        )
-                        for index, places in (share[place.data_rank] if place.reads else {}).items()
-                    ],
+                    fetched_episodes(
+                        plan.episodes, share[place.data_rank] if place.reads else {}, blobs, routes
+                    ),
                     batch.lowest_version,
                     policy=batch.policy,
-                    with_places=self._objective.with_segments or bool(sampled),
+                    with_places=self._objective.with_segments or bool(more.get("sampled")),
                     mixture=self._mixture,
                 )
                 for share in plan.shares
@@ -191,10 +176,7 @@ class Learner:
             check_staleness([row for rows in minibatches for row in rows], step=step, max_staleness=eta)
             if self._check is not None:
                 self._check.check(step, plan, blobs, routes=routes, epoch=epoch, same_as=same_as)
-            result = train_step(
-                self._backend,
-                self._objective,
-                self._ranks,
+            inputs = StepInputs(
                 minibatches,
                 step=step,
                 max_staleness=eta,
@@ -203,9 +185,8 @@ class Learner:
                 micro_batch_tokens=self._job.trainer.micro_batch_tokens,
                 cost=self._cost,
                 teacher=self._teacher,
-                begun=begun,
-                sampled=sampled,
-                on_fault=on_fault,
+                **more,
             )
+            result = train_step(self._backend, self._objective, self._ranks, inputs)
             self._after(step, result)
             return result

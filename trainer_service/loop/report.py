@@ -3,62 +3,119 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from areal_async.base.log import get_logger
-from areal_async.rpc.messages import Batch
+from areal_async.rpc.messages import Batch, BatchEpisode
 from areal_async.service.record import RunRecords
 from areal_async.weights.snapshot import SnapshotInfo
 from trainer_service import metrics
-from trainer_service.data.step_plan import BatchFigures, figures_of
-from trainer_service.disk import room_for
+from trainer_service.durable_files import room_for
 from trainer_service.loop.step import StepResult
 
 log = get_logger("trainer")
 
-GAUGES = {
-    "reward_mean": metrics.REWARD_MEAN,
-    "loss": metrics.LOSS,
-    "grad_norm": metrics.GRAD_NORM,
-    "staleness_mean": metrics.STALENESS_MEAN,
-    "staleness_max": metrics.STALENESS_MAX,
-    "prompt_length_mean": metrics.PROMPT_LENGTH,
-    "ess": metrics.EFFECTIVE_SAMPLES,
-    "lr": metrics.LEARNING_RATE,
-    "entropy": metrics.ENTROPY,
-    "kl": metrics.KL,
-    "clip_ratio": metrics.CLIP_RATIO,
-    "tokens_per_s": metrics.TOKENS_PER_S,
-    "mfu": metrics.MFU,
-}
-"""The series that has a figure of the last step, by the figure's name."""
+
+@dataclass(frozen=True)
+class BatchFigures:
+    """A step in numbers. Staleness of an episode: step - its smallest version that is trained."""
+
+    episodes: int
+    tokens: int
+    """Sampled tokens."""
+    units: int
+    """Prompt and response tokens."""
+    reward_mean: float
+    reward_std: float
+    staleness_mean: float
+    staleness_max: int
+    share_stale: float
+    """Episodes with staleness 1 or more."""
+    share_multi_version: float
+    """Episodes that more than one version sampled."""
+    share_reused: float
+    """Episodes that were in a step before."""
+    response_length_mean: float
+    response_length_max: int
+    """Sampled tokens of an episode."""
+    prompt_length_mean: float
+    """Tokens of an episode that were not sampled: its prompt, and what tools and environments added."""
+    rewards: dict[str, float]
+    """Mean of each component of the rewards, over the episodes that have it."""
+    sampled_quantiles: list[float]
+    """Sampled tokens of an episode: the least, the tenths between, and the most."""
+
+
+def figures_of(batch: Batch) -> BatchFigures:
+    """Compute the figures of a batch from its manifest."""
+    episodes = [episode for group in batch.groups for episode in group.episodes]
+    rewards = np.array([episode.reward for episode in episodes])
+    sampled = [episode for episode in episodes if episode.n_sampled]
+    lowest = batch.lowest_version
+    trained = [max(episode.min_version, lowest) for episode in sampled if episode.max_version >= lowest]
+    staleness = np.array([batch.step - version for version in trained] or [0])
+    lengths = np.array([episode.n_sampled for episode in episodes])
+    multi = [episode.min_version != episode.max_version for episode in sampled] or [False]
+    return BatchFigures(
+        episodes=len(episodes),
+        tokens=int(lengths.sum()),
+        units=sum(episode.n_units for episode in episodes),
+        reward_mean=float(rewards.mean()),
+        reward_std=float(rewards.std()),
+        staleness_mean=float(staleness.mean()),
+        staleness_max=int(staleness.max()),
+        share_stale=float((staleness > 0).mean()),
+        share_multi_version=float(np.mean(multi)),
+        share_reused=sum(len(group.episodes) for group in batch.groups if group.uses) / len(episodes),
+        response_length_mean=float(lengths.mean()),
+        response_length_max=int(lengths.max()),
+        prompt_length_mean=float(np.mean([episode.n_units for episode in episodes]) - lengths.mean()),
+        rewards=_components(episodes),
+        sampled_quantiles=np.quantile(lengths, np.linspace(0, 1, 11)).tolist(),
+    )
+
+
+def _components(episodes: list[BatchEpisode]) -> dict[str, float]:
+    given: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.components.items():
+            given.setdefault(name, []).append(value)
+    return {name: float(np.mean(values)) for name, values in given.items()}
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """A step and its figures, to be reported once it is committed."""
+
+    batch: Batch
+    result: StepResult
+    seconds: Mapping[str, float]
+    """Durations by name: `step_s` (the whole step), `wait_s` (its wait for the batch) and others."""
+    lr: float | None = None
+    """Learning rate of its last update."""
+    mfu: float | None = None
+    """Share of the devices' peak."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each phase."""
 
 
 def report_step(
-    run_log: RunRecords,
-    batch: Batch,
-    result: StepResult,
-    seconds: Mapping[str, float],
-    written: SnapshotInfo | None = None,
-    advice: str = "",
-    *,
-    lr: float | None = None,
-    mfu: float | None = None,
-    phases: Mapping[str, float] | None = None,
+    run_log: RunRecords, step: TrainedStep, written: SnapshotInfo | None = None, advice: str = ""
 ) -> None:
-    """`seconds` has at least `step_s` (the whole step) and `wait_s` (of it, waiting for the batch); `written`
-    are the weights that were published, if any were; `advice` is what the job should be told; `lr` is the
-    rate of the last update, `mfu` the share of the devices' peak, `phases` the seconds of each. The step is
-    committed by now."""
+    """Report a committed step. `written` are the weights that were published, if any were; `advice` is for
+    the job's owner."""
+    batch, result, seconds = step.batch, step.result, step.seconds
     figures, lacking = figures_of(batch), result.groups_without_baseline
     known = {
-        "lr": lr,
+        "lr": step.lr,
         "entropy": result.statistics.get("entropy"),
         "kl": result.statistics.get("kl_ref"),
         "clip_ratio": clip_ratio(result.statistics),
         "tokens_per_s": round(figures.tokens / seconds["step_s"], 3) if seconds["step_s"] else None,
-        "mfu": mfu,
+        "mfu": step.mfu,
     }
     known = {name: value for name, value in known.items() if value is not None}
     with room_for("the record of a step", run_log.path.parent):
@@ -72,7 +129,7 @@ def report_step(
             grad_norm=result.grad_norm,
             **known,
             **asdict(figures),
-            phases={name: round(value, 6) for name, value in (phases or {}).items()},
+            phases={name: round(value, 6) for name, value in step.phases.items()},
             packed_tokens=result.packed_tokens,
             shared_tokens=result.shared_tokens,
             replayed_tokens=result.replayed_tokens,
@@ -102,31 +159,14 @@ def report_step(
         log.warning("an update was left out", step=batch.step, reason=result.skipped)
     if advice:
         log.warning("few of the samples are effective", step=batch.step, detail=advice)
-    _tell(batch, figures, result, known, phases or {})
+    _set_series(step, figures, known)
 
 
-def _tell(
-    batch: Batch,
-    figures: BatchFigures,
-    result: StepResult,
-    known: Mapping[str, Any],
-    phases: Mapping[str, float],
-) -> None:
-    """Set the series of the step's policy."""
-    policy = batch.policy
-    metrics.STEP.labels(policy).set(batch.step + 1)
-    metrics.TOKENS.labels(policy).inc(figures.tokens)
+def _set_series(step: TrainedStep, figures: BatchFigures, known: Mapping[str, Any]) -> None:
+    policy, result = step.batch.policy, step.result
+    more = {"loss": result.loss, "grad_norm": result.grad_norm, "ess": result.statistics.get("ess")}
+    metrics.set_last_step(policy, step.batch.step + 1, figures.tokens, asdict(figures) | known | more)
     metrics.NON_FINITE.labels(policy).inc(result.not_finite)
-    values = {
-        **{name: value for name, value in asdict(figures).items() if name in GAUGES},
-        **known,
-        "loss": result.loss,
-        "grad_norm": result.grad_norm,
-        "ess": result.statistics.get("ess"),
-    }
-    for name, gauge in GAUGES.items():
-        if values.get(name) is not None:
-            gauge.labels(policy).set(values[name])
     metrics.RESPONSE_LENGTH.labels(policy, "mean").set(figures.response_length_mean)
     metrics.RESPONSE_LENGTH.labels(policy, "max").set(figures.response_length_max)
     for name, mean in figures.rewards.items():
@@ -136,12 +176,13 @@ def _tell(
     for staleness, found in by_staleness.items():
         for name, value in found.items():
             metrics.BY_STALENESS.labels(policy, staleness, name).set(value)
-    for name, taken_s in phases.items():
+    for name, taken_s in step.phases.items():
         metrics.PHASE_SECONDS.labels(policy, name).inc(taken_s)
 
 
 def clip_ratio(statistics: Mapping[str, object]) -> float | None:
-    """The share of units that the loss clipped, at either bound; None for a loss that does not clip."""
+    """Return the share of units that the loss clipped, at either bound; None for a loss that does not
+    clip."""
     shares = [statistics.get(name) for name in ("clip_low_share", "clip_high_share", "moved_share")]
     found = [share for share in shares if isinstance(share, float)]
     return sum(found) if found else None

@@ -10,8 +10,8 @@ and commits the step. A publication begins only when the one before is finished,
 more than one batch ahead of the commits. As `checkpoint.every_steps` says and after the last step the state
 goes to disk together with the buffer's ledger as of the commit of that very step, which is exported right
 after it; only when that is on disk may the buffer free the bytes (`checkpoint.py`). More often it is left in
-shared memory, from where a trainer goes on if only its process died (`states.py`). An error of any of this
-ends the trainer.
+shared memory, from where a trainer goes on if only its process died (`saved_states.py`). An error of any of
+this ends the trainer.
 
 Promises: `staleness_is_bounded` (a unit above η ends the trainer, on every rank); no gradient before the
 check of the engine's log-probs (`checks/logprobs.py`); each step is one publication; waiting and computing
@@ -22,16 +22,15 @@ told of each redone version whether its weights are those that it was before.
 
 from __future__ import annotations
 
+import math
 import shlex
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from msgspec.structs import asdict
 
 from areal_async.base.errors import FaultError
@@ -48,16 +47,16 @@ from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import Batch, Checkpointed, Commit, ExportLedger, OpenTrainer, Stats
 from areal_async.service.record import RunRecords
-from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import SnapshotInfo
 from areal_async.weights.writing import PieceWriter, Publication
 from trainer_service import metrics
 from trainer_service.algorithms.off_policy import EffectiveSamplesWatch
 from trainer_service.algorithms.parts import Loss
-from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend, learning_rate_of
+from trainer_service.backends.base import TRAINED_MODEL, learning_rate_of
 from trainer_service.background import Background
-from trainer_service.checkpoint import Checkpoint
+from trainer_service.checkpoint import Checkpoint, TrainerState
+from trainer_service.checkpoint_store import push_trained
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.loader import BatchLoader, FetchedBytes
 from trainer_service.data.recording import write_step
@@ -65,14 +64,12 @@ from trainer_service.data.routes import mixture_to_replay
 from trainer_service.errors import TrainerError
 from trainer_service.loop.faults import FaultySteps
 from trainer_service.loop.learner import Learner
-from trainer_service.loop.report import report_step
+from trainer_service.loop.report import TrainedStep, report_step
 from trainer_service.loop.samples import StepSamples
-from trainer_service.loop.step import StepResult
-from trainer_service.published import PublishedVersions
-from trainer_service.ranks import Ranks
-from trainer_service.states import States
-from trainer_service.stored import push_trained
-from trainer_service.trained import write_trained
+from trainer_service.loop.step import StepPlan, StepResult
+from trainer_service.publications import PublishedVersions
+from trainer_service.saved_states import States, TrainingRun
+from trainer_service.trained_model import write_trained
 
 OTHERS_LOOK_S = 0.5
 FINAL_EVALUATION_S = 300.0  # Longest wait for the evaluator to finish with the last snapshots
@@ -82,7 +79,7 @@ log = get_logger("trainer")
 
 @dataclass(frozen=True)
 class Beside:
-    """What is trained beside this policy, in the same job."""
+    """The other policies of the same job."""
 
     steps: Mapping[str, int]
     """Steps of the whole training of each other policy."""
@@ -96,60 +93,44 @@ class Beside:
 
 
 class RlTrainer:
-    """One rank of the trainer of a job of kind `rl`. `run_log` exists on rank 0 only; the others have a
-    `PieceWriter` for a `publisher`. Without one on any rank nothing is published. `shm_dir` is the run's
-    folder in shared memory; None leaves no state there. `samples`, on rank 0, writes episodes for people."""
+    """One rank of the trainer of a job of kind `rl`. Rank 0 has a `Publisher`, the others a `PieceWriter`;
+    without one on any rank nothing is published. `samples`, on rank 0, writes episodes for people."""
 
     def __init__(
         self,
-        job: JobConfig,
-        ranks: Ranks,
-        backend: TrainingBackend,
+        training: TrainingRun,
         buffer: SyncClient,
         *,
-        run_dir: Path,
         files: Mapping[str, bytes | Path],
         publisher: Publisher | PieceWriter | None,
-        run_log: RunRecords | None,
-        stopping: threading.Event,
-        shm_dir: Path | None = None,
         beside: Beside = Beside({}, False),
         samples: StepSamples | None = None,
     ) -> None:
-        self._samples = samples
-        self._job = job
-        self._beside = beside
+        self._job = job = training.job
+        self._ranks, self._backend, self._run_log = training.ranks, training.backend, training.run_log
+        self._run_dir, self._stopping = training.run_dir, training.stopping
+        self._buffer, self._files, self._publisher = buffer, files, publisher
+        self._beside, self._samples = beside, samples
         self._policy = job.policy
+        ranks = self._ranks
         for series in (metrics.STEP, metrics.TOKENS) if ranks.first else ():
-            series.labels(job.policy)  # Told as 0 before the first step
-        self._ranks = ranks
-        self._backend = backend
-        self._buffer = buffer
+            series.labels(job.policy)  # Reported as 0 before the first step
         mixture = mixture_to_replay(job)
         told = 0 if mixture is None else mixture.route_bytes
-        self._loader = BatchLoader(buffer, job.policy, ranks, stopping, check=self._check, route_bytes=told)
-        check = LogprobCheck(job, ranks, backend, run_log=run_log)
-        self._learner = Learner(job, ranks, backend, check=check)
-        self._run_dir = run_dir
-        self._files = files
-        self._publisher = publisher
-        self._run_log = run_log
-        self._stopping = stopping
-        self._states = States.of(
-            job,
-            ranks,
-            run_dir=run_dir,
-            run_log=run_log,
-            shm_dir=shm_dir,
-            pending=self._to_be_evaluated,
+        self._loader = BatchLoader(
+            buffer, job.policy, ranks, self._stopping, check=self._check, route_bytes=told
         )
-        self._faulty = FaultySteps(job, ranks, run_dir)
+        check = LogprobCheck(job, ranks, self._backend, run_log=self._run_log)
+        self._learner = Learner(job, ranks, self._backend, check=check)
+        self._states = States.of(training, self._to_be_evaluated)
+        self._beside_steps = (self._states, *((samples.writing,) if samples is not None else ()))
+        self._faulty = FaultySteps(job, ranks, self._run_dir)
         self._watch = EffectiveSamplesWatch(
             job.trainer.objective.ess_floor, job.trainer.objective.ess_patience, more_effective(job)
         )
         self._finishing = Background("publish")
         self._epoch = 0
-        self._published = PublishedVersions(run_dir)
+        self._published = PublishedVersions(self._run_dir)
         self._same_as: list[int] = []  # Earlier epochs that had published the newest version alike
         self._evaluated = -1
         """The version of the restored checkpoint, if these very weights were evaluated before."""
@@ -170,7 +151,7 @@ class RlTrainer:
         step = self._open(name, restored, left)
         self._backend.prepare_save()
         if self._publisher is not None:
-            self._publisher.prepare(self._weights())
+            self._publisher.prepare(self._backend.export(TRAINED_MODEL))
         self._finish(step, self._begin(step))
         ready()
         for current in range(step, self._job.trainer.steps):
@@ -186,15 +167,11 @@ class RlTrainer:
 
     def _open(self, name: str, restored: Checkpoint | None, left: Checkpoint | None) -> int:
         """Become the job's trainer; returns the step to begin with."""
-        epochs = torch.zeros(2, dtype=torch.int64)  # ours, where we begin from a checkpoint or from `left`
         opened = self._ranks.on_first(lambda: self._opened(name, restored, left))
-        if opened is not None:
-            epochs[int(opened[1])] = opened[0]
-        self._ranks.broadcast(epochs)
-        self._epoch = int(epochs.max())
-        if not epochs[1]:
+        self._epoch, from_left = self._ranks.share(opened, tuple[int, bool])
+        if not from_left:
             self._states.forget_memory()
-        begin = left if epochs[1] else restored
+        begin = left if from_left else restored
         if begin is not None:
             self._learner.load(begin.folder, begin.manifest.updates)
             self._states.went_on_from(begin)
@@ -202,12 +179,9 @@ class RlTrainer:
         self._note("opened", step=step)
         if self._ranks.first and (preset := self._job.trainer.objective.preset):
             log.info("preset", name=preset, fields=expansion(self._job))
-        if (
-            self._run_log is not None
-            and begin is not None
-            and was_evaluated(self._run_log, VersionTag(self._policy, begin.manifest.epoch, step))
-        ):
-            self._evaluated = step
+        if self._run_log is not None and begin is not None:
+            tag = VersionTag(self._policy, begin.manifest.epoch, step)
+            self._evaluated = step if was_evaluated(self._run_log, tag) else -1
         log.info("trainer opened", epoch=self._epoch, step=step, steps=self._job.trainer.steps)
         return step
 
@@ -260,7 +234,42 @@ class RlTrainer:
         blobs = self._loader.fetch(self._learner.episodes_of(plan))
         phases["fetch"] = time.monotonic() - fetch_s
         wait_s += phases["fetch"]
-        chosen = self._samples.chosen(plan, step, self._learner.data_rank) if self._samples else []
+        result = self._train(batch, plan, blobs)
+        trained_s = time.monotonic()
+        self._note("trained", step=step)
+        failpoint("trainer.after_train")
+        self._wait_for_commit(step)
+        phases["commit"] = time.monotonic() - trained_s
+        with busy("publish"):
+            publishing_s = time.monotonic()
+            publication = self._begin(step + 1)
+        ended_s = time.monotonic()
+        busy_s = trained_s - begun_s - wait_s
+        seconds = {"step_s": ended_s - begun_s, "wait_s": wait_s}
+        seconds |= {"busy_s": busy_s, "publish_s": ended_s - trained_s}
+        phases |= {"prepare": busy_s - sum(result.seconds.values()), **result.seconds}
+        phases["publish"] = ended_s - publishing_s
+        done = step + 1
+        asked = bool(self._job.checkpoint.keep_best) and self._is_evaluated(done)
+        place = self._states.due(done, asked=asked)
+        committed: Future[bytes] = Future()
+        lr = learning_rate_of(self._job, self._backend)
+        mfu = self._learner.mfu(batch, result, busy_s)
+        trained = TrainedStep(batch, result, seconds, lr, mfu, phases)
+
+        def finish() -> None:
+            self._finish(done, publication, trained, publishing_s, committed, export=place == "disk")
+
+        self._finishing.begin(finish)
+        if place is not None:
+            durable = (lambda: self._durable(done)) if place == "disk" else (lambda: None)
+            # Nothing has its name before its step is committed.
+            self._states.leave(place, self._state(done, committed.result, durable))
+        return True
+
+    def _train(self, batch: Batch, plan: StepPlan, blobs: FetchedBytes) -> StepResult:
+        """Train on a batch, and keep samples and recordings of it."""
+        chosen = self._samples.chosen(plan, batch.step, self._learner.data_rank) if self._samples else []
         result = self._learner.train(
             batch,
             plan,
@@ -273,7 +282,7 @@ class RlTrainer:
         )
         if self._samples is not None:
             self._samples.write(batch, plan, chosen, blobs, result.advantages)
-        begun = self._faulty.begun(step)
+        begun = self._faulty.begun(batch.step)
         if self._job.trainer.record_batches or begun is not None:
             write_step(
                 self._run_dir / "batches",
@@ -285,59 +294,20 @@ class RlTrainer:
                 rank=self._ranks.rank,
                 begun=begun or 0,
             )
-        trained_s = time.monotonic()
-        self._note("trained", step=step)
-        failpoint("trainer.after_train")
-        self._wait_for_commit(step)
-        phases["commit"] = time.monotonic() - trained_s
-        with busy("publish"):
-            publishing_s = time.monotonic()
-            publication = self._begin(step + 1)
-        ended_s = time.monotonic()
-        seconds = {
-            "step_s": ended_s - begun_s,
-            "wait_s": wait_s,
-            "busy_s": trained_s - begun_s - wait_s,
-            "publish_s": ended_s - trained_s,
-        }
-        phases |= {
-            "prepare": seconds["busy_s"] - sum(result.seconds.values()),
-            **result.seconds,
-            "publish": ended_s - publishing_s,
-        }
-        done = step + 1
-        place = self._states.due(
-            done, asked=bool(self._job.checkpoint.keep_best) and self._is_evaluated(done)
-        )
-        committed: Future[bytes] = Future()
-        lr = learning_rate_of(self._job, self._backend)
-        mfu = self._learner.mfu(batch, result, seconds["busy_s"])
-        trained = _Trained(batch, result, seconds, publishing_s, lr, mfu, phases)
-        self._finishing.begin(
-            lambda: self._finish(done, publication, trained, committed, export=place == "disk")
-        )
-        if place is not None:
-            self._states.leave(
-                place,
-                done,
-                epoch=self._epoch,
-                updates=self._backend.updates,
-                save=self._learner.save,
-                ledger=committed.result,  # nothing has its name before its step is committed
-                durable=(lambda: self._durable(done)) if place == "disk" else (lambda: None),
-            )
-        return True
+        return result
+
+    def _state(self, step: int, *of_commit: Callable[[], Any]) -> TrainerState:
+        return TrainerState(step, self._epoch, self._backend.updates, self._learner.save, *of_commit)
 
     def _recorded(self, blobs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Of a rank's episodes those that it records: all, on one of the ranks that have the same."""
+        """Return the episodes that this rank records: all, on one of the ranks that have the same."""
         return blobs if self._backend.place.owns else {}
 
     def _keep_faulty(self, batch: Batch, blobs: FetchedBytes, number: int) -> str:
-        """Where it is kept, for the error's reader; empty where it is not."""
+        """Keep a faulty step. Returns a sentence for the error that says where; empty if it is not kept."""
         self._states.wait()  # its memory for copies is used again
-        updates, save = self._backend.updates, self._learner.save
         kept, routes = self._recorded(blobs), self._recorded(blobs.routes)
-        self._faulty.keep(batch, kept, number, routes=routes, epoch=self._epoch, updates=updates, save=save)
+        self._faulty.keep(batch, kept, routes, number, self._state(batch.step))
         if self._faulty.begun(batch.step) is None:
             return ""
         where = f"The batch is kept in {self._run_dir / 'batches'}"
@@ -349,17 +319,14 @@ class RlTrainer:
 
     def _check(self) -> None:
         """Raise what a thread has failed with."""
-        self._finishing.check()
-        self._states.check()
-        if self._samples is not None:
-            self._samples.check()
+        for work in (self._finishing, *self._beside_steps):
+            work.check()
 
     def _wait(self) -> None:
         """Wait until all that was begun is published, committed and on disk, on every rank."""
         self._wait_for_commit(self._job.trainer.steps)
-        self._states.wait()
-        if self._samples is not None:
-            self._samples.wait()
+        for work in self._beside_steps:
+            work.wait()
 
     def _wait_for_commit(self, step: int) -> None:
         """Wait until the step before `step` is published and committed, on every rank."""
@@ -376,17 +343,13 @@ class RlTrainer:
         publisher = self._publisher
         return set(publisher.pending_evaluations()) if isinstance(publisher, Publisher) else set()
 
-    def _weights(self) -> Iterator[TensorPiece]:
-        """What this rank gives to its publisher."""
-        return self._backend.export(TRAINED_MODEL)
-
     def _begin(self, version: int) -> Publication | None:
         """Copy the weights, to be given out as `version`, pinned for evaluation where the job asks for it."""
         if self._publisher is None:
             return None
         return self._publisher.begin(
             VersionTag(self._policy, self._epoch, version),
-            self._weights(),
+            self._backend.export(TRAINED_MODEL),
             evaluate=self._is_evaluated(version) and version != self._evaluated,
             final=version == self._job.trainer.steps,
         )
@@ -395,7 +358,8 @@ class RlTrainer:
         self,
         version: int,
         publication: Publication | None,
-        trained: _Trained | None = None,
+        trained: TrainedStep | None = None,
+        begun_s: float = 0.0,
         committed: Future[bytes] | None = None,
         *,
         export: bool = False,
@@ -421,19 +385,9 @@ class RlTrainer:
                     _, copies = self._buffer.exchange(ExportLedger(self._policy, self._epoch, version))
                 committed.set_result(bytes(copies[0]))
             if self._run_log is not None:
-                seconds = {**trained.seconds, "publication_s": announced_s - trained.published_from_s}
+                seconds = {**trained.seconds, "publication_s": announced_s - begun_s}
                 advice = self._watch.after_step(trained.result.statistics.get("ess"))
-                report_step(
-                    self._run_log,
-                    trained.batch,
-                    trained.result,
-                    seconds,
-                    written,
-                    advice,
-                    lr=trained.lr,
-                    mfu=trained.mfu,
-                    phases=trained.phases,
-                )
+                report_step(self._run_log, replace(trained, seconds=seconds), written, advice)
         except BaseException as error:
             if committed is not None and not committed.done():
                 committed.set_exception(error)
@@ -442,18 +396,12 @@ class RlTrainer:
     def _announced(self, written: SnapshotInfo, version: int) -> None:
         same_as = self._published.add(written.tag, written.weights_hash)
         self._same_as = same_as
-        self._note(
-            "published",
-            version=version,
-            manifest_hash=written.manifest_hash,
-            same_as=same_as,
-            final=version == self._job.trainer.steps,
-        )
+        final, digest = version == self._job.trainer.steps, written.manifest_hash
+        self._note("published", version=version, manifest_hash=digest, same_as=same_as, final=final)
         for ack in self._publisher.acks() if isinstance(self._publisher, Publisher) else ():
             if ack.error:
-                log.warning(
-                    "a receiver refused a snapshot", receiver=ack.receiver, tag=ack.tag, error=ack.error
-                )
+                who = {"receiver": ack.receiver, "tag": ack.tag}
+                log.warning("a receiver refused a snapshot", **who, error=ack.error)
         metrics.VERSION.labels(self._policy).set(version)
         board.figures = lambda: ServiceFigures(version)
 
@@ -478,33 +426,35 @@ class RlTrainer:
 
     def _wait_for_evaluation(self) -> bool:
         """Keep serving until every pinned snapshot is evaluated; False when told to stop before."""
-        if not isinstance(self._publisher, Publisher):
+        publisher = self._publisher
+        if not isinstance(publisher, Publisher):
             return True
         deadline_s = time.monotonic() + FINAL_EVALUATION_S
-        while not self._publisher.wait_evaluated(timeout_s=0.2):
+        while not publisher.wait_evaluated(timeout_s=0.2):
             if self._stopping.is_set():
                 return False
             if time.monotonic() > deadline_s:
-                log.warning(
-                    "the evaluator did not finish with the last snapshots", waited_s=FINAL_EVALUATION_S
-                )
+                told = "the evaluator did not finish with the last snapshots"
+                log.warning(told, waited_s=FINAL_EVALUATION_S)
                 break
         return True
 
     def _wait_for_others(self) -> bool:
         """Keep serving the last weights until the other policies are trained, and evaluated with these; False
         when told to stop before."""
-        while self._ranks.first and not self._others_are_done():
-            if self._stopping.wait(OTHERS_LOOK_S):
-                return False
-        deadline_s = time.monotonic() + FINAL_EVALUATION_S
-        while not self._last_is_evaluated() and time.monotonic() < deadline_s:
-            if self._stopping.wait(OTHERS_LOOK_S):
-                return False
-        return True
+
+        def served_until(done: Callable[[], bool], limit_s: float = math.inf) -> bool:
+            deadline_s = time.monotonic() + limit_s
+            while not done() and time.monotonic() < deadline_s:
+                if self._stopping.wait(OTHERS_LOOK_S):
+                    return False
+            return True
+
+        trained = not self._ranks.first or served_until(self._others_are_done)
+        return trained and served_until(self._last_is_evaluated, FINAL_EVALUATION_S)
 
     def _last_is_evaluated(self) -> bool:
-        """Whether no evaluation of another policy needs these weights any more."""
+        """Return whether no evaluation of another policy needs these weights any more."""
         if self._run_log is None or not self._beside.evaluated:
             return True
         return any(
@@ -519,29 +469,13 @@ class RlTrainer:
         return all(policies[name].v_train >= steps for name, steps in self._beside.steps.items())
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """What there is to report of a step once it is committed."""
-
-    batch: Batch
-    result: StepResult
-    seconds: Mapping[str, float]
-    published_from_s: float
-    """When the publication of its weights began, on the monotonic clock."""
-    lr: float
-    """Learning rate of its last update."""
-    mfu: float | None
-    phases: Mapping[str, float]
-    """Seconds of each of its phases."""
-
-
 def was_evaluated(run_log: RunRecords, tag: VersionTag) -> bool:
     """Whether the run log has an evaluation of what was published as `tag`."""
     return any(asdict(tag).items() <= record.items() for record in run_log.read("evaluation"))
 
 
 def more_effective(job: JobConfig) -> str:
-    """What makes more of a job's samples effective, as a sentence."""
+    """Return a sentence on how to make more of a job's samples effective."""
     trainer, eta = job.trainer, job.buffer.max_staleness
     ways = [f"buffer.max_staleness ({eta})"] if eta else []
     ways.append(f"trainer.optimizer.lr ({trainer.optimizer.lr:g})")

@@ -20,11 +20,14 @@ from areal_async.service.samples import file_name, lines_of, sample_of, short_te
 from areal_async.trajectory import seen_by, unpack
 from trainer_service.background import Background
 from trainer_service.data.lessons import load_tokenizer
-from trainer_service.data.step_plan import StepPlan
-from trainer_service.disk import room_for
+from trainer_service.durable_files import room_for
 from trainer_service.errors import DiskFull
+from trainer_service.loop.step import StepPlan
 
 TASKS_S = 10.0  # Longest wait for the ground truths
+
+ByUnit = Mapping[int, Mapping[int, float]]
+"""Values of units, by the episode's index and the unit's number in it."""
 
 log = get_logger("trainer")
 
@@ -35,12 +38,13 @@ class StepSamples:
     def __init__(self, job: JobConfig, run_log: RunRecords, buffer: SyncClient, folder: str) -> None:
         self._job, self._run_log, self._buffer, self._folder = job, run_log, buffer, folder
         self._every, self._number = job.observe.samples_every_steps, job.observe.samples
-        self._writing = Background("samples")
+        self.writing = Background("samples")
+        """Fails only if the disk is full."""
         self._tokenizer: Any = None
 
     def chosen(self, plan: StepPlan, step: int, data_rank: int) -> list[int]:
-        """The episodes, by their index, of which samples of `step` are to be written: of this rank's share,
-        and as many groups as can be. None in most steps."""
+        """Choose the episodes of `step` to write samples of, by their index: of this rank's share, and from
+        as many groups as possible. None in most steps."""
         if not self._every or not self._number or step % self._every:
             return []
         seen: dict[int, int] = {}
@@ -57,75 +61,54 @@ class StepSamples:
         plan: StepPlan,
         chosen: Sequence[int],
         blobs: Mapping[str, Any],
-        advantages: Mapping[int, Mapping[int, float]],
+        advantages: ByUnit,
     ) -> None:
-        """Begin to write those of these episodes whose bytes are among the `blobs`."""
-        if not chosen:
-            return
-        held = [(index, blobs.get(plan.episodes[index].episode_id)) for index in chosen]
-        named = [(index, blob) for index, blob in held if blob is not None]
-        self._writing.begin(lambda: self._try(batch, plan, named, advantages))
+        """Begin to write those of the `chosen` episodes whose bytes are among the `blobs`."""
+        held = [(index, blob) for index in chosen if (blob := blobs.get(plan.episodes[index].episode_id))]
 
-    def check(self) -> None:
-        """Raise what ends the trainer."""
-        self._writing.check()
+        def work() -> None:
+            try:
+                with room_for("samples of a step", self._run_log.path.parent):
+                    self._write(batch, plan, held, advantages)
+            except DiskFull:
+                raise
+            except Exception as error:
+                log.warning("no samples of a step", step=batch.step, error=f"{type(error).__name__}: {error}")
 
-    def wait(self) -> None:
-        self._writing.wait()
-
-    def _try(
-        self,
-        batch: Batch,
-        plan: StepPlan,
-        held: Sequence[tuple[int, Any]],
-        advantages: Mapping[int, Mapping[int, float]],
-    ) -> None:
-        try:
-            with room_for("samples of a step", self._run_log.path.parent):
-                self._write(batch, plan, held, advantages)
-        except DiskFull:
-            raise
-        except Exception as error:
-            log.warning("no samples of a step", step=batch.step, error=f"{type(error).__name__}: {error}")
+        if held:
+            self.writing.begin(work)
 
     def _write(
-        self,
-        batch: Batch,
-        plan: StepPlan,
-        held: Sequence[tuple[int, Any]],
-        advantages: Mapping[int, Mapping[int, float]],
+        self, batch: Batch, plan: StepPlan, held: Sequence[tuple[int, Any]], advantages: ByUnit
     ) -> None:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(Path(self._job.model))
         groups = [batch.groups[int(plan.groups[index])] for index, _ in held]
         truths = self._truths([group.task_id for group in groups])
-        samples = []
-        for (index, blob), group in zip(held, groups, strict=True):
-            entry = plan.episodes[index]
-            samples.append(
-                sample_of(
-                    seen_by(unpack(blob), batch.policy),
-                    self._tokenizer.decode,
-                    lowest_version=batch.lowest_version,
-                    advantages=advantages.get(index, {}),
-                    policy=batch.policy,
-                    step=batch.step,
-                    version=entry.max_version,
-                    data_source=group.data_source,
-                    ground_truth=truths.get(group.task_id),
-                    reward=entry.reward,
-                    rewards=entry.components,
-                    verdict="score",
-                )
+        samples = [
+            sample_of(
+                seen_by(unpack(blob), batch.policy),
+                self._tokenizer.decode,
+                lowest_version=batch.lowest_version,
+                advantages=advantages.get(index, {}),
+                policy=batch.policy,
+                step=batch.step,
+                version=entry.max_version,
+                data_source=group.data_source,
+                ground_truth=truths.get(group.task_id),
+                reward=entry.reward,
+                rewards=entry.components,
+                verdict="score",
             )
-        if not samples:
-            return
+            for (index, blob), group in zip(held, groups, strict=True)
+            for entry in (plan.episodes[index],)
+        ]
         self._run_log.write_samples(self._folder, file_name("step", batch.step), lines_of(samples))
         first = samples[0]
         log.info("sample", step=batch.step, reward=first["reward"], response=short_text(first))
 
     def _truths(self, task_ids: Sequence[str]) -> dict[str, Any]:
-        """The ground truths of tasks, by their ids; of none where the buffer does not say."""
+        """Return the ground truths of tasks, by their ids; none if the buffer does not answer."""
         try:
             seen = self._buffer.call(SeeTasks(sorted({*task_ids})), timeout_s=TASKS_S)
         except WireError as error:

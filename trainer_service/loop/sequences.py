@@ -10,7 +10,7 @@ no other pass is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,7 +32,7 @@ MOST_NAMED = 5  # Largest number of examples that an error names
 
 @dataclass(frozen=True)
 class SequenceStep:
-    """What a step did; the same on every rank."""
+    """Result of a step; the same on every rank."""
 
     loss: float
     """Before the update."""
@@ -49,8 +49,7 @@ class SequenceTrainer:
     def __init__(
         self, backend: TrainingBackend, ranks: Ranks, loss: SequenceLoss, *, budget: int, cost: RowCost
     ) -> None:
-        self._backend, self._ranks, self._loss = backend, ranks, loss
-        self._budget, self._cost = budget, cost
+        self._backend, self._ranks, self._loss, self._budget, self._cost = backend, ranks, loss, budget, cost
 
     def sums(self, rows: Sequence[TrainingRow], groups: NDArray[np.int64]) -> Tensor:
         """f64 [N]: the sum of the loss's column over the units of each row. `groups` i64 [N] says which rows
@@ -59,19 +58,14 @@ class SequenceTrainer:
 
     def wrong(self, rows: Sequence[TrainingRow]) -> tuple[Tensor, Tensor]:
         """`sums` of rows that are each an example, and i64 [N]: units that are not the arg max."""
-        batches = self._packed(rows, np.arange(len(rows)))
         wrong = torch.zeros(len(rows), dtype=torch.int64, device=self._ranks.device)
-
-        def mark(index: int, columns: Columns) -> None:
-            wrong.index_add_(0, batches[index].episode, (~columns["greedy"]).long())
-
-        sums = self._sums(batches, len(rows), mark)
+        sums = self._sums(self._packed(rows, np.arange(len(rows))), len(rows), wrong)
         self._ranks.sum(wrong)
         return sums, wrong
 
     def given(self, lessons: Sequence[Lesson], refs: Sequence[Sequence[float]] | None) -> Sequences:
-        """What is known of lessons but their `s`, which is 0. `refs` has the reference's sums of each
-        lesson's `evaluated` rows."""
+        """Return the sequences of lessons, all but their `s`, which is 0. `refs` has the reference's sums of
+        each lesson's `evaluated` rows."""
         n = len(lessons[0].rows)
         known = [ref[:n] for ref in refs] if refs is not None else [[0.0] * n] * len(lessons)
         rows = [row for lesson in lessons for row in lesson.rows]
@@ -153,17 +147,16 @@ class SequenceTrainer:
         passes = plan_passes(chosen, self._ranks, self._budget, self._cost, groups=groups)
         return [build_micro_batch(part, device=self._ranks.device) for part in passes]
 
-    def _sums(
-        self, batches: Sequence[MicroBatch], n: int, mark: Callable[[int, Columns], None] | None = None
-    ) -> Tensor:
-        """f64 [n], on every rank. `mark` is called with the column `greedy` too."""
+    def _sums(self, batches: Sequence[MicroBatch], n: int, wrong: Tensor | None = None) -> Tensor:
+        """f64 [n], on every rank. `wrong` i64 [n] gets this rank's counts of units that are not the arg
+        max."""
         found = torch.zeros(n, dtype=torch.float64, device=self._ranks.device)
-        names = (self._loss.column, *(("greedy",) if mark is not None else ()))
+        names = (self._loss.column, *(("greedy",) if wrong is not None else ()))
 
         def add(index: int, columns: Columns) -> None:
             found.add_(_summed(columns[self._loss.column], batches[index], n))
-            if mark is not None:
-                mark(index, columns)
+            if wrong is not None:
+                wrong.index_add_(0, batches[index].episode, (~columns["greedy"]).long())
 
         self._backend.evaluate(TRAINED_MODEL, batches, add, columns=names)
         self._ranks.sum(found)

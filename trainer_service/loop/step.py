@@ -1,6 +1,7 @@
-"""A step of training: the rows of a batch, their unit table, the optimizer updates.
+"""A step of training: its plan, the unit table of its rows, the optimizer updates.
 
-    pack the rows → fill the table (column passes, rewards, advantages) → per minibatch: gradients, update
+    plan the step → pack the rows → fill the table (column passes, rewards, advantages) → per minibatch:
+    gradients (`_accumulate`), update (`_apply`)
 
 Losses are sums over all ranks and all micro-batches with coefficients taken over the whole optimizer update,
 so neither packing nor the number of ranks changes what is computed.
@@ -10,14 +11,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from areal_async.rpc.messages import Batch, BatchEpisode
 from trainer_service.algorithms.by_models import process_slopes
 from trainer_service.algorithms.critic import ValueStatistics, value_terms
 from trainer_service.algorithms.normalisers import Totals
@@ -34,10 +39,24 @@ from trainer_service.backends.base import (
     TrainingBackend,
 )
 from trainer_service.data.flops import RowCost
-from trainer_service.data.microbatch import MicroBatch, build_micro_batch, plan_passes
+from trainer_service.data.microbatch import (
+    MicroBatch,
+    Share,
+    build_micro_batch,
+    deal_episodes,
+    deal_groups,
+    deal_rows,
+    plan_passes,
+)
 from trainer_service.data.rows import PLACES, TrainingRow
 from trainer_service.data.units import build_units
-from trainer_service.errors import GradientNotFinite, NotFinite, NothingToLearn
+from trainer_service.errors import (
+    BatchError,
+    GradientNotFinite,
+    NotFinite,
+    NothingToLearn,
+    StalenessViolation,
+)
 from trainer_service.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -52,12 +71,95 @@ SOURCES = {
     "teacher": (TEACHER, "logp"),
     "process": (PROCESS, "logp"),
 }
-"""Of each column that takes a forward pass, the model that computes it and what the model calls it."""
+"""The columns that take a forward pass, each with the model that computes it and the column's name there."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step as every rank sees it. E episodes, in manifest order."""
+
+    episodes: list[BatchEpisode]
+    groups: NDArray[np.int64]
+    """i64 [E]: index of the episode's group."""
+    table: EpisodeTable
+    """Their rewards, groups and components."""
+    shares: list[list[Share]]
+    """[minibatch][data rank] -> the rows that are trained there, each row in one of them. An episode whose
+    rows are in several is fetched by several ranks."""
+
+    def share_of(self, data_rank: int) -> Share:
+        """Return the episodes that one data rank trains in the step, in the order of training, and their
+        rows."""
+        return {index: rows for shares in self.shares for index, rows in shares[data_rank].items()}
+
+
+def plan_step(
+    batch: Batch,
+    *,
+    step: int,
+    max_staleness: int,
+    minibatches: int,
+    ranks: int,
+    cost: RowCost,
+    whole_episodes: bool = False,
+    greedy_sample: int | None = None,
+) -> StepPlan:
+    """Check the manifest of `step` and deal its rows out by their `cost`: to keep `whole_episodes`, all rows
+    of an episode to one rank. `greedy_sample` is the number of the sample in each group that is greedy.
+
+    Groups may differ in size: a partial group has the samples that came by its deadline. Deterministic:
+    every rank comes to the same plan. Raises `BatchError` for a manifest that is not one of
+    this step or names a group or an episode twice or an empty group, and `StalenessViolation`.
+    """
+    _check_manifest(batch, step, max_staleness)
+    episodes = [episode for group in batch.groups for episode in group.episodes]
+    sizes = [len(group.episodes) for group in batch.groups]
+    groups = np.repeat(np.arange(len(batch.groups), dtype=np.int64), sizes)
+    deal = deal_episodes if whole_episodes else deal_rows
+
+    def dealt(members: list[int]) -> list[Share]:
+        indices = np.flatnonzero(np.isin(groups, members)).tolist()
+        costs = [[cost.of(*size) for size in episodes[index].rows] for index in indices]
+        shares = deal(costs, ranks, groups[indices].tolist())
+        return [{indices[place]: rows for place, rows in share.items()} for share in shares]
+
+    table = EpisodeTable.of(episodes, groups, greedy_sample=greedy_sample)
+    return StepPlan(episodes, groups, table, [*map(dealt, deal_groups(len(batch.groups), minibatches))])
+
+
+def _check_manifest(batch: Batch, step: int, max_staleness: int) -> None:
+    if batch.step != step:
+        raise BatchError(f"asked for the batch of step {step}, got that of step {batch.step}")
+    group_ids = [group.group_id for group in batch.groups]
+    episodes = [episode for group in batch.groups for episode in group.episodes]
+    ids = [episode.episode_id for episode in episodes]
+    for what, names in (("group", group_ids), ("episode", ids)):
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise BatchError(f"the batch of step {step} names {what} {twice} twice")
+    if not episodes:
+        raise BatchError(f"the batch of step {step} has no episodes")
+    empty = [group.group_id for group in batch.groups if not group.episodes]
+    if empty:
+        raise BatchError(f"group {empty[0]} of step {step} has no episodes")
+    for episode in episodes:
+        oldest = max(episode.min_version, batch.lowest_version)
+        if episode.n_sampled and not 0 <= step - oldest <= max_staleness:
+            raise StalenessViolation(
+                f"episode {episode.episode_id} of step {step} has min version {oldest}: "
+                f"staleness {step - oldest} is outside 0 … {max_staleness}"
+            )
+        units = episode.parts.units if episode.parts is not None else []
+        if units and len(units) != episode.n_units:
+            raise BatchError(
+                f"episode {episode.episode_id} of step {step} has {episode.n_units} units, and rewards of "
+                f"{len(units)}"
+            )
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did; the same on every rank."""
+    """Result of a step; the same on every rank."""
 
     losses: list[float]
     """The objective's value of each minibatch, before its update; NaN where the update was left out because
@@ -69,9 +171,9 @@ class StepResult:
     packed_tokens: int
     """Tokens of one pass over the step's rows."""
     shared_tokens: int
-    """Tokens that such a pass would have more if rows of a group did not share what they begin with."""
+    """Number of tokens saved because rows of a group share a prefix."""
     replayed_tokens: int
-    """Of `packed_tokens` those that went to the experts of the engine, in some layer at least."""
+    """Number of the packed tokens that went to the experts of the engine, in some layer at least."""
     micro_batches: int
     """Forward passes with gradient on this rank."""
     critic: dict[str, float] = field(default_factory=dict)
@@ -80,10 +182,10 @@ class StepResult:
     process: dict[str, float] = field(default_factory=dict)
     """`loss`, `accuracy` and `grad_norm` of a process reward model, before its update; empty without one."""
     advantages: dict[int, dict[int, float]] = field(default_factory=dict)
-    """Of episodes that were asked for, by index, those of the units that this rank trained, by their number
-    in the episode."""
+    """The units that this rank trained of the episodes in `StepInputs.sampled`: by the episode's index and
+    the unit's number in it."""
     skipped: str = ""
-    """Why updates were left out; empty where none was."""
+    """Reason why updates were left out; empty if none was."""
     not_finite: int = 0
     """Updates that were left out because something was not finite."""
     updates: int = 0
@@ -105,285 +207,270 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class StepInputs:
+    """Inputs of a step. All ranks have the same number of minibatches; the fields but `minibatches` are
+    alike."""
+
+    minibatches: Sequence[Sequence[TrainingRow]]
+    """This rank's rows of each minibatch."""
+    step: int
+    max_staleness: int
+    names: Sequence[str]
+    """[E]: names in errors of all episodes of the step, those of other ranks too."""
+    episodes: EpisodeTable
+    micro_batch_tokens: int
+    cost: RowCost
+    teacher: TeacherServers | None = None
+    begun: int = 0
+    """Number of minibatches to skip: the weights have seen them."""
+    sampled: Collection[int] = ()
+    """Indices of the episodes whose advantages the result has."""
+    on_fault: Callable[[int], str | None] = lambda number: None
+    """Called on every rank with the number of a minibatch, while the weights are as before it, if an
+    advantage, the loss, a gradient, or the log-prob or value of a unit is not finite there, or if nothing is
+    to be learned and that ends the job. The process reward model is trained after the last minibatch. What it
+    returns ends the error."""
+
+
+@dataclass(frozen=True)
 class Minibatch:
-    """What this rank computes for one optimizer update."""
+    """This rank's part of one optimizer update."""
 
     batches: list[MicroBatch]
     units: list[UnitTable]
     """The part of the table of each micro-batch; empty on a rank that does not own its columns."""
-    n_episodes: int
-    """Episodes of the step."""
 
 
 def train_step(
-    backend: TrainingBackend,
-    objective: Objective,
-    ranks: Ranks,
-    minibatches: Sequence[Sequence[TrainingRow]],
-    *,
-    step: int,
-    max_staleness: int,
-    names: Sequence[str],
-    episodes: EpisodeTable,
-    micro_batch_tokens: int,
-    cost: RowCost,
-    teacher: TeacherServers | None = None,
-    begun: int = 0,
-    sampled: Collection[int] = (),
-    on_fault: Callable[[int], str | None] = lambda number: None,
+    backend: TrainingBackend, objective: Objective, ranks: Ranks, inputs: StepInputs
 ) -> StepResult:
-    """Train on this rank's rows of each minibatch; all ranks call it with the same number of minibatches.
+    """Train a step; all ranks call it.
 
-    `names` [E] (what an error calls them) and `episodes` are of all episodes of the step, those of other
-    ranks too; of those `sampled`, by their index, the result has the advantages. The first `begun`
-    minibatches are passed over: the weights have seen them. Every rank calls
-    `on_fault(number)` while what is trained is as before minibatch `number`, when an advantage, the loss, a
-    gradient, or the log-prob or value of a unit is not finite there, or nothing is to be learned and that
-    ends the job; the process reward model is trained after the last of them. Then, on every rank, the update
-    is left out, or with `on_non_finite: stop` a `NotFinite` is raised, with what `on_fault` says at its end.
-    Raises `DivergenceError` when an update makes weights that are not finite, and `NothingToLearn`.
-    """
-    begun_s = time.monotonic()
-    groups = episodes.group.numpy()
-    passes = [plan_passes(rows, ranks, micro_batch_tokens, cost, groups=groups) for rows in minibatches]
-    packed = [[build_micro_batch(rows, device=ranks.device) for rows in chosen] for chosen in passes]
-    owns = backend.place.owns
-    rows = [row for chosen in passes for rows in chosen for row in rows] if owns else []
-    units = build_units(
-        rows,
-        episodes,
-        ranks,
-        device=ranks.device,
-        with_segments=objective.with_segments,
-    )
-    if teacher is not None:
-        found = torch.from_numpy(ranks.together(lambda: teacher.logprobs(rows)))
-        units = units.with_columns(teacher=found.to(ranks.device))
-    units = objective.fill(_with_computed(backend, objective, units, packed), step)
-    updates = _Updates(backend, objective, ranks, step, max_staleness)
-    losses, norms, critic_norms = [math.nan] * len(packed), [0.0] * len(packed), []
-    skipped: list[str] = []
-    not_finite = 0
+    If something is not finite, the update is left out on every rank, or with `on_non_finite: stop` a
+    `NotFinite` is raised. Raises `DivergenceError` when an update makes weights that are not finite, and
+    `NothingToLearn`."""
+    return _Step(backend, objective, ranks, inputs).run()
 
-    def leave_out(number: int, error: NotFinite) -> None:
-        nonlocal not_finite
-        kept = on_fault(number)
-        if isinstance(error, GradientNotFinite) and error.model == TRAINED_MODEL and objective.own("loss"):
-            error = GradientNotFinite(
-                f"the loss of step {step}, minibatch {number}, is finite, and its gradient is not. Look at "
-                f"the loss {objective.own('loss')} first: a root or logarithm at 0, a division by 0 or an "
-                f"exponential of much has none, even where torch.where leaves it out. Else: {error}"
+
+class _Step:
+    """A step on one rank. It is packed, and its table filled, when it is made."""
+
+    def __init__(
+        self, backend: TrainingBackend, objective: Objective, ranks: Ranks, inputs: StepInputs
+    ) -> None:
+        self._begun_s = time.monotonic()
+        self._backend, self._objective, self._ranks, self._inputs = backend, objective, ranks, inputs
+        groups, tokens, cost = inputs.episodes.group.numpy(), inputs.micro_batch_tokens, inputs.cost
+        passes = [plan_passes(rows, ranks, tokens, cost, groups=groups) for rows in inputs.minibatches]
+        self._packed = [
+            [build_micro_batch(rows, device=ranks.device) for rows in chosen] for chosen in passes
+        ]
+        self._batches = [batch for batches in self._packed for batch in batches]
+        owns = backend.place.owns
+        self._owned = self._batches if owns else []
+        self._rows = [row for chosen in passes for rows in chosen for row in rows] if owns else []
+        self._units = objective.fill(self._with_computed(self._table()), inputs.step)
+        self._losses, self._norms = [math.nan] * len(self._packed), [0.0] * len(self._packed)
+        self._critic_norms: list[float] = []
+        self._skipped: list[str] = []
+        self._not_finite = 0
+        self._made = inputs.begun
+        self._critic_alone = objective.trains_critic and inputs.step < objective.critic.warmup_steps
+        """Whether the policy is left as it is."""
+        self._statistics, self._values = self._new_statistics()
+        self._now, self._values_now = self._new_statistics()
+        """Statistics of the minibatch that is being trained."""
+
+    def run(self) -> StepResult:
+        trained = self._has_something_to_learn()
+        filled_s = time.monotonic()
+        process: dict[str, float] = {}
+        if trained:
+            for number, minibatch in enumerate(self._cut()):
+                if number >= self._inputs.begun:
+                    self._update(number, minibatch)
+            if self._objective.trains_process:
+                with self._left_out(len(self._packed)):
+                    process = self._train_process()
+        ranks, objective = self._ranks, self._objective
+        self._statistics.reduce(ranks.sum, ranks.max)
+        self._values.reduce(ranks.sum)
+        critic = self._values.report() if objective.trains_critic else {}
+        return StepResult(
+            losses=self._losses,
+            grad_norms=self._norms,
+            statistics=self._statistics.report(),
+            critic=critic | ({"grad_norm": max(self._critic_norms)} if self._critic_norms else {}),
+            process=process,
+            packed_tokens=ranks.total(sum(batch.n_tokens for batch in self._owned)),
+            shared_tokens=ranks.total(sum(batch.shared_tokens for batch in self._owned)),
+            replayed_tokens=ranks.total(sum(batch.replayed_tokens for batch in self._owned)),
+            micro_batches=len(self._batches) if trained else 0,
+            advantages=self._sampled_advantages(),
+            skipped="; ".join(self._skipped),
+            not_finite=self._not_finite,
+            updates=self._made,
+            seconds={"columns": filled_s - self._begun_s, "update": time.monotonic() - filled_s},
+            groups_without_baseline=(
+                self._inputs.episodes.groups_without_baseline if objective.needs_greedy else None
+            ),
+        )
+
+    def _table(self) -> UnitTable:
+        ranks, teacher = self._ranks, self._inputs.teacher
+        units = build_units(
+            self._rows,
+            self._inputs.episodes,
+            ranks,
+            device=ranks.device,
+            with_segments=self._objective.with_segments,
+        )
+        if teacher is None:
+            return units
+        found = torch.from_numpy(ranks.together(lambda: teacher.logprobs(self._rows)))
+        return units.with_columns(teacher=found.to(ranks.device))
+
+    def _with_computed(self, units: UnitTable) -> UnitTable:
+        """Add the columns that models compute of the units before the first update, a pass for each model."""
+        asked: dict[str, dict[str, str]] = {}
+        for column in sorted(self._objective.columns - {*units.columns}):
+            model, own = SOURCES[column]
+            if column == "value" and self._objective.critic_is_head:
+                model = TRAINED_MODEL
+            asked.setdefault(model, {})[own] = column
+        for model, names in asked.items():
+            found = self._backend.evaluate(
+                model, self._batches, lambda index, columns: columns, columns=tuple(names)
             )
-        if objective.on_non_finite == "stop":
-            raise type(error)(f"{error} {kept}") if kept else error
-        updates.discard()
-        skipped.append(str(error))
-        not_finite += 1
+            for own, column in names.items():
+                parts = [each[own].detach().float() for each in found]
+                units = units.with_columns(**{column: torch.cat(parts) if parts else units.behaviour.clone()})
+        return units
 
-    process: dict[str, float] = {}
-    made = begun
-    try:
-        _check_advantages(units, objective, ranks, step, names)
-    except NotFinite as error:
-        leave_out(0, error)
-    if not skipped and not objective.learns_without_advantage and not _has_advantages(units, ranks):
+    def _has_something_to_learn(self) -> bool:
+        """Return whether the step is trained. Raises `NothingToLearn` if the job asks to end without."""
+        units, objective, step = self._units, self._objective, self._inputs.step
+        with self._left_out(0):
+            self._check_advantages()
+        if self._skipped:
+            return False
+        some = self._ranks.largest(int((units.advantage[units.mask] != 0).any()))
+        if some or objective.learns_without_advantage:
+            return True
         why = f"every advantage of step {step} is 0, so nothing is to be learned from it"
         if objective.on_nothing_to_learn == "stop":
-            on_fault(0)
+            self._inputs.on_fault(0)
             raise NothingToLearn(
                 f"{why}: the rewards of each group are equal. Give tasks that are neither too hard nor too "
                 "easy, or set trainer.objective.on_nothing_to_learn: skip."
             )
-        losses = [0.0] * len(packed)
-        skipped.append(why)
-    trained = not skipped
-    filled_s = time.monotonic()
-    for number, minibatch in enumerate(_cut(units, packed, owns) if trained else ()):
-        if number < begun:
-            continue
-        totals = _totals(minibatch, ranks)
+        self._losses = [0.0] * len(self._packed)
+        self._skipped.append(why)
+        return False
+
+    def _check_advantages(self) -> None:
+        """Raise `NotFinite` if an advantage is not finite; it says which of the computed columns is not."""
+        units, names, objective = self._units, self._inputs.names, self._objective
+
+        def faulty(column: str) -> list[int]:
+            counts = torch.zeros(len(names), dtype=torch.int64, device=units.mask.device)
+            counts.index_add_(0, units.episode, (units.mask & ~units[column].isfinite()).long())
+            self._ranks.sum(counts)
+            return counts.nonzero()[:, 0].tolist()
+
+        if not (found := faulty("advantage")):
+            return
+        rewards = units.episodes.reward
+        first = next((episode for episode in found if not rewards[episode].isfinite()), found[0])
+        said = (
+            f"the advantage of episode {names[first]} of step {self._inputs.step} is not finite (its reward "
+            f"is {float(rewards[first])}): the step is not trained. "
+        )
+        for column in sorted(objective.columns):
+            for episode in faulty(column)[:1]:
+                raise NotFinite(
+                    f"{said}The column {column}, which the model {SOURCES[column][0]} computes, is not "
+                    f"finite in episode {names[episode]}: lower the learning rate of what is trained, or "
+                    "start from an earlier checkpoint."
+                )
+        made = objective.own("advantage") or "what makes an advantage of it"
+        raise NotFinite(f"{said}Bound what the reward returns, or mend {made}.")
+
+    def _cut(self) -> Iterator[Minibatch]:
+        start = 0
+        for batches in self._packed:
+            parts: list[UnitTable] = []
+            for batch in batches if self._owned else ():
+                parts.append(self._units.part(start, start + batch.n_units))
+                start += batch.n_units
+            yield Minibatch(batches, parts)
+
+    @contextmanager
+    def _left_out(self, number: int) -> Iterator[None]:
+        """Leave the update of minibatch `number` out if something is not finite, or raise that."""
         try:
-            loss, faulty = updates.accumulate(minibatch, totals)
+            yield
+            return
+        except NotFinite as found:
+            error = found
+        kept, own = self._inputs.on_fault(number), self._objective.own("loss")
+        if isinstance(error, GradientNotFinite) and error.model == TRAINED_MODEL and own:
+            error = GradientNotFinite(
+                f"the loss of step {self._inputs.step}, minibatch {number}, is finite, and its gradient is "
+                f"not. Look at the loss {own} first: a root or logarithm at 0, a division by 0 or an "
+                f"exponential of much has none, even where torch.where leaves it out. Else: {error}"
+            )
+        if self._objective.on_non_finite == "stop":
+            raise type(error)(f"{error} {kept}") if kept else error
+        self._backend.discard()
+        if self._objective.has_own_critic:
+            self._backend.discard(CRITIC)
+        self._skipped.append(str(error))
+        self._not_finite += 1
+
+    def _update(self, number: int, minibatch: Minibatch) -> None:
+        """Train one minibatch. Its figures count as those of the step only once it is trained."""
+        totals = self._totals(minibatch)
+        with self._left_out(number):
+            loss, faulty = self._accumulate(minibatch, totals)
             if faulty or not math.isfinite(loss):
-                raise NotFinite(_not_finite(loss, faulty, step, number, names, objective.own("loss")))
-            norms[number], of_critic = updates.apply()
-        except NotFinite as error:
-            leave_out(number, error)
-        else:
-            losses[number] = loss
-            made += 1
-            critic_norms += of_critic
-            updates.count()
-    if trained and objective.trains_process:
-        try:
-            process = _train_process(backend, objective, units, packed)
-        except NotFinite as error:
-            leave_out(len(packed), error)
-    statistics, critic = updates.report()
-    owned = [batch for batches in packed for batch in batches] if owns else []
-    return StepResult(
-        losses=losses,
-        grad_norms=norms,
-        statistics=statistics,
-        critic=critic | ({"grad_norm": max(critic_norms)} if critic_norms else {}),
-        process=process,
-        packed_tokens=ranks.total(sum(batch.n_tokens for batch in owned)),
-        shared_tokens=ranks.total(sum(batch.shared_tokens for batch in owned)),
-        replayed_tokens=ranks.total(sum(batch.replayed_tokens for batch in owned)),
-        micro_batches=sum(map(len, packed)) if trained else 0,
-        advantages=_advantages_of(units, rows, sampled),
-        skipped="; ".join(skipped),
-        not_finite=not_finite,
-        updates=made,
-        seconds={"columns": filled_s - begun_s, "update": time.monotonic() - filled_s},
-        groups_without_baseline=episodes.groups_without_baseline if objective.needs_greedy else None,
-    )
+                raise NotFinite(self._why_not_finite(loss, faulty, number))
+            self._norms[number], of_critic = self._apply()
+            self._losses[number] = loss
+            self._made += 1
+            self._critic_norms += of_critic
+            self._statistics.include(self._now)
+            self._values.include(self._values_now)
 
+    def _totals(self, minibatch: Minibatch) -> Totals:
+        counts = self._per_episode(torch.int64)
+        rows = torch.zeros((), dtype=torch.float64)
+        for units in minibatch.units:
+            counts.index_add_(0, units.episode, units.mask.long())
+            rows += (units.mask.double() / units["row_units"]).sum().cpu()
+        self._ranks.sum(counts)
+        self._ranks.sum(rows)
+        return Totals(counts, round(float(rows)))
 
-def _with_computed(
-    backend: TrainingBackend,
-    objective: Objective,
-    units: UnitTable,
-    packed: Sequence[Sequence[MicroBatch]],
-) -> UnitTable:
-    """The column passes: what the models say of the units before the first update."""
-    batches = [batch for chosen in packed for batch in chosen]
-    asked: dict[str, dict[str, str]] = {}
-    for column in sorted(objective.columns - {*units.columns}):
-        model, own = SOURCES[column]
-        if column == "value" and objective.critic_is_head:
-            model = TRAINED_MODEL
-        asked.setdefault(model, {})[own] = column
-    for model, names in asked.items():
-        found = backend.evaluate(model, batches, lambda index, columns: columns, columns=tuple(names))
-        for own, column in names.items():
-            parts = [each[own].detach().float() for each in found]
-            units = units.with_columns(**{column: torch.cat(parts) if parts else units.behaviour.clone()})
-    return units
+    def _per_episode(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(len(self._inputs.names), dtype=dtype, device=self._ranks.device)
 
+    def _new_statistics(self) -> tuple[StepStatistics, ValueStatistics]:
+        step, eta = self._inputs.step, self._inputs.max_staleness
+        return StepStatistics(step, eta, self._objective.figures), ValueStatistics()
 
-def _advantages_of(
-    units: UnitTable, rows: Sequence[TrainingRow], episodes: Collection[int]
-) -> dict[int, dict[int, float]]:
-    """Of these episodes the advantages of the units in `rows`, whose order the table has."""
-    found: dict[int, dict[int, float]] = {}
-    end = 0
-    for row in rows:
-        start, end = end, end + len(row.position)
-        if row.episode in episodes and row.places is not None:
-            numbers = row.places[PLACES.index("unit")].tolist()
-            found.setdefault(row.episode, {}).update(
-                zip(numbers, units.advantage[start:end].tolist(), strict=True)
-            )
-    return found
-
-
-def _train_process(
-    backend: TrainingBackend,
-    objective: Objective,
-    units: UnitTable,
-    packed: Sequence[Sequence[MicroBatch]],
-) -> dict[str, float]:
-    """One update of the process reward model. Its log-probs are in the table, so the derivatives of its loss
-    are known before the pass."""
-    slopes, figures = process_slopes(units, *objective.process)
-    batches = [batch for chosen in packed for batch in chosen]
-    starts = list(accumulate([0, *(batch.n_units for batch in batches)]))
-    kept = torch.where(units.mask, slopes, 0.0).float()
-
-    def loss_of(index: int, columns: Columns) -> Tensor:
-        return (columns["logp"] * kept[starts[index] : starts[index + 1]]).sum()
-
-    backend.train(PROCESS, batches, loss_of)
-    return figures | {"grad_norm": backend.optimizer_step(PROCESS)}
-
-
-def _cut(units: UnitTable, packed: Sequence[Sequence[MicroBatch]], owns: bool) -> list[Minibatch]:
-    """The part of the table of each micro-batch of each minibatch, whose order the table has."""
-    start = 0
-    found: list[Minibatch] = []
-    for batches in packed:
-        parts: list[UnitTable] = []
-        for batch in batches if owns else ():
-            parts.append(units.part(start, start + batch.n_units))
-            start += batch.n_units
-        found.append(Minibatch(list(batches), parts, len(units.episodes)))
-    return found
-
-
-def _check_advantages(
-    units: UnitTable, objective: Objective, ranks: Ranks, step: int, names: Sequence[str]
-) -> None:
-    """Raise `NotFinite` where an advantage is not finite; it says which of the computed columns is not."""
-
-    def faulty(column: str) -> list[int]:
-        counts = torch.zeros(len(names), dtype=torch.int64, device=units.mask.device)
-        counts.index_add_(0, units.episode, (units.mask & ~units[column].isfinite()).long())
-        ranks.sum(counts)
-        return counts.nonzero()[:, 0].tolist()
-
-    if not (found := faulty("advantage")):
-        return
-    rewards = units.episodes.reward
-    first = next((episode for episode in found if not rewards[episode].isfinite()), found[0])
-    said = (
-        f"the advantage of episode {names[first]} of step {step} is not finite (its reward is "
-        f"{float(rewards[first])}): the step is not trained. "
-    )
-    for column in sorted(objective.columns):
-        for episode in faulty(column)[:1]:
-            raise NotFinite(
-                f"{said}The column {column}, which the model {SOURCES[column][0]} computes, is not finite in "
-                f"episode {names[episode]}: lower the learning rate of what is trained, or start from an "
-                "earlier checkpoint."
-            )
-    made = objective.own("advantage") or "what makes an advantage of it"
-    raise NotFinite(f"{said}Bound what the reward returns, or mend {made}.")
-
-
-def _has_advantages(units: UnitTable, ranks: Ranks) -> bool:
-    return bool(ranks.largest(int((units.advantage[units.mask] != 0).any())))
-
-
-def _totals(minibatch: Minibatch, ranks: Ranks) -> Totals:
-    counts = torch.zeros(minibatch.n_episodes, dtype=torch.int64, device=ranks.device)
-    rows = torch.zeros((), dtype=torch.float64)
-    for units in minibatch.units:
-        counts.index_add_(0, units.episode, units.mask.long())
-        rows += (units.mask.double() / units["row_units"]).sum().cpu()
-    ranks.sum(counts)
-    ranks.sum(rows)
-    return Totals(counts, round(float(rows)))
-
-
-class _Updates:
-    """The gradients and updates of the minibatches of one step."""
-
-    def __init__(
-        self, backend: TrainingBackend, objective: Objective, ranks: Ranks, step: int, max_staleness: int
-    ) -> None:
-        self._backend = backend
-        self._objective = objective
-        self._ranks = ranks
-        self._critic_alone = objective.trains_critic and step < objective.critic.warmup_steps
-        """Whether the policy is left as it is."""
-        self._new = lambda: (StepStatistics(step, max_staleness, objective.figures), ValueStatistics())
-        self._statistics, self._values = self._new()
-        self._now, self._values_now = self._new()
-        """Of the minibatch that is being trained."""
-
-    def accumulate(self, minibatch: Minibatch, totals: Totals) -> tuple[float, dict[int, int]]:
-        """Gradients of the policy, and of a critic of its own; returns the policy's loss, and of each episode
-        that has some the number of its units whose log-prob, value or loss is not finite."""
+    def _accumulate(self, minibatch: Minibatch, totals: Totals) -> tuple[float, dict[int, int]]:
+        """Compute the gradients of the policy, and of a critic of its own. Returns the policy's loss, and by
+        episode the number of its units whose log-prob, value or loss is not finite."""
         objective, ranks = self._objective, self._ranks
-        self._now, self._values_now = self._new()
+        self._now, self._values_now = self._new_statistics()
         means = self._means_of_episodes(minibatch, totals) if objective.over_episodes else None
         total = torch.zeros((), dtype=torch.float64)
-        faulty = torch.zeros(len(totals.units_of_episode), dtype=torch.int64, device=ranks.device)
+        faulty = self._per_episode(torch.int64)
 
         def loss_of(index: int, columns: Columns) -> Tensor:
             logp = columns["logp"]
-            units = _with_mean(objective, logp, minibatch.units[index], means, totals)
+            units = self._with_mean(logp, minibatch.units[index], means, totals)
             terms = objective.terms(columns, units)
             coefficients = objective.coefficients(units, totals)
             loss = (terms.loss * coefficients).sum()
@@ -416,10 +503,10 @@ class _Updates:
         ranks.sum(faulty)
         return float(total), {episode: int(faulty[episode]) for episode in faulty.nonzero()[:, 0].tolist()}
 
-    def apply(self) -> tuple[float, list[float]]:
-        """Update the policy, and a critic of its own; the norms of their gradients: 0 for the policy where
-        the critic alone is trained, and none without a critic of its own. Raises `GradientNotFinite` before
-        either has changed."""
+    def _apply(self) -> tuple[float, list[float]]:
+        """Update the policy, and a critic of its own. Returns the norms of their gradients: 0 for the policy
+        if the critic alone is trained, and none without a critic of its own. Raises `GradientNotFinite`
+        before either has changed."""
         if not self._objective.has_own_critic:
             return self._backend.optimizer_step(), []
         self._backend.gradient_norm(CRITIC)
@@ -429,33 +516,22 @@ class _Updates:
         self._backend.gradient_norm()
         return self._backend.optimizer_step(), [self._backend.optimizer_step(CRITIC)]
 
-    def discard(self) -> None:
-        """Clear gradients without an update."""
-        self._backend.discard()
-        if self._objective.has_own_critic:
-            self._backend.discard(CRITIC)
-
-    def count(self) -> None:
-        """The minibatch is trained: its figures are those of the step too."""
-        self._statistics.include(self._now)
-        self._values.include(self._values_now)
-
     def _value_terms(self, value: Tensor, units: UnitTable) -> Tensor:
         terms = value_terms(value, units, self._objective.critic.clip)
         self._values_now.add(terms, units)
         return terms.loss
 
     def _means_of_episodes(self, minibatch: Minibatch, totals: Totals) -> Tensor | None:
-        """f32 [E]: the mean over each episode of what the loss needs one of, where an episode's units are in
-        several micro-batches; it takes a pass without gradient. None where each episode is in one."""
+        """Return f32 [E]: the mean of the loss's statistic over each episode, if an episode's units are in
+        several micro-batches; it takes a pass without gradient. None if each episode is in one."""
         ranks, objective = self._ranks, self._objective
-        held = torch.zeros(len(totals.units_of_episode), dtype=torch.int64, device=ranks.device)
+        held = self._per_episode(torch.int64)
         for units in minibatch.units:
             held[units.episode.unique()] += 1
         ranks.sum(held)
         if int(held.max()) <= 1:
             return None
-        sums = torch.zeros(len(held), dtype=torch.float64, device=ranks.device)
+        sums = self._per_episode(torch.float64)
 
         def add(index: int, columns: Columns) -> None:
             units = minibatch.units[index]
@@ -467,45 +543,58 @@ class _Updates:
         ranks.sum(sums)
         return (sums / totals.units_of_episode.clamp(min=1)).float()
 
-    def report(self) -> tuple[dict[str, object], dict[str, float]]:
-        """The figures of the step, and those of the critic; empty where there are none."""
-        self._statistics.reduce(self._ranks.sum, self._ranks.max)
-        self._values.reduce(self._ranks.sum)
-        return (
-            self._statistics.report(),
-            self._values.report() if self._objective.trains_critic else {},
+    def _with_mean(self, logp: Tensor, units: UnitTable, means: Tensor | None, totals: Totals) -> UnitTable:
+        """Add `episode_mean` and `episode_units`, if the loss needs them: see `Loss.statistic`."""
+        found = self._objective.statistic(logp, units)
+        if found is None:
+            return units
+        if means is None:
+            sums = self._per_episode(torch.float64)
+            sums.index_add_(0, units.episode, found.detach().double())
+            means = (sums / totals.units_of_episode.clamp(min=1)).float()
+        return units.with_columns(
+            episode_mean=means[units.episode] + found - found.detach(),
+            episode_units=totals.units_of_episode[units.episode].float(),
         )
 
+    def _why_not_finite(self, loss: float, faulty: Mapping[int, int], number: int) -> str:
+        names, own = self._inputs.names, self._objective.own("loss")
+        where = ", ".join(f"{names[episode]} ({count})" for episode, count in [*faulty.items()][:MOST_NAMED])
+        more = f" and {len(faulty) - MOST_NAMED} more" if len(faulty) > MOST_NAMED else ""
+        units = f"; units whose log-prob, value or loss is not finite, by episode: {where}{more}"
+        look = (
+            f"Look at the loss {own} first, and bound what it computes. Else: training" if own else "Training"
+        )
+        return (
+            f"the loss of step {self._inputs.step}, minibatch {number}, is {loss}{units if faulty else ''}. "
+            f"{look} has diverged, or the model or the loss computes what is no number for these units; the "
+            "minibatch is not trained. Lower trainer.optimizer.lr and start from an earlier checkpoint, or "
+            "bound what the loss computes."
+        )
 
-def _with_mean(
-    objective: Objective, logp: Tensor, units: UnitTable, means: Tensor | None, totals: Totals
-) -> UnitTable:
-    """With `episode_mean` and `episode_units`, if the loss needs them: see `Loss.statistic`."""
-    found = objective.statistic(logp, units)
-    if found is None:
-        return units
-    if means is None:
-        sums = torch.zeros(len(totals.units_of_episode), dtype=torch.float64, device=logp.device)
-        sums.index_add_(0, units.episode, found.detach().double())
-        means = (sums / totals.units_of_episode.clamp(min=1)).float()
-    return units.with_columns(
-        episode_mean=means[units.episode] + found - found.detach(),
-        episode_units=totals.units_of_episode[units.episode].float(),
-    )
+    def _train_process(self) -> dict[str, float]:
+        """Update the process reward model once. Its log-probs are in the table, so the derivatives of its
+        loss are known before the pass."""
+        units = self._units
+        slopes, figures = process_slopes(units, *self._objective.process)
+        starts = list(accumulate([0, *(batch.n_units for batch in self._batches)]))
+        kept = torch.where(units.mask, slopes, 0.0).float()
 
+        def loss_of(index: int, columns: Columns) -> Tensor:
+            return (columns["logp"] * kept[starts[index] : starts[index + 1]]).sum()
 
-def _not_finite(
-    loss: float, faulty: Mapping[int, int], step: int, number: int, names: Sequence[str], own: str
-) -> str:
-    where = ", ".join(f"{names[episode]} ({count})" for episode, count in [*faulty.items()][:MOST_NAMED])
-    more = f" and {len(faulty) - MOST_NAMED} more" if len(faulty) > MOST_NAMED else ""
-    units = (
-        f"; units whose log-prob, value or loss is not finite, by episode: {where}{more}" if faulty else ""
-    )
-    return (
-        f"the loss of step {step}, minibatch {number}, is {loss}{units}. "
-        + (f"Look at the loss {own} first, and bound what it computes. Else: training" if own else "Training")
-        + " has diverged, or the model or the loss computes what is no number for these units; the minibatch "
-        "is not trained. Lower trainer.optimizer.lr and start from an earlier checkpoint, or bound what the "
-        "loss computes."
-    )
+        self._backend.train(PROCESS, self._batches, loss_of)
+        return figures | {"grad_norm": self._backend.optimizer_step(PROCESS)}
+
+    def _sampled_advantages(self) -> dict[int, dict[int, float]]:
+        """Return the advantages of the units of sampled episodes in this rank's rows, whose order the table
+        has."""
+        found: dict[int, dict[int, float]] = {}
+        end = 0
+        for row in self._rows:
+            start, end = end, end + len(row.position)
+            if row.episode in self._inputs.sampled and row.places is not None:
+                numbers = row.places[PLACES.index("unit")].tolist()
+                advantages = self._units.advantage[start:end].tolist()
+                found.setdefault(row.episode, {}).update(zip(numbers, advantages, strict=True))
+        return found

@@ -17,18 +17,18 @@ from areal_async.launch.run_handle import Run, find_run
 from areal_async.service.record import read_run_log
 from areal_async.show.progress import progress
 from trainer_service.checkpoint import (
+    CheckpointReader,
     accuracies,
     epoch_of,
     measured_in,
     named_checkpoints,
-    open_checkpoint,
     step_of,
 )
-from trainer_service.disk import companion_files
+from trainer_service.checkpoint_store import CheckpointStore, name_of
+from trainer_service.durable_files import companion_files
 from trainer_service.loop.learner import load_backend
 from trainer_service.ranks import join_ranks
-from trainer_service.stored import CheckpointStore
-from trainer_service.trained import write_adapter, write_whole
+from trainer_service.trained_model import write_adapter, write_whole
 
 
 def write_checkpoint_model(target: str | Path, step: str, out: Path, *, adapter: bool = False) -> int:
@@ -37,17 +37,15 @@ def write_checkpoint_model(target: str | Path, step: str, out: Path, *, adapter:
     damaged one."""
     run = find_run(target, kinds=("rl", *FILE_KINDS))
     if adapter and not run.job.trainer.lora.rank:
-        mistake = Mistake("--adapter", "this job trains no adapters (trainer.lora)", "Leave it out")
-        raise ConfigError("the command line", [mistake])
+        raise _mistake("--adapter", "this job trains no adapters (trainer.lora)", "Leave it out")
     if out.exists():
-        mistake = Mistake("--out", f"{out} is there already", "Name a new folder")
-        raise ConfigError("the command line", [mistake])
+        raise _mistake("--out", f"{out} is there already", "Name a new folder")
     store = CheckpointStore.of(run.job)
     chosen = _chosen(run, step, store)
-    folder = run.folder / "checkpoints" / f"step-{chosen:06d}"
+    folder = run.folder / "checkpoints" / name_of(chosen)
     if store is not None and not folder.exists():
         store.bring(chosen, folder)
-    checkpoint = open_checkpoint(folder, job=run.job.job, policy=run.job.policy)
+    checkpoint = CheckpointReader(run.job.job, run.job.policy).open(folder)
     with progress("reading the checkpoint"):
         materialise(run.job)
         ranks = join_ranks(0, 1)
@@ -73,7 +71,11 @@ def _chosen(run: Run, step: str, store: CheckpointStore | None) -> int:
         return int(step)
     what = "no checkpoint there has been evaluated" if step == "best" else f"there is no checkpoint {step}"
     told = ", ".join(f"{each} ({known[each]:.3f})" if each in known else str(each) for each in sorted(there))
-    raise ConfigError("the command line", [Mistake("--step", what, f"Name one of: {told or 'none'}")])
+    raise _mistake("--step", what, f"Name one of: {told or 'none'}")
+
+
+def _mistake(option: str, problem: str, fix: str) -> ConfigError:
+    return ConfigError("the command line", [Mistake(option, problem, fix)])
 
 
 def main(request: CheckpointRequest) -> None:

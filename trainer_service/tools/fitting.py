@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations
+from operator import attrgetter
 from typing import Any, get_args
 
 from areal_async.config.job import JobConfig
@@ -23,7 +24,7 @@ COSTLY = ("trainer.ranks", "trainer.lora", "rollout.max_model_len")
 """Fields that not everybody can change: it takes GPUs, or trains something else."""
 
 Changed = Iterator[tuple[str, JobConfig]]
-"""What to change, as overrides of the command line, and the job with it; from the least to the most."""
+"""Changes as overrides of the command line, each with the changed job; from the least to the most."""
 Knob = Callable[[JobConfig], Changed]
 MostTokens = Callable[[JobConfig], int]
 """Tokens of the longest pass that a job has memory for; 0 for a job that cannot be."""
@@ -78,96 +79,79 @@ def _applied(job: JobConfig, knobs: Sequence[Knob]) -> Changed:
 
 
 def _lowered(job: JobConfig, tokens: int) -> Changed:
-    trainer, rollout = job.trainer, job.rollout
-    texts = []
-    if trainer.micro_batch_tokens > tokens:
-        texts.append(f"trainer.micro_batch_tokens={tokens}")
-        trainer = trainer.model_copy(update={"micro_batch_tokens": tokens})
-    if job.kind == "rl" and rollout.max_model_len > tokens:
-        texts.append(f"rollout.max_model_len={tokens}")
-        rollout = rollout.model_copy(update={"max_model_len": tokens})
-    if texts:
-        yield " ".join(texts), job.model_copy(update={"trainer": trainer, "rollout": rollout})
+    fields = ["trainer.micro_batch_tokens", *(["rollout.max_model_len"] if job.kind == "rl" else [])]
+    larger = [field for field in fields if attrgetter(field)(job) > tokens]
+    for field in larger:
+        job = _with(job, field, tokens)
+    if larger:
+        yield " ".join(f"{field}={tokens}" for field in larger), job
 
 
-def _argument(job: JobConfig, name: str, default: Any, *values: Any) -> Changed:
-    """Values of an argument of the back end that come after what the job has."""
-    trainer = job.trainer
-    if name not in arguments_of(BACKENDS, trainer.backend).model_fields:
-        return
-    order = [default, *values]
-    for value in order[order.index(trainer.backend_args.get(name, default)) + 1 :]:
-        text = f"trainer.backend_args.{name}={str(value).lower()}"
-        yield text, _with_trainer(job, backend_args={**trainer.backend_args, name: value})
+def _with(section: Any, field: str, value: Any) -> Any:
+    """Return a section, or a mapping, with another value of the field at a dotted path."""
+    name, _, rest = field.partition(".")
+    mapping = isinstance(section, Mapping)
+    if rest:
+        value = _with(section[name] if mapping else getattr(section, name), rest, value)
+    return {**section, name: value} if mapping else section.model_copy(update={name: value})
 
 
-def _with_trainer(job: JobConfig, **changes: Any) -> JobConfig:
-    return job.model_copy(update={"trainer": job.trainer.model_copy(update=changes)})
+def _after(values: Sequence[Any], value: Any) -> Sequence[Any]:
+    return values[values.index(value) + 1 :]
 
 
-def _recompute(job: JobConfig) -> Changed:
-    return _argument(job, "recompute", *get_args(Recompute))
+def _argument(job: JobConfig, name: str, *values: Any) -> Sequence[Any]:
+    """Return the values of an argument of the back end that come after the job's, the first being the
+    default."""
+    known = arguments_of(BACKENDS, job.trainer.backend).model_fields
+    return _after(values, job.trainer.backend_args.get(name, values[0])) if name in known else ()
 
 
-def _low_precision(job: JobConfig) -> Changed:
-    if job.trainer.dtype == "float32":
-        yield "trainer.dtype=bfloat16", _with_trainer(job, dtype="bfloat16")
-
-
-def _offload(job: JobConfig) -> Changed:
-    return _argument(job, "offload_optimizer", False, True)
-
-
-def _one_copy(job: JobConfig) -> Changed:
-    asked = job.trainer.parallel
-    if asked.data != 1 and asked.shard is None:
-        yield "trainer.parallel.data=1", _with_trainer(job, parallel=asked.model_copy(update={"data": 1}))
-
-
-def _shared_rows(job: JobConfig) -> Changed:
-    """More ranks of those that there are share each row, where the back end can."""
+def _sequence(job: JobConfig) -> Sequence[int]:
+    """More ranks of those that there are share each row, if the back end can."""
     trainer, asked = job.trainer, job.trainer.parallel
     if "sequence" not in getattr(BACKENDS.known(trainer.backend), "axes", ()) or asked.shard is not None:
-        return
+        return ()
     with suppress(OSError, ValueError):
         if looks_beyond_tokens(json.loads((job.model / "config.json").read_bytes())):
-            return
-    size = 2 * asked.sequence
-    while trainer.ranks % (size * asked.data) == 0:
-        changed = asked.model_copy(update={"sequence": size})
-        yield f"trainer.parallel.sequence={size}", _with_trainer(job, parallel=changed)
-        size *= 2
+            return ()
+    return [size for size in _doubled(asked.sequence) if trainer.ranks % (size * asked.data) == 0]
 
 
-def _other_channel(job: JobConfig) -> Changed:
-    if job.kind == "rl" and job.weights.channel == "nccl":
-        weights = job.weights.model_copy(update={"channel": "shm"})
-        yield "weights.channel=shm", job.model_copy(update={"weights": weights})
+def _ranks(job: JobConfig) -> Sequence[int]:
+    fixed = job.trainer.parallel.shard is not None
+    return [] if fixed else [ranks for ranks in _doubled(job.trainer.ranks) if ranks <= MOST_RANKS]
 
 
-def _more_ranks(job: JobConfig) -> Changed:
-    if job.trainer.parallel.shard is not None:
-        return
-    ranks = 2 * job.trainer.ranks
-    while ranks <= MOST_RANKS:
-        yield f"trainer.ranks={ranks}", _with_trainer(job, ranks=ranks)
-        ranks *= 2
+def _doubled(size: int) -> list[int]:
+    return [size << times for times in range(1, 17)]
 
 
-def _adapters(job: JobConfig) -> Changed:
-    lora = job.trainer.lora
-    if not lora.rank:
-        changed = lora.model_copy(update={"rank": LORA_RANK})
-        yield f"trainer.lora.rank={LORA_RANK}", _with_trainer(job, lora=changed)
+def _knob(field: str, values_of: Callable[[JobConfig], Sequence[Any]]) -> Knob:
+    def changed(job: JobConfig) -> Changed:
+        for value in values_of(job):
+            text = str(value).lower() if isinstance(value, bool) else value
+            yield f"{field}={text}", _with(job, field, value)
+
+    return changed
 
 
 KNOBS: tuple[Knob, ...] = (
-    _recompute,
-    _low_precision,
-    _offload,
-    _shared_rows,
-    _one_copy,
-    _other_channel,
-    _more_ranks,
-    _adapters,
+    _knob("trainer.backend_args.recompute", lambda job: _argument(job, "recompute", *get_args(Recompute))),
+    _knob("trainer.dtype", lambda job: _after(("float32", "bfloat16"), job.trainer.dtype)),
+    _knob(
+        "trainer.backend_args.offload_optimizer",
+        lambda job: _argument(job, "offload_optimizer", False, True),
+    ),
+    _knob("trainer.parallel.sequence", _sequence),
+    _knob(
+        "trainer.parallel.data",
+        lambda job: [1] if job.trainer.parallel.data != 1 and job.trainer.parallel.shard is None else [],
+    ),
+    _knob(
+        "weights.channel",
+        lambda job: ["shm"] if job.kind == "rl" and job.weights.channel == "nccl" else [],
+    ),
+    _knob("trainer.ranks", _ranks),
+    _knob("trainer.lora.rank", lambda job: [] if job.trainer.lora.rank else [LORA_RANK]),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import cache
 from math import prod
@@ -145,19 +145,17 @@ def host_bytes(job: JobConfig, model: ModelShape, rank: RankMemory) -> dict[str,
             "published snapshots (shared memory)": shared.snapshots * published,
             "those that evaluations hold, at most": shared.evaluated * published,
             "deltas and what they change, at most": shared.deltas * published,
-            "merged models (shared memory)": shared.merged * _number_bytes(job) * model.size,
+            "merged models (shared memory)": shared.merged
+            * options_of(job.trainer).compute_bytes
+            * model.size,
         }
     return {name: size for name, size in found.items() if size}
-
-
-def _number_bytes(job: JobConfig) -> int:
-    return 2 if job.trainer.dtype == "bfloat16" else 4
 
 
 def _published_bytes(job: JobConfig, model: ModelShape) -> int:
     lora = job.trainer.lora
     adapters = sum(prod(s) for block in model.blocks for s in block.adapters(lora.rank, lora.targets))
-    return _number_bytes(job) * (adapters if lora.rank else model.size)
+    return options_of(job.trainer).compute_bytes * (adapters if lora.rank else model.size)
 
 
 def _sent_bytes(job: JobConfig, model: ModelShape) -> int:
@@ -246,61 +244,46 @@ def _show(found: Mapping[str, Any]) -> None:
     options = [f"{name}: {json.dumps(value)}" for name, value in found["backend_args"].items()]
     options += [f"{axis}: {size}" for axis, size in found["parallel"].items() if size > 1 and axis != "shard"]
     options += [f"lora of rank {found['lora_rank']}"] if found["lora_rank"] else []
-    console.print(found["model"], markup=False)
+    lines = [found["model"]]
     if found["shapes_of_config"]:
-        console.print("Its shapes are those of config.json: its safetensors files are not all there.")
-    console.print(
-        f"{_count(found['parameters'])} parameters in {found['blocks']} blocks; {found['dtype']} on {ranks}",
-        markup=False,
-    )
+        lines.append("Its shapes are those of config.json: its safetensors files are not all there.")
+    counted = f"{_count(found['parameters'])} parameters in {found['blocks']} blocks"
+    lines.append(f"{counted}; {found['dtype']} on {ranks}")
     for name, further in found["further_models"].items():
         kind = "trained" if further["trained"] else "frozen"
-        console.print(f"{name}: {_count(further['parameters'])} parameters, {kind}", markup=False)
-    if options:
-        console.print(", ".join(options).replace('"', ""), markup=False)
+        lines.append(f"{name}: {_count(further['parameters'])} parameters, {kind}")
+    lines += [", ".join(options).replace('"', "")] if options else []
+    console.print("\n".join(lines), markup=False)
     each = {name: _size(size) for name, size in found["bytes_per_rank"].items() if size}
     each |= {f"{name}, per token": f"{size / MIB:.3f} MiB" for name, size in found["bytes_per_token"].items()}
-    tokens = found["longest_pass_tokens"]
+    tokens, gpu = found["longest_pass_tokens"], found.get("gpu")
     what = "micro-batch" if tokens == found["micro_batch_tokens"] else "row"
     each[f"peak of a {what} of {tokens:,} tokens"] = _size(found["peak_bytes"])
-    _show_sizes(console, "each rank", each)
-    _show_sizes(console, "the host", {name: _size(size) for name, size in found["host_bytes"].items()})
-    gpu = found.get("gpu")
-    if gpu is None:
-        console.print("No GPU is visible: name one with --gpu to see what fits.")
-    else:
-        console.print(f"{gpu['name']}: {_size(gpu['usable_bytes'])} for tensors", markup=False)
-        console.print(_what_fits(gpu["tokens_that_fit"], tokens, what), markup=False)
-        if not gpu["fits"]:
-            console.print(_what_to_do(gpu["enough"]), markup=False)
+    host = {name: _size(size) for name, size in found["host_bytes"].items()}
+    for title, sizes in (("each rank", each), ("the host", host)):
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column(min_width=46)
+        table.add_column(justify="right", min_width=11)
+        for name, size in sizes.items():
+            table.add_row(f"  {name}", size)
+        console.print(title, table, sep="\n")
+    lines = ["No GPU is visible: name one with --gpu to see what fits."]
+    if gpu is not None:
+        lines = [f"{gpu['name']}: {_size(gpu['usable_bytes'])} for tensors", *_what_fits(gpu, tokens, what)]
     if layers := found["uncounted_layers"]:
-        console.print(
-            f"Not counted is what these layers of a block keep: {', '.join(layers)}.\n"
-            "A pass takes more than is said here, and fewer tokens fit.",
-            markup=False,
-        )
+        lines.append(f"Not counted is what these layers of a block keep: {', '.join(layers)}.")
+        lines.append("A pass takes more than is said here, and fewer tokens fit.")
+    console.print("\n".join(lines), markup=False)
 
 
-def _show_sizes(console: Console, title: str, sizes: Mapping[str, str]) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(min_width=46)
-    table.add_column(justify="right", min_width=11)
-    for name, size in sizes.items():
-        table.add_row(f"  {name}", size)
-    console.print(title, table, sep="\n")
-
-
-def _what_fits(fits: int, tokens: int, what: str) -> str:
-    if not fits:
-        return "The model does not fit."
+def _what_fits(gpu: Mapping[str, Any], tokens: int, what: str) -> Iterator[str]:
+    fits: int = gpu["tokens_that_fit"]
     told = f"Micro-batches of up to {fits:,} tokens fit; the job's {what} of {tokens:,}"
-    return f"{told} does too." if tokens <= fits else f"{told} does not."
-
-
-def _what_to_do(enough: Sequence[str]) -> str:
-    if not enough:
-        return f"Nothing that a job says changes that, on up to {MOST_RANKS} ranks: take a larger GPU."
-    return "\n  ".join(["It does with any of these lines, behind the job file:", *enough])
+    yield f"{told} does{' too' if gpu['fits'] else ' not'}." if fits else "The model does not fit."
+    if not gpu["fits"] and gpu["enough"]:
+        yield "\n  ".join(["It does with any of these lines, behind the job file:", *gpu["enough"]])
+    elif not gpu["fits"]:
+        yield f"Nothing that a job says changes that, on up to {MOST_RANKS} ranks: take a larger GPU."
 
 
 def _size(n_bytes: int) -> str:

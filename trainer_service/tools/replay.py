@@ -24,17 +24,18 @@ from areal_async.launch.run_handle import Run, find_run
 from areal_async.weights.pieces import whole_tensors
 from areal_async.weights.snapshot import write_snapshot
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
-from trainer_service.checkpoint import Checkpoint, named_checkpoints, open_checkpoint, step_of
+from trainer_service.checkpoint import Checkpoint, CheckpointReader, named_checkpoints, step_of
+from trainer_service.checkpoint_store import name_of
 from trainer_service.data.recording import RecordedStep, Recording
-from trainer_service.disk import companion_files
+from trainer_service.durable_files import companion_files
 from trainer_service.errors import BatchError, TrainerError
 from trainer_service.loop.faults import states_folder
 from trainer_service.loop.learner import Learner, load_backend
 from trainer_service.ranks import join_ranks
-from trainer_service.trained import companions_of, write_trained
+from trainer_service.trained_model import companions_of, write_trained
 
 NEAR = 1e-6
-"""How far, absolute or relative, losses and norms of one rank may be from those of several."""
+"""Largest difference, absolute or relative, of losses and norms of one rank from those of several."""
 
 
 def main(request: ReplayRequest) -> None:
@@ -56,9 +57,8 @@ def main(request: ReplayRequest) -> None:
     if start is not None:
         console.print(f"From the checkpoint of step {start.manifest.step}.")
     kept = out / run.job.job if out is not None else None
-    differing = replay(
-        run, recording, start, steps[-1], exact=not request.overrides, out=kept, console=console
-    )
+    exact = not request.overrides
+    differing = replay(run, recording, start, steps[-1], exact=exact, out=kept, console=console)
     if kept is not None:
         console.print(f"The model is in {kept}.")
     if request.as_json:
@@ -71,7 +71,7 @@ def start_of(run: Run, recording: Recording, steps: Sequence[int]) -> Checkpoint
     roots = (states_folder(run.folder), run.folder / "checkpoints")
     usable = [path for root in roots for path in named_checkpoints(root) if step_of(path) <= steps[0]]
     newest = max(usable, key=step_of, default=None)
-    start = open_checkpoint(newest, job=run.job.job, policy=run.job.policy) if newest else None
+    start = CheckpointReader(run.job.job, run.job.policy).open(newest) if newest else None
     first = start.manifest.step if start is not None else 0
     missing = sorted(set(range(first, steps[-1] + 1)) - set(recording.steps))
     if missing:
@@ -100,42 +100,31 @@ def replay(
     torch.manual_seed(run.job.seed)
     ranks = join_ranks(0, 1, device=rank_device(section.device, 0))
     backend = load_backend(run.job, ranks)
-    first = 0
     learner = Learner(run.job, ranks, backend)
+    first = start.manifest.step if start is not None else 0
     if start is not None:
         learner.load(start.folder, start.manifest.updates)
-        first = start.manifest.step
     known, differing, states = 0, [], states_folder(run.folder)
     most = 1  # ranks that recorded a step
     for step in range(first, last + 1):
         found = recording.read(step)
-        plan = learner.plan(found.batch, step)
         # A state that was kept for a faulty step has seen the minibatches before it.
-        begun = found.begun if start is not None and start.folder == states / f"step-{step:06d}" else 0
+        begun = found.begun if start is not None and start.folder == states / name_of(step) else 0
         blobs, routes = (
             {name: memoryview(blob) for name, blob in kept.items()} for kept in (found.blobs, found.routes)
         )
+        plan = learner.plan(found.batch, step)
         result = learner.train(found.batch, plan, blobs, routes=routes, begun=begun)
         losses, norms = (
             [*before[:begun], *now[begun:]]
             for before, now in ((found.losses, result.losses), (found.grad_norms, result.grad_norms))
         )
         text = difference(found, losses, norms, hash_of_weights(run.job, backend))
-        console.print(
-            f"{step:>6}  loss {result.loss:.8f}  gradient norm {result.grad_norm:.6f}  {text or '='}"
-        )
+        figures = f"loss {result.loss:.8f}  gradient norm {result.grad_norm:.6f}"
+        console.print(f"{step:>6}  {figures}  {text or '='}")
         most = max(most, found.ranks)
         if text and exact:
-            several = (
-                f"{most} ranks recorded it and one replays it, in another order of sums, which counts for "
-                f"more than {NEAR:g} after many steps or in bfloat16; or the recording"
-            )
-            raise TrainerError(
-                f"the replay is not the recording: step {step} differs first, in {text}. "
-                f"{several if most > 1 else 'The recording'}, the model, the number of torch threads or the "
-                "version of this program or of torch is another than that of the run, or it ran on a device "
-                "that does not repeat its sums in one order."
-            )
+            raise _not_the_recording(step, text, most)
         differing += [step] if text else []
         known += bool(found.weights_hash)
     steps = last + 1 - first
@@ -152,6 +141,19 @@ def replay(
     if out is not None:
         write_trained(out, run.job, backend, ranks, companion_files(run.job.model, section.dtype))
     return differing
+
+
+def _not_the_recording(step: int, text: str, ranks: int) -> TrainerError:
+    several = (
+        f"{ranks} ranks recorded it and one replays it, in another order of sums, which counts for more than "
+        f"{NEAR:g} after many steps or in bfloat16; or the recording"
+    )
+    return TrainerError(
+        f"the replay is not the recording: step {step} differs first, in {text}. "
+        f"{several if ranks > 1 else 'The recording'}, the model, the number of torch threads or the version "
+        "of this program or of torch is another than that of the run, or it ran on a device that does not "
+        "repeat its sums in one order."
+    )
 
 
 def hash_of_weights(job: JobConfig, backend: TrainingBackend) -> str:

@@ -240,7 +240,7 @@ fill()
 assert digest_of([disk / "holes"]) != digest_of([disk / "whole"])
 """,
     "checkpoint": """
-from trainer_service.disk import hashed
+from trainer_service.durable_files import hashed
 fill()
 assert hashed(disk / "holes").size_bytes == 2 << 20
 """,

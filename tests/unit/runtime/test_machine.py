@@ -14,7 +14,7 @@ from areal_async.cli.tools import own_tracebacks, readable_errors
 from areal_async.cluster import attempt_process
 from areal_async.service import main as service
 from areal_async.storage.remote import REFUSED
-from trainer_service.disk import room_for
+from trainer_service.durable_files import room_for
 from trainer_service.errors import DiskFull
 
 DISK = ["ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ESTALE"]

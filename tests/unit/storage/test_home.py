@@ -93,7 +93,7 @@ def test_what_the_job_names_comes_whole_and_nothing_else_of_the_home_host_does(h
 
 
 def test_a_trainer_leaves_its_checkpoints_and_its_model_and_reads_them_again(home, run_dir, named, tmp_path):
-    from trainer_service.stored import CheckpointStore  # the others here need no torch
+    from trainer_service.checkpoint_store import CheckpointStore  # the others here need no torch
 
     store = f"{with_home_store(named).checkpoint.store}/rhome"
     step = tmp_path / "step"

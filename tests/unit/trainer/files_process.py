@@ -21,6 +21,7 @@ from areal_async.service.record import RunLog
 from trainer_service.loop.from_files import FileTrainer
 from trainer_service.loop.learner import load_backend
 from trainer_service.ranks import Ranks, join_ranks
+from trainer_service.saved_states import TrainingRun
 
 
 def rows_of(form: str, n: int, seed: int) -> list[dict[str, Any]]:
@@ -81,7 +82,7 @@ def trainer_of(job: JobConfig, out: Path, ranks: Ranks | None = None) -> FileTra
     job = job.model_copy(update={"trainer": job.trainer.model_copy(update={"ranks": ranks.world})})
     run_log = RunLog(out / "metrics.jsonl") if ranks.first else None
     backend = load_backend(job, ranks)
-    return FileTrainer(job, ranks, backend, run_dir=out, run_log=run_log, stopping=threading.Event())
+    return FileTrainer(TrainingRun(job, ranks, backend, out, run_log, threading.Event()))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from areal_async.base.addresses import interface_of
 from areal_async.config.job import LoraSection
 from areal_async.service.rank_group import Meeting
 from areal_async.weights.pieces import TensorPiece
-from trainer_service import disk, trained
+from trainer_service import durable_files, trained_model
 from trainer_service import ranks as ranks_module
 from trainer_service.errors import BatchError
 from trainer_service.ranks import Ranks, join_ranks, lost_peer
@@ -30,7 +30,7 @@ LIMIT_S = 2.0  # The collectives' own
 def write_slowly(ranks: Ranks, folder: Path) -> None:
     """Write a model whose sync takes rank 1 longer than a collective waits, then one that rank 0 merges as
     slowly."""
-    sync, slow_s = disk.sync, 1.25 * LIMIT_S
+    sync, slow_s = durable_files.sync, 1.25 * LIMIT_S
 
     def slow_sync(path: Path) -> None:
         if ranks.rank == 1:
@@ -41,14 +41,14 @@ def write_slowly(ranks: Ranks, folder: Path) -> None:
         time.sleep(slow_s)
         into.mkdir()
 
-    disk.sync, trained.write_merged = slow_sync, slow_merge
-    trained.BaseWeights = lambda folder, dtype: SimpleNamespace(close=lambda: None)
+    durable_files.sync, trained_model.write_merged = slow_sync, slow_merge
+    trained_model.BaseWeights = lambda folder, dtype: SimpleNamespace(close=lambda: None)
     row = TensorPiece("w", (2, 3), (ranks.rank, 0), torch.full((1, 3), float(ranks.rank)))
-    disk.write_model(folder / "model", lambda: [row], {}, ranks)
+    durable_files.write_model(folder / "model", lambda: [row], {}, ranks)
     section: Any = SimpleNamespace(lora=LoraSection(rank=2), dtype="float32")
     backend: Any = SimpleNamespace(export=lambda name, gather: [])
     job: Any = SimpleNamespace(model=folder, trainer=section)
-    trained.write_whole(folder / "merged", job, backend, {}, ranks)
+    trained_model.write_whole(folder / "merged", job, backend, {}, ranks)
 
 
 def main(rank: int, folder: Path) -> dict[str, object]:

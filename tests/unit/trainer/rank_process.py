@@ -42,6 +42,7 @@ from trainer_service.loop.learner import Learner, load_backend
 from trainer_service.loop.rl import RlTrainer
 from trainer_service.loop.step import StepResult
 from trainer_service.ranks import Ranks, join_ranks
+from trainer_service.saved_states import TrainingRun
 
 
 class RecordedBuffer:
@@ -110,9 +111,10 @@ def trainer_of(
     out.mkdir(parents=True, exist_ok=True)
     ranks = ranks or join_ranks(0, 1)
     backend = options.pop("backend", None) or load_backend(job, ranks)
-    given = {"files": {}, "publisher": None, "stopping": threading.Event()} | options
+    given = {"files": {}, "publisher": None, "stopping": threading.Event(), "shm_dir": None} | options
     run_log = RunLog(out / "metrics.jsonl") if ranks.first else None
-    return RlTrainer(job, ranks, backend, buffer, run_dir=out, run_log=run_log, **given)
+    training = TrainingRun(job, ranks, backend, out, run_log, given.pop("stopping"), given.pop("shm_dir"))
+    return RlTrainer(training, buffer, **given)
 
 
 def learner_of(model: Path, out: Path, **trainer: Any) -> tuple[TrainingBackend, Learner]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer_service.checkpoint import Checkpoints, named_checkpoints, step_of
-from trainer_service.disk import write_hashed
+from trainer_service.checkpoint import Checkpoints, Retention, TrainerState, named_checkpoints, step_of
+from trainer_service.durable_files import write_hashed
 from trainer_service.ranks import join_ranks
 
 OF = {"job": "job", "policy": "alice"}
 
 
 def made(root: Path, **options: Any) -> Checkpoints:
-    return Checkpoints(root, **OF, **{"keep": 2, "ranks": join_ranks(0, 1)} | options)
+    kept = {name: options.pop(name) for name in ("best", "measured", "pending") if name in options}
+    keep = Retention(options.pop("keep", 2), **kept)
+    return Checkpoints(root, **OF, **{"keep": keep, "ranks": join_ranks(0, 1)} | options)
 
 
 def save(checkpoints: Checkpoints, *steps: int, content: bytes = b"weights", **options: Any) -> Checkpoints:
@@ -23,7 +25,7 @@ def save(checkpoints: Checkpoints, *steps: int, content: bytes = b"weights", **o
 
     for step in steps:
         given = {"epoch": 3, "updates": {"policy": 2 * step}, "save": write, "ledger": lambda: b"ledger"}
-        checkpoints.begin(step, **given | options)
+        checkpoints.begin(TrainerState(step, **given | options))
         checkpoints.wait()
     return checkpoints
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.unit.families import config_of
-from trainer_service.backends.fsdp.attention import PACKED_ATTENTION, packed_attention
+from trainer_service.backends.fsdp.attention import PACKED_ATTENTION, PackedRuns, packed_attention
 from trainer_service.data.prefixes import runs_of
 
 
@@ -26,7 +26,7 @@ def _compare(model, sequences):
         input_ids=torch.cat(sequences)[None],
         position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
         use_cache=False,
-        packed_runs=runs_of(lengths),
+        packed_runs=PackedRuns(runs_of(lengths)),
     )
     packed = out.logits[0].log_softmax(-1)
     (packed * weight).sum().backward()
@@ -61,7 +61,7 @@ def test_runs_are_required_and_must_add_up():
     with pytest.raises(ValueError, match="packed_runs"):
         packed_attention(torch.nn.Identity(), q, q, q, None)
     with pytest.raises(ValueError, match="runs that hold 5"):
-        packed_attention(torch.nn.Identity(), q, q, q, None, packed_runs=[(1, 5)])
+        packed_attention(torch.nn.Identity(), q, q, q, None, packed_runs=PackedRuns([(1, 5)]))
 
 
 def test_runs_of_names_stretches_of_equal_length():

@@ -10,20 +10,20 @@ from tests.unit.trainer.forked_ranks import run_script
 from tests.unit.trainer.saving import OF, made, save, steps_in
 from tests.waiting import LIMIT_S
 from trainer_service.checkpoint import (
+    CheckpointReader,
     Measured,
+    TrainerState,
     named_checkpoints,
-    newest_usable,
-    open_checkpoint,
     to_keep,
 )
 from trainer_service.errors import CheckpointError
-from trainer_service.published import PublishedVersions
+from trainer_service.publications import PublishedVersions
 
 
 def test_what_was_saved_is_opened(tmp_path):
-    assert newest_usable(tmp_path / "none", **OF) is None
+    assert CheckpointReader(**OF).newest(tmp_path / "none") is None
     save(made(tmp_path), 50)
-    checkpoint = newest_usable(tmp_path, **OF)
+    checkpoint = CheckpointReader(**OF).newest(tmp_path)
     assert checkpoint.folder == tmp_path / "step-000050"
     assert checkpoint.ledger() == b"ledger"
     manifest = checkpoint.manifest
@@ -41,7 +41,7 @@ def test_the_newest_are_kept_and_those_of_others_are_left_alone(tmp_path):
 
 def test_the_best_are_kept_beside_the_newest_once_their_accuracy_is_known(tmp_path):
     measured, pending = [Measured(3, 1, 0.9)], {3}
-    best = {"keep": 1, "keep_best": 1, "measured": lambda: measured}
+    best = {"keep": 1, "best": 1, "measured": lambda: measured}
     checkpoints = made(tmp_path, **best, pending=lambda: pending)
     save(checkpoints, 1, 2, 3)
     assert steps_in(tmp_path) == [1, 3]
@@ -58,7 +58,7 @@ def test_the_best_are_kept_beside_the_newest_once_their_accuracy_is_known(tmp_pa
     save(checkpoints, 6)
     assert steps_in(tmp_path) == [5, 6], "of equal ones the newer; measured by a trainer that came back at it"
     again = made(tmp_path, **best)
-    again.went_on_from(newest_usable(tmp_path, **OF))
+    again.went_on_from(CheckpointReader(**OF).newest(tmp_path))
     save(again, 7)
     assert steps_in(tmp_path) == [5, 7]
 
@@ -92,12 +92,10 @@ def test_one_checkpoint_is_written_at_a_time_and_training_goes_on_meanwhile(tmp_
 
         return copies
 
-    checkpoints.begin(
-        1, epoch=1, updates={"policy": 1}, save=held(1), durable=lambda: order.append("durable 1")
-    )
+    checkpoints.begin(TrainerState(1, 1, {"policy": 1}, held(1), durable=lambda: order.append("durable 1")))
     assert named_checkpoints(tmp_path) == [], "what is being written has no name"
     threading.Timer(0.05, release.set).start()
-    checkpoints.begin(2, epoch=1, updates={"policy": 2}, save=held(2))
+    checkpoints.begin(TrainerState(2, 1, {"policy": 2}, held(2)))
     checkpoints.wait()
     assert order == ["copy 1", "write 1", "durable 1", "copy 2", "write 2"]
 
@@ -117,7 +115,7 @@ def test_a_trainer_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path)
     (tmp_path / "killed.py").write_text(KILLED)
     root = tmp_path / "checkpoints"
     run_script(tmp_path / "killed.py", root, status=-signal.SIGKILL)
-    assert newest_usable(root, **OF).manifest.step == 1
+    assert CheckpointReader(**OF).newest(root).manifest.step == 1
     assert (root / ".step-000002.tmp").exists()
     save(made(root), 2)
     assert sorted(path.name for path in root.iterdir()) == ["step-000001", "step-000002"]
@@ -133,13 +131,13 @@ def test_a_checkpoint_cut_short_has_no_name(tmp_path):
 
         return write
 
-    checkpoints.begin(7, epoch=1, updates={"policy": 7}, save=half)
+    checkpoints.begin(TrainerState(7, 1, {"policy": 7}, half))
     for _ in range(2):  # whoever looks after it ends by it
         with pytest.raises(OSError, match="disk full"):
             checkpoints.wait()
-    assert newest_usable(tmp_path, **OF) is None
+    assert CheckpointReader(**OF).newest(tmp_path) is None
     checkpoints = save(made(tmp_path), 7)
-    assert open_checkpoint(tmp_path / "step-000007", **OF).manifest.step == 7
+    assert CheckpointReader(**OF).open(tmp_path / "step-000007").manifest.step == 7
     save(checkpoints, 7, content=b"again")
     assert (tmp_path / "step-000007" / "policy.bin").read_bytes() == b"again"
 
@@ -148,19 +146,19 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path):
     save(made(tmp_path), 1)
     (folder,) = named_checkpoints(tmp_path)
     with pytest.raises(CheckpointError, match="of job 'job', not of 'other'"):
-        open_checkpoint(folder, **OF | {"job": "other"})
+        CheckpointReader(**OF | {"job": "other"}).open(folder)
     with pytest.raises(CheckpointError, match=r"of policy 'alice', not of 'bob'.*\(policy: alice\)"):
-        open_checkpoint(folder, **OF | {"policy": "bob"})
+        CheckpointReader(**OF | {"policy": "bob"}).open(folder)
     for harm in (lambda file: file.write_bytes(b"weightz"), lambda file: file.unlink()):
         harm(folder / "policy.bin")
         with pytest.raises(CheckpointError, match=r"policy\.bin is missing or damaged"):
-            open_checkpoint(folder, **OF)
+            CheckpointReader(**OF).open(folder)
     (folder / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"no readable manifest\.json"):
-        open_checkpoint(folder, **OF)
+        CheckpointReader(**OF).open(folder)
     (folder / "manifest.json").write_text('{"schema": 1, "job": "job", "step": 1}')
     with pytest.raises(CheckpointError, match="schema 1; this version reads 3: finish the run with the"):
-        open_checkpoint(folder, **OF)
+        CheckpointReader(**OF).open(folder)
 
 
 def test_a_version_published_again_with_equal_weights_is_recognised(tmp_path):
@@ -191,7 +189,7 @@ def test_a_trainer_that_goes_back_counts_no_checkpoint_of_the_steps_that_it_left
     save(made(tmp_path), 3, 4)
     assert steps_in(tmp_path) == [1, 2, 3, 4]
     back = made(tmp_path)
-    back.went_on_from(open_checkpoint(tmp_path / "step-000002", **OF))
+    back.went_on_from(CheckpointReader(**OF).open(tmp_path / "step-000002"))
     assert back.newest == 2
     assert save(back, 3).newest == 3
     assert steps_in(tmp_path) == [2, 3, 4], "the oldest of two goes"

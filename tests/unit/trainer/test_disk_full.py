@@ -16,9 +16,15 @@ from areal_async.weights.pieces import whole_piece
 from tests.waiting import LIMIT_S
 from trainer_service import checkpoint as checkpoint_module
 from trainer_service.backends.fsdp.shards import write_tensors
-from trainer_service.checkpoint import Checkpoints, named_checkpoints, newest_usable
+from trainer_service.checkpoint import (
+    CheckpointReader,
+    Checkpoints,
+    Retention,
+    TrainerState,
+    named_checkpoints,
+)
 from trainer_service.data.recording import read_step, write_step
-from trainer_service.disk import room_for, write_model
+from trainer_service.durable_files import room_for, write_model
 from trainer_service.errors import DiskFull
 from trainer_service.ranks import join_ranks
 
@@ -41,11 +47,11 @@ def weights(folder):
 
 
 def checkpoints_in(folder, ranks=None):
-    return Checkpoints(folder, job="job", policy="policy", keep=1, ranks=ranks or join_ranks(0, 1))
+    return Checkpoints(folder, job="job", policy="policy", keep=Retention(1), ranks=ranks or join_ranks(0, 1))
 
 
 def written(checkpoints, step, *, ledger, save=weights):
-    checkpoints.begin(step, epoch=1, updates={"policy": 1}, ledger=lambda: ledger, save=save)
+    checkpoints.begin(TrainerState(step, 1, {"policy": 1}, save, lambda: ledger))
     checkpoints.wait()
 
 
@@ -57,7 +63,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before_and_a_later_one_ca
         with no_room(), pytest.raises(DiskFull, match=r"no room for a checkpoint .* `areal-async resume`"):
             written(checkpoints, 2, ledger=ledger, save=save)
         assert [path.name for path in tmp_path.iterdir()] == ["step-000001"], "what was begun is gone"
-        found = newest_usable(tmp_path, job="job", policy="policy")
+        found = CheckpointReader(job="job", policy="policy").newest(tmp_path)
         assert (found.manifest.step, found.ledger()) == (1, b"one")
     # As a trainer that comes back does it.
     again = checkpoints_in(tmp_path)
@@ -165,11 +171,16 @@ def test_a_recorded_batch_that_does_not_fit_is_written_again_on_resume(tmp_path,
 
 
 def test_a_model_that_does_not_fit_leaves_the_one_before(tmp_path):
-    write_model(tmp_path / "model", lambda: [whole_piece("a", torch.ones(2))], {"config.json": b"{}"})
+    write_model(
+        tmp_path / "model",
+        lambda: [whole_piece("a", torch.ones(2))],
+        {"config.json": b"{}"},
+        join_ranks(0, 1),
+    )
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
     large = whole_piece("a", torch.ones(LIMIT_BYTES))
     with no_room(), pytest.raises(DiskFull, match="no room for the model"), room_for("the model", tmp_path):
-        write_model(tmp_path / "model", lambda: [large], {"config.json": b"{}"})
+        write_model(tmp_path / "model", lambda: [large], {"config.json": b"{}"}, join_ranks(0, 1))
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
 
 

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.unit.families import FAMILIES, VOCABULARY
 from tests.unit.trainer.conftest import plain_row
-from trainer_service.backends.fsdp.attention import PACKED_ATTENTION
+from trainer_service.backends.fsdp.attention import PACKED_ATTENTION, PackedRuns
 from trainer_service.data.microbatch import build_micro_batch
 
 BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.4}
@@ -46,7 +46,7 @@ def test_logprobs_of_packed_rows_are_those_of_single_rows(family, dtype):
     batch = build_micro_batch(rows)
     with torch.no_grad():
         model.set_attn_implementation(PACKED_ATTENTION)
-        runs = {"packed_runs": batch.runs, "logits_to_keep": batch.predict, "use_cache": False}
+        runs = {"packed_runs": PackedRuns(batch.runs), "logits_to_keep": batch.predict, "use_cache": False}
         out = model(input_ids=batch.input_ids, position_ids=batch.position_ids, **runs)
         logits = out.logits[0].float() / batch.temperature[:, None]
         packed = logits.log_softmax(-1).gather(1, batch.target[:, None])[:, 0]

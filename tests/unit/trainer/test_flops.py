@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config, Qwen3Con
 
 from tests.unit.trainer import rank_process
 from trainer_service.data.flops import TOKENS_ALONE, load_row_cost, n_experts, peak_flops, row_cost
-from trainer_service.data.step_plan import figures_of
+from trainer_service.loop.report import figures_of
 
 DIMENSIONS = {
     "vocab_size": 96,

@@ -12,7 +12,7 @@ from reward_service.backends.reward_model.scorer import ModelScorer
 from tests.unit.trainer import files_process
 from tests.unit.trainer.files_process import job_of, trainer_of
 from tests.unit.trainer.forked_ranks import run_ranks
-from trainer_service.checkpoint import open_checkpoint
+from trainer_service.checkpoint import CheckpointReader
 from trainer_service.errors import BatchError
 
 LOSSES = {
@@ -81,7 +81,7 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, model_dir, los
     job = job_of(tmp_path, model_dir, "preference", form_of(loss), loss=loss, trainer={"steps": 11})
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert trainer_of(job, whole).run()
-    restored = open_checkpoint(whole / "checkpoints" / "step-000008", job="files", policy="policy")
+    restored = CheckpointReader(job="files", policy="policy").open(whole / "checkpoints" / "step-000008")
     assert trainer_of(job, resumed).run(restored)
     assert told(resumed) == [record for record in told(whole) if record["step"] > 8]
     models = [(out / "model" / "model.safetensors").read_bytes() for out in (whole, resumed)]

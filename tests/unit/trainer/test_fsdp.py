@@ -19,7 +19,7 @@ from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.fsdp.optimizer import ShardedAdamW
 from trainer_service.backends.fsdp.shards import read_shard, row_range, write_shard
 from trainer_service.data.microbatch import build_micro_batch
-from trainer_service.disk import companion_files, write_model
+from trainer_service.durable_files import companion_files, write_model
 from trainer_service.errors import CheckpointError, ModelError
 from trainer_service.ranks import join_ranks
 
@@ -210,7 +210,12 @@ def test_an_export_loads_with_transformers(model_dir, untied_model_dir, tmp_path
     source = model_dir if tied else untied_model_dir
     backend = _backend(source, dtype=getattr(torch, dtype))
     for _ in range(2):  # the second replaces the first
-        write_model(tmp_path / "model", lambda: backend.export("policy"), companion_files(source, dtype))
+        write_model(
+            tmp_path / "model",
+            lambda: backend.export("policy"),
+            companion_files(source, dtype),
+            join_ranks(0, 1),
+        )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", use_safetensors=True)
     assert model.dtype == getattr(torch, dtype)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied

@@ -16,11 +16,11 @@ from tests.unit.trainer import hosts_process
 from tests.unit.trainer.forked_ranks import fork_ranks
 from tests.unit.trainer.hosts_process import STEPS
 from tests.waiting import LIMIT_S
-from trainer_service.checkpoint import Checkpoints
+from trainer_service.checkpoint import Checkpoints, Retention
+from trainer_service.checkpoint_store import CheckpointStore
 from trainer_service.data.recording import write_step
 from trainer_service.errors import TrainerError
 from trainer_service.ranks import Ranks, join_ranks
-from trainer_service.stored import CheckpointStore
 
 NEAR_AND_FAR = ("near", "far")
 
@@ -208,4 +208,4 @@ def test_without_a_store_ranks_on_several_hosts_are_refused(tmp_path):
     alone = join_ranks(0, 1)
     apart = Ranks(0, 2, alone.device, alone.mesh, hosts=NEAR_AND_FAR)
     with pytest.raises(TrainerError, match=r"checkpoint\.store"):
-        Checkpoints(tmp_path, job="job", policy="policy", keep=1, ranks=apart)
+        Checkpoints(tmp_path, job="job", policy="policy", keep=Retention(1), ranks=apart)

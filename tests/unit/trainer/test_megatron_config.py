@@ -14,7 +14,7 @@ from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.memory import MemoryOptions, rank_memory, shape_of
 from trainer_service.backends.megatron import Megatron
 from trainer_service.backends.megatron.config import Dimensions, reasons_against
-from trainer_service.backends.megatron.memory import StageOptions, stage_memory
+from trainer_service.backends.megatron.memory import stage_memory
 from trainer_service.backends.megatron.ranges import read_boxes
 from trainer_service.errors import CheckpointError
 
@@ -146,24 +146,24 @@ def shape(layers=28):
 
 def test_memory_is_shared_by_the_ranks_that_share_the_model():
     model, use = shape(), ModelUse(None)
-    alone = stage_memory(model, StageOptions(RankGrid()))
+    alone = stage_memory(model, MemoryOptions(RankGrid(), compute_bytes=2))
     # One rank has what one rank of FSDP2 has, but for bf16 weights beside their main copies.
     fsdp = rank_memory(model, MemoryOptions(compute_bytes=2))
     assert alone.state == fsdp.state + 2 * model.size
     assert alone.activations_per_token == pytest.approx(fsdp.activations_per_token, rel=0.05)
-    by_tensor = stage_memory(model, StageOptions(RankGrid(tensor=4)))
+    by_tensor = stage_memory(model, MemoryOptions(RankGrid(tensor=4), compute_bytes=2))
     assert by_tensor.state == pytest.approx(alone.state / 4, rel=1e-3)
     assert by_tensor.activations_per_token == pytest.approx(alone.activations_per_token / 4, rel=1e-3)
-    stages = StageOptions(RankGrid(pipeline=4))
+    stages = MemoryOptions(RankGrid(pipeline=4), compute_bytes=2)
     by_stage = stage_memory(model, stages)
     assert by_stage.state < 0.4 * alone.state
     # Four micro-batches of a quarter of the layers are there at once, and more where stages are interleaved.
     assert by_stage.activations_per_token == pytest.approx(alone.activations_per_token, rel=0.02)
     interleaved = stage_memory(model, replace(stages, virtual_stages=7))
     assert interleaved.activations_per_token > by_stage.activations_per_token
-    by_data = stage_memory(model, StageOptions(RankGrid(shard=4)))
+    by_data = stage_memory(model, MemoryOptions(RankGrid(shard=4), compute_bytes=2))
     assert by_data.optimizer == pytest.approx(alone.optimizer / 4, rel=1e-3)
     assert by_data.gradients == alone.gradients
-    kept = stage_memory(model, StageOptions(RankGrid(), recompute="full"))
+    kept = stage_memory(model, MemoryOptions(RankGrid(), compute_bytes=2, recompute="full"))
     assert kept.activations_per_token < alone.activations_per_token / 10
-    assert StageOptions.of(RankGrid(), use, dtype="bfloat16", recompute="none", virtual_stages=1).frozen
+    assert MemoryOptions().of("ref", use).frozen

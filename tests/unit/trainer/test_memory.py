@@ -17,6 +17,7 @@ from areal_async.cli.main import app
 from areal_async.cli.tools import readable_errors
 from areal_async.config.job import JobConfig, OptimizerSection, TrainerSection
 from areal_async.config.load import apply_overrides
+from areal_async.config.parallel import RankGrid
 from tests.unit.families import FAMILIES, config_of
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp import fsdp
@@ -69,13 +70,13 @@ def test_a_rank_holds_sixteen_bytes_of_each_parameter_and_n_ranks_share_them():
     assert model.size == sum(map(prod, shapes.values()))
     alone = rank_memory(model, MemoryOptions())
     assert alone.state == 16 * model.size
-    assert rank_memory(model, MemoryOptions(ranks=4)).state == 4 * model.size
-    assert rank_memory(model, MemoryOptions(ranks=4, replicate=2)).state == 8 * model.size
+    assert rank_memory(model, MemoryOptions(RankGrid(shard=4))).state == 4 * model.size
+    assert rank_memory(model, MemoryOptions(RankGrid(data=2, shard=2))).state == 8 * model.size
 
 
 def test_a_tensor_of_fewer_rows_than_ranks_is_padded():
     model = shape_of(CONFIG, tensors())
-    assert rank_memory(model, MemoryOptions(ranks=128)).parameters > 4 * model.size // 128
+    assert rank_memory(model, MemoryOptions(RankGrid(shard=128))).parameters > 4 * model.size // 128
 
 
 def test_with_adapters_the_frozen_model_takes_its_dtype_alone():
@@ -85,7 +86,7 @@ def test_with_adapters_the_frozen_model_takes_its_dtype_alone():
     adapters = 3 * 8 * ((64 + HIDDEN) + (WIDTH + HIDDEN))
     assert (rank.parameters, rank.gradients) == (2 * model.size + 4 * adapters, 4 * adapters)
     assert rank.state == 2 * model.size + 16 * adapters
-    assert rank_memory(model, replace(options, ranks=4)).state == rank.state // 4
+    assert rank_memory(model, replace(options, grid=RankGrid(shard=4))).state == rank.state // 4
     every = rank_memory(model, replace(options, lora_targets=()))
     assert every.gradients > rank.gradients
     assert every.peak(100) < rank_memory(model, MemoryOptions(compute_bytes=2)).peak(100)
@@ -252,14 +253,18 @@ def test_the_tokens_that_fit_are_the_most_whose_peak_does():
 def test_ranks_that_share_rows_have_a_part_of_the_tokens_each_and_of_the_weights():
     """The last of three has its keys and values twice, and a ring sends them as they are."""
     model = shape_of(CONFIG, tensors())
-    apart = MemoryOptions(ranks=8, recompute="selective")
-    one, two = rank_memory(model, apart), rank_memory(model, replace(apart, sequence=2))
+    apart = MemoryOptions(RankGrid(shard=8), recompute="selective")
+    one, two = (
+        rank_memory(model, apart),
+        rank_memory(model, replace(apart, grid=RankGrid(shard=4, sequence=2))),
+    )
     assert two.state == one.state
     assert two.peak(200_001) == two.peak(200_002) == one.peak(100_001)
     assert two.peak(200_000, 120_000) == one.peak(100_000, 100_000)
     assert two.tokens_that_fit(1 << 30) == 2 * one.tokens_that_fit(1 << 30)
     once = 2 * 4 * 64  # without recomputation each of two layers keeps what attention gives once less
-    one, two, four = (rank_memory(model, MemoryOptions(ranks=8, sequence=size)) for size in (1, 2, 4))
+    grids = [RankGrid(shard=8 // size, sequence=size) for size in (1, 2, 4)]
+    one, two, four = (rank_memory(model, MemoryOptions(grid)) for grid in grids)
     assert two.activations_per_token == one.activations_per_token - once
     assert four.activations_per_token == two.activations_per_token + 2 * 2 * 4 * 32
     assert four.peak(400_000) == two.peak(200_000) + 100_000 * 2 * 2 * 4 * 32

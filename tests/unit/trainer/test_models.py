@@ -14,7 +14,7 @@ from tests.unit.trainer.conftest import SYMBOLS, plain_row
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.microbatch import build_micro_batch, plan_passes
-from trainer_service.disk import companion_files, write_model
+from trainer_service.durable_files import companion_files, write_model
 from trainer_service.errors import CheckpointError, DivergenceError, GradientNotFinite, ModelError
 from trainer_service.ranks import join_ranks
 
@@ -138,7 +138,7 @@ def test_what_was_trained_as_a_reward_model_serves_as_one(tmp_path, untied_model
         backend.train("critic", [batch], lambda _, c: (c["score"] - 2).square().mean(), columns=("score",))
         backend.optimizer_step("critic")
     files = companion_files(untied_model_dir, "float32", values=True)
-    write_model(tmp_path / "model", lambda: backend.export("critic"), files)
+    write_model(tmp_path / "model", lambda: backend.export("critic"), files, join_ranks(0, 1))
     assert set(load_file(tmp_path / "model" / "model.safetensors")) == {
         name for name in load_file(untied_model_dir / "model.safetensors") if name != "lm_head.weight"
     } | {"score.weight"}

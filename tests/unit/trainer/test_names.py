@@ -18,7 +18,7 @@ from tests.unit.families import FAMILIES, config_of
 from tests.unit.trainer import names_process
 from tests.unit.trainer.forked_ranks import run_ranks
 from trainer_service.backends.fsdp.loading import LoadedModel, load_sharded
-from trainer_service.disk import companion_files, write_model
+from trainer_service.durable_files import companion_files, write_model
 from trainer_service.errors import ModelError
 from trainer_service.ranks import join_ranks
 

@@ -234,7 +234,7 @@ def test_shares_are_those_that_are_declared(own):
 def test_parts_are_read_without_torch():
     code = (
         "import sys\n"
-        "from areal_async import registry\n"
+        "from areal_async.config import registry\n"
         "for kind in ('ADVANTAGES', 'LOSSES', 'CORRECTIONS', 'NORMALISERS', 'BACKENDS'):\n"
         "    parts = getattr(registry, kind)\n"
         "    for name in parts.built_in:\n"

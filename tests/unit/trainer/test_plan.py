@@ -11,8 +11,9 @@ from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
 from tests.golden.tables import row, table_of
 from trainer_service.algorithms.objective import Objective
 from trainer_service.data.flops import RowCost
-from trainer_service.data.step_plan import figures_of, plan_step
 from trainer_service.errors import BatchError, StalenessViolation
+from trainer_service.loop.report import figures_of
+from trainer_service.loop.step import plan_step
 
 OBJECTIVE = Objective(ObjectiveSection())
 

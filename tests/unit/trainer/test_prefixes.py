@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.unit.families import config_of
 from tests.unit.trainer.conftest import plain_row
-from trainer_service.backends.fsdp.attention import PACKED_ATTENTION
+from trainer_service.backends.fsdp.attention import PACKED_ATTENTION, PackedRuns
 from trainer_service.data.flops import RowCost
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch, plan_passes
 from trainer_service.data.prefixes import DENSE_TOKENS, LEAST_BRANCH
@@ -61,8 +61,7 @@ def learned(model, batches: list[MicroBatch]) -> tuple[dict[tuple, list[float]],
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             use_cache=False,
-            packed_runs=batch.runs,
-            branching=batch.branching,
+            packed_runs=PackedRuns(batch.runs, batch.branching),
         )
         logits = out.logits[0][batch.predict] / batch.temperature[:, None]
         logp = logits.log_softmax(-1).gather(1, batch.target[:, None])[:, 0]

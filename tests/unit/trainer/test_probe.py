@@ -16,7 +16,7 @@ from tests.unit.families import config_of
 from tests.unit.trainer import rank_process
 from tests.unit.trainer.conftest import plain_row, write_model
 from trainer_service.backends.base import ModelUse
-from trainer_service.backends.fsdp import attention, window
+from trainer_service.backends.fsdp import attention, forward
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.probe import BOUND, probe_rows, refuse_unknown, require_equal
 from trainer_service.data.microbatch import build_micro_batch
@@ -52,7 +52,7 @@ def backend_of(folder: Path, dtype: torch.dtype = torch.float32, **options: obje
 @pytest.fixture
 def by_probe_alone(monkeypatch):
     """The reasons that config.json names are not looked at."""
-    monkeypatch.setattr(window, "cannot_be_packed", lambda config: "")
+    monkeypatch.setattr(forward, "cannot_be_packed", lambda config: "")
 
 
 @pytest.mark.parametrize("family", RIGHT)
@@ -179,7 +179,9 @@ def test_attention_refuses_arguments_that_it_does_not_know(arguments):
     q, mask = torch.zeros(1, 2, 6, 4), arguments.pop("attention_mask", None)
     (name,) = arguments or ["attention_mask"]
     with pytest.raises(UnfitModel, match=rf"Identity calls its attention with {name}, which"):
-        attention.packed_attention(torch.nn.Identity(), q, q, q, mask, packed_runs=[(1, 6)], **arguments)
+        attention.packed_attention(
+            torch.nn.Identity(), q, q, q, mask, packed_runs=attention.PackedRuns([(1, 6)]), **arguments
+        )
 
 
 def test_attention_takes_arguments_that_ask_for_nothing():

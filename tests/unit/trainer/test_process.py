@@ -19,7 +19,7 @@ from areal_async.weights.publisher import Publisher
 from tests.contexts import context_for_test
 from tests.unit.trainer import rank_process
 from trainer_service import main as trainer_main
-from trainer_service.checkpoint import open_checkpoint
+from trainer_service.checkpoint import CheckpointReader
 from trainer_service.data.recording import read_step, write_step
 from trainer_service.errors import RankError
 from trainer_service.main import main
@@ -54,7 +54,9 @@ async def test_a_whole_rl_job(tmp_path, model_dir, make_batch):
     assert recorded.calls.index(("export", 3)) < recorded.calls.index(("checkpointed", 3))
     written = read_run_log(ctx.run_dir / "metrics.jsonl")
     assert [r["version"] for r in written if r["kind"] == "step"] == [1, 2, 3]
-    checkpoint = open_checkpoint(ctx.run_dir / "checkpoints" / "step-000003", job="job", policy="policy")
+    checkpoint = CheckpointReader(job="job", policy="policy").open(
+        ctx.run_dir / "checkpoints" / "step-000003"
+    )
     assert checkpoint.ledger() == b"ledger of 3"
     assert read_step(ctx.run_dir / "batches", 2).blobs == read_step(tmp_path / "given", 2).blobs
     AutoModelForCausalLM.from_pretrained(ctx.run_dir / "model")

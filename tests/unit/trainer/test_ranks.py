@@ -12,7 +12,7 @@ from areal_async.service.record import read_run_log
 from tests.unit.trainer import rank_process
 from tests.unit.trainer.forked_ranks import run_script
 from tests.unit.trainer.two_ranks import two_ranks
-from trainer_service.checkpoint import open_checkpoint
+from trainer_service.checkpoint import CheckpointReader
 from trainer_service.data.recording import Recording, write_step
 from trainer_service.tools.replay import replay
 
@@ -99,7 +99,9 @@ def test_two_ranks_match_one(tmp_path, model_dir, batches, one_rank):
     assert fetched > sum(map(len, recorded.blobs.values())), "no episode was trained on two ranks"
     # Else a rank that leaves a collective early would not be noticed.
     assert any(_fed(one) < _fed(two) for one, two in both), "no rank was short of rows"
-    checkpoint = open_checkpoint(tmp_path / "two" / "checkpoints" / "step-000002", job="job", policy="policy")
+    checkpoint = CheckpointReader(job="job", policy="policy").open(
+        tmp_path / "two" / "checkpoints" / "step-000002"
+    )
     assert checkpoint.manifest.ranks == 2
     rank_process.run(0, 1, model_dir, batches, tmp_path / "resumed", restored=checkpoint)
     assert [step["step"] for step in _steps(tmp_path / "resumed")] == [2, 3]
@@ -125,7 +127,9 @@ def test_two_ranks_that_share_rows_match_one(tmp_path, model_dir, batches, one_r
     folder = tmp_path / "two" / "batches" / "step-000002"
     sizes = [(folder / f"episodes-{rank}.bin").stat().st_size for rank in range(2)]
     assert sizes == [sum(map(len, recorded.blobs.values())), 0]
-    checkpoint = open_checkpoint(tmp_path / "two" / "checkpoints" / "step-000002", job="job", policy="policy")
+    checkpoint = CheckpointReader(job="job", policy="policy").open(
+        tmp_path / "two" / "checkpoints" / "step-000002"
+    )
     rank_process.run(0, 1, model_dir, batches, tmp_path / "resumed", restored=checkpoint)
     _same_weights(one_rank, tmp_path / "resumed")
 

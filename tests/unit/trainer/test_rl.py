@@ -28,13 +28,13 @@ from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import open_snapshot
 from tests.unit.trainer import rank_process
 from tests.waiting import LIMIT_S, wait_for
-from trainer_service.checkpoint import open_checkpoint
+from trainer_service.checkpoint import CheckpointReader
 from trainer_service.data.recording import read_step, write_step
-from trainer_service.disk import companion_files
+from trainer_service.durable_files import companion_files
 from trainer_service.errors import BatchError, DiskFull, StalenessViolation
 from trainer_service.loop.samples import StepSamples
 from trainer_service.ranks import join_ranks
-from trainer_service.states import States, left_in_memory
+from trainer_service.saved_states import States, left_in_memory
 
 
 @pytest.fixture
@@ -295,12 +295,12 @@ def test_every_few_steps_some_episodes_are_kept_as_text_with_their_advantages(
     monkeypatch.setattr("trainer_service.loop.samples.sample_of", broken)
     plan = SimpleNamespace(episodes=[entry for entry, _ in entries.values()], groups=[0] * len(entries))
     samples.write(recorded.batch, plan, [0], recorded.blobs, {})
-    samples.wait()
+    samples.writing.wait()
     monkeypatch.undo()
     monkeypatch.setattr(run_log, "write_samples", lambda *args: (_ for _ in ()).throw(OSError(28, "full")))
     samples.write(recorded.batch, plan, [0], recorded.blobs, {})
     with pytest.raises(DiskFull, match="samples of a step"):
-        samples.wait()
+        samples.writing.wait()
 
 
 def test_staleness_is_bounded_whatever_the_manifest_says(tmp_path, model_dir, make_batch):
@@ -383,11 +383,13 @@ def test_a_trainer_goes_on_from_memory_or_from_disk_and_ends_with_the_same_weigh
     shm = tmp_path / "shm"
     shm.mkdir()
     whole = trained(tmp_path / "whole", rank_process.RecordedBuffer(batches), shm)
-    in_memory = left_in_memory(shm, job="job", policy="policy", ranks=join_ranks(0, 1), above=None)
+    in_memory = left_in_memory(
+        shm, CheckpointReader(job="job", policy="policy", ranks=join_ranks(0, 1)), above=None
+    )
     assert in_memory.manifest.step == 3
     buffer = (LosingBuffer if lost else rank_process.RecordedBuffer)(batches)
     two = tmp_path / "whole" / "checkpoints" / "step-000002"
-    restored = open_checkpoint(two, job="job", policy="policy")
+    restored = CheckpointReader(job="job", policy="policy").open(two)
     again = trained(tmp_path / "again", buffer, shm, restored=restored, left=in_memory)
     assert again == whole
     begins = [call for call in buffer.calls if call[0] in ("refused", "open")]

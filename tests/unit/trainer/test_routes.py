@@ -34,7 +34,7 @@ from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.fsdp.routing import RouteReplay
 from trainer_service.checks.logprobs import rows_to_compare
-from trainer_service.data.episode_rows import routed
+from trainer_service.data.episode_rows import EpisodeBytes, routed
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch, plan_passes
 from trainer_service.data.recording import read_step, write_step
 from trainer_service.data.routes import mixture_to_replay, replayed, rule_of
@@ -373,16 +373,12 @@ def test_units_after_an_update_within_their_answer_are_not_compared_over_older_r
     def compared(routes: bytes | None) -> tuple[int, Counter[str]]:
         skipped: Counter[str] = Counter()
         rows = rows_to_compare(
-            memoryview(pack(episode)),
-            entry_of(episode, 1.0),
-            0,
-            places=[0],
+            EpisodeBytes(memoryview(pack(episode)), entry_of(episode, 1.0), 0, [0], routes),
             policy="policy",
             version=1,
             epochs=[1],
             update_mode="recompute",
             skipped=skipped,
-            routes=routes,
             mixture=Mixture(EXPERTS, CHOSEN, (0, 2)),
         )
         return len(rows), +skipped

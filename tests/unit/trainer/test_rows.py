@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, seen_by
-from tests.golden.tables import episodes_of
+from tests.golden.tables import Alone, episodes_of
 from tests.unit.trainer.conftest import entry_of
-from trainer_service.algorithms.table import Alone
 from trainer_service.data.episode_rows import (
     EpisodeBytes,
     check_staleness,

@@ -19,7 +19,7 @@ from tests.unit.trainer import rank_process
 from tests.unit.trainer.conftest import entry_of
 from tests.unit.trainer.two_ranks import two_ranks
 from trainer_service import metrics
-from trainer_service.checkpoint import open_checkpoint
+from trainer_service.checkpoint import CheckpointReader
 from trainer_service.checks.logprobs import ComparedUnits
 from trainer_service.data.recording import write_step
 from trainer_service.errors import SelfCheckError
@@ -337,7 +337,7 @@ def test_after_a_restart_the_version_that_it_went_on_from_does_not_stand_for_an_
         late = stale * (step == 2)
         episodes(model_dir, tmp_path, step=step, versions=lambda s, n, late=late: np.full(n, s - late))
     train(model_dir, tmp_path, tmp_path / "batches", steps=2, **FROZEN)
-    kept = open_checkpoint(tmp_path / "checkpoints" / "step-000002", job="job", policy="policy")
+    kept = CheckpointReader(job="job", policy="policy").open(tmp_path / "checkpoints" / "step-000002")
     again = train(model_dir, tmp_path / "again", tmp_path / "batches", steps=5, restored=kept, **FROZEN)
     assert [r["version"] for r in again] == ([3] if stale else [2, 3])
 

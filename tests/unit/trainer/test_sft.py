@@ -15,12 +15,13 @@ from areal_async.data.tasks import TaskFileError
 from areal_async.launch.folders import LOCK
 from areal_async.service.record import RunLog, read_run_log
 from tests.unit.trainer.conftest import write_model as write_tiny_model
-from trainer_service.checkpoint import newest_usable
+from trainer_service.checkpoint import CheckpointReader
 from trainer_service.data.lessons import load_tokenizer, read_lessons
 from trainer_service.errors import BatchError
 from trainer_service.loop.from_files import FAR_FACTOR, FileTrainer
 from trainer_service.loop.learner import load_backend
 from trainer_service.ranks import join_ranks
+from trainer_service.saved_states import TrainingRun
 from trainer_service.tools.checkpoint_model import write_checkpoint_model
 
 
@@ -51,7 +52,7 @@ def _trainer(tmp_path, model, *, stopping=None, **options):
     job, ranks = _job(tmp_path, model, **options), join_ranks(0, 1)
     parts = {"run_dir": tmp_path, "run_log": RunLog(tmp_path / "metrics.jsonl")}
     parts["stopping"] = stopping or threading.Event()
-    return FileTrainer(job, ranks, load_backend(job, ranks), **parts)
+    return FileTrainer(TrainingRun(job, ranks, load_backend(job, ranks), **parts))
 
 
 def test_an_example_is_prompt_answer_and_end_with_the_loss_after_the_prompt(tmp_path, model_dir):
@@ -212,7 +213,7 @@ def test_a_trainer_whose_accuracy_was_reached_before_it_died_trains_no_further(t
     wanted = {"stop_between": [0.5, 1.0], "checkpoint": {"every_steps": 5}}
     assert _trainer(tmp_path, model, **wanted).run()
     steps = max(record["step"] for record in _told(tmp_path))
-    restored = newest_usable(tmp_path / "checkpoints", job="warm", policy="policy")
+    restored = CheckpointReader(job="warm", policy="policy").newest(tmp_path / "checkpoints")
     assert restored.manifest.step == steps
     (tmp_path / "metrics.jsonl").unlink()
     assert _trainer(tmp_path, model, **wanted).run(restored)

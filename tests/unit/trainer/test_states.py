@@ -10,11 +10,11 @@ import torch
 from tests.unit.trainer import saving
 from tests.unit.trainer.forked_ranks import run_script
 from tests.unit.trainer.saving import OF, steps_in
-from trainer_service.checkpoint import newest_usable
-from trainer_service.disk import write_hashed
+from trainer_service.checkpoint import CheckpointReader, TrainerState
+from trainer_service.durable_files import write_hashed
 from trainer_service.errors import DiskFull
 from trainer_service.ranks import join_ranks
-from trainer_service.states import FOLDER, Cadence, States, has_room, left_in_memory
+from trainer_service.saved_states import FOLDER, Cadence, States, has_room, left_in_memory
 
 KILLED = """
 import pathlib, sys
@@ -61,12 +61,12 @@ def states_of(tmp_path, *, every="auto", longest=50, memory=True, clock=None, we
 
 
 def leave(states, place, step):
-    states.leave(place, step, epoch=1, updates={"policy": step}, save=save)
+    states.leave(place, TrainerState(step, 1, {"policy": step}, save))
     states.wait()
 
 
 def left(tmp_path, above=None):
-    return left_in_memory(tmp_path / "shm", **OF, ranks=join_ranks(0, 1), above=above)
+    return left_in_memory(tmp_path / "shm", CheckpointReader(**OF, ranks=join_ranks(0, 1)), above=above)
 
 
 def test_what_is_dear_is_done_rarely_at_once_and_what_is_cheap_often_little_by_little():
@@ -136,7 +136,7 @@ def test_the_newest_state_is_found_unless_one_on_disk_is_as_new(tmp_path):
     assert left(tmp_path).manifest.step == 4
     assert steps_in(states.memory.root) == [4]
     leave(states, "disk", 4)
-    on_disk = newest_usable(tmp_path / "checkpoints", **OF)
+    on_disk = CheckpointReader(**OF).newest(tmp_path / "checkpoints")
     assert left(tmp_path, above=on_disk) is None, "one with its ledger is better"
 
 
@@ -177,13 +177,13 @@ def test_a_full_shared_memory_ends_the_states_and_not_the_trainer(tmp_path):
 
         return write
 
-    states.leave("memory", 1, epoch=1, updates={"policy": 1}, save=full)
+    states.leave("memory", TrainerState(1, 1, {"policy": 1}, full))
     states.wait()
     assert states.memory is None
     assert not (tmp_path / "shm" / FOLDER).exists()
-    states.leave("memory", 2, epoch=1, updates={"policy": 2}, save=full)
+    states.leave("memory", TrainerState(2, 1, {"policy": 2}, full))
     leave(states, "disk", 3)
-    assert newest_usable(tmp_path / "checkpoints", **OF).manifest.step == 3
+    assert CheckpointReader(**OF).newest(tmp_path / "checkpoints").manifest.step == 3
 
 
 def test_without_room_for_two_none_is_left(tmp_path):

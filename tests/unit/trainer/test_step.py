@@ -16,9 +16,8 @@ from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.episode_rows import EpisodeBytes, rows_of_episodes
 from trainer_service.data.flops import TOKENS_ALONE
-from trainer_service.data.step_plan import plan_step
 from trainer_service.errors import DivergenceError
-from trainer_service.loop.step import train_step
+from trainer_service.loop.step import StepInputs, plan_step, train_step
 from trainer_service.ranks import join_ranks
 
 
@@ -48,10 +47,7 @@ def _train(backend, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, *
     if shuffle is not None:
         for part in rows:
             np.random.default_rng(shuffle).shuffle(part)
-    return train_step(
-        backend,
-        composed,
-        ranks,
+    inputs = StepInputs(
         rows,
         step=batch.step,
         max_staleness=eta,
@@ -60,6 +56,7 @@ def _train(backend, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, *
         micro_batch_tokens=budget,
         cost=TOKENS_ALONE,
     )
+    return train_step(backend, composed, ranks, inputs)
 
 
 def _backend(folder, kind=FsdpBackend, lr=1e-6):

@@ -19,11 +19,10 @@ from tests.unit.trainer.saving import OF, save
 from tests.unit.trainer.test_disk_full import ThreadRank, TwoThreads
 from tests.waiting import LIMIT_S
 from trainer_service import checkpoint as checkpoint_module
-from trainer_service.checkpoint import Measured, newest_of_all, newest_usable
-from trainer_service.disk import write_hashed
+from trainer_service.checkpoint import CheckpointReader, Measured, TrainerState
+from trainer_service.checkpoint_store import CheckpointStore, push_trained
+from trainer_service.durable_files import write_hashed
 from trainer_service.errors import CheckpointError, TrainerError
-from trainer_service.ranks import join_ranks
-from trainer_service.stored import CheckpointStore, push_trained
 from trainer_service.tools.checkpoint_model import _chosen
 
 KILLED = """
@@ -31,7 +30,7 @@ import sys
 from pathlib import Path
 from areal_async.base.events import arm
 from tests.unit.trainer.saving import made, save
-from trainer_service.stored import CheckpointStore
+from trainer_service.checkpoint_store import CheckpointStore
 
 checkpoints = made(Path(sys.argv[1]), store=CheckpointStore(sys.argv[2]))
 save(checkpoints, 1)
@@ -45,7 +44,7 @@ def made(root, store, **options):
 
 
 def newest(root, store):
-    return newest_of_all(root, store, **OF, ranks=join_ranks(0, 1))
+    return CheckpointReader(**OF).newest_of_all(root, store)
 
 
 @pytest.fixture
@@ -112,7 +111,7 @@ def test_all_damaged_in_the_store_and_none_here_is_an_error(s3, url, tmp_path):
 
 def test_the_best_and_the_newest_are_kept_in_the_store_too(url, tmp_path):
     store = CheckpointStore(url)
-    checkpoints = made(tmp_path, store, keep=1, keep_best=1, measured=lambda: [Measured(3, 1, 0.9)])
+    checkpoints = made(tmp_path, store, keep=1, best=1, measured=lambda: [Measured(3, 1, 0.9)])
     save(checkpoints, 1, 2, 3)
     assert store.whole() == [1, 3]
 
@@ -146,7 +145,7 @@ def test_a_store_that_stays_away_ends_the_trainer_and_leaves_what_is_here(s3, ur
     late = made(tmp_path, CheckpointStore(url, tries=soon))
     with pytest.raises(StorageAway, match="could not be written"):
         save(late, 2)
-    assert newest_usable(tmp_path, **OF).manifest.step == 1
+    assert CheckpointReader(**OF).newest(tmp_path).manifest.step == 1
 
 
 def test_what_cannot_be_removed_now_is_removed_later(s3, url, tmp_path, monkeypatch):
@@ -208,7 +207,7 @@ def test_each_rank_stores_what_it_wrote_and_the_manifest_comes_when_all_have(
             name = f"policy-{rank}.bin"
             return lambda: {name: write_hashed(folder / name, [bytes([rank])])}
 
-        checkpoints.begin(1, epoch=3, updates={"policy": 1}, save=write, ledger=lambda: b"ledger")
+        checkpoints.begin(TrainerState(1, 3, {"policy": 1}, write, lambda: b"ledger"))
         try:
             checkpoints.wait()
         except (StorageAway, TrainerError) as error:

@@ -12,8 +12,9 @@ spread: K different lengths hold at least K (K + 1) / 2 tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -35,6 +36,17 @@ PACKED_ATTENTION = "areal_packed"
 """The name under which transformers finds it (`model.set_attn_implementation`)."""
 
 
+@dataclass(frozen=True)
+class PackedRuns:
+    """Structure of a pack, which a model hands to its attention."""
+
+    runs: Runs = field(default_factory=list)
+    branching: Sequence[Branching] | None = None
+    """Structure of each run; None: all sequences are plain rows."""
+    part: SequencePart | None = None
+    """This rank's stretch of the micro-batch that the runs describe; None: all of it is here."""
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -42,9 +54,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed_runs: Runs | None = None,
-    branching: Sequence[Branching] | None = None,
-    sequence_part: SequencePart | None = None,
+    packed_runs: PackedRuns | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -54,33 +64,57 @@ def packed_attention(
 
     query [1, H, T, D], key and value [1, H_kv, T, D] with H a multiple of H_kv; returns [1, T, H, D] and no
     attention weights. The model must be called with `packed_runs=…` and `use_cache=False`: with a cache,
-    transformers treats the pack as one sequence and is silently wrong. Without `branching` all sequences are
-    plain rows. With `sequence_part` the T tokens are a rank's stretch of the micro-batch that the runs
-    describe. ValueError when the runs are missing or do not add up to its tokens; `UnfitModel` for a mask, a
-    window or any other argument that asks for something else than this.
+    transformers treats the pack as one sequence and is silently wrong. ValueError when the runs are missing
+    or do not add up to its tokens; `UnfitModel` for a mask, a window or any other argument that asks for
+    something else than this.
     """
     known = sliding_window is None or (type(sliding_window) is int and sliding_window > 0)
     window = {} if known else {"sliding_window": sliding_window}
     refuse_unknown(module, {"attention_mask": attention_mask, **window, **others})
-    if sequence_part is not None and sequence_part.ring is not None:
+    pack = packed_runs or PackedRuns()
+    if pack.part is not None and pack.part.ring is not None:
         if dropout:
             raise ValueError(
                 "attention in a ring of ranks has no dropout: set attention_dropout: 0 in the model's "
                 "config.json, or trainer.parallel.sequence to a divisor of its heads"
             )
-        attend = partial(ring_attention, part=sequence_part, scaling=scaling, window=sliding_window)
+        attend = partial(ring_attention, part=pack.part, scaling=scaling, window=sliding_window)
     else:
-        attend = partial(
-            _attention,
-            runs=packed_runs or (),
-            branching=branching,
-            scaling=scaling,
-            dropout=dropout,
-            sliding_window=sliding_window,
-        )
-    if sequence_part is None:
+        operator = partial(_operator, window=sliding_window, scaling=scaling, dropout=dropout)
+        attend = partial(_attention, pack=pack, operator=operator, window=sliding_window)
+    if pack.part is None:
         return attend(query, key, value, results=None), None
-    return sequence_part.attend(query, key, value, attend), None
+    return pack.part.attend(query, key, value, attend), None
+
+
+def _operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor | None,
+    *,
+    window: int | None,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """[C, H, L, D] of queries [C, H, L, D] at the end of keys [C, H_kv, M, D]; `seen` instead of all that are
+    not after them."""
+    n_queries, n_keys = q.shape[2], k.shape[2]
+    if seen is None and window is not None and n_keys > window:
+        seen = _band(n_queries, n_keys, window, q.device)
+    elif seen is None and 1 < n_queries < n_keys:
+        with _disable_current_modes():  # in which such a tensor, of a kind of its own, cannot be made
+            seen = causal_lower_right(n_queries, n_keys)
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=seen,
+        dropout_p=dropout,
+        is_causal=seen is None and n_queries == n_keys,
+        scale=scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
 
 
 def _attention(
@@ -88,16 +122,14 @@ def _attention(
     key: Tensor,
     value: Tensor,
     *,
-    runs: Sequence[tuple[int, int]],
-    branching: Sequence[Branching] | None,
-    scaling: float | None,
-    dropout: float,
-    sliding_window: int | None,
+    pack: PackedRuns,
+    operator: Callable[..., Tensor],
+    window: int | None,
     results: AttentionResults | None,
 ) -> Tensor:
     """[1, T, H, D]: see `packed_attention`; `results` as in `exchange.Attend`."""
     n_tokens = query.shape[2]
-    sizes = [count * length for count, length in runs]
+    sizes = [count * length for count, length in pack.runs]
     if sum(sizes) != n_tokens or key.shape[2] != n_tokens:
         raise ValueError(
             f"packed attention got {key.shape[2]} keys for {n_tokens} tokens, and runs that hold "
@@ -105,25 +137,9 @@ def _attention(
         )
 
     def attend(q: Tensor, k: Tensor, v: Tensor, first: int, seen: Tensor | None = None) -> Tensor:
-        """[C, H, L, D] of queries [C, H, L, D], whose first token has the place `first`, at the end of keys
-        [C, H_kv, M, D]; `seen` instead of all that are not after them."""
-        n_queries, n_keys = q.shape[2], k.shape[2]
-        if seen is None and sliding_window is not None and n_keys > sliding_window:
-            seen = _band(n_queries, n_keys, sliding_window, q.device)
-        elif seen is None and 1 < n_queries < n_keys:
-            with _disable_current_modes():  # in which such a tensor, of a kind of its own, cannot be made
-                seen = causal_lower_right(n_queries, n_keys)
+        """Attend with queries whose first token has the place `first`."""
         with nullcontext() if results is None else results.kept():
-            out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=seen,
-                dropout_p=dropout,
-                is_causal=seen is None and n_queries == n_keys,
-                scale=scaling,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+            out = operator(q, k, v, seen)
         if results is not None:
             count, _, length, _ = out.shape
             end = first + count * length
@@ -132,8 +148,8 @@ def _attention(
 
     outputs, first = [], 0
     parts = (packed.split(sizes, 2) for packed in (query, key, value))
-    described = branching or [None] * len(sizes)
-    for run, trees, *parts_of_run in zip(runs, described, *parts, strict=True):
+    described = pack.branching or [None] * len(sizes)
+    for run, trees, *parts_of_run in zip(pack.runs, described, *parts, strict=True):
         q, k, v = (_unpack(part, run) for part in parts_of_run)
         if isinstance(trees, list):
             places = range(first, first + run[0] * run[1], run[1])
@@ -143,7 +159,7 @@ def _attention(
             ]
             out = torch.cat(found)
         else:
-            out = attend(q, k, v, first, None if trees is None else _within(trees, sliding_window))
+            out = attend(q, k, v, first, None if trees is None else _within(trees, window))
         outputs.append(out.transpose(1, 2).flatten(0, 1))
         first += run[0] * run[1]
     packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

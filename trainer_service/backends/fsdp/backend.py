@@ -13,34 +13,39 @@ each, as ranks with rows of their own have: a copy is spread over `shard` x `seq
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from areal_async.config.job import LoraSection
 from areal_async.config.parallel import RankGrid
 from areal_async.weights.pieces import TensorPiece
-from trainer_service.backends.base import TRAINED_MODEL, Columns, ModelUse, RankPlace
-from trainer_service.backends.changing import (
+from trainer_service.backends.base import (
+    LOGP,
+    TRAINED_MODEL,
+    Batches,
+    LossOf,
+    ModelUse,
+    Names,
+    OfColumns,
+    RankPlace,
+)
+from trainer_service.backends.common import (
     NamedModels,
     random_state_file,
     random_state_writer,
-    read_random_state,
+    require_grid,
 )
-from trainer_service.backends.fsdp.model import HeldModel
+from trainer_service.backends.fsdp.forward import packed_columns
+from trainer_service.backends.fsdp.model import FsdpOptions, HeldModel
 from trainer_service.backends.fsdp.sequence import SequenceRanks
 from trainer_service.backends.fsdp.shards import HostCopies, shard_end, write_shard
-from trainer_service.backends.fsdp.window import packed_columns
 from trainer_service.backends.shared_loss import shared_loss
-from trainer_service.data.microbatch import MicroBatch
-from trainer_service.disk import FileEntry
-from trainer_service.errors import ModelError
+from trainer_service.durable_files import FileEntry
 from trainer_service.ranks import Ranks
 
 T = TypeVar("T")
@@ -50,26 +55,12 @@ class FsdpBackend(NamedModels[HeldModel]):
     """See `backends.base.TrainingBackend`."""
 
     def __init__(
-        self,
-        models: Mapping[str, ModelUse],
-        ranks: Ranks,
-        *,
-        dtype: torch.dtype,
-        recompute: str = "none",
-        offload_optimizer: bool = False,
-        grid: RankGrid | None = None,
-        lora: LoraSection | None = None,
-        seed: int = 0,
+        self, models: Mapping[str, ModelUse], ranks: Ranks, *, grid: RankGrid | None = None, **options: Any
     ) -> None:
-        """The options are those of `Fsdp.Arguments`. `grid` has the axes `data`, `shard` and `sequence`, and
-        is that of all models; with `lora` the adapters of `policy` are trained, whose first values come of
-        `seed`. Raises `ModelError`."""
+        """`options` are those of `FsdpOptions`. `grid` has the axes `data`, `shard` and `sequence`, and is
+        that of all models. Raises `ModelError`."""
         grid = grid or RankGrid(shard=ranks.world)
-        if grid.ranks != ranks.world:
-            raise ModelError(
-                f"trainer.parallel: {grid.ranks} places do not share {ranks.world} ranks evenly. Set sizes "
-                "whose product is trainer.ranks."
-            )
+        require_grid(grid, ranks)
         replicate = grid.data
         shared = SequenceRanks.of(ranks, grid.sequence) if grid.sequence > 1 else None
         self.place = RankPlace(
@@ -85,39 +76,17 @@ class FsdpBackend(NamedModels[HeldModel]):
             )
         self._ranks = ranks
         self._copies = HostCopies()
-        self._dtype = dtype
+        self._options = FsdpOptions(**options)
         self._models = {
-            name: HeldModel(
-                name,
-                use,
-                ranks,
-                dtype=dtype,
-                first_copy=self._first_copy,
-                recompute=recompute,
-                offload_optimizer=offload_optimizer,
-                lora=lora if name == TRAINED_MODEL else None,
-                seed=seed,
-                shared=shared,
-            )
+            name: HeldModel(name, use, ranks, self._options, shards_count=self._shards_count, shared=shared)
             for name, use in models.items()
         }
         policy = self._models.get(TRAINED_MODEL)
         self.tied = policy.loaded.tied if policy is not None else {}
         self.adapted = policy.loaded.adapted if policy is not None else ()
 
-    @property
-    def updates(self) -> dict[str, int]:
-        return {name: model.updates for name, model in self._models.items() if model.shards}
-
     @torch.no_grad()
-    def evaluate(
-        self,
-        model: str,
-        batches: Sequence[MicroBatch],
-        fn: Callable[[int, Columns], T],
-        *,
-        columns: Sequence[str] = ("logp",),
-    ) -> list[T]:
+    def evaluate(self, model: str, batches: Batches, fn: OfColumns[T], *, columns: Names = LOGP) -> list[T]:
         of, found = self._models[model], []
         of.module.eval()  # Log-probs are those of the model without dropout.
         for index, batch in enumerate(batches):
@@ -127,14 +96,7 @@ class FsdpBackend(NamedModels[HeldModel]):
                     found.append(fn(index, given))
         return found
 
-    def train(
-        self,
-        model: str,
-        batches: Sequence[MicroBatch],
-        loss_of: Callable[[int, Columns], Tensor],
-        *,
-        columns: Sequence[str] = ("logp",),
-    ) -> None:
+    def train(self, model: str, batches: Batches, loss_of: LossOf, *, columns: Names = LOGP) -> None:
         of, rank = self._models[model], self._ranks.rank
         group, owner = (of.sequence.group, of.sequence.owner) if of.sequence is not None else (None, rank)
         of.module.train()
@@ -146,7 +108,7 @@ class FsdpBackend(NamedModels[HeldModel]):
                 (loss * self._ranks.world).backward()
 
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
-        return self._models[model].loaded.pieces(self._ranks, self._dtype, gather=gather)
+        return self._models[model].loaded.pieces(self._ranks, self._options.dtype, gather=gather)
 
     def prepare_save(self) -> None:
         if self._first_copy:
@@ -168,11 +130,6 @@ class FsdpBackend(NamedModels[HeldModel]):
             return written
 
         return write
-
-    def load(self, folder: Path, updates: Mapping[str, int]) -> None:
-        for model in self._models.values():
-            model.load(folder, updates, self._shard_rank, self._shards_count)
-        read_random_state(folder, self._ranks.rank)
 
     def reads(self, files: Collection[str]) -> Collection[str]:
         end = shard_end(self._shard_rank, self._shards_count)

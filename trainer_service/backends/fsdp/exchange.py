@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Place = Callable[[Tensor], Tensor]
-"""Of the results [T, H, D] of all tokens those of one operator, shaped as it gave them."""
+"""Selects the result of one operator, in its shape, from the results [T, H, D] of all tokens."""
 
 
 class Attend(Protocol):
@@ -108,7 +108,7 @@ class AttentionResults:
         return kept
 
     def _unpack(self, kept: _Saved) -> Tensor:
-        """In the backward pass, whose order is that of all ranks."""
+        """Return a saved tensor. Called in the backward pass, whose order is that of all ranks."""
         if kept.tensor is not None:
             return kept.tensor
         assert kept.place is not None
@@ -121,11 +121,9 @@ class AttentionResults:
         self._asked += 1
         if self._asked == self._replaced:  # until a graph that is retained asks once more
             self._again, self._asked = None, 0
-        if found.stride() != kept.strides:
-            found = torch.empty_strided(
-                found.shape, kept.strides, dtype=found.dtype, device=found.device
-            ).copy_(found)
-        return found
+        if found.stride() == kept.strides:
+            return found
+        return found.new_empty_strided(found.shape, kept.strides).copy_(found)
 
 
 def _same_numbers(tensor: Tensor, other: Tensor) -> bool:
@@ -139,7 +137,7 @@ def _same_numbers(tensor: Tensor, other: Tensor) -> bool:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Of [n, …] row i goes to rank i of the group, and row j of the result came from rank j."""
+    """Sends row i of [n, …] to rank i of the group; row j of the result came from rank j."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

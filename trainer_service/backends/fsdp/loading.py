@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from areal_async.config.job import LoraSection
-from areal_async.models.files import ONE_FILE, weight_files
 from areal_async.weights.names import BoxOfFile, NamesMismatch, Storage, storage_of, tied_in_files
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import ModelHead
+from trainer_service.backends.common import FLOATS, loaded_on_all, open_tensors
 from trainer_service.backends.fsdp.attention import PACKED_ATTENTION
 from trainer_service.backends.fsdp.lora import (
     add_adapters,
@@ -37,17 +36,12 @@ from trainer_service.backends.fsdp.lora import (
 )
 from trainer_service.backends.fsdp.shards import row_range
 from trainer_service.backends.probe import with_short_windows
-from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
-
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""Dtypes of weights, as safetensors calls them, that stand for themselves."""
-
 
 VALUE_LAYER = "score.weight"
 """[1, H]; its name in the modules and files of sequence classifiers."""
 OUTPUT_LAYER = re.compile(r"(^|\.)(lm_head|embed_out)\.(weight|bias)$")
-"""What files of causal language models have instead."""
+"""Output layers of causal language models, in their files."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,8 @@ class LoadedModel:
 
     module: nn.Module
     storage: Mapping[str, Storage]
-    """How the files hold each parameter and persistent buffer; tied ones are under the name in the files."""
+    """Place in the files of each parameter and persistent buffer; tied ones are under the name in the
+    files."""
     tied: Mapping[str, str]
     """Alias -> name in the files."""
     plan: _Plan
@@ -91,8 +86,8 @@ class LoadedModel:
         return model.eval()
 
     def pieces(self, ranks: Ranks, dtype: torch.dtype, *, gather: bool) -> Iterator[TensorPiece]:
-        """What this rank gives out of the files' tensors, parameters in `dtype`: what it holds, or to
-        `gather` all on rank 0, one parameter at a time. All ranks iterate to the end together."""
+        """Yield this rank's pieces of the files' tensors, parameters in `dtype`: the rows that it holds, or
+        with `gather` everything on rank 0, one parameter at a time. All ranks iterate to the end together."""
         tensors = _tensors(self.module)
         for name, storage in (_adapters(tensors) if self.adapted else self.storage).items():
             rows, first, gives = tensors[name].detach(), 0, ranks.first
@@ -122,22 +117,10 @@ def load_sharded(
 
     With `lora` it has adapters, drawn from `seed`, in fp32, and its own parameters are frozen. Raises
     `ModelError`, on all ranks when one cannot read it."""
-    error: Exception | None = None
-    try:
-        loaded = _load(folder, ranks, dtype, held, head, lora, seed)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError, NamesMismatch) as found:
-        error = found
-    if refused := ranks.largest(0 if error is None else ranks.rank + 1):
-        reason = error or f"rank {refused - 1} cannot read it, as its log says"
-        reason = f"it {error}" if isinstance(error, NamesMismatch) else reason
-        kind = "causal-LM"
-        if head == "value":
-            kind += " or one-label classifier"
-        raise ModelError(
-            f"no model can be loaded from {folder}: {reason}. It must be a Hugging Face {kind} directory "
-            "with config.json and safetensors weights."
-        ) from error
-    return loaded
+    kind = "causal-LM or one-label classifier" if head == "value" else "causal-LM"
+    fix = f" It must be a Hugging Face {kind} directory with config.json and safetensors weights."
+    plan = _Plan(head, held, lora)
+    return loaded_on_all(folder, ranks, lambda: _load(folder, ranks, dtype, plan, seed), fix)
 
 
 def local_rows(tensor: DTensor) -> tuple[int, int, bool]:
@@ -152,42 +135,33 @@ def local_rows(tensor: DTensor) -> tuple[int, int, bool]:
     return start, end, first
 
 
-def _load(
-    folder: Path,
-    ranks: Ranks,
-    dtype: torch.dtype,
-    held: torch.dtype,
-    head: ModelHead,
-    lora: LoraSection | None,
-    seed: int,
-) -> LoadedModel:
+def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: _Plan, seed: int) -> LoadedModel:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    plan = _Plan(head, held, lora)
     model = plan.plain(config)
     with ExitStack() as stack:
-        files = _open_files(folder, stack)
+        files = open_tensors(folder, stack)
         shapes = {name: tuple(view.get_shape()) for name, view in files.items()}
-        if head == "value":
+        if plan.head == "value":
             shapes = _with_value_layer(model, shapes)
         storage = storage_of(model, shapes)
         tied = tied_in_files(model, storage)
         adapted = plan.complete(model)
-        if lora is not None:
+        if plan.lora is not None:
             tied = {}
-            storage = {base_name: storage[own] for base_name, own in _of_base(model, storage)}
+            now = {name: base_name(name) for name in _tensors(model)}
+            storage = {name: storage[before] for name, before in now.items() if before in storage}
         _shard(model, ranks, dtype)
         model.to_empty(device=ranks.device)
         model.tie_weights()
         tensors = _tensors(model)
         if VALUE_LAYER in tensors:
-            _zero(tensors[VALUE_LAYER])
+            _begin(tensors[VALUE_LAYER], torch.zeros(tensors[VALUE_LAYER].shape))
         for name, stored in storage.items():
             _fill(tensors[name], stored, files)
             # What has this mark is left alone by the line that computes what is in no file.
             tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]
     for name in _adapters(tensors):
-        _begin(name, tensors[name], seed)
-        tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]
+        _begin(tensors[name], first_value(name, tensors[name].shape, seed))
     _compute_rest(model, storage)
     model.train()
     return LoadedModel(model, storage, tied, plan, adapted)
@@ -238,19 +212,6 @@ def _with_value_layer(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict
     return {VALUE_LAYER: tuple(layer.weight.shape), **found}
 
 
-def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Views of all tensors, of which nothing is read yet. Raises `OSError`, `SafetensorError` and, for an
-    index that is none, `ValueError` and others."""
-    found: dict[str, Any] = {}
-    for path in weight_files(folder) or [folder / ONE_FILE]:
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-        except (OSError, SafetensorError) as error:
-            raise OSError(f"{path.name} cannot be read: {error}") from error
-        found |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-    return found
-
-
 @torch.no_grad()
 def _fill(tensor: Tensor, storage: Storage, files: Mapping[str, Any]) -> None:
     """Read this rank's rows of a parameter, or all of a buffer."""
@@ -260,7 +221,7 @@ def _fill(tensor: Tensor, storage: Storage, files: Mapping[str, Any]) -> None:
         rows = tensor.to_local()
         first, end, _ = local_rows(tensor)
     whole = torch.empty(tensor.shape) if isinstance(tensor, DTensor) and not storage.by_row else None
-    for piece in storage.pieces(rows if whole is None else whole, 0 if whole is not None else first):
+    for piece in storage.pieces(rows, first) if whole is None else storage.pieces(whole, 0):
         if piece.name == VALUE_LAYER and piece.name not in files:
             continue
         view = files[piece.name]
@@ -282,38 +243,23 @@ def _adapters(tensors: Mapping[str, Tensor]) -> dict[str, Storage]:
     }
 
 
-def _of_base(model: nn.Module, storage: Mapping[str, Storage]) -> Iterator[tuple[str, str]]:
-    """(name now, name before) of the tensors of a model that was given adapters."""
-    for name in _tensors(model):
-        if (before := base_name(name)) in storage:
-            yield name, before
-
-
 @torch.no_grad()
-def _begin(name: str, tensor: Tensor, seed: int) -> None:
-    """Give an adapter's parameter its first values."""
+def _begin(tensor: Tensor, value: Tensor) -> None:
+    """Give a sharded parameter that is in no file its first value, of which this rank takes its rows."""
     assert isinstance(tensor, DTensor)
     first, end, _ = local_rows(tensor)
-    tensor.to_local().copy_(first_value(name, tensor.shape, seed)[first:end])
-
-
-@torch.no_grad()
-def _zero(tensor: Tensor) -> None:
-    """Give a value layer the values with which it begins where no file has it."""
-    assert isinstance(tensor, DTensor)
-    tensor.to_local().zero_()
+    tensor.to_local().copy_(value[first:end])
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def _compute_rest(model: Any, stored: Collection[str]) -> None:
     """Let transformers compute the buffers that are in no file. Raises ValueError for one that it leaves."""
-    rest = {name: buffer for name, buffer in model.named_buffers() if name not in stored}
-    rest = {name: buffer for name, buffer in rest.items() if buffer.is_floating_point()}
-    for buffer in rest.values():
-        buffer.fill_(torch.nan)
+    buffers = model.named_buffers()
+    rest = {name for name, buffer in buffers if name not in stored and buffer.is_floating_point()}
+    for name in rest:
+        model.get_buffer(name).fill_(torch.nan)
     model.initialize_weights()
-    left = [name for name, buffer in model.named_buffers() if name in rest and bool(buffer.isnan().any())]
-    if left:
+    if left := [name for name, each in model.named_buffers() if name in rest and bool(each.isnan().any())]:
         raise ValueError(
             f"{left[0]} is in no file, and transformers does not compute it when it loads a model"
         )

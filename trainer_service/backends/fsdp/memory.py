@@ -8,7 +8,7 @@ dimension and padded; c: bytes of a number in `trainer.dtype`):
 - with adapters (LoRA): c P / S for the frozen model, and what is said above for the adapters alone, which are
   A [r, in] and B [out, r] of each adapted layer [out, in]. What is frozen has no gradients in a pass either.
 - of each further model the same; of a frozen one c P / S, or 4 P / S where it follows another. Passes of one
-  model run while the state of all is there (`together`).
+  model run while the state of all is there (`planned`).
 
 What a pass adds, at the worst of its moments (`_moments`):
 
@@ -34,9 +34,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from areal_async.config.parallel import RankGrid
@@ -47,13 +48,16 @@ if TYPE_CHECKING:
     from areal_async.config.job import TrainerSection
 
 Shape = tuple[int, ...]
+ReadShapes = Callable[[Path], tuple[Mapping[str, Any], Mapping[str, Shape]]]
+"""Returns the `config.json` in a folder and the shapes of its tensors."""
 Recompute = Literal["none", "selective", "full"]
+ALONE = RankGrid()
 FLOAT32_BYTES = 4
 LOGITS_PARTS = 32
 LEAST_LOGITS_BYTES = 1 << 25
 """Smaller tiles of logits would only cost time."""
 STREAMED_BYTES = 1 << 28
-"""Most bytes of offloaded moments that an update has on the device at once, as in `optimizer.py`."""
+"""Most bytes of offloaded moments that an update has on the device at once."""
 
 BLOCK = re.compile(r"^.*\blayers\.(\d+)\.(.+)$")
 EXPERT = re.compile(r"experts\.\d+\.")
@@ -125,13 +129,9 @@ class ModelShape:
     @property
     def uncounted(self) -> list[str]:
         """Matrices in the blocks whose activations the formulas do not know: a pass takes more."""
-        names = {
-            name.removesuffix(".weight")
-            for block in self.blocks
-            for name, shape in block.parameters.items()
-            if len(shape) > 1 and not COUNTED.search(name)
-        }
-        return sorted(names)
+        shapes = {name: shape for block in self.blocks for name, shape in block.parameters.items()}
+        unknown = (name for name, shape in shapes.items() if len(shape) > 1 and not COUNTED.search(name))
+        return sorted({name.removesuffix(".weight") for name in unknown})
 
     @property
     def largest(self) -> DecoderBlock:
@@ -146,10 +146,9 @@ def shape_of(
 
     Raises ValueError for one without decoder blocks (`…layers.N.…`), or whose config lacks a dimension."""
     text = config.get("text_config", config)
+    named = ("num_attention_heads", "hidden_size", "vocab_size")
     try:
-        heads, hidden, vocabulary = (
-            int(text[key]) for key in ("num_attention_heads", "hidden_size", "vocab_size")
-        )
+        heads, hidden, vocabulary = (int(text[key]) for key in named)
     except KeyError as error:
         raise ValueError(f"config.json has no {error}") from None
     top_k = int(text.get("num_experts_per_tok") or text.get("moe_top_k") or 1)
@@ -182,13 +181,11 @@ def _stacked(shapes: list[Shape]) -> Shape:
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """How a job spreads and computes its model."""
+    """The options of a job that change the memory of one of its models."""
 
-    ranks: int = 1
-    replicate: int = 1
-    """Copies of the model: each is shared by ranks / replicate ranks."""
-    sequence: int = 1
-    """Ranks that have a part each of a micro-batch's tokens."""
+    grid: RankGrid = ALONE
+    virtual_stages: int = 1
+    """Stages that each pipeline rank of Megatron-Core has."""
     compute_bytes: int = 4
     """Bytes of a number in `trainer.dtype`."""
     recompute: Recompute = "none"
@@ -206,10 +203,11 @@ class MemoryOptions:
 
     @property
     def shards(self) -> int:
-        return self.ranks // self.replicate
+        """Ranks of FSDP2 that share a copy of the model."""
+        return self.grid.shard * self.grid.sequence
 
     def of(self, name: str, use: ModelUse) -> MemoryOptions:
-        """Those of one model: the policy alone has adapters."""
+        """Return the options of one model: the policy alone has adapters."""
         return replace(
             self,
             lora_rank=self.lora_rank if name == TRAINED_MODEL else 0,
@@ -225,12 +223,11 @@ class MemoryOptions:
 
 
 def options_of(trainer: TrainerSection) -> MemoryOptions:
-    """What a job's `trainer` section says of it."""
-    arguments, grid = trainer.backend_args, RankGrid.of(trainer)
+    """Return the options of a job's `trainer` section."""
+    arguments = trainer.backend_args
     return MemoryOptions(
-        ranks=trainer.ranks,
-        replicate=grid.data,
-        sequence=grid.sequence,
+        RankGrid.of(trainer),
+        arguments.get("virtual_stages", 1),
         compute_bytes=2 if trainer.dtype == "bfloat16" else 4,
         recompute=arguments.get("recompute", "none"),
         offload_optimizer=arguments.get("offload_optimizer", False),
@@ -242,7 +239,7 @@ def options_of(trainer: TrainerSection) -> MemoryOptions:
 
 @dataclass(frozen=True)
 class Moment:
-    """What there is at one moment of a step, beyond the state."""
+    """Memory at one moment of a step, beyond the state."""
 
     fixed: float
     per_token: float = 0.0
@@ -258,35 +255,35 @@ class Moment:
         return self.fixed + self.per_token * tokens + self.per_unit * units + logits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """Bytes of one rank."""
 
     parameters: int
-    gradients: int
-    saved: int
-    """What a rank copies for a checkpoint."""
-    optimizer: int
+    gradients: int = 0
+    saved: int = 0
+    """Copy for a checkpoint."""
+    optimizer: int = 0
     """Moments on the rank's device."""
-    host_optimizer: int
+    host_optimizer: int = 0
     """Moments in the host's memory."""
-    working: int
+    working: int = 0
     """Gathered parameters of the root and the largest block, and the next block's on more than one rank."""
-    unreduced: int
+    unreduced: int = 0
     """Gradients of the root and the largest block before they are reduced, and the reduction's buffers."""
     head: int
     activations_per_token: int
     """Kept by all blocks until the backward pass."""
     passing_per_token: int
-    """Those of the block that is gone through backwards: gradients, and what it recomputes."""
+    """Gradients of the block that is gone through backwards, and what it recomputes."""
     moments: tuple[Moment, ...]
-    """What may be the worst moments of a step."""
-    sequence: int
-    """Ranks that share each micro-batch: what is said per token is of the tokens that a rank has."""
+    """Candidates for the worst moment of a step."""
+    sequence: int = 1
+    """Ranks that share each micro-batch: figures per token are of the tokens that a rank has."""
 
     @property
     def state(self) -> int:
-        """What is there between steps, with gradients."""
+        """Memory between steps, with gradients."""
         return self.parameters + self.gradients + self.optimizer
 
     def peak(self, tokens: int, units: int | None = None) -> int:
@@ -303,7 +300,7 @@ class RankMemory:
 
 
 def rank_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
-    """What each rank needs; see the module's text for the formulas."""
+    """Compute the memory that each rank needs; see the module's text for the formulas."""
     if options.frozen:
         return _frozen_memory(model, options)
     tensors = [*model.root.values(), *(s for block in model.blocks for s in block.parameters.values())]
@@ -324,58 +321,60 @@ def rank_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
         working=_gathered(model, options),
         unreduced=round((c + _reduction(options)) * block) + c * root,
         head=_tile(model) + (c * model.vocabulary * model.hidden if root else 0),
-        activations_per_token=sum(_kept(each, model.hidden, options) for each in model.blocks)
+        activations_per_token=sum(kept_per_token(each, model.hidden, options) for each in model.blocks)
         + _outside(model, c),
-        passing_per_token=max(_passing(each, model.hidden, options) for each in model.blocks),
+        passing_per_token=max(passing_per_token(each, model.hidden, options) for each in model.blocks),
         moments=tuple(_moments(model, options)),
-        sequence=options.sequence,
+        sequence=options.grid.sequence,
     )
 
 
 def _frozen_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
-    """Of a model that has passes without gradients alone. Per token of a block there are at once what goes
-    into it, sums and norms of that width, and in its widest part the activated gate, up and their product."""
+    """Compute the memory of a model that has passes without gradients alone. Per token of a block there are
+    at once its input, sums and norms of that width, and in its widest part the activated gate, up and their
+    product."""
     tensors = [*model.root.values(), *(s for block in model.blocks for s in block.parameters.values())]
     c, working = options.compute_bytes, _gathered(model, options)
     numbers = _sharded(tensors, options)
     plain, hidden = replace(options, recompute="none"), c * model.hidden
     passing = 2 * hidden + max(
-        _passing(each, model.hidden, plain) + c * each.width("mlp.gate_proj.weight") for each in model.blocks
+        passing_per_token(each, model.hidden, plain) + c * each.width("mlp.gate_proj.weight")
+        for each in model.blocks
     )
     return RankMemory(
         parameters=(FLOAT32_BYTES if options.follows else c) * numbers,
-        gradients=0,
         saved=FLOAT32_BYTES * numbers if options.follows else 0,
-        optimizer=0,
-        host_optimizer=0,
         working=working,
-        unreduced=0,
         head=_tile(model),
         activations_per_token=hidden,
         passing_per_token=passing,
         moments=(
             Moment(working, passing),
-            Moment(working, hidden, hidden, model.vocabulary, _wide_bytes(c)),
+            Moment(working, hidden, hidden, model.vocabulary, wide_bytes(c)),
         ),
-        sequence=options.sequence,
+        sequence=options.grid.sequence,
     )
 
 
-def together(models: Collection[RankMemory]) -> RankMemory:
-    """Those of models on one rank: the state of all, and what a pass of any of them adds."""
+SUMMED = ("parameters", "gradients", "saved", "optimizer", "host_optimizer")
+LARGEST = ("working", "unreduced", "head", "activations_per_token", "passing_per_token", "sequence")
 
-    def total(name: str) -> int:
-        return sum(getattr(each, name) for each in models)
 
-    def largest(name: str) -> int:
-        return max(getattr(each, name) for each in models)
-
-    return RankMemory(
-        **{name: total(name) for name in ("parameters", "gradients", "saved", "optimizer", "host_optimizer")},
-        **{name: largest(name) for name in ("working", "unreduced", "head")},
-        **{name: largest(name) for name in ("activations_per_token", "passing_per_token")},
-        moments=tuple(moment for each in models for moment in each.moments),
-        sequence=largest("sequence"),
+def planned(
+    trainer: TrainerSection,
+    models: Mapping[str, ModelUse],
+    read: ReadShapes,
+    memory_of: Callable[[ModelShape, MemoryOptions], RankMemory],
+) -> tuple[dict[str, ModelShape], RankMemory]:
+    """Return the models of a job by name, and the memory of all of them on one rank: the state of all, and
+    what a pass of any of them adds."""
+    options = options_of(trainer)
+    shapes = {name: shape_of(*read(use.folder), use.head) for name, use in models.items()}
+    each = [memory_of(shapes[name], options.of(name, use)) for name, use in models.items()]
+    return shapes, RankMemory(
+        **{name: sum(getattr(one, name) for one in each) for name in SUMMED},
+        **{name: max(getattr(one, name) for one in each) for name in LARGEST},
+        moments=tuple(moment for one in each for moment in one.moments),
     )
 
 
@@ -403,24 +402,24 @@ def _reduction(options: MemoryOptions) -> float:
     return FLOAT32_BYTES * (1 + 1 / options.shards)
 
 
-def _wide_bytes(c: int) -> int:
-    """Of one number in `trainer.dtype`, and in fp32 as well where that is another."""
+def wide_bytes(c: int) -> int:
+    """Return the bytes of a number in `trainer.dtype`, and in fp32 as well if that is another."""
     return FLOAT32_BYTES if c == FLOAT32_BYTES else FLOAT32_BYTES + c
 
 
 def _moments(model: ModelShape, options: MemoryOptions) -> Iterator[Moment]:
     c, root, block = options.compute_bytes, _trained_root(model, options), options.trained(model.largest)
     gathered, reduction, outside = _gathered(model, options), _reduction(options), _outside(model, c)
-    kept = [_kept(each, model.hidden, options) for each in model.blocks]
-    passing = [_passing(each, model.hidden, options) for each in model.blocks]
+    kept = [kept_per_token(each, model.hidden, options) for each in model.blocks]
+    passing = [passing_per_token(each, model.hidden, options) for each in model.blocks]
     table = c * model.vocabulary * model.hidden if root else 0  # the output layer's gradient
     # The output layer's backward: everything is kept, beside the units' hidden states and their gradients.
     yield Moment(
         fixed=gathered + table,
         per_token=sum(kept) + outside,
-        per_unit=(c + _wide_bytes(c)) * model.hidden,
+        per_unit=(c + wide_bytes(c)) * model.hidden,
         vocabulary=model.vocabulary,
-        logit_bytes=_wide_bytes(c),
+        logit_bytes=wide_bytes(c),
     )
     # Each block's backward, from the last on, beside the input of the reduction before it.
     for done in range(len(kept)):
@@ -441,24 +440,22 @@ def _outside(model: ModelShape, c: int) -> int:
     return (FLOAT32_BYTES + 2 * c) * model.hidden + 2 * FLOAT32_BYTES * 8
 
 
-def _kept(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
+def kept_per_token(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
     c = options.compute_bytes
     if options.recompute == "none":
         return block_activations(block, hidden, options)
     return c * hidden + (_block_products(block, hidden, c) if options.recompute == "selective" else 0)
 
 
-def _passing(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
-    """Per token of a block's backward: the gradients of the two products in its widest part and of its
-    input; with recomputation also what it keeps."""
-    c = options.compute_bytes
-    wide = 2 * block.width("mlp.gate_proj.weight")
-    routed = block.width("experts.gate_proj.weight")
-    if routed:
+def passing_per_token(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
+    """Return bytes per token of a block's backward: the gradients of the two products in its widest part and
+    of its input; with recomputation also what it keeps."""
+    c, wide = options.compute_bytes, 2 * block.width("mlp.gate_proj.weight")
+    if routed := block.width("experts.gate_proj.weight"):
         wide += block.experts_per_token * (2 * routed + 2 * hidden)
     transient = c * (wide + 2 * hidden)
     again = 0 if options.recompute == "none" else block_activations(block, hidden, options)
-    return transient + max(0, again - (_kept(block, hidden, options) - c * hidden))
+    return transient + max(0, again - (kept_per_token(block, hidden, options) - c * hidden))
 
 
 def _block_products(block: DecoderBlock, hidden: int, c: int) -> int:
@@ -482,7 +479,7 @@ def block_activations(block: DecoderBlock, hidden: int, options: MemoryOptions) 
     c = options.compute_bytes
     queries, keys = block.width("q_proj.weight"), block.width("k_proj.weight")
     size = 2 * _norm(hidden, c) + 2 * c * hidden
-    sharing = share_heads(block.heads, options.sequence)
+    sharing = share_heads(block.heads, options.grid.sequence)
     sent = keys * sharing.repeats(block.kv_heads) if keys else 0
     results = 1 if sharing.by_heads > 1 and options.recompute == "none" else 2
     size += c * (queries + 2 * sent) + results * c * queries + FLOAT32_BYTES * block.heads

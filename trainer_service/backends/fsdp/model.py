@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from areal_async.base.log import get_logger
 from areal_async.config.job import LoraSection
 from areal_async.models.files import looks_beyond_tokens
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse
-from trainer_service.backends.changing import ChangingModel
+from trainer_service.backends.common import ChangingModel
+from trainer_service.backends.fsdp.forward import probe_packing, require_packable
 from trainer_service.backends.fsdp.loading import load_sharded
 from trainer_service.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from trainer_service.backends.fsdp.recompute import recompute_blocks
 from trainer_service.backends.fsdp.routing import RouteReplay
 from trainer_service.backends.fsdp.sequence import SequenceRanks
 from trainer_service.backends.fsdp.shards import read_shard
-from trainer_service.backends.fsdp.window import probe_packing, require_packable
 from trainer_service.data.microbatch import MicroBatch
 from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
@@ -37,6 +38,18 @@ Kinds = dict[str, Mapping[str, Tensor]]
 """Tensors of a rank by what they are, which names the files of a checkpoint, and by parameter."""
 
 
+@dataclass(frozen=True)
+class FsdpOptions:
+    """Options of a back end: those of `Fsdp.Arguments`, and the adapters of the policy."""
+
+    dtype: torch.dtype
+    recompute: str = "none"
+    offload_optimizer: bool = False
+    lora: LoraSection | None = None
+    seed: int = 0
+    """Seed of the adapters' first values."""
+
+
 class HeldModel(ChangingModel):
     """See `ChangingModel`."""
 
@@ -45,45 +58,41 @@ class HeldModel(ChangingModel):
         name: str,
         use: ModelUse,
         ranks: Ranks,
+        options: FsdpOptions,
         *,
-        dtype: torch.dtype,
-        first_copy: bool,
-        recompute: str,
-        offload_optimizer: bool,
-        lora: LoraSection | None,
-        seed: int,
+        shards_count: int,
         shared: SequenceRanks | None = None,
     ) -> None:
         """See `FsdpBackend`. Raises `ModelError`."""
         super().__init__(name, use)
-        self._ranks, self._first_copy = ranks, first_copy
+        self._ranks, self._shards_count = ranks, shards_count
+        lora, dtype = options.lora if name == TRAINED_MODEL else None, options.dtype
         held = torch.float32 if use.follows or (use.optimizer is not None and lora is None) else dtype
         require_packable(name, use.folder)
-        self.loaded = load_sharded(use.folder, ranks, dtype, held=held, head=use.head, lora=lora, seed=seed)
+        self.loaded = load_sharded(
+            use.folder, ranks, dtype, held=held, head=use.head, lora=lora, seed=options.seed
+        )
         self.module = self.loaded.module
         if use.optimizer is None:
             self.module.requires_grad_(False)
         self.sequence = None
         if shared is not None:
-            self.sequence = _for_model(self.module, shared, ranks, name, recompute)
+            self.sequence = _for_model(self.module, shared, ranks, name, options.recompute)
         probe_packing(name, self.loaded, ranks, use.head, self.sequence)
         # The first pass of FSDP may move the local shards; the optimizer must see them after it.
-        changing = {
-            name: parameter
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad or use.follows
-        }
+        parameters = self.module.named_parameters()
+        changing = {name: each for name, each in parameters if each.requires_grad or use.follows}
         self.shards = {name: nn.Parameter(_local(parameter)) for name, parameter in changing.items()}
         self.rows = {name: parameter.shape[0] for name, parameter in changing.items()}
         self._adamw: ShardedAdamW | None = None
         if use.optimizer is not None:
-            recompute_blocks(self.module, recompute)
-            self._adamw = ShardedAdamW(self.shards, use.optimizer, offload=offload_optimizer)
+            recompute_blocks(self.module, options.recompute)
+            self._adamw = ShardedAdamW(self.shards, use.optimizer, offload=options.offload_optimizer)
         self._replay: RouteReplay | None = None
 
     def routed(self, batch: MicroBatch) -> AbstractContextManager[None]:
-        """For the passes over a batch: the policy's routers replay its routes. Other models' choose for
-        themselves: they are the policy's routes. Raises `ModelError`."""
+        """Replay the routes of a batch in the passes over it, if this is the policy: other models' routers
+        choose for themselves. Raises `ModelError`."""
         if batch.routes is None or self.name != TRAINED_MODEL:
             return nullcontext()
         if self._replay is None:
@@ -94,31 +103,28 @@ class HeldModel(ChangingModel):
     @property
     def memory(self) -> Kinds:
         """Tensors of the kinds, shapes and dtypes that `state` has after an update."""
-        kinds = [self.name, *(self._moment(each) for each in MOMENTS if self._adamw is not None)]
-        return dict.fromkeys(kinds, self.shards) if self.shards else {}
+        return self._kinds(dict.fromkeys(MOMENTS if self._adamw is not None else (), self.shards))
 
     @property
     def state(self) -> Kinds:
-        """What a checkpoint holds of it: the rank's own tensors."""
-        moments = self._adamw.moments() if self._adamw is not None else {}
-        return self._kinds(moments)
+        """The rank's own tensors, for a checkpoint."""
+        return self._kinds(self._adamw.moments() if self._adamw is not None else {})
 
-    def load(self, folder: Path, updates: Mapping[str, int], rank: int, shards_count: int) -> None:
-        """See `TrainingBackend.load`; `rank` is that of the shard."""
+    def load(self, folder: Path, updates: Mapping[str, int]) -> None:
+        """See `TrainingBackend.load`."""
         if not self.begin_at(folder, updates):
             return
         kinds = self._kinds(self._adamw.restart(self.updates) if self._adamw is not None else {})
         for kind, values in kinds.items():
-            read_shard(folder, kind, values, self.rows, rank, shards_count)
+            place = self._ranks.rank % self._shards_count, self._shards_count
+            read_shard(folder, kind, values, self.rows, *place)
 
     def _norm_of_gradient(self) -> float:
         for name, parameter in self.module.named_parameters():
             if (shard := self.shards.get(name)) is not None:
                 if parameter.grad is not None:
                     shard.grad, parameter.grad = _local(parameter.grad), None
-                elif (
-                    shard.grad is None
-                ):  # what no loss has used has one too, so that moments are those of all
+                elif shard.grad is None:  # for all have moments, also what no loss has used
                     shard.grad = torch.zeros_like(shard)
         return self._norm(self._gradients)
 
@@ -141,11 +147,8 @@ class HeldModel(ChangingModel):
             shard.lerp_(self.found_in(source, name, theirs.get(name), shard.shape).float(), share)
 
     def _kinds(self, moments: Mapping[str, Mapping[str, Tensor]]) -> Kinds:
-        found: Kinds = {self._moment(moment): values for moment, values in moments.items()}
+        found: Kinds = {f"{self.name}.{moment}": values for moment, values in moments.items()}
         return {self.name: self.shards, **found} if self.shards else {}
-
-    def _moment(self, moment: str) -> str:
-        return f"{self.name}.{moment}"
 
     @property
     def _gradients(self) -> list[Tensor]:
@@ -155,13 +158,13 @@ class HeldModel(ChangingModel):
         """2-norm over the shards of one copy, summed up in f64: on a CPU a sum of a million squares in f32 is
         off by 1e-5, and another number of ranks by another amount."""
         norms = torch._foreach_norm(parts, 2, torch.float64)
-        squared = torch.stack(norms).square().sum().cpu() * self._first_copy
+        squared = torch.stack(norms).square().sum().cpu() * (self._ranks.rank < self._shards_count)
         self._ranks.sum(squared)
         return float(squared.sqrt())
 
 
 def _for_model(module: Any, shared: SequenceRanks, ranks: Ranks, name: str, recompute: str) -> SequenceRanks:
-    """How ranks share the rows of a model. Raises `ModelError` for one of which they cannot."""
+    """Decide how ranks share the rows of a model. Raises `ModelError` for one of which they cannot."""
     config = module.config.get_text_config()
     if why := looks_beyond_tokens(config.to_dict()):
         raise ModelError(f"trainer.parallel.sequence: the model {name!r} {why}. Set it to 1.")

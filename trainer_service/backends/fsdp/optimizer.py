@@ -12,14 +12,15 @@ the same on either side.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from areal_async.config.job import OptimizerSection
+from trainer_service.backends.fsdp.memory import STREAMED_BYTES
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-STREAMED_BYTES = 1 << 28
 Stream = list[tuple[str, slice]]
 """Pieces of flattened shards, by name, whose moments are on the device together."""
 
@@ -34,22 +35,13 @@ class ShardedAdamW:
     def __init__(
         self, shards: Mapping[str, nn.Parameter], section: OptimizerSection, *, offload: bool
     ) -> None:
-        self._shards = shards
-        self._offload = offload
-        self._updates = 0
+        self._shards, self._offload, self._updates = shards, offload, 0
         self._streams = list(_streams(shards)) if offload else []
         whole = [list(shards.values())]
-        self._parts = [
-            torch.optim.AdamW(
-                parameters,
-                lr=section.lr,
-                betas=section.betas,
-                eps=section.eps,
-                weight_decay=section.weight_decay,
-                fused=True,
-            )
-            for parameters in ([self._views(stream) for stream in self._streams] if offload else whole)
-        ]
+        settings: Any = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
+        settings |= {"weight_decay": section.weight_decay, "fused": True}
+        parts = [self._views(stream) for stream in self._streams] if offload else whole
+        self._parts = [torch.optim.AdamW(parameters, **settings) for parameters in parts]
         self._host = {name: self._zeros(shard) for name, shard in shards.items()} if offload else {}
 
     def step(self, lr: float) -> None:

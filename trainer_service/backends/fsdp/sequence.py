@@ -40,9 +40,9 @@ class SequenceRanks:
     """Number of the first of them among all ranks."""
     sharing: HeadSharing
     heads: dist.ProcessGroup
-    """Those that share heads with this one."""
+    """Ranks that share heads with this one."""
     ring: dist.ProcessGroup
-    """Those among which this one's keys and values go round."""
+    """Ranks among which this one's keys and values go round."""
     results_once: bool = True
     """Whether autograd keeps what attention gives once where heads are shared (`exchange.py`). Recomputation
     keeps it once by itself, or not at all, and must see all that autograd would keep."""
@@ -87,7 +87,8 @@ class SequenceRanks:
         return SequencePart(self, ids[:, own], positions[:, own], own, runs, branching, ring)
 
     def stretch(self, routes: Tensor) -> Tensor:
-        """Of routes [layers, T, K] those of this rank's stretch of the padded micro-batch; -1 for padding."""
+        """Return the routes of this rank's stretch, from those [layers, T, K] of the micro-batch; -1 for
+        padding."""
         length = -(-routes.shape[1] // self.size)
         whole = F.pad(routes, (0, 0, 0, length * self.size - routes.shape[1]), value=-1)
         return whole[:, self.index * length : (self.index + 1) * length]
@@ -129,14 +130,15 @@ class SequencePart:
     position_ids: Tensor
     """i64 [1, L]"""
     own: slice
-    """Where they are in the padded micro-batch."""
+    """Their place in the padded micro-batch."""
     runs: Runs
-    """Of the padded micro-batch."""
+    """Runs of the padded micro-batch."""
     branching: list[Branching]
     ring: RingTokens | None
 
     def units_at(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Of places [S] in the pack those in this stretch: i64 [N], which they are, and where in it."""
+        """Return i64 [N] twice: the indices of the places [S] that are in this stretch, and their places in
+        it."""
         chosen = ((places >= self.own.start) & (places < self.own.stop)).nonzero()[:, 0]
         return chosen, places[chosen] - self.own.start
 

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from areal_async.weights.layout import FILE_DTYPES
-from trainer_service.disk import FileEntry, write_hashed
+from trainer_service.background import in_thread
+from trainer_service.durable_files import FileEntry, write_hashed
 from trainer_service.errors import CheckpointError
-from trainer_service.ranks import in_thread
 
 ROWS = "rows"
 
@@ -54,16 +54,14 @@ class HostCopies:
         if self._preparing is not None:
             self._preparing.result()
             self._preparing = None
-        found: dict[str, dict[str, Tensor]] = {}
-        on_device = False
+        found = {
+            kind: {name: self._memory_for(kind, name, value) for name, value in values.items()}
+            for kind, values in kinds.items()
+        }
         for kind, values in kinds.items():
-            found[kind] = {}
             for name, value in values.items():
-                held = self._memory_for(kind, name, value)
-                held.copy_(value.detach(), non_blocking=True)
-                on_device = on_device or value.is_cuda
-                found[kind][name] = held
-        if on_device:
+                found[kind][name].copy_(value.detach(), non_blocking=True)
+        if any(value.is_cuda for values in kinds.values() for value in values.values()):
             torch.cuda.synchronize()
         return found
 
@@ -85,7 +83,7 @@ def write_shard(
 
 
 def shard_end(rank: int, world: int) -> str:
-    """What the names of the files with a rank's rows end with."""
+    """Return the end of the names of the files with a rank's rows."""
     return f"-{rank:05d}-of-{world:05d}.safetensors"
 
 

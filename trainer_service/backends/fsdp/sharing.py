@@ -1,4 +1,4 @@
-"""How ranks that have a part of each row share a model's attention. Pure, without torch.
+"""Sharing of a model's attention by ranks that have a part of each row. Pure, without torch.
 
 Two ways are known, and both are exact. By *heads* (DeepSpeed-Ulysses, arXiv:2309.14509): an all-to-all
 gives each rank all tokens of some heads, it attends as one rank does, and a second one brings the results
@@ -19,8 +19,8 @@ from math import gcd
 
 @dataclass(frozen=True)
 class HeadSharing:
-    """What each of `by_heads` x `ring` ranks attends with. Rank i of them has place i mod `by_heads` among
-    those that share heads, and i div `by_heads` in the ring."""
+    """The layout of `by_heads` x `ring` ranks. Rank i of them has place i mod `by_heads` among those that
+    share heads, and i div `by_heads` in the ring."""
 
     by_heads: int
     """Ranks to which the heads of the tokens that they have together are dealt."""
@@ -28,7 +28,7 @@ class HeadSharing:
     """Such groups of ranks, among which keys and values go round."""
 
     def repeats(self, kv_heads: int) -> int:
-        """How often each of the key/value heads is sent, so that every rank has as many."""
+        """Return how often each key/value head is sent, so that every rank has equally many."""
         return self.by_heads // gcd(kv_heads, self.by_heads)
 
     def describe(self, kv_heads: int) -> str:
@@ -42,6 +42,6 @@ class HeadSharing:
 
 
 def share_heads(heads: int, ranks: int) -> HeadSharing:
-    """How `ranks` share attention with so many query heads: as many as divide the heads share these."""
+    """Let `ranks` share attention with so many query heads: as many as divide the heads share these."""
     by_heads = gcd(heads, ranks)
     return HeadSharing(by_heads, ranks // by_heads)

@@ -13,16 +13,13 @@ from areal_async.base.mistakes import Mistake
 from areal_async.config.base import Section
 from areal_async.config.parallel import RankGrid
 from areal_async.config.registry import PartError
-from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, shape_of, together
+from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, ReadShapes, planned
 from trainer_service.backends.megatron.config import reasons_against
-from trainer_service.backends.megatron.memory import StageOptions, stage_memory
+from trainer_service.backends.megatron.memory import stage_memory
 
 if TYPE_CHECKING:
-    import torch
-
     from areal_async.config.job import JobConfig, TrainerSection
     from trainer_service.backends.base import ModelUse, TrainingBackend
-    from trainer_service.backends.fsdp import ReadShapes
     from trainer_service.ranks import Ranks
 
 SECTIONS = {"ref": "reference", "process": "process_reward"}
@@ -36,7 +33,7 @@ class Megatron:
     replays_routes = True
     axes = ("shard", "tensor", "pipeline", "expert")
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
-    """Where Megatron-Core computes."""
+    """Devices on which Megatron-Core computes."""
 
     class Arguments(Section):
         recompute: Literal["none", "selective", "full"] = "none"
@@ -47,7 +44,7 @@ class Megatron:
         lost at the ends of a step, and more is exchanged."""
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """What the back end cannot do, or would do wrongly without a word."""
+        """Yield what the back end cannot do, or would silently do wrong."""
         asked = self.Arguments.model_validate(arguments)
         if importlib.util.find_spec("megatron") is None:
             yield Mistake(
@@ -74,43 +71,22 @@ class Megatron:
     def memory(
         self, trainer: TrainerSection, models: Mapping[str, ModelUse], read: ReadShapes
     ) -> tuple[dict[str, ModelShape], RankMemory]:
-        """As of `Fsdp`, for the worst rank of the grid."""
-        asked, grid = self.Arguments.model_validate(trainer.backend_args), RankGrid.of(trainer)
-        shapes = {name: shape_of(*read(use.folder), use.head) for name, use in models.items()}
-        options = {
-            name: StageOptions.of(
-                grid,
-                use,
-                dtype=trainer.dtype,
-                recompute=asked.recompute,
-                virtual_stages=asked.virtual_stages,
-            )
-            for name, use in models.items()
-        }
-        return shapes, together([stage_memory(shapes[name], options[name]) for name in models])
+        """See `Fsdp.memory`; the memory is that of the worst rank of the grid."""
+        return planned(trainer, models, read, stage_memory)
 
     def __call__(
-        self,
-        models: Mapping[str, ModelUse],
-        ranks: Ranks,
-        *,
-        dtype: torch.dtype,
-        grid: RankGrid,
-        recompute: str = "none",
-        virtual_stages: int = 1,
+        self, models: Mapping[str, ModelUse], ranks: Ranks, *, grid: RankGrid, **options: Any
     ) -> TrainingBackend:
         """See `MegatronBackend`. One process alone reads what many have trained."""
         if ranks.world == 1 and grid.ranks > 1:
             from trainer_service.backends.megatron.reading import MegatronReader
 
-            reader: Any = MegatronReader(models, dtype=dtype)
+            reader: Any = MegatronReader(models, dtype=options["dtype"])
             found: TrainingBackend = reader
             return found
         from trainer_service.backends.megatron.backend import MegatronBackend
 
-        return MegatronBackend(
-            models, ranks, dtype=dtype, grid=grid, recompute=recompute, virtual_stages=virtual_stages
-        )
+        return MegatronBackend(models, ranks, grid=grid, **options)
 
 
 def _models_of(job: JobConfig) -> Mapping[str, ModelUse]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -21,13 +21,22 @@ from torch import Tensor
 
 from areal_async.config.parallel import RankGrid
 from areal_async.weights.pieces import TensorPiece
-from trainer_service.backends.base import TRAINED_MODEL, Columns, ModelUse, RankPlace
-from trainer_service.backends.changing import NamedModels, random_state_writer, read_random_state
+from trainer_service.backends.base import (
+    LOGP,
+    TRAINED_MODEL,
+    Batches,
+    LossOf,
+    ModelUse,
+    Names,
+    OfColumns,
+    RankPlace,
+)
+from trainer_service.backends.common import NamedModels, random_state_writer, require_grid
 from trainer_service.backends.fsdp.shards import HostCopies, write_tensors
-from trainer_service.backends.megatron.held import MegatronModel
+from trainer_service.backends.megatron.config import MegatronOptions
 from trainer_service.backends.megatron.passes import owns_columns
-from trainer_service.data.microbatch import MicroBatch
-from trainer_service.disk import FileEntry
+from trainer_service.backends.megatron.rank_model import MegatronModel
+from trainer_service.durable_files import FileEntry
 from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
 
@@ -39,64 +48,29 @@ class MegatronBackend(NamedModels[MegatronModel]):
 
     adapted: Sequence[str] = ()
 
-    def __init__(
-        self,
-        models: Mapping[str, ModelUse],
-        ranks: Ranks,
-        *,
-        dtype: torch.dtype,
-        grid: RankGrid,
-        recompute: str = "none",
-        virtual_stages: int = 1,
-    ) -> None:
-        """The options are those of `Megatron.Arguments`, for all models. Raises `ModelError`."""
-        if grid.ranks != ranks.world:
-            raise ModelError(
-                f"trainer.parallel: {grid.ranks} places do not share {ranks.world} ranks evenly. Set sizes "
-                "whose product is trainer.ranks."
-            )
-        _initialize(grid, virtual_stages, ranks)
+    def __init__(self, models: Mapping[str, ModelUse], ranks: Ranks, **options: Any) -> None:
+        """`options` are those of `MegatronOptions`. Raises `ModelError`."""
+        self._options = MegatronOptions(**options)
+        grid = self._options.grid
+        require_grid(grid, ranks)
+        _initialize(grid, self._options.virtual_stages, ranks)
         self.place = RankPlace(
             parallel_state.get_data_parallel_rank(), grid.data_ranks, reads=True, owns=owns_columns()
         )
-        self._ranks, self._dtype = ranks, dtype
-        self._copies = HostCopies()
-        self._models = {
-            name: MegatronModel(
-                name, use, ranks, grid, dtype=dtype, recompute=recompute, virtual_stages=virtual_stages
-            )
-            for name, use in models.items()
-        }
+        self._ranks, self._copies = ranks, HostCopies()
+        self._models = {name: MegatronModel(name, use, ranks, self._options) for name, use in models.items()}
         policy = self._models.get(TRAINED_MODEL)
         tied = policy is not None and policy.stages.dimensions.tied and models[TRAINED_MODEL].head != "value"
         self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
 
-    @property
-    def updates(self) -> dict[str, int]:
-        return {name: model.updates for name, model in self._models.items() if model.changes}
-
-    def evaluate(
-        self,
-        model: str,
-        batches: Sequence[MicroBatch],
-        fn: Callable[[int, Columns], T],
-        *,
-        columns: Sequence[str] = ("logp",),
-    ) -> list[T]:
+    def evaluate(self, model: str, batches: Batches, fn: OfColumns[T], *, columns: Names = LOGP) -> list[T]:
         return self._models[model].passes.evaluate(batches, fn, columns)
 
-    def train(
-        self,
-        model: str,
-        batches: Sequence[MicroBatch],
-        loss_of: Callable[[int, Columns], Tensor],
-        *,
-        columns: Sequence[str] = ("logp",),
-    ) -> None:
+    def train(self, model: str, batches: Batches, loss_of: LossOf, *, columns: Names = LOGP) -> None:
         self._models[model].passes.train(batches, loss_of, columns)
 
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
-        pieces = self._models[model].pieces(self._dtype)
+        pieces = self._models[model].pieces(self._options.dtype)
         return self._gathered(pieces) if gather and self._ranks.world > 1 else pieces
 
     def _gathered(self, pieces: Iterator[TensorPiece]) -> Iterator[TensorPiece]:
@@ -106,9 +80,8 @@ class MegatronBackend(NamedModels[MegatronModel]):
             for piece in pieces:
                 data = piece.tensor.cpu().reshape(-1).view(torch.uint8)
                 kind = str(piece.tensor.dtype).removeprefix("torch.")
-                told = msgspec.json.encode(
-                    [piece.name, piece.shape, piece.offset, tuple(piece.tensor.shape), kind]
-                )
+                box = [piece.name, piece.shape, piece.offset, tuple(piece.tensor.shape), kind]
+                told = msgspec.json.encode(box)
                 side.send(torch.tensor([len(told)]).view(torch.uint8), to=0)
                 side.send(torch.frombuffer(bytearray(told), dtype=torch.uint8), to=0)
                 side.send(data, to=0)
@@ -137,20 +110,13 @@ class MegatronBackend(NamedModels[MegatronModel]):
         write_random_state = random_state_writer(folder, self._ranks.rank)
 
         def write() -> Mapping[str, FileEntry]:
-            rank = self._ranks.rank
             written = write_random_state()
             for kind, values in copies.items():
-                if kind in state:
-                    path = folder / f"{kind}-ranges-{rank:05d}.safetensors"
-                    written |= write_tensors(path, {key: values[key] for key in state[kind]}, {})
+                path = folder / f"{kind}-ranges-{self._ranks.rank:05d}.safetensors"
+                written |= write_tensors(path, values, {})
             return written
 
         return write
-
-    def load(self, folder: Path, updates: Mapping[str, int]) -> None:
-        for model in self._models.values():
-            model.load(folder, updates)
-        read_random_state(folder, self._ranks.rank)
 
     def reads(self, files: Collection[str]) -> Collection[str]:
         return files

@@ -1,4 +1,4 @@
-"""What Megatron-Core is told of a Hugging Face model, and which models and grids are refused.
+"""The configuration of Megatron-Core for a Hugging Face model, and the models and grids that are refused.
 
 A configuration that would compute something else than the model does, without an error, is refused with its
 reason: `reasons_against` is pure and asked when the job file is read, and again where the model is made.
@@ -8,17 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_async.config.parallel import RankGrid
 
+if TYPE_CHECKING:
+    import torch
+
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""`model_type` of what can be loaded."""
+"""Values of `model_type` that can be loaded."""
+
+
+@dataclass(frozen=True)
+class MegatronOptions:
+    """Options of all models of a back end: those of `Megatron.Arguments`, and the grid of ranks."""
+
+    dtype: torch.dtype
+    grid: RankGrid
+    recompute: str = "none"
+    virtual_stages: int = 1
 
 
 @dataclass(frozen=True)
 class Dimensions:
-    """What the layers of a model are, from its `config.json`."""
+    """Sizes and kinds of a model's layers, from its `config.json`."""
 
     kind: str
     layers: int
@@ -124,19 +137,15 @@ def reasons_against(
         yield "model", "its attention has dropout, which training here does without", "Set it to 0"
     if found.experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
         yield "model", "some of its layers have experts and others not", "Use the back end fsdp"
-    if found.key_heads % grid.tensor:
-        yield (
-            "parallel.tensor",
-            f"{grid.tensor} ranks do not share {found.key_heads} key and value heads evenly",
-            "Set it to a divisor of num_key_value_heads",
-        )
     width = found.expert_mlp if found.experts else found.mlp
-    if width % grid.tensor:
-        yield (
-            "parallel.tensor",
-            f"{grid.tensor} ranks do not share {width} rows of an MLP evenly",
-            "Set it to a divisor of them",
-        )
+    for field, ranks, number, what, divided in (
+        ("tensor", grid.tensor, found.key_heads, "key and value heads", "num_key_value_heads"),
+        ("tensor", grid.tensor, width, "rows of an MLP", "them"),
+        ("expert", grid.expert, found.experts, "experts", "num_experts"),
+    ):
+        if number % ranks:
+            problem = f"{ranks} ranks do not share {number} {what} evenly"
+            yield f"parallel.{field}", problem, f"Set it to a divisor of {divided}"
     if found.layers % stages:
         yield (
             "parallel.pipeline",
@@ -158,9 +167,3 @@ def reasons_against(
         )
     if grid.expert > 1 and not found.experts:
         yield "parallel.expert", "the model has no experts", "Set it to 1"
-    elif found.experts % grid.expert:
-        yield (
-            "parallel.expert",
-            f"{grid.expert} ranks do not share {found.experts} experts evenly",
-            "Set it to a divisor of num_experts",
-        )

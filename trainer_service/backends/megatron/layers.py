@@ -1,4 +1,4 @@
-"""What a Megatron-Core model is made of here: its own linear layers, and modules of ours between them.
+"""The modules of a Megatron-Core model: its own linear layers, and modules of ours between them.
 
 Attention over packed rows is the function that FSDP2 uses, on the heads of a tensor rank: trees of rows with
 shared prefixes are as exact here as there. Rotary positions are those of transformers, so every kind of
@@ -8,7 +8,7 @@ tensor ranks have different tokens and the gradients of a norm's weight are summ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from trainer_service.backends.fsdp.attention import packed_attention
+from trainer_service.backends.fsdp.attention import PackedRuns, packed_attention
 from trainer_service.backends.megatron.config import Dimensions
 from trainer_service.data.microbatch import MicroBatch
 from trainer_service.data.routes import RouterRule, replayed
@@ -41,7 +41,8 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class PackedPass:
-    """What goes through all layers with a micro-batch, in the place of Megatron's `PackedSeqParams`."""
+    """A micro-batch and its rotation, passed through all layers in the place of Megatron's
+    `PackedSeqParams`."""
 
     batch: MicroBatch
     cos: Tensor
@@ -138,7 +139,7 @@ class PackedCoreAttention(nn.Module):
             out: Tensor = self.thd(*each, None, attn_mask_type=mask, packed_seq_params=now.thd)
             return out.reshape(len(query), 1, -1)
         found, _none = packed_attention(
-            self, q, k, v, None, packed_runs=batch.runs, branching=batch.branching, scaling=self.scaling
+            self, q, k, v, None, packed_runs=PackedRuns(batch.runs, batch.branching), scaling=self.scaling
         )
         return found.transpose(0, 1).flatten(2)
 
@@ -227,9 +228,3 @@ def layer_of(dimensions: Dimensions) -> ModuleSpec:
             mlp_bda=get_bias_dropout_add,
         ),
     )
-
-
-def stage_layers(model: PackedGpt) -> Sequence[Any]:
-    """The layers of one stage, each with its `layer_number` in the whole model, from 1."""
-    layers: Sequence[Any] = model.decoder.layers
-    return layers

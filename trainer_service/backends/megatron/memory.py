@@ -17,11 +17,9 @@ ones on each rank, e: expert ranks, d: data ranks; c: bytes of a number in `trai
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from math import prod
 
-from areal_async.config.parallel import RankGrid
-from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.memory import (
     FLOAT32_BYTES,
     LEAST_LOGITS_BYTES,
@@ -30,38 +28,16 @@ from trainer_service.backends.fsdp.memory import (
     ModelShape,
     Moment,
     RankMemory,
+    Recompute,
     block_activations,
+    kept_per_token,
+    passing_per_token,
+    wide_bytes,
 )
 
 
-@dataclass(frozen=True)
-class StageOptions:
-    """How a job spreads and computes one of its models."""
-
-    grid: RankGrid
-    virtual_stages: int = 1
-    compute_bytes: int = 2
-    recompute: str = "none"
-    frozen: bool = False
-    follows: bool = False
-
-    @classmethod
-    def of(
-        cls, grid: RankGrid, use: ModelUse, *, dtype: str, recompute: str, virtual_stages: int
-    ) -> StageOptions:
-        """Of one model of a job."""
-        return cls(
-            grid,
-            virtual_stages,
-            2 if dtype == "bfloat16" else 4,
-            recompute,
-            use.optimizer is None,
-            use.follows,
-        )
-
-
-def stage_memory(model: ModelShape, options: StageOptions) -> RankMemory:
-    """What the worst rank needs; see the module's text for the formulas."""
+def stage_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
+    """Compute the memory that the worst rank needs; see the module's text for the formulas."""
     grid, c = options.grid, options.compute_bytes
     layers = [*model.blocks][: max(1, len(model.blocks) // grid.pipeline)]
     dense = sum(_numbers(block, experts=False) for block in layers) / grid.tensor
@@ -81,22 +57,18 @@ def stage_memory(model: ModelShape, options: StageOptions) -> RankMemory:
         gradients=round(FLOAT32_BYTES * (dense + experts)) if trained else 0,
         saved=round(saved),
         optimizer=round(moments),
-        host_optimizer=0,
-        working=0,
-        unreduced=0,
         head=LEAST_LOGITS_BYTES + round(c * table if trained else 0) if model.vocabulary else 0,
         activations_per_token=max(1, round(kept * _in_flight(options))),
         passing_per_token=round(passing),
         moments=tuple(_moments(model, options, kept, passing, table)),
-        sequence=1,
     )
 
 
 def _moments(
-    model: ModelShape, options: StageOptions, kept: float, passing: float, table: float
+    model: ModelShape, options: MemoryOptions, kept: float, passing: float, table: float
 ) -> Iterator[Moment]:
     grid, c = options.grid, options.compute_bytes
-    wide = FLOAT32_BYTES if c == FLOAT32_BYTES else FLOAT32_BYTES + c
+    wide = wide_bytes(c)
     yield Moment(0, kept * _in_flight(options) + passing)
     # The head is on the last stage, which has one micro-batch at a time, before its layers go backwards.
     own = _in_flight(options) if grid.pipeline == 1 else 1
@@ -110,7 +82,7 @@ def _moments(
     )
 
 
-def _in_flight(options: StageOptions) -> float:
+def _in_flight(options: MemoryOptions) -> float:
     """Micro-batches of which the first stage keeps what the backward pass needs."""
     stages, virtual = options.grid.pipeline, options.virtual_stages
     return stages * (1 + (stages - 1) / (stages * virtual)) if virtual > 1 else stages
@@ -121,24 +93,15 @@ def _numbers(block: DecoderBlock, *, experts: bool) -> int:
     return sum(map(prod, shapes))
 
 
-def _everything(block: DecoderBlock, hidden: int, options: StageOptions) -> int:
-    return block_activations(block, hidden, MemoryOptions(compute_bytes=options.compute_bytes))
-
-
-def _kept(block: DecoderBlock, hidden: int, options: StageOptions) -> int:
-    if options.recompute == "full":
-        return options.compute_bytes * hidden
-    everything = _everything(block, hidden, options)
-    if options.recompute == "none":
-        return everything
+def _kept(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
+    if options.recompute != "selective":
+        return kept_per_token(block, hidden, options)
     # Of attention its inputs alone: not its rotated queries and keys, its output and its log-sums.
     queries, keys = block.width("q_proj.weight"), block.width("k_proj.weight")
-    return everything - options.compute_bytes * (queries + keys) - FLOAT32_BYTES * block.heads
+    spared = options.compute_bytes * (queries + keys) + FLOAT32_BYTES * block.heads
+    return block_activations(block, hidden, replace(options, recompute="none")) - spared
 
 
-def _passing(block: DecoderBlock, hidden: int, options: StageOptions) -> int:
-    wide = 2 * block.width("mlp.gate_proj.weight")
-    if routed := block.width("experts.gate_proj.weight"):
-        wide += block.experts_per_token * (2 * routed + 2 * hidden)
-    again = _everything(block, hidden, options) if options.recompute == "full" else 0
-    return options.compute_bytes * (wide + 2 * hidden) + again
+def _passing(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
+    recompute: Recompute = "full" if options.recompute == "full" else "none"
+    return passing_per_token(block, hidden, replace(options, recompute=recompute))

@@ -32,7 +32,7 @@ EMBEDDING, OUTPUT, VALUE = "embedding.word_embeddings.weight", "output_layer.wei
 
 @dataclass(frozen=True)
 class StagePlace:
-    """Where a rank's parameters lie in the model."""
+    """Place of a rank's parameters in the model."""
 
     tensor: int
     """Its index among the tensor ranks."""

@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from trainer_service.backends.base import Columns
-from trainer_service.backends.head import VALUES, Head, columns_of_units, value_places
+from trainer_service.backends.base import Batches, Columns, LossOf, Names, OfColumns
+from trainer_service.backends.head import Head, batch_columns
 from trainer_service.backends.megatron.layers import (
     PackedCoreAttention,
     PackedGpt,
@@ -35,7 +34,6 @@ from trainer_service.backends.shared_loss import shared_loss
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 
 T = TypeVar("T")
-LossOf = Callable[[int, Columns], Tensor]
 
 
 def owns_columns() -> bool:
@@ -47,15 +45,15 @@ def owns_columns() -> bool:
 
 
 class Passes:
-    """Of one model; `modules` are its stages, wrapped where they are trained. Only where it `replays` do its
-    routers take the routes of the micro-batches: they are those of the policy."""
+    """The passes of one model; `modules` are its stages, wrapped if they are trained. Only if it `replays` do
+    its routers take the routes of the micro-batches, which are those of the policy."""
 
     def __init__(self, stages: Stages, modules: Sequence[Any], *, replays: bool) -> None:
         self._stages, self._modules, self._replays = stages, list(modules), replays
         self._group = parallel_state.get_tensor_model_parallel_group()
         self._tensors = stages.grid.tensor
 
-    def train(self, batches: Sequence[MicroBatch], loss_of: LossOf, columns: Sequence[str]) -> None:
+    def train(self, batches: Batches, loss_of: LossOf, columns: Names) -> None:
         """Add the gradients of Σ `loss_of(index, columns)` to those of this rank's parameters."""
 
         def loss(index: int, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -71,10 +69,8 @@ class Passes:
 
         self._run(batches, loss, forward_only=False)
 
-    def evaluate(
-        self, batches: Sequence[MicroBatch], fn: Callable[[int, Columns], T], columns: Sequence[str]
-    ) -> list[T]:
-        """What `fn` makes of each micro-batch, on the rank that owns the columns."""
+    def evaluate(self, batches: Batches, fn: OfColumns[T], columns: Names) -> list[T]:
+        """Return the results of `fn` on each micro-batch, on the rank that owns the columns."""
         made: dict[int, T] = {}
 
         def take(index: int, batch: MicroBatch, hidden: Tensor) -> None:
@@ -127,16 +123,8 @@ class Passes:
         if self._tensors > 1:
             # The head and the value layer give every rank the whole gradient, of which each takes its part.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        states = hidden[:, 0]
-        found: dict[str, Tensor] = {}
-        for name in VALUES & set(names):
-            places = value_places(batch, name, has_layer=hasattr(stage, "score"))
-            found[name] = torch.mv(F.embedding(places, states).float(), stage.score.weight[0].float())
-        if of_tokens := [name for name in names if name not in VALUES]:
-            head = self._head(stage)
-            states = F.embedding(batch.predict, states)
-            found |= columns_of_units(head, states.to(head.weight.dtype), batch, of_tokens)
-        return {name: found[name] for name in names}
+        layer = getattr(stage, "score", None)
+        return batch_columns(batch, hidden[:, 0], names, lambda: self._head(stage), layer)
 
     def _head(self, stage: PackedGpt) -> Head:
         """This rank's rows of the output layer, without those of no token."""

@@ -74,16 +74,16 @@ def read_boxes(folder: Path, kind: str, boxes: Sequence[TensorPiece], model: Dim
             )
 
 
+Held = tuple[str, StagePlace, tuple[int, ...]]
+"""Name, place and shape of a parameter of a tensor rank."""
 Range = tuple[int, Any, str]
-"""Where one begins, and the file and the key that have it."""
+"""First element of a range, and the file and the key that have it."""
 
 
-def _parameters(
-    folder: Path, kind: str, stack: ExitStack
-) -> dict[tuple[str, StagePlace, tuple[int, ...]], list[Range]]:
+def _parameters(folder: Path, kind: str, stack: ExitStack) -> dict[Held, list[Range]]:
     """The ranges of each parameter of each tensor rank that wrote the files, which are open as long as
     `stack`. Raises ValueError for a key that is none."""
-    found: dict[tuple[str, StagePlace, tuple[int, ...]], list[Range]] = defaultdict(list)
+    found: dict[Held, list[Range]] = defaultdict(list)
     for path in sorted(folder.glob(f"{kind}-ranges-?????.safetensors")):
         file = stack.enter_context(safe_open(path, framework="pt"))
         for key in file.keys():  # noqa: SIM118 - it is no mapping

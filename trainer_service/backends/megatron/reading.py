@@ -19,11 +19,11 @@ from trainer_service.errors import CheckpointError, ModelError
 TRAINS = frozenset(
     ("evaluate", "train", "gradient_norm", "optimizer_step", "discard", "follow", "prepare_save", "save")
 )
-"""What of the protocol needs the ranks."""
+"""Methods of the protocol that need the ranks."""
 
 
 class MegatronReader:
-    """What tools need of a `backends.base.TrainingBackend`: `load` and `export`."""
+    """The part of a `backends.base.TrainingBackend` that tools need: `load` and `export`."""
 
     place = RankPlace(0, 1)
     adapted: Collection[str] = ()

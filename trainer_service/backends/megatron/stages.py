@@ -19,16 +19,15 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_async.config.parallel import RankGrid
-from areal_async.models.files import ONE_FILE, weight_files
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import ModelHead
-from trainer_service.backends.megatron.config import Dimensions, reasons_against
-from trainer_service.backends.megatron.layers import PackedGpt, PackedRMSNorm, Rotary, layer_of, stage_layers
+from trainer_service.backends.common import FLOATS, loaded_on_all, open_tensors
+from trainer_service.backends.megatron.config import Dimensions, MegatronOptions, reasons_against
+from trainer_service.backends.megatron.layers import PackedGpt, PackedRMSNorm, Rotary, layer_of
 from trainer_service.backends.megatron.names import (
     EMBEDDING,
     OUTPUT,
@@ -37,11 +36,7 @@ from trainer_service.backends.megatron.names import (
     boxes_of,
     global_name,
 )
-from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
-
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""Dtypes of weights, as safetensors calls them, that stand for themselves."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +44,7 @@ class StageParameter:
     """A parameter of one of the rank's stages."""
 
     name: str
-    """With the numbers that its layer and expert have in the whole model."""
+    """Name with the numbers that its layer and expert have in the whole model."""
     tensor: nn.Parameter
     place: StagePlace
 
@@ -81,7 +76,7 @@ class Stages:
         first_expert = parallel_state.get_expert_model_parallel_rank() * experts
         place = StagePlace(tensor, tensors, first_expert)
         for chunk in self.chunks:
-            layers = stage_layers(chunk)
+            layers = chunk.decoder.layers
             first = layers[0].layer_number - 1 if len(layers) else 0
             for name, parameter in chunk.named_parameters():
                 yield StageParameter(global_name(name, first, place), parameter, place)
@@ -91,28 +86,16 @@ class Stages:
         return boxes_of(parameter.name, tensor, parameter.place, self.dimensions)
 
 
-def make_stages(
-    folder: Path,
-    ranks: Ranks,
-    grid: RankGrid,
-    *,
-    dtype: torch.dtype,
-    head: ModelHead,
-    recompute: str,
-    virtual_stages: int,
-) -> Stages:
-    """The rank's stages of the model in `folder`, with its weights in `dtype`. Raises `ModelError`, on all
-    ranks when one cannot read it."""
-    error: Exception | None = None
-    try:
-        stages = _make(folder, ranks, grid, dtype, head, recompute, virtual_stages)
+def make_stages(folder: Path, ranks: Ranks, options: MegatronOptions, head: ModelHead) -> Stages:
+    """Make the rank's stages of the model in `folder`, with its weights. Raises `ModelError`, on all ranks
+    when one cannot read it."""
+
+    def load() -> Stages:
+        stages = _make(folder, ranks, options, head)
         _fill(stages, folder)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as found:
-        error = found
-    if refused := ranks.largest(0 if error is None else ranks.rank + 1):
-        reason = error or f"rank {refused - 1} cannot read it, as its log says"
-        raise ModelError(f"no model can be loaded from {folder}: {reason}.") from error
-    return stages
+        return stages
+
+    return loaded_on_all(folder, ranks, load)
 
 
 def _tensor_place() -> tuple[int, int]:
@@ -122,20 +105,13 @@ def _tensor_place() -> tuple[int, int]:
     )
 
 
-def _make(
-    folder: Path,
-    ranks: Ranks,
-    grid: RankGrid,
-    dtype: torch.dtype,
-    head: ModelHead,
-    recompute: str,
-    virtual_stages: int,
-) -> Stages:
+def _make(folder: Path, ranks: Ranks, options: MegatronOptions, head: ModelHead) -> Stages:
+    grid, virtual_stages = options.grid, options.virtual_stages
     given = json.loads((folder / "config.json").read_bytes())
     found = Dimensions.of(given)
     for field, problem, fix in reasons_against(given, grid, virtual_stages):
         raise ValueError(f"{problem} ({field}). {fix}")
-    config = _transformer_config(found, grid, dtype, recompute, virtual_stages)
+    config = _transformer_config(found, options)
     rotary = _rotary(folder, ranks.device)
     layer = layer_of(found)
     chunks = []
@@ -200,9 +176,8 @@ def _rotary(folder: Path, device: torch.device) -> Rotary:
     return found
 
 
-def _transformer_config(
-    found: Dimensions, grid: RankGrid, dtype: torch.dtype, recompute: str, virtual_stages: int
-) -> TransformerConfig:
+def _transformer_config(found: Dimensions, options: MegatronOptions) -> TransformerConfig:
+    grid, dtype, recompute = options.grid, options.dtype, options.recompute
     mixture: dict[str, Any] = {}
     if found.experts:
         mixture = {
@@ -216,12 +191,8 @@ def _transformer_config(
     if recompute == "selective":
         kept = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     elif recompute == "full":
-        kept = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    interleaved = virtual_stages > 1
+        kept = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    interleaved = options.virtual_stages > 1
     return TransformerConfig(
         num_layers=found.layers,
         hidden_size=found.hidden,
@@ -241,7 +212,7 @@ def _transformer_config(
         tensor_model_parallel_size=grid.tensor,
         sequence_parallel=grid.tensor > 1,
         pipeline_model_parallel_size=grid.pipeline,
-        virtual_pipeline_model_parallel_size=virtual_stages if interleaved else None,
+        virtual_pipeline_model_parallel_size=options.virtual_stages if interleaved else None,
         expert_model_parallel_size=grid.expert,
         # A stage and the next have packs of other lengths each time.
         variable_seq_lengths=True,
@@ -274,10 +245,7 @@ def _fill(stages: Stages, folder: Path) -> None:
     """Read the rank's boxes of each tensor, each from its file into its place: experts one by one. Raises
     ValueError for a tensor that is missing, of another shape or quantised."""
     with ExitStack() as stack:
-        files: dict[str, Any] = {}
-        for path in weight_files(folder) or [folder / ONE_FILE]:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            files |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        files = open_tensors(folder, stack)
         for parameter in stages.parameters():
             if parameter.name in (EMBEDDING, OUTPUT):
                 parameter.tensor.zero_()  # with the rows of no token

@@ -1,5 +1,5 @@
-"""What was published: `published.jsonl` of a run has every version that its trainers have published since the
-newest checkpoint, with the hash of its weights.
+"""The versions that a run's trainers have published since the newest checkpoint, with the hashes of their
+weights: `published.jsonl`.
 
 A trainer that redoes steps compares what it publishes with what its predecessors had: units sampled from
 equal weights are still true. A line that a crash cut short is a version that counts as different, which costs
@@ -9,6 +9,7 @@ generation and nothing else.
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -32,10 +33,8 @@ class PublishedVersions:
         self._lock = threading.Lock()
         self.entries: list[PublishedVersion] = []
         for line in self.path.read_bytes().splitlines() if self.path.exists() else ():
-            try:
+            with suppress(msgspec.DecodeError):
                 self.entries.append(msgspec.json.decode(line, type=PublishedVersion))
-            except msgspec.DecodeError:
-                continue
 
     @property
     def last_epoch(self) -> int:
@@ -43,7 +42,7 @@ class PublishedVersions:
         return max((entry.tag.epoch for entry in self.entries), default=0)
 
     def add(self, tag: VersionTag, weights_hash: str) -> list[int]:
-        """Write down a version that was published; returns the earlier epochs that had published it alike."""
+        """Record a published version. Returns the earlier epochs that had published it alike."""
         with self._lock:
             same = [
                 entry.tag.epoch

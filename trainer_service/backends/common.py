@@ -1,22 +1,77 @@
-"""What is alike in every back end: when a model may change, what is said when it may not; random state."""
+"""Code that the back ends share: loading on all ranks, changes of a model and their errors, random state."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from areal_async.config.job import OptimizerSection
+from areal_async.config.parallel import RankGrid
+from areal_async.models.files import ONE_FILE, weight_files
+from areal_async.weights.names import NamesMismatch
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse, learning_rate
 from trainer_service.backends.fsdp.shards import write_tensors
-from trainer_service.disk import FileEntry
+from trainer_service.durable_files import FileEntry
 from trainer_service.errors import CheckpointError, DivergenceError, GradientNotFinite, ModelError
+from trainer_service.ranks import Ranks
+
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Dtypes of weights that can be trained, under their names in safetensors; others are quantised."""
+T = TypeVar("T")
+
+
+def require_grid(grid: RankGrid, ranks: Ranks) -> None:
+    """Raise `ModelError` unless the grid has a place for each rank."""
+    if grid.ranks != ranks.world:
+        raise ModelError(
+            f"trainer.parallel: {grid.ranks} places do not share {ranks.world} ranks evenly. Set sizes whose "
+            "product is trainer.ranks."
+        )
+
+
+def loaded_on_all(folder: Path, ranks: Ranks, load: Callable[[], T], fix: str = "") -> T:
+    """Return the result of `load`. Raises `ModelError`, with `fix` at its end, on all ranks if it fails on
+    one."""
+    error: Exception | None = None
+    try:
+        loaded = load()
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+        SafetensorError,
+        NamesMismatch,
+    ) as found:
+        error = found
+    if refused := ranks.largest(0 if error is None else ranks.rank + 1):
+        reason = error or f"rank {refused - 1} cannot read it, as its log says"
+        reason = f"it {error}" if isinstance(error, NamesMismatch) else reason
+        raise ModelError(f"no model can be loaded from {folder}: {reason}.{fix}") from error
+    return loaded
+
+
+def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Return views of all tensors in a model's files, of which nothing is read yet. Raises `OSError`,
+    `SafetensorError` and, for an index that is none, `ValueError` and others."""
+    found: dict[str, Any] = {}
+    for path in weight_files(folder) or [folder / ONE_FILE]:
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"{path.name} cannot be read: {error}") from error
+        found |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    return found
 
 
 class ChangingModel(ABC):
@@ -34,16 +89,20 @@ class ChangingModel(ABC):
 
     @abstractmethod
     def _norm_of_gradient(self) -> float:
-        """Of all ranks' gradients, summed where they belong by the first call."""
+        """Return the norm of all ranks' gradients, which the first call sums where they belong."""
 
     @abstractmethod
     def _update(self, norm: float, rate: float) -> float:
-        """Clip gradients of this norm, update at this rate and clear them; the norm of all weights that were
-        updated, or what is as little finite."""
+        """Clip gradients of this norm, update at this rate and clear them. Returns the norm of all updated
+        weights, or another number that is finite if they are."""
 
     @abstractmethod
     def _move(self, source: Self, share: float) -> None:
         """Move its weights to (1 - share) of themselves + `share` of those of `source`."""
+
+    @property
+    def changes(self) -> bool:
+        return self.use.optimizer is not None or self.use.follows
 
     def gradient_norm(self) -> float:
         """See `TrainingBackend.gradient_norm`."""
@@ -71,8 +130,8 @@ class ChangingModel(ABC):
         return norm
 
     def begin_at(self, folder: Path, updates: Mapping[str, int]) -> bool:
-        """Take over how often the model of a checkpoint in `folder` had changed; whether anything of it is to
-        be read. Raises `CheckpointError` where it is not in there."""
+        """Take over the number of changes from a checkpoint in `folder`. Returns whether there is anything to
+        read for this model. Raises `CheckpointError` if the checkpoint lacks it."""
         if self.use.optimizer is None and not (self.use.follows and updates):
             return False
         if updates and self.name not in updates:
@@ -91,7 +150,8 @@ class ChangingModel(ABC):
         self.updates += 1
 
     def found_in(self, source: ChangingModel, name: str, found: Tensor | None, shape: torch.Size) -> Tensor:
-        """What the model to follow has as the tensor `name`. Raises `ModelError` unless it has this shape."""
+        """Return `found`, the tensor `name` of the model to follow. Raises `ModelError` unless it has this
+        shape."""
         if found is None or found.shape != shape:
             raise ModelError(
                 f"the model {self.name!r} cannot follow {source.name!r}, which has no {name} of its shape: "
@@ -112,6 +172,16 @@ class NamedModels(Generic[M]):
     """The part of `TrainingBackend` that asks one of its models."""
 
     _models: dict[str, M]
+    _ranks: Ranks
+
+    @property
+    def updates(self) -> dict[str, int]:
+        return {name: model.updates for name, model in self._models.items() if model.changes}
+
+    def load(self, folder: Path, updates: Mapping[str, int]) -> None:
+        for model in self._models.values():
+            model.load(folder, updates)
+        read_random_state(folder, self._ranks.rank)
 
     def gradient_norm(self, model: str = TRAINED_MODEL) -> float:
         return float(self._models[model].gradient_norm())
@@ -127,13 +197,13 @@ class NamedModels(Generic[M]):
 
 
 def random_state_writer(folder: Path, rank: int) -> Callable[[], dict[str, FileEntry]]:
-    """Takes this rank's random state as it is now; what is returned writes it into `folder`."""
+    """Copy this rank's random state. The function that is returned writes the copy into `folder`."""
     state = torch.get_rng_state()
     return lambda: write_tensors(folder / random_state_file(rank), {"cpu": state}, {})
 
 
 def read_random_state(folder: Path, rank: int) -> None:
-    """Restore it, where the rank has written one. Raises `CheckpointError`."""
+    """Restore the random state, if the rank has written one. Raises `CheckpointError`."""
     if not (file := folder / random_state_file(rank)).exists():
         return
     try:

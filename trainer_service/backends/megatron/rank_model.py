@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from areal_async.config.parallel import RankGrid
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse
-from trainer_service.backends.changing import ChangingModel
+from trainer_service.backends.common import ChangingModel
+from trainer_service.backends.megatron.config import MegatronOptions
 from trainer_service.backends.megatron.names import VALUE
 from trainer_service.backends.megatron.passes import Passes
 from trainer_service.backends.megatron.ranges import key_of, read_whole
@@ -28,51 +29,28 @@ Kinds = dict[str, dict[str, Tensor]]
 class MegatronModel(ChangingModel):
     """See `ChangingModel`."""
 
-    def __init__(
-        self,
-        name: str,
-        use: ModelUse,
-        ranks: Ranks,
-        grid: RankGrid,
-        *,
-        dtype: torch.dtype,
-        recompute: str,
-        virtual_stages: int,
-    ) -> None:
+    def __init__(self, name: str, use: ModelUse, ranks: Ranks, options: MegatronOptions) -> None:
         """See `MegatronBackend`. Raises `ModelError`."""
         super().__init__(name, use)
         self._ranks = ranks
-        self.stages = make_stages(
-            use.folder,
-            ranks,
-            grid,
-            dtype=dtype,
-            head=use.head,
-            recompute=recompute if use.optimizer is not None else "none",
-            virtual_stages=virtual_stages,
-        )
+        own = options if use.optimizer is not None else replace(options, recompute="none")
+        self.stages = make_stages(use.folder, ranks, own, use.head)
         self._adamw: MegatronAdamW | None = None
         self._followed: dict[str, Tensor] = {}
         if use.optimizer is not None:
-            self._adamw = MegatronAdamW(self.stages, use.optimizer, dtype)
+            self._adamw = MegatronAdamW(self.stages, use.optimizer, options.dtype)
             modules = self._adamw.wrapped
         else:
             modules = self.stages.chunks
             for chunk in modules:
                 chunk.requires_grad_(False)
-        if use.follows:
-            self._followed = {
-                one.name: one.tensor.detach().float().clone() for one in self.stages.parameters()
-            }
+        for one in self.stages.parameters() if use.follows else ():
+            self._followed[one.name] = one.tensor.detach().float().clone()
         self.passes = Passes(self.stages, modules, replays=name == TRAINED_MODEL)
 
-    @property
-    def changes(self) -> bool:
-        return self._adamw is not None or self.use.follows
-
     def state(self) -> Kinds:
-        """What a checkpoint holds of it: the ranges of its parameters that this rank updates, or of one that
-        follows all of them."""
+        """Return the tensors for a checkpoint: the ranges of the parameters that this rank updates, or all
+        parameters of a model that follows another."""
         found: Kinds = {self.name: {}} if self.changes else {}
         for one in self.stages.parameters():
             if one.is_copy:
@@ -103,13 +81,12 @@ class MegatronModel(ChangingModel):
         self._adamw.take_weights((one.tensor, weights[one.name]) for one in self.stages.parameters())
         if not self.updates:
             return
-        owned = [(one.name, self._adamw.owned(one.tensor)) for one in self.stages.parameters()]
+        owned = {one.name: self._adamw.owned(one.tensor) for one in self.stages.parameters()}
         for moment in MOMENTS:
             whole_moments = read_whole(folder, f"{self.name}.{moment}", self.stages)
-            for name, range_ in owned:
+            for name, range_ in owned.items():
                 if range_ is not None:
-                    values = whole_moments[name].reshape(-1)[range_.start : range_.end]
-                    range_.state[moment].copy_(values)
+                    range_.state[moment].copy_(whole_moments[name].reshape(-1)[range_.start : range_.end])
 
     def _norm_of_gradient(self) -> float:
         assert self._adamw is not None
@@ -139,12 +116,8 @@ class MegatronModel(ChangingModel):
             if one.is_copy or not self._first_of_data(one):
                 continue
             for piece in self.stages.boxes(one, one.tensor.detach()):
-                if piece.name == VALUE and self.use.head == "both":
-                    continue
-                if piece.tensor.numel():
-                    yield TensorPiece(
-                        piece.name, piece.shape, piece.offset, piece.tensor.to(dtype).contiguous()
-                    )
+                if piece.tensor.numel() and not (piece.name == VALUE and self.use.head == "both"):
+                    yield replace(piece, tensor=piece.tensor.to(dtype).contiguous())
 
     @staticmethod
     def _first_of_data(one: StageParameter) -> bool:

@@ -1,5 +1,4 @@
-"""What the trainer writes to disk: whole folders that are durable, Hugging Face directories among them, and a
-clear error where the disk is full."""
+"""Durable folders of the trainer, Hugging Face directories among them, and a clear error for a full disk."""
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ PIECE_BYTES = 4 << 20  # Bytes hashed, then written
 
 
 class WithSchema(msgspec.Struct, frozen=True):
-    """What can be read of a file whatever its schema."""
+    """The part of a file that can be read whatever its schema."""
 
     schema: int
 
 
 class FileEntry(msgspec.Struct, frozen=True):
-    """What a file holds."""
+    """Size and hash of a file."""
 
     size_bytes: int
     blake3: str
@@ -58,14 +57,13 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> FileEntry:
 
 
 def hashed(path: Path) -> FileEntry:
-    """What a file on disk holds. Raises `OSError`."""
+    """Hash a file on disk. Raises `OSError`."""
     content = map_path(path)
     return FileEntry(len(content), blake3(content, max_threads=blake3.AUTO).hexdigest())
 
 
 def hashed_in(folder: Path, name: str) -> FileEntry | None:
-    """Return what the file `name` below `folder` holds; None if it cannot be read, or the name leads out of
-    the folder."""
+    """Hash the file `name` below `folder`; None if it cannot be read, or the name leads out of the folder."""
     try:
         return hashed(folder.joinpath(*parts_of(name)))
     except (OSError, NotBeneath):
@@ -92,9 +90,9 @@ def companion_files(source: Path, dtype: str, *, values: bool = False) -> dict[s
 
 
 def _of_classifier(source: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the config of a sequence classifier with one label says. transformers reads its score at the last
-    token that is no padding: what also ends texts is not named as that, and then one text is read at a time.
-    """
+    """Return the fields of the config of a sequence classifier with one label. transformers reads its score
+    at the last token that is no padding. A token that also ends texts is not named as padding, and then one
+    text is read at a time."""
     from transformers import AutoTokenizer
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KINDS,
@@ -104,24 +102,20 @@ def _of_classifier(source: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     ends = ends if isinstance(ends, list) else [ends]
     if pad is None or pad in ends:
         pad = AutoTokenizer.from_pretrained(source).pad_token_id
-    return {
-        "architectures": [KINDS[config["model_type"]]],
-        "id2label": {"0": "LABEL_0"},
-        "label2id": {"LABEL_0": 0},
-        "num_labels": 1,
-        "pad_token_id": None if pad in ends else pad,
-    }
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "num_labels": 1}
+    kind = KINDS[config["model_type"]]
+    return {"architectures": [kind], **labels, "pad_token_id": None if pad in ends else pad}
 
 
 def write_model(
     folder: Path,
     pieces: Callable[[], Iterable[TensorPiece]],
     files: Mapping[str, bytes | Path],
-    ranks: Ranks | None = None,
+    ranks: Ranks,
     *,
     weights_file: str = MODEL_FILE,
 ) -> None:
-    """Write a directory that transformers loads, replacing one that is there only once it is complete. All
+    """Write a directory that transformers loads, replacing an existing one only once it is complete. All
     `ranks` call this alike, and it lies on rank 0's host; each writes the `pieces` that it holds, aliases of
     tied tensors left out. However long a disk takes, no rank waits for another in one collective."""
     fresh = folder.with_name(f".{folder.name}.tmp")
@@ -136,11 +130,6 @@ def write_model(
             else:
                 shutil.copyfile(content, fresh / name)
 
-    if ranks is None:
-        begin()
-        write_tensors(fresh / weights_file, pieces)
-        replace_folder(fresh, folder)
-        return
     ranks.on_first(begin)
     write_tensors(fresh / weights_file, pieces, ranks.side())
     ranks.together(lambda: sync(fresh / weights_file) if ranks.beside_first else None)

@@ -1,4 +1,4 @@
-"""What a job leaves behind: the trained model as a directory that others load."""
+"""The trained model of a job, as a directory that others load."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from areal_async.weights.adapter import BaseWeights, adapter_config, write_merge
 from areal_async.weights.manifest import ADAPTER_CONFIG
 from areal_async.weights.pieces import whole_tensors
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
-from trainer_service.disk import room_for, write_model
+from trainer_service.durable_files import room_for, write_model
 from trainer_service.ranks import Ranks
 
+Files = Mapping[str, bytes | Path]
+"""Content of files, or their paths, by the name that they get."""
 MODEL_DIR = "model"
 ADAPTER_DIR = "adapter"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -24,7 +26,7 @@ MODEL_CONFIGS = ("config.json", "generation_config.json")
 
 
 def companions_of(
-    job: JobConfig, backend: TrainingBackend, files: Mapping[str, bytes | Path], *, identified: bool = True
+    job: JobConfig, backend: TrainingBackend, files: Files, *, identified: bool = True
 ) -> dict[str, bytes | Path]:
     """The files beside published weights: `files`, and where adapters are trained their configuration (see
     `adapter_config`)."""
@@ -41,9 +43,7 @@ def companions_of(
     return {**files, ADAPTER_CONFIG: config}
 
 
-def write_trained(
-    out: Path, job: JobConfig, backend: TrainingBackend, ranks: Ranks, files: Mapping[str, bytes | Path]
-) -> None:
+def write_trained(out: Path, job: JobConfig, backend: TrainingBackend, ranks: Ranks, files: Files) -> None:
     """Write what was trained into the folder `out`: `model`, as `write_whole` does, and where adapters were
     trained also `adapter`, in peft's form. All ranks call it. Raises `DiskFull`."""
     with room_for("the trained model", out):
@@ -52,9 +52,7 @@ def write_trained(
             write_adapter(out / ADAPTER_DIR, job, backend, files, ranks)
 
 
-def write_adapter(
-    folder: Path, job: JobConfig, backend: TrainingBackend, files: Mapping[str, bytes | Path], ranks: Ranks
-) -> None:
+def write_adapter(folder: Path, job: JobConfig, backend: TrainingBackend, files: Files, ranks: Ranks) -> None:
     """Write the trained adapter in peft's form, with those of `files` beside it that are not of a whole
     model. All ranks call it."""
     beside = companions_of(job, backend, files, identified=False)
@@ -62,9 +60,7 @@ def write_adapter(
     write_model(folder, partial(backend.export, TRAINED_MODEL), adapter, ranks, weights_file=ADAPTER_FILE)
 
 
-def write_whole(
-    folder: Path, job: JobConfig, backend: TrainingBackend, files: Mapping[str, bytes | Path], ranks: Ranks
-) -> None:
+def write_whole(folder: Path, job: JobConfig, backend: TrainingBackend, files: Files, ranks: Ranks) -> None:
     """Write the trained model as a directory that transformers loads, with `files` beside the weights: each
     rank its own part, or rank 0 its adapters merged with the model that they are of. All ranks call it."""
     lora = job.trainer.lora

@@ -1,4 +1,4 @@
-"""What a model of FSDP2 computes of a micro-batch: hidden states, and from them the columns.
+"""The forward pass of FSDP2 over a micro-batch: hidden states, and from them the columns.
 
 The output layer's parameters belong to the root of the sharded model and are whole only inside its forward
 pass: so the root's forward is replaced by one that runs the function it is given.
@@ -6,22 +6,22 @@ pass: so the root's forward is replaced by one that runs the function it is give
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig
 
 from areal_async.models.files import cannot_be_packed, most_positions
 from trainer_service.backends.base import Columns, ModelHead
+from trainer_service.backends.fsdp.attention import PackedRuns
 from trainer_service.backends.fsdp.loading import LoadedModel
 from trainer_service.backends.fsdp.sequence import SequencePart, SequenceRanks
-from trainer_service.backends.head import VALUES, Head, columns_of_units, value_places
+from trainer_service.backends.head import Head, batch_columns, value_places
 from trainer_service.backends.probe import (
     columns_to_probe,
     own_columns,
@@ -50,34 +50,28 @@ def packed_columns(
 
     def run(inside: Any) -> Columns:
         part = shared.part_of(batch) if shared is not None else None
-        states = _states(inside, batch, part)
+        states, layer = _states(inside, batch, part), getattr(inside, "score", None)
+        if part is None:
+            return batch_columns(batch, states, names, lambda: Head.of(inside), layer)
         found: dict[str, Tensor] = {}
-        for name in VALUES & set(names):
-            places = value_places(batch, name, has_layer=hasattr(inside, "score"))
-            if part is None:
-                found[name] = _values(inside, states, places)
-            else:
-                chosen, local = part.units_at(places)
-                found[name] = part.column(_values(inside, states, local), chosen, batch.n_units)
-        if of_tokens := [name for name in names if name not in VALUES]:
-            head = Head.of(inside)
-            if part is None:
-                found |= columns_of_units(head, _at(states, batch.predict), batch, of_tokens)
-            else:
-                chosen, local = part.units_at(batch.predict)
-                units = replace(batch, target=batch.target[chosen], temperature=batch.temperature[chosen])
-                mine = columns_of_units(head, _at(states, local), units, of_tokens)
-                found |= {n: part.column(values, chosen, batch.n_units) for n, values in mine.items()}
+        for group in ([n for n in names if n != "score"], [n for n in names if n == "score"]):
+            places = batch.predict
+            if "score" in group:
+                places = value_places(batch, "score", has_layer=layer is not None)
+            chosen, local = part.units_at(places)
+            mine = replace(
+                batch,
+                predict=local,
+                own=local,
+                target=batch.target[chosen],
+                temperature=batch.temperature[chosen],
+            )
+            values = batch_columns(mine, states, group, lambda: Head.of(inside), layer)
+            found |= {n: part.column(column, chosen, batch.n_units) for n, column in values.items()}
         return {name: found[name] for name in names}
 
     columns: Columns = model(run)
     return columns
-
-
-def _values(model: Any, states: Tensor, places: Tensor) -> Tensor:
-    """f32 [S]: the value layer's numbers at `places`; in fp32, since a sum of 8 bits would lose them."""
-    # No view comes out, whose change in place would lose FSDP's hook.
-    return torch.mv(_at(states, places).float(), model.score.weight[0].float())
 
 
 def open_window(model: Any) -> None:
@@ -130,20 +124,10 @@ def _states(model: Any, batch: MicroBatch, part: SequencePart | None = None) -> 
     return states
 
 
-def _at(states: Tensor, places: Tensor) -> Tensor:
-    """[S, H]: the states at the places of units. Units may share one; as an embedding its gradient is summed
-    in one order, so that steps repeat."""
-    return F.embedding(places, states)
-
-
-def _inputs(batch: MicroBatch, part: SequencePart | None = None) -> Mapping[str, Any]:
-    """The model's arguments. The cache must be off: with it transformers takes the pack for one sequence."""
+def _inputs(batch: MicroBatch, part: SequencePart | None = None) -> dict[str, Any]:
+    """Return the model's arguments. The cache must be off: with it transformers takes the pack for one
+    sequence."""
     of = batch if part is None else part
-    found: dict[str, Any] = {
-        "input_ids": of.input_ids,
-        "position_ids": of.position_ids,
-        "use_cache": False,
-        "packed_runs": of.runs,
-        "branching": of.branching,
-    }
-    return found if part is None else {**found, "sequence_part": part}
+    runs = PackedRuns(of.runs, of.branching, part)
+    places = {"input_ids": of.input_ids, "position_ids": of.position_ids}
+    return {**places, "use_cache": False, "packed_runs": runs}

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 import shutil
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -27,21 +28,21 @@ from areal_async.base.log import get_logger
 from areal_async.config.checks import checkpoint_interval
 from areal_async.config.job import JobConfig
 from areal_async.service.record import RunRecords
-from trainer_service.backends.base import models_of
+from trainer_service.backends.base import TrainingBackend, models_of
 from trainer_service.checkpoint import (
     MEASURING,
     Checkpoint,
+    CheckpointReader,
     Checkpoints,
-    Reads,
+    Retention,
+    TrainerState,
     measured_in,
     named_checkpoints,
-    newest_usable,
     step_of,
 )
-from trainer_service.disk import FileEntry
+from trainer_service.checkpoint_store import CheckpointStore
 from trainer_service.errors import CheckpointError, DiskFull
 from trainer_service.ranks import Ranks
-from trainer_service.stored import CheckpointStore
 
 FOLDER = "trainer-state"
 DISK_SHARE, MEMORY_SHARE = 0.01, 0.02
@@ -60,14 +61,14 @@ log = get_logger("trainer")
 
 @dataclass
 class Cadence:
-    """How often something may be done that costs time: so that it takes at most `share` of it all. Times are
-    of one monotonic clock."""
+    """A rate limit for work that costs time: it takes at most `share` of all time. Times are of one monotonic
+    clock."""
 
     share: float
     least_s: float = 0.0
     """The least time between two."""
     expected_s: float = 0.0
-    """What the next is expected to cost."""
+    """Expected cost of the next one."""
     begun_s: float = -math.inf
 
     def is_due(self, now_s: float) -> bool:
@@ -87,25 +88,32 @@ def has_room(state_bytes: int, *, free_bytes: int, total_bytes: int, available_b
     return 2 * state_bytes <= min(free_bytes - SPARE_SHARE * total_bytes, available_bytes / 2)
 
 
-def left_in_memory(
-    shm_dir: Path,
-    *,
-    job: str,
-    policy: str,
-    ranks: Ranks,
-    above: Checkpoint | None,
-    reads: Reads | None = None,
-) -> Checkpoint | None:
-    """The state that a trainer of this run left in memory, if it is whole and of more steps than the
-    checkpoint `above`. All ranks call it. A damaged one is as good as none, and so is one of which a host
-    lacks what its ranks read (`reads`)."""
+def left_in_memory(shm_dir: Path, reader: CheckpointReader, above: Checkpoint | None) -> Checkpoint | None:
+    """Return the state that a trainer of this run left in memory, if it is whole and of more steps than the
+    checkpoint `above`. All ranks call it. A damaged state counts as none, and so does one of which a host
+    lacks what its ranks read."""
     try:
-        left = newest_usable(shm_dir / FOLDER, job=job, policy=policy, ranks=ranks, reads=reads)
+        left = reader.newest(shm_dir / FOLDER)
     except CheckpointError:  # it is named in the log
         return None
     if left is None or (above is not None and left.manifest.step <= above.manifest.step):
         return None
     return left
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One rank's part in a training: the job, the rank and its back end, and the places that it writes to."""
+
+    job: JobConfig
+    ranks: Ranks
+    backend: TrainingBackend
+    run_dir: Path
+    run_log: RunRecords | None
+    """Exists on rank 0 only."""
+    stopping: threading.Event
+    shm_dir: Path | None = None
+    """The run's folder in shared memory; None: no state is left there."""
 
 
 class States:
@@ -129,8 +137,7 @@ class States:
     ) -> None:
         self.disk, self.memory = disk, memory
         self._ranks = ranks
-        self._every, self._longest, self._steps = every, longest, steps
-        self._clock = clock
+        self._every, self._longest, self._steps, self._clock = every, longest, steps, clock
         self._guess_bytes = STATE_BYTES_PER_WEIGHT_BYTE * weights_bytes
         self._cadences: dict[Place, Cadence] = {
             "disk": Cadence(DISK_SHARE, DISK_LEAST_S),
@@ -140,33 +147,21 @@ class States:
         self._on_disk = 0
 
     @classmethod
-    def of(
-        cls,
-        job: JobConfig,
-        ranks: Ranks,
-        *,
-        run_dir: Path,
-        run_log: RunRecords | None,
-        shm_dir: Path | None,
-        pending: Callable[[], Collection[int]] = tuple,
-    ) -> States:
-        """Those of a job's run: on disk under `run_dir` and, with `shm_dir`, in the run's folder in shared
-        memory. The best are known from the evaluations in `run_log`, which rank 0 has."""
-        disk = Checkpoints(
-            run_dir / "checkpoints",
-            job=job.job,
-            policy=job.policy,
-            keep=job.checkpoint.keep,
-            ranks=ranks,
-            keep_best=job.checkpoint.keep_best,
-            store=CheckpointStore.of(job),
-            measured=lambda: measured_in(run_log.read(*MEASURING), job.policy) if run_log is not None else (),
-            pending=pending,
+    def of(cls, training: TrainingRun, pending: Callable[[], Collection[int]] = tuple) -> States:
+        """Make the states of a job's run, on disk and if possible in shared memory. The best are known from
+        the evaluations in the run log."""
+        job, ranks, run_log, shm_dir = training.job, training.ranks, training.run_log, training.shm_dir
+        of: Any = {"job": job.job, "policy": job.policy, "ranks": ranks}
+        keep = Retention(
+            job.checkpoint.keep,
+            job.checkpoint.keep_best,
+            lambda: measured_in(run_log.read(*MEASURING), job.policy) if run_log is not None else (),
+            pending,
         )
+        disk = Checkpoints(training.run_dir / "checkpoints", **of, keep=keep, store=CheckpointStore.of(job))
         memory = None
         if shm_dir is not None and job.checkpoint.in_memory:
-            root = shm_dir / FOLDER
-            memory = Checkpoints(root, job=job.job, policy=job.policy, keep=1, ranks=ranks, in_memory=True)
+            memory = Checkpoints(shm_dir / FOLDER, **of, keep=Retention(1), in_memory=True)
         return cls(
             disk,
             memory,
@@ -198,8 +193,8 @@ class States:
             shutil.rmtree(self.memory.root, ignore_errors=True)
 
     def due(self, step: int, *, asked: bool = False) -> Place | None:
-        """Where the state after `step` steps is to be left; None for nowhere. `asked`: on disk, where
-        `every` does not say otherwise."""
+        """Return the place for the state after `step` steps; None for nowhere. `asked`: on disk, unless
+        `every` says otherwise."""
         if step == self._steps or (self._every != "auto" and step % self._every == 0):
             return "disk"
         if self._every == "auto" and (asked or step - self._on_disk >= self._longest):
@@ -215,32 +210,22 @@ class States:
         busy, no_disk, no_memory = against.tolist()
         return None if busy else "memory" if not no_memory and no_disk else None if no_disk else "disk"
 
-    def leave(
-        self,
-        place: Place,
-        step: int,
-        *,
-        epoch: int,
-        updates: Mapping[str, int],
-        save: Callable[[Path], Callable[[], Mapping[str, FileEntry]]],
-        ledger: Callable[[], bytes] = bytes,
-        durable: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Copy the state after `step` steps and have it written (see `Checkpoints.begin`). What is written of
-        another place is waited for: both use one copy. A state that finds no room in memory ends this, and no
-        other is left there; every other error is raised."""
+    def leave(self, place: Place, state: TrainerState) -> None:
+        """Copy a state and have it written (see `Checkpoints.begin`), once the one before in the other place
+        is written: both use one copy. A state that finds no room in memory ends this, and no other is left
+        there; every other error is raised."""
         self._cadences[place].begin(self._clock())
         self._settle_memory()
         into = self.disk
         if place == "disk":
-            self._on_disk = step
+            self._on_disk = state.step
         elif self.memory is None:
             return
         else:
             self.disk.wait()
             into = self.memory
         self._newest = place
-        into.begin(step, epoch=epoch, updates=updates, save=save, ledger=ledger, durable=durable)
+        into.begin(state)
 
     def wait(self) -> None:
         """Wait until nothing is being written, on any rank. Raises what a checkpoint has failed with."""
@@ -272,11 +257,9 @@ class States:
         if self.memory is None or not self._ranks.first_here:
             return True
         size = self.memory.size_bytes or self.disk.size_bytes or self._guess_bytes
-        usage = shutil.disk_usage(self.memory.root.parent)
+        usage, available_bytes = shutil.disk_usage(self.memory.root.parent), psutil.virtual_memory().available
         own = self.memory.size_bytes  # what lies there now is taken away when the next is written
+        available_bytes += own
         return has_room(
-            size,
-            free_bytes=usage.free + own,
-            total_bytes=usage.total,
-            available_bytes=psutil.virtual_memory().available + own,
+            size, free_bytes=usage.free + own, total_bytes=usage.total, available_bytes=available_bytes
         )

@@ -1,4 +1,4 @@
-"""What a trainer leaves in the job's store: its checkpoints, and at the end the trained model.
+"""The files of a trainer in the job's store: its checkpoints, and at the end the trained model.
 
 Below the store's URL lies `checkpoints/step-000050/`, with the very files of the folder on disk. Each rank
 puts those that it has written; `manifest.json` comes last, and what has none is no checkpoint: a trainer
@@ -22,7 +22,7 @@ from areal_async.rpc.board import board
 from areal_async.storage.remote import Remote, StorageError, tries_for
 from areal_async.storage.transfer import fetch, push
 from areal_async.storage.urls import joined
-from trainer_service.disk import FileEntry, hashed_in
+from trainer_service.durable_files import FileEntry, hashed_in
 from trainer_service.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -37,6 +37,11 @@ log = get_logger("trainer")
 class _ManifestFiles(msgspec.Struct, frozen=True):
     files: dict[str, FileEntry]
     epoch: int = 0
+
+
+def name_of(step: int) -> str:
+    """Return the name of the folder of a checkpoint."""
+    return f"step-{step:06d}"
 
 
 def epoch_in(manifest: bytes) -> int:
@@ -63,15 +68,15 @@ class CheckpointStore:
         return cls(joined(url, "checkpoints")) if url is not None else None
 
     def url_of(self, step: int) -> str:
-        return joined(self._url, _name(step))
+        return joined(self._url, name_of(step))
 
     def put(self, step: int, folder: Path, names: Collection[str]) -> None:
         """Upload these files of the checkpoint in `folder`."""
-        self._remote.each(lambda name: self._remote.put(f"{_name(step)}/{name}", folder / name), names)
+        self._remote.each(lambda name: self._remote.put(f"{name_of(step)}/{name}", folder / name), names)
 
     def finish(self, step: int, folder: Path) -> None:
         """Upload the manifest: all files are there, and from now on it is a checkpoint."""
-        self._remote.put(f"{_name(step)}/{MANIFEST}", folder / MANIFEST)
+        self._remote.put(f"{name_of(step)}/{MANIFEST}", folder / MANIFEST)
         log.info("checkpoint stored", step=step, url=self.url_of(step))
 
     def whole(self) -> list[int]:
@@ -96,7 +101,7 @@ class CheckpointStore:
 
     def epochs(self) -> dict[int, int]:
         """Step → trainer epoch of the checkpoints that are there."""
-        return {step: epoch_in(self._remote.read(f"{_name(step)}/{MANIFEST}")) for step in self.whole()}
+        return {step: epoch_in(self._remote.read(f"{name_of(step)}/{MANIFEST}")) for step in self.whole()}
 
     def went_on_from(self, restored: int) -> dict[int, int]:
         """Remove what is later than step `restored` or has not become a checkpoint; `epochs` of the rest."""
@@ -109,7 +114,7 @@ class CheckpointStore:
         """Remove a checkpoint; False where the store does not answer or refuses, which the log says."""
         try:
             # First what makes it one: a reader must not find the half of it.
-            self._removing.remove([f"{_name(step)}/{MANIFEST}", _name(step)])
+            self._removing.remove([f"{name_of(step)}/{MANIFEST}", name_of(step)])
         except StorageError as error:
             log.warning("a checkpoint in the store cannot be removed yet", step=step, error=str(error))
             return False
@@ -128,13 +133,9 @@ class CheckpointStore:
 def push_trained(run_dir: Path, job: JobConfig) -> None:
     """Put the trained model, and an adapter, of the run's folder into the job's store, if it has one."""
     url = store_url(job)
-    for name in MODELS if url is not None else ():
+    for name in MODELS:
         if url is not None and (run_dir / name).is_dir():
             there = joined(url, name)
             with board.waiting("store", f"the trained model to be in {there}"):
                 push(run_dir / name, there, tries_for(there, AWAY_S))
             log.info("model stored", url=there)
-
-
-def _name(step: int) -> str:
-    return f"step-{step:06d}"
