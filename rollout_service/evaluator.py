@@ -56,12 +56,12 @@ from rollout_service.process import (
     sampling_of,
     settle,
     speakers_of,
+    unless_stopped,
 )
 from rollout_service.replicas import ReplicaGone, ReplicaSet
 from rollout_service.statistics import ScoredSample, Statistics, component_means, statistics_of
 from rollout_service.worker.failures import run_episode
-from rollout_service.worker.lease_client import unless_stopped
-from rollout_service.worker.weight_updates import SnapshotSource
+from rollout_service.worker.weight_updates import SnapshotSource, acknowledge
 from rollout_service.workflows import Context, PolicyEngine, Renderer, Workflow, workflow_of
 
 log = get_logger("evaluator")
@@ -132,7 +132,7 @@ class Companion:
                         snapshot
                     )
                     self._serving = news.tag
-                    await _ack(self._source, news.tag)
+                    await acknowledge(self._source, news.tag)
             except (RpcTimeout, FaultError, SnapshotError) as error:
                 log.warning("no newer weights", policy=self.policy, error=str(error))
                 if self._serving is None:
@@ -398,7 +398,7 @@ async def _evaluate_one(
     except EngineError:
         raise  # not acknowledged: it stays pinned until this process is started again and does it over
     except (SnapshotError, EvaluationError) as error:
-        await _ack(source, notice.tag, error=str(error))
+        await acknowledge(source, notice.tag, error=str(error))
         if isinstance(error, SnapshotError) and not notice.final:
             log.warning("snapshot not evaluated", version=notice.tag.version, error=str(error))
             return
@@ -430,7 +430,7 @@ async def _evaluate_one(
     if unscored:
         log.warning("held-out samples without a score", n=unscored, version=notice.tag.version)
     record("evaluated", **asdict(notice.tag), accuracy=accuracy)
-    await _ack(source, notice.tag)
+    await acknowledge(source, notice.tag)
 
 
 async def _write_samples(
@@ -447,14 +447,6 @@ async def _write_samples(
         log.warning("no samples of an evaluation", version=tag.version, error=str(error))
     first = samples[0]
     log.info("held-out sample", version=tag.version, reward=first["reward"], response=short_text(first))
-
-
-async def _ack(source: SnapshotSource, tag: VersionTag, *, error: str = "") -> None:
-    """A trainer that has died meanwhile publishes anew, and need not know."""
-    try:
-        await source.ack(tag, error=error)
-    except (RpcTimeout, FaultError) as failed:
-        log.warning("acknowledgement not taken", version=tag.version, error=str(failed))
 
 
 def _figures(statistics: Statistics) -> dict[str, list[float | None]]:

@@ -5,11 +5,12 @@ Torch is imported only for an engine that computes in the process itself."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_async.base.errors import RpcTimeout
 from areal_async.base.log import get_logger
@@ -25,6 +26,7 @@ from areal_async.weights.receiver import Receiver
 from rollout_service.gateway import Gateway
 from rollout_service.workflows import Renderer
 
+T = TypeVar("T")
 log = get_logger("rollout")
 
 CONNECT_WAIT_S = 15.0
@@ -124,3 +126,15 @@ async def connect(receiver: Receiver) -> None:
         else:
             board.waits("trainer", "")
             return
+
+
+async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
+    """Return the result of `work`, or None when `stop` came first; `work` is cancelled then."""
+    both = task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        stopping.cancel()
+        await asyncio.gather(*both, return_exceptions=True)

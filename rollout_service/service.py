@@ -32,10 +32,17 @@ from areal_async.weights.receiver import make_receiver
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, Weights
 from rollout_service.metrics import STALL, EngineMetrics
-from rollout_service.process import connect, make_gateway, make_renderers, prepare, sampling_of, settle
+from rollout_service.process import (
+    connect,
+    make_gateway,
+    make_renderers,
+    prepare,
+    sampling_of,
+    settle,
+    unless_stopped,
+)
 from rollout_service.replicas import ReplicaSet
 from rollout_service.worker import WeightUpdates, Worker
-from rollout_service.worker.lease_client import unless_stopped
 from rollout_service.workflows import PolicyEngine, workflow_of
 
 log = get_logger("rollout")
@@ -180,7 +187,7 @@ async def _serve(ctx: ServiceContext) -> None:
                 },
             )
             loading = asyncio.gather(*(server.first_version() for server in servers.values()))
-            serving = await unless_stopped(ctx.stop, _awaited(loading))
+            serving = await unless_stopped(ctx.stop, loading)
             if serving is None:
                 return
             engines = [server.engine for server in servers.values()]
@@ -202,7 +209,3 @@ async def _serve(ctx: ServiceContext) -> None:
         await gateway.close()
         for server in servers.values():
             await server.close()
-
-
-async def _awaited(work: asyncio.Future[list[VersionTag]]) -> list[VersionTag]:
-    return await work

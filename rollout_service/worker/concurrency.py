@@ -1,4 +1,4 @@
-"""How many episodes a worker runs at once.
+"""The limit on the episodes that a worker runs at once.
 
 `fixed`: as many as are allowed. `adaptive`: additive increase, multiplicative decrease, between a floor and a
 ceiling. It begins at `START_SHARE` of the ceiling and doubles until the engine first says that it has enough
@@ -76,7 +76,7 @@ class ConcurrencyLimit:
         return self.last.limit
 
     def serving(self, share: float) -> None:
-        """So much of the replicas serve, 0 to 1: the ceiling is theirs."""
+        """Note the share of the replicas that serves, 0 to 1, and lower or raise the ceiling with it."""
         ceiling = max(self._floor, math.floor(self._most * share))
         if ceiling == self._ceiling:
             return
@@ -139,12 +139,11 @@ class ConcurrencyTuner:
             section.group_size, ceiling, section.concurrency, time.monotonic(), look_s=look_s
         )
         self._load, self._on_change, self._look_s = load, on_change, look_s
-        self._running = 0
-        self._peak = 0  # Most episodes at once since the last look
+        self._running = self._peak = 0  # Episodes, and most of them at once since the last look
         self._changed = asyncio.Event()
 
     def runs(self, episodes: int) -> None:
-        """So many episodes run now."""
+        """Note how many episodes run now."""
         self._running = episodes
         self._peak = max(self._peak, episodes)
 
@@ -153,7 +152,7 @@ class ConcurrencyTuner:
         self.concurrency.exchanging(going_on, time.monotonic())
 
     def serving(self, share: float) -> None:
-        """So much of the engine serves now, 0 to 1."""
+        """Note the share of the engine that serves, 0 to 1."""
         self.concurrency.serving(share)
         self._changed.set()
 

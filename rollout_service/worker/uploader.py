@@ -1,4 +1,4 @@
-"""Finished episodes to the buffer, and leases back to it.
+"""Sends finished episodes to the buffer, and hands leases back to it.
 
 Promises: an episode that was added is sent until the buffer has acknowledged or refused it, or its lease is
 lost; a lease of which nothing more will come is closed, and handed back with the reason where it is not
@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 from areal_async.base.errors import FaultError, RpcTimeout
 from areal_async.base.events import failpoint, record
@@ -23,13 +24,35 @@ from areal_async.base.log import get_logger
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import PutAck, PutEpisodes, Release
 from rollout_service import metrics
-from rollout_service.worker.lease_client import IDLE_WAIT_S, first_of, wait_out
 
 log = get_logger("rollout")
 
 LINGER_S = 0.05
 MAX_PUTS = 4  # Messages with episodes under way at once
 RELEASE_LIMIT_S = 1.0
+IDLE_WAIT_S = 1.0  # Longest wait of a loop that nothing wakes
+INCURABLE = ("schema", "invalid", "fenced")  # Kinds of faults that no retry cures
+
+
+async def wait_out(error: RpcTimeout | FaultError, call: str, pause_s: float) -> None:
+    """Return after a pause if the error may pass (the buffer is away, busy, or restarts), else raise it."""
+    if isinstance(error, FaultError) and error.kind in INCURABLE:
+        raise error
+    log.warning("buffer does not answer", call=call, error=str(error))
+    await asyncio.sleep(pause_s)
+
+
+async def first_of(
+    tasks: Sequence[asyncio.Task[Any]], event: asyncio.Event, timeout_s: float = IDLE_WAIT_S
+) -> None:
+    """Wait until one of the tasks is done, the event is set or the time is up."""
+    if event.is_set():
+        return
+    waiter = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait([*tasks, waiter], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiter.cancel()
 
 
 @dataclass(frozen=True)
@@ -44,7 +67,7 @@ class PutBatch:
 
 @dataclass
 class LeaseUpload:
-    """What became of the samples of one lease."""
+    """State of the samples of one lease."""
 
     group_id: str
     samples: int  # Samples that the lease is for
@@ -57,7 +80,7 @@ class LeaseUpload:
     stored: int = 0  # Samples that the buffer has acknowledged
     failure: str = ""  # Why one of its samples will not come
     at_fault: bool = False
-    """Whether that is what its episodes do, and no trouble of the engine or of this worker."""
+    """Whether the episodes themselves failed, not the engine or this worker."""
 
     @property
     def whole(self) -> bool:
@@ -65,18 +88,16 @@ class LeaseUpload:
         return self.stored >= self.samples
 
 
+@dataclass
 class UploadQueue:
-    """Holds the open leases, and decides what goes into one message, and when. A lease that it does not hold
-    (any more) is passed over. Pure; all times are seconds of one monotonic clock."""
+    """The open leases. Decides which episodes form one message, and when. Calls about a lease that it does
+    not hold do nothing. Pure; all times are seconds of one monotonic clock."""
 
-    def __init__(
-        self, linger_s: float = LINGER_S, *, max_episodes: int = 256, max_bytes: int = 8 << 20
-    ) -> None:
-        """`max_episodes` and `max_bytes` bound one message; a single larger episode travels alone."""
-        self._leases: dict[str, LeaseUpload] = {}
-        self._linger_s = linger_s
-        self._max_episodes = max_episodes
-        self._max_bytes = max_bytes
+    linger_s: float = LINGER_S
+    max_episodes: int = 256
+    max_bytes: int = 8 << 20
+    """Limits of one message; a single larger episode travels alone."""
+    _leases: dict[str, LeaseUpload] = field(init=False, default_factory=dict)
 
     @property
     def episodes(self) -> int:
@@ -132,7 +153,7 @@ class UploadQueue:
         return None
 
     def next_due_s(self) -> float:
-        """When `take` will next have something; inf when nothing is waiting."""
+        """Return the time at which `take` next has something; inf when nothing waits."""
         return min((self._due_s(lease) for lease in self._leases.values()), default=math.inf)
 
     def settled(self, batch: PutBatch, stored: int = 0) -> None:
@@ -161,8 +182,8 @@ class UploadQueue:
     def _due_s(self, lease: LeaseUpload) -> float:
         if lease.under_way is not None or not lease.finished:
             return math.inf
-        full = len(lease.finished) >= self._max_episodes or lease.size_bytes >= self._max_bytes
-        return -math.inf if lease.complete or full else lease.since_s + self._linger_s
+        full = len(lease.finished) >= self.max_episodes or lease.size_bytes >= self.max_bytes
+        return -math.inf if lease.complete or full else lease.since_s + self.linger_s
 
     def _batch(self, lease_id: str, lease: LeaseUpload) -> PutBatch:
         episodes: dict[int, bytes] = {}
@@ -170,7 +191,7 @@ class UploadQueue:
         size_bytes = 0
         for sample, blob in list(lease.finished.items()):
             weight = len(blob) + len(lease.routes.get(sample, b""))
-            full = len(episodes) == self._max_episodes or size_bytes + weight > self._max_bytes
+            full = len(episodes) == self.max_episodes or size_bytes + weight > self.max_bytes
             if episodes and full:
                 break
             episodes[sample] = lease.finished.pop(sample)
@@ -181,32 +202,24 @@ class UploadQueue:
         return PutBatch(lease_id, lease.group_id, episodes, routes)
 
 
+@dataclass(eq=False)
 class Uploader:
-    """Sends what the leases of one worker produce. `on_progress()` is called when a message was answered,
+    """Sends the episodes of the leases of one worker. `on_progress()` is called when a message was answered,
     `on_closed(lease_id)` when a lease is done with, whole or on its way back, and
     `on_refused(lease_id, reason)` when no sample of a lease is wanted from us any more."""
 
-    def __init__(
-        self,
-        buffer: Client,
-        name: str,
-        *,
-        on_progress: Callable[[], None],
-        on_closed: Callable[[str], None],
-        on_refused: Callable[[str, str], None],
-        retry_pause_s: float,
-        flush_s: float,
-    ) -> None:
-        self._buffer = buffer
-        self._name = name
-        self._on_progress = on_progress
-        self._on_closed = on_closed
-        self._on_refused = on_refused
-        self._retry_pause_s = retry_pause_s
-        self._flush_s = flush_s
-        self.queue = UploadQueue()  # The open leases: `open`, `fail` and `drop` them here
-        self._calls: set[asyncio.Task[None]] = set()
-        self._wake = asyncio.Event()
+    buffer: Client
+    name: str
+    _: KW_ONLY
+    on_progress: Callable[[], None]
+    on_closed: Callable[[str], None]
+    on_refused: Callable[[str, str], None]
+    retry_pause_s: float
+    flush_s: float
+    queue: UploadQueue = field(init=False, default_factory=UploadQueue)
+    """The open leases: call `open`, `fail` and `drop` on it."""
+    _calls: set[asyncio.Task[None]] = field(init=False, default_factory=set)
+    _wake: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     @property
     def idle(self) -> bool:
@@ -232,7 +245,7 @@ class Uploader:
                 if not lease.whole:
                     release = self._release(lease_id, lease, lease.failure)
                     self._calls.add(asyncio.ensure_future(release))
-                self._on_closed(lease_id)
+                self.on_closed(lease_id)
             metrics.UNSENT.set(self.queue.episodes)
             due_s = math.inf if len(self._calls) >= MAX_PUTS else self.queue.next_due_s()
             pause_s = min(IDLE_WAIT_S, max(0.0, due_s - time.monotonic()))
@@ -240,13 +253,13 @@ class Uploader:
             for call in [call for call in self._calls if call.done()]:
                 self._calls.discard(call)
                 call.result()
-                self._on_progress()
+                self.on_progress()
 
     async def close(self, reason: str) -> None:
         """Send what there is, for a limited time, then hand back every lease that is not whole, with the
         `reason` where it has none of its own."""
         try:
-            async with asyncio.timeout(self._flush_s):
+            async with asyncio.timeout(self.flush_s):
                 while True:
                     while batch := self.queue.take(math.inf):
                         self._calls.add(asyncio.ensure_future(self._put(batch)))
@@ -270,8 +283,8 @@ class Uploader:
     async def _release(self, lease_id: str, lease: LeaseUpload, reason: str) -> None:
         """Handing back early is a courtesy: a lease that nobody renews ends by itself."""
         try:
-            async with asyncio.timeout(min(RELEASE_LIMIT_S, self._flush_s)):
-                await self._buffer.call(Release(self._name, lease_id, reason, lease.at_fault))
+            async with asyncio.timeout(min(RELEASE_LIMIT_S, self.flush_s)):
+                await self.buffer.call(Release(self.name, lease_id, reason, lease.at_fault))
         except (TimeoutError, RpcTimeout, FaultError) as error:
             log.info("lease not released", lease_id=lease_id, error=str(error))
 
@@ -283,12 +296,12 @@ class Uploader:
             record("put", lease_id=lease_id, group_id=group_id, samples=list(batch.episodes))
             failpoint("rollout.before_put")
             try:
-                ack = await self._buffer.call(
+                ack = await self.buffer.call(
                     PutEpisodes(lease_id, group_id, list(batch.episodes), list(batch.routes)),
                     attachments=[*batch.episodes.values(), *batch.routes.values()],
                 )
             except (RpcTimeout, FaultError) as error:
-                await wait_out(error, "put", self._retry_pause_s)
+                await wait_out(error, "put", self.retry_pause_s)
                 continue
             record(
                 "put_acked",
@@ -306,7 +319,7 @@ class Uploader:
             break
         self.queue.settled(batch, stored)
         self._wake.set()
-        self._on_progress()
+        self.on_progress()
 
     def _refused(self, lease_id: str, ack: PutAck) -> None:
         reasons = [refusal.reason.split(":")[0] for refusal in ack.refused]
@@ -320,4 +333,4 @@ class Uploader:
         elif lease_id in self.queue:
             # Stale, abandoned, past its deadline or leased to another: no sample of this group is wanted
             # from us any more.
-            self._on_refused(lease_id, first.reason)
+            self.on_refused(lease_id, first.reason)

@@ -9,11 +9,11 @@ Promises:
 - A worker told to stop leases no more, puts what finishes within its grace, and hands the rest over at once.
   One told to drain finishes what it has, and ends.
 - An episode that its own answers bring to an early end is finished, and says so. One that fails otherwise
-costs its own sample, and so does one that the engine keeps waiting: the lease goes back once its other
-samples are stored, with the reason; where nothing succeeds anywhere the buffer ends the job. While nothing
-succeeds here, leases are asked for with growing pauses; at last this worker ends with the reason. - A lease
-ends when the buffer says so, not by a clock of ours: during an outage of the buffer it is extended. - Every
-wait has a deadline, and an outage of the buffer is waited out.
+  costs its own sample, and so does one that the engine keeps waiting: the lease goes back once its other
+  samples are stored, with the reason; where nothing succeeds anywhere the buffer ends the job. While nothing
+  succeeds here, leases are asked for with growing pauses; at last this worker ends with the reason.
+- A lease ends when the buffer says so, not by a clock of ours: during an outage of the buffer it is extended.
+- Every wait has a deadline, and an outage of the buffer is waited out.
 
 Does not decide what is leased, nor what becomes of a released group: that is the buffer's.
 """
@@ -24,7 +24,7 @@ import asyncio
 import math
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ from areal_async.config.job import JobConfig
 from areal_async.config.routes import replays
 from areal_async.rpc.board import board
 from areal_async.rpc.client import Client
-from areal_async.rpc.messages import Drain, Heartbeat, LeasedGroup, Leases
+from areal_async.rpc.messages import Drain, Heartbeat, Lease, LeasedGroup, Leases
 from areal_async.trajectory import EpisodeBuilder, pack_routes
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed
@@ -54,13 +54,16 @@ from rollout_service.worker.failures import (
     is_its_own,
     run_episode,
 )
-from rollout_service.worker.lease_client import IDLE_WAIT_S, LeaseClient, first_of, wait_out
-from rollout_service.worker.uploader import Uploader
+from rollout_service.worker.uploader import IDLE_WAIT_S, Uploader, first_of, wait_out
 from rollout_service.workflows import Context, PolicyEngine, Renderer, Workflow
 
 log = get_logger("rollout")
 
 DRAINED = "drained"  # The reason of handing a lease over that nothing is wrong with: this worker stops
+LEASE_WAIT_MS = 2000  # Longest time that the buffer may hold a lease request until there is room
+MAX_LEASE_CALLS = 3
+"""Lease requests in flight at once: one with the version served now, and older ones on their way back."""
+EMPTY_PAUSE_S = 0.05  # Least time between two requests when nothing is granted
 HEARTBEAT_SHARE = 1 / 3
 """Share of a lease's life between two heartbeats: one may be lost without losing the lease."""
 
@@ -90,89 +93,72 @@ class LeaseState:
     episodes: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # Running episodes by sample
 
 
+@dataclass(eq=False)
 class Worker:
     """Makes the episodes of one engine, which starts before `run`. In a job of several policies `engine` and
     `render` are of the first, `others` has those of the rest."""
 
-    def __init__(
-        self,
-        buffer: Client,
-        engine: ReplicaSet,
-        workflow: Workflow,
-        render: Renderer,
-        *,
-        job: JobConfig,
-        name: str,
-        gateway: Gateway | None = None,
-        timing: WorkerTiming = WorkerTiming(),
-        first_failure_ends: bool = False,
-        others: Mapping[str, PolicyEngine] | None = None,
-    ) -> None:
-        self._buffer = buffer
-        self._engine = engine
-        self._others = dict(others or {})
-        self._workflow = workflow
-        self._render = render
-        self._job = job
-        self._name = name
-        self._gateway = gateway
-        self._debug = first_failure_ends
-        self._timing = timing
-        engines = {job.policy: engine} | {name: other.engine for name, other in self._others.items()}
+    buffer: Client
+    engine: ReplicaSet
+    workflow: Workflow
+    render: Renderer
+    _: KW_ONLY
+    job: JobConfig
+    name: str
+    gateway: Gateway | None = None
+    timing: WorkerTiming = WorkerTiming()
+    first_failure_ends: bool = False
+    others: Mapping[str, PolicyEngine] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        timing, job = self.timing, self.job
+        self._engines = {job.policy: self.engine} | {name: o.engine for name, o in self.others.items()}
         self.tuners = {
             policy: ConcurrencyTuner(
                 job.of(policy).rollout, each.stats, self.weights_changed, look_s=timing.look_s
             )
-            for policy, each in engines.items()
+            for policy, each in self._engines.items()
         }
-        """How many episodes the engine of each policy takes at once: the least of them counts."""
-        self._sampling = sampling_of(job.rollout.sampling)
-        self._routes = replays(job)
+        """Limits on the episodes of each policy's engine: the least of them counts."""
         self.leases: dict[str, LeaseState] = {}
         """The open leases, by id; the uploader says when one is closed."""
         self.uploader = Uploader(
-            buffer,
-            name,
+            self.buffer,
+            self.name,
             on_progress=self._on_progress,
             on_closed=self._closed,
             on_refused=self._lose,
             retry_pause_s=timing.retry_pause_s,
             flush_s=timing.flush_s,
         )
-        self._lease_client = LeaseClient(
-            buffer,
-            name,
-            wanted=self.wanted_groups,
-            serving=lambda: [each.version for each in engines.values()],
-            on_grant=self._granted,
-            retry_pause_s=timing.retry_pause_s,
-        )
         self.failures = FailureStreak(
             first_pause_s=timing.first_failure_pause_s,
             longest_pause_s=timing.longest_failure_pause_s,
-            first_ends=first_failure_ends,
+            first_ends=self.first_failure_ends,
         )
+        self._sampling, self._routes = sampling_of(job.rollout.sampling), replays(job)
         self.running = 0  # Episodes that run
         self._leases_begun = 0
+        self._asking: dict[asyncio.Task[Leases], list[VersionTag]] = {}
+        """Lease requests in flight, each with the versions that it names."""
         self.drained = False  # It was to finish what it had and to end; set before `run` returns
         self.draining = False  # The buffer has said so
         self._stopping = False  # This process was told to stop
         self._ending = False  # No lease is begun any more
-        self._failed_again = asyncio.Event()
-        self._wake_heart = asyncio.Event()
-        self._wake_drain = asyncio.Event()
+        self._failed_again, self._wake_leasing = asyncio.Event(), asyncio.Event()
+        self._wake_heart, self._wake_drain = asyncio.Event(), asyncio.Event()
 
     def weights_changed(self) -> None:
-        """The engine serves another version, or more or less of it serves: ask for what this allows, and let
-        the buffer know."""
-        self._lease_client.wake()
+        """Ask for more leases and send a heartbeat: the engine serves another version, or its number of
+        serving replicas has changed."""
+        self._wake_leasing.set()
         self._wake_heart.set()
 
     async def run(self, stop: asyncio.Event, *others: Coroutine[Any, Any, None]) -> None:
         """Work until `stop` is set, or until what was there when the buffer said to drain is done; `others`
         run beside. Raises what makes going on pointless."""
         loops = [
-            self._lease_client.run(),
+            self._lease(),
             self.uploader.run(),
             self._beat(),
             *(tuner.run() for tuner in self.tuners.values()),
@@ -196,12 +182,47 @@ class Worker:
 
     # --- leases --------------------------------------------------------------------------------------
 
+    async def _lease(self) -> None:
+        """Ask the buffer for leases until cancelled. Several requests are in flight at once, each under the
+        versions that it named: the answer to one may take long and depends on them, so when another version
+        is served the next request goes out beside it. Answers that arrive during the end count too."""
+        calls = self._asking
+        try:
+            while True:
+                self._wake_leasing.clear()
+                serving, wanted = [each.version for each in self._engines.values()], self.wanted_groups()
+                if wanted and serving not in calls.values() and len(calls) < MAX_LEASE_CALLS:
+                    calls[asyncio.ensure_future(self._ask(wanted, serving))] = serving
+                await first_of([*calls], self._wake_leasing)
+                answered = {call: calls.pop(call) for call in [*calls] if call.done()}
+                for call, served in answered.items():
+                    self._granted(call.result(), served)
+        finally:
+            for call in calls:
+                call.cancel()
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            for answer, served in zip(answers, calls.values(), strict=True):
+                if isinstance(answer, Leases):
+                    self._granted(answer, served)
+
+    async def _ask(self, wanted: int, serving: list[VersionTag]) -> Leases:
+        began_s = time.monotonic()
+        try:
+            leases = await self.buffer.call(Lease(self.name, wanted, serving, LEASE_WAIT_MS))
+        except (RpcTimeout, FaultError) as error:
+            await wait_out(error, "lease", self.timing.retry_pause_s)
+            return Leases([])
+        if not leases.groups:
+            log.debug("no lease", reason=leases.reason)
+            await asyncio.sleep(max(0.0, began_s + EMPTY_PAUSE_S - time.monotonic()))
+        return leases
+
     def wanted_groups(self) -> int:
-        """How many more groups there is room for."""
+        """Return how many more groups there is room for."""
         if self.failures.pause_s:
             return 0
         limit = min(tuner.concurrency.limit for tuner in self.tuners.values())
-        size = self._job.rollout.group_size
+        size = self.job.rollout.group_size
         free = min(limit - self.running, 2 * limit - self.running - self.uploader.queue.episodes)
         return 0 if self.draining or self._ending else max(0, math.ceil(free / size))
 
@@ -268,18 +289,18 @@ class Worker:
         """One sample, from prompt to uploader. Takes every error of the workflow; see `_failed`."""
         group = lease.group
         number = self.failures.begin()
-        limit_s = self._job.rollout.episode_timeout_s
+        limit_s = self.job.rollout.episode_timeout_s
         builder = EpisodeBuilder(
-            self._job.job,
+            self.job.job,
             group.task.task_id,
             group.group_id,
             sample,
             attempt=group.attempt,
-            **speakers_of(self._job),
+            **speakers_of(self.job),
         )
         ctx = Context(
-            self._engine,
-            self._render,
+            self.engine,
+            self.render,
             builder,
             episode_id=f"{group.group_id}.{sample}",
             sampling=self._sampling,
@@ -289,14 +310,14 @@ class Worker:
             lease_id=group.lease_id,
             priority=lease.turn,
             deadline_s=None if limit_s is None else time.monotonic() + limit_s,
-            gateway=self._gateway,
-            greedy=sample == self._job.rollout.greedy_sample,
+            gateway=self.gateway,
+            greedy=sample == self.job.rollout.greedy_sample,
             routes=self._routes,
-            others=self._others,
+            others=self.others,
         )
-        work = self._workflow(ctx, group.task)
+        work = self.workflow(ctx, group.task)
         try:
-            episode, blob = await run_episode(ctx, work, limit_s, debug=self._debug)
+            episode, blob = await run_episode(ctx, work, limit_s, debug=self.first_failure_ends)
             routes = pack_routes(episode)
         except Exception as error:
             self._failed(lease, sample, number, error)
@@ -321,7 +342,7 @@ class Worker:
         if isinstance(error, EpisodeTimeout | DeadlinePassed):
             metrics.TIMED_OUT.inc()
         self.failures.failed(number, error)
-        asyncio.get_running_loop().call_later(self.failures.pause_s, self._lease_client.wake)
+        asyncio.get_running_loop().call_later(self.failures.pause_s, self._wake_leasing.set)
         reason = f"{type(error).__name__}: {error}"
         self.uploader.queue.fail(lease.group.lease_id, reason, at_fault=is_its_own(error))
         log.warning("episode failed", group_id=lease.group.group_id, sample=sample, error=reason)
@@ -336,7 +357,7 @@ class Worker:
 
     def _on_progress(self) -> None:
         """There may be room for more, or nothing left to do."""
-        self._lease_client.wake()
+        self._wake_leasing.set()
         if self.draining or self._stopping:
             self._wake_drain.set()
 
@@ -352,9 +373,9 @@ class Worker:
             if not held and not self._wake_heart.is_set():
                 continue
             try:
-                ack = await self._buffer.call(Heartbeat(self._name, held))
+                ack = await self.buffer.call(Heartbeat(self.name, held))
             except (RpcTimeout, FaultError) as error:
-                await wait_out(error, "heartbeat", self._timing.retry_pause_s)
+                await wait_out(error, "heartbeat", self.timing.retry_pause_s)
                 continue
             for lease_id in ack.lost:
                 # A group that has just become whole has no lease either: there the answer to its put tells.
@@ -379,7 +400,7 @@ class Worker:
 
     async def _until_drained(self) -> None:
         """Return once the buffer has said to drain, and what was there then is done."""
-        while not self.draining or self.running or self._lease_client.under_way or not self.uploader.idle:
+        while not self.draining or self.running or self._asking or not self.uploader.idle:
             self._wake_drain.clear()
             await first_of([], self._wake_drain)
 
@@ -396,14 +417,9 @@ class Worker:
         only when the lease expires."""
         self._stopping = self._ending = True
         draining = asyncio.ensure_future(self._tell_buffer())
-        deadline_s = time.monotonic() + self._timing.drain_s
+        deadline_s = time.monotonic() + self.timing.drain_s
         try:
-            while (
-                self.running
-                or self.uploader.queue.episodes
-                or self._lease_client.under_way
-                or not draining.done()
-            ):
+            while self.running or self.uploader.queue.episodes or self._asking or not draining.done():
                 self._wake_drain.clear()
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
@@ -421,7 +437,7 @@ class Worker:
 
     async def _tell_buffer(self) -> None:
         try:
-            await self._buffer.call(Drain(self._name, "it was told to stop"))
+            await self.buffer.call(Drain(self.name, "it was told to stop"))
         except (RpcTimeout, FaultError) as error:
             log.info("the buffer was not told", error=str(error))
 
