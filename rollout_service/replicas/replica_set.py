@@ -117,7 +117,8 @@ async def exchange(
 @dataclass
 class StallDetector:
     """Notices an engine that has requests but makes no progress: for `limit_s` without a pause it had
-    requests, but neither sampled a token nor finished a request. Time in which nobody looked does not count. Times are
+    requests, but neither sampled a token nor finished a request. Time in which nobody looked does not
+    count. Times are
     seconds of `clock`; `look` is to be called every `WATCH_S`."""
 
     limit_s: float

@@ -9,6 +9,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,15 @@ from areal_async.show.progress import progress
 from areal_async.trajectory.verdicts import Score, Verdict, kind_of, message_of
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
-from rollout_service.engines import make_engine
-from rollout_service.evaluator import Evaluation, Evaluator, engine_job
-from rollout_service.process import make_gateway, make_renderers, prepare, settle
-from rollout_service.replicas import ReplicaSet
-from rollout_service.statistics import Figure
-from rollout_service.tools.serving import ModelFolder, computes_here, lone_evaluator, target_of
+from rollout_service.evaluator import (
+    Evaluation,
+    Evaluator,
+    figures_of_statistics,
+    lone_engine,
+    prepare_evaluation,
+)
+from rollout_service.process import make_gateway, make_renderers, settle
+from rollout_service.tools.serving import ModelFolder, lone_evaluator, target_of
 from rollout_service.workflows import workflow_of
 
 
@@ -108,13 +112,9 @@ async def evaluated(
     job = ctx.job
     assert job.tasks.evaluation is not None
     tasks: Sequence[Task] = list(read_tasks(job.tasks.evaluation))[:limit]
-    prepare(job.evaluation.torch_threads, computes=computes_here(job))
+    prepare_evaluation(job)
     renders, gateway = make_renderers(job), make_gateway(ctx, trains=False)
-    wanted = engine_job(job)
-    engine = ReplicaSet(
-        lambda _: make_engine(wanted, slots=job.evaluation.max_concurrent, activity="evaluation", place=ctx),
-        stuck_s=job.rollout.stuck_s,
-    )
+    engine = lone_engine(ctx)
     try:
         async with LocalScorer(job.reward) as scorer:
             settle()
@@ -152,19 +152,14 @@ def _note(text: str) -> None:
 def figures_of(done: Evaluation) -> dict[str, Any]:
     """Return the figures as JSON: `mean`, `best` and `maj` are [value, low, high], as in a run's records."""
 
-    def triple(figure: Figure) -> list[float | None]:
-        return [figure.value, figure.low, figure.high]
-
     sources = {
-        name: {"n": one.tasks, "mean": triple(one.mean), "unscored": done.unscored.get(name, 0)}
+        name: {"n": one.tasks, "mean": [*astuple(one.mean)], "unscored": done.unscored.get(name, 0)}
         for name, one in done.by_source.items()
     }
     overall = done.overall
     return {
         "n": overall.tasks,
-        "mean": triple(overall.mean),
-        "best": triple(overall.best),
-        "maj": triple(overall.maj),
+        **figures_of_statistics(overall),
         "partial_credit": overall.partial_credit,
         "rewards": done.rewards,
         "by_source": sources,

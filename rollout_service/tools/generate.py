@@ -11,11 +11,10 @@ from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.cli.tools import AnswersRequest, plain, print_json, run_tool
 from areal_async.service.context import ServiceContext
 from areal_async.trajectory import EpisodeBuilder, Sampling
-from rollout_service.engines import make_engine
-from rollout_service.evaluator import engine_job
-from rollout_service.process import make_renderer, prepare, sampling_of
+from rollout_service.evaluator import lone_engine, prepare_evaluation
+from rollout_service.process import make_renderer, sampling_of
 from rollout_service.replicas import ReplicaSet
-from rollout_service.tools.serving import ModelFolder, computes_here, lone_evaluator, target_of
+from rollout_service.tools.serving import ModelFolder, lone_evaluator, target_of
 from rollout_service.workflows import Context, Renderer
 
 Message = dict[str, Any]
@@ -76,12 +75,8 @@ def main(request: AnswersRequest) -> None:
 
 async def _serve(ctx: ServiceContext, model: Path, request: AnswersRequest, prompt: str | None) -> None:
     job = ctx.job
-    prepare(job.evaluation.torch_threads, computes=computes_here(job))
-    wanted = engine_job(job)
-    engine = ReplicaSet(
-        lambda _: make_engine(wanted, slots=max(1, request.n), activity="evaluation", place=ctx),
-        stuck_s=job.rollout.stuck_s,
-    )
+    prepare_evaluation(job)
+    engine = lone_engine(ctx, max(1, request.n))
     render = make_renderer(job.model, job.rollout.template_args)
     if not request.raw and getattr(render.tokenizer, "chat_template", None) is None:
         mistake = Mistake("PROMPT", "the model's tokenizer has no chat template", "Add --raw for plain text")

@@ -23,8 +23,6 @@ from areal_async.base.errors import RunFolderError
 from areal_async.base.mistakes import ConfigError, Mistake, as_typed
 from areal_async.base.versions import VersionTag
 from areal_async.cli.tools import AnswersRequest, CheckpointRequest, EvaluateRequest, module_of
-from areal_async.config.engines import engine_part, evaluation_engine
-from areal_async.config.job import JobConfig
 from areal_async.config.load import job_from_mapping
 from areal_async.launch.folders import claim_folders
 from areal_async.launch.local_launcher import write_whole
@@ -196,8 +194,3 @@ def _by_option(text: str) -> str:
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def computes_here(job: JobConfig) -> bool:
-    """Return whether the engine that answers computes in this process."""
-    return not engine_part(evaluation_engine(job)).is_server

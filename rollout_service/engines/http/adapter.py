@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -284,18 +284,6 @@ class ServerLoad:
     """Units sampled since the server started, as far as it counts them on the way."""
 
 
-class StreamedAnswer(Protocol):
-    """A streamed answer that is put together while its units are told."""
-
-    def take(self, part: Any) -> None:
-        """Add the next part. Raises `RequestError` or `EngineError` for one that is a refusal."""
-        ...
-
-    def answer(self) -> Any:
-        """Return the whole answer. Raises `EngineError` where there is none."""
-        ...
-
-
 class AnswerReader:
     """The ends of a model's answers, and their text: a server is told the one, and its own text is not
     read."""
@@ -386,8 +374,10 @@ class ServerAdapter(ABC):
         sampling values that this server alone cannot take."""
 
     @abstractmethod
-    def heard(self, tell: Tell) -> StreamedAnswer:
-        """Return an empty answer, whose units are told as they come."""
+    def heard(self, tell: Tell) -> Any:
+        """Return an empty streamed answer: `take(part)` adds its next part and tells its units, raising
+        `RequestError` or `EngineError` for a refusal; `answer()` returns the whole or raises
+        `EngineError`."""
 
     @abstractmethod
     def parse(self, answer: Any, sampling: Sampling) -> GenerateResult:

@@ -14,12 +14,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.config.engines import flag_name, flags_that_are_on
+from areal_async.config.engines import engine_part, flag_name, flags_that_are_on
 from areal_async.models.files import Mixture
 from areal_async.trajectory.layout import LogprobsOf, Sampling
 from rollout_service.engines.base import EngineError, GenerateResult, RequestError, Tell, UpdateMode
 from rollout_service.engines.http.client import ServerClient, VersionSpan, result_of
-from rollout_service.engines.sglang import PART
 
 UnitLogprob = tuple[float | None, int, Any]
 """Log-prob, id, text."""
@@ -235,48 +234,52 @@ async def probe(
         raise EngineError(
             f"{client.name} is SGLang {info.version}; supported is {', '.join(sorted(RELEASES))}. {FIX}"
         )
-    for problem in _settings(info, update_mode, max_model_len, dtype):
+    for problem in _problems(info, update_mode, max_model_len, dtype):
         raise EngineError(f"{client.name} {problem}")
     if routes and not info.enable_return_routed_experts:
         raise EngineError(
             f"{client.name} tells no routes: start it with --enable-return-routed-experts, or set "
             "rollout.routes to off"
         )
-    for name, how in flags_that_are_on(told, PART.stale_flags):
+    for name, how in flags_that_are_on(told, engine_part("sglang").stale_flags):
         raise EngineError(f"{client.name} was started with --{flag_name(name)}: start it without, {how}")
     await _check_answers(client, vocab_size)
     return info
 
 
-def _settings(info: SglangInfo, update_mode: UpdateMode, max_model_len: int, dtype: str) -> list[str]:
-    """What is wrong with how a server was started (one that was attached: ours is started right)."""
-    problems = []
-    if info.context_length is not None and info.context_length < max_model_len + CONTEXT_MARGIN:
-        problems.append(
+def _problems(info: SglangInfo, update_mode: UpdateMode, max_model_len: int, dtype: str) -> list[str]:
+    """Return each problem of a server's settings (an attached server's: ours is started right)."""
+    needed = max_model_len + CONTEXT_MARGIN
+    problems = (
+        (
+            info.context_length is not None and info.context_length < needed,
             f"was started with --context-length {info.context_length}: rollout.max_model_len {max_model_len} "
-            f"needs {max_model_len + CONTEXT_MARGIN} (with SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 where "
-            "that is more than the model's own), or lower rollout.max_model_len"
-        )
-    if info.skip_tokenizer_init:
-        problems.append(
-            "was started with --skip-tokenizer-init: start it without, stop strings need the tokenizer"
-        )
-    if info.speculative_algorithm:
-        problems.append(
-            "drafts tokens: start it without --speculative-algorithm, the versions of drafts are unknown"
-        )
-    if info.tokenizer_worker_num != 1:
-        problems.append(
-            "was started with --tokenizer-worker-num: start it with 1, a pause must reach all requests"
-        )
-    if update_mode != "recompute" and not info.disable_overlap_schedule:
-        problems.append(
+            f"needs {needed} (with SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 where that is more than the "
+            "model's own), or lower rollout.max_model_len",
+        ),
+        (
+            info.skip_tokenizer_init,
+            "was started with --skip-tokenizer-init: start it without, stop strings need the tokenizer",
+        ),
+        (
+            info.speculative_algorithm,
+            "drafts tokens: start it without --speculative-algorithm, the versions of drafts are unknown",
+        ),
+        (
+            info.tokenizer_worker_num != 1,
+            "was started with --tokenizer-worker-num: start it with 1, a pause must reach all requests",
+        ),
+        (
+            update_mode != "recompute" and not info.disable_overlap_schedule,
             "overlaps its schedule, so an update in place would miscount one unit: start it with "
-            "--disable-overlap-schedule, or set rollout.update_mode to recompute"
-        )
-    if info.dtype not in ("", "auto", dtype):
-        problems.append(f"computes in {info.dtype}: start it with --dtype {dtype}, or set rollout.dtype")
-    return problems
+            "--disable-overlap-schedule, or set rollout.update_mode to recompute",
+        ),
+        (
+            info.dtype not in ("", "auto", dtype),
+            f"computes in {info.dtype}: start it with --dtype {dtype}, or set rollout.dtype",
+        ),
+    )
+    return [problem for wrong, problem in problems if wrong]
 
 
 async def _check_answers(client: ServerClient, vocab_size: int) -> None:
