@@ -95,6 +95,7 @@ async def work(folder: Path, port: socket.socket) -> None:
     from areal_async.trajectory import EpisodeBuilder, Sampling
     from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
     from rollout_service.gateway import Gateway
+    from rollout_service.gateway.access import GatewaySetup, ServedModel
     from rollout_service.workflows import Context, Renderer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -118,14 +119,9 @@ async def work(folder: Path, port: socket.socket) -> None:
 
     host = make_host("local", run_dir=folder, socket_dir=folder, shm_dir=folder)
     keys = RunSecret.generate().of("rollout")
-    gateway = Gateway(
-        GatewaySection(),
-        job="bench",
-        name="w",
-        models={"policy": (folder, 1 << 16)},
-        host=host,
-        keys=keys,
-    )
+    models = {"policy": ServedModel(str(folder), 1 << 16)}
+    section = GatewaySection().model_dump(mode="json")
+    gateway = Gateway(GatewaySetup("bench", "w", host, keys, section, models))
     render, engine, recorded = Renderer(tokenizer), Same(), 0
 
     async def agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

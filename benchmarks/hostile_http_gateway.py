@@ -22,6 +22,7 @@ from areal_async.rpc.secret import RunSecret
 from areal_async.trajectory import EpisodeBuilder, Sampling
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
 from rollout_service.gateway import Gateway
+from rollout_service.gateway.access import GatewaySetup, ServedModel
 from rollout_service.workflows.context import Context
 from rollout_service.workflows.turns import Renderer
 
@@ -51,14 +52,9 @@ class Same:
 async def main(folder: Path) -> None:
     write_tokenizer(folder, TEMPLATE)
     host = make_host("local", run_dir=folder, socket_dir=folder, shm_dir=folder)
-    gateway = Gateway(
-        GatewaySection(),
-        job="hostile",
-        name="w",
-        models={"policy": (folder, 1 << 20)},
-        host=host,
-        keys=RunSecret.generate().of("rollout"),
-    )
+    models = {"policy": ServedModel(str(folder), 1 << 20)}
+    section = GatewaySection().model_dump(mode="json")
+    gateway = Gateway(GatewaySetup("hostile", "w", host, RunSecret.generate().of("rollout"), section, models))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     render, engine = Renderer(tokenizer), Same(tokenizer(SAID)["input_ids"])
     async with AsyncExitStack() as stack:

@@ -24,6 +24,7 @@ from areal_async.service.context import ServiceContext
 from areal_async.trajectory import Sampling
 from areal_async.weights.receiver import Receiver
 from rollout_service.gateway import Gateway
+from rollout_service.gateway.access import GatewaySetup, ServedModel
 from rollout_service.workflows import Renderer
 
 T = TypeVar("T")
@@ -98,21 +99,24 @@ def speakers_of(job: JobConfig) -> dict[str, Any]:
 
 
 def make_gateway(ctx: ServiceContext, *, trains: bool) -> Gateway:
-    """Agents' access to this process's policies, started once an episode opens it. A configured port is that
-    of the first worker; what is not trained on (evaluation) takes a free one."""
-    job, section = ctx.job, ctx.job.rollout.gateway
-    return Gateway(
-        section if trains else section.model_copy(update={"port": 0}),
-        job=job.job,
-        name=ctx.name,
-        models={name: (view.model, view.rollout.max_model_len) for name, view in job.views.items()},
-        template_args={name: view.rollout.template_args for name, view in job.views.items()},
-        host=ctx.host,
-        keys=ctx.keys.of("rollout" if ctx.role == "rollout" else "evaluator"),
-        trains=trains,
-        offset=ctx.index,
-        restarts=job.supervisor.restart_policy(),
+    """Return the access of agents to this process's policies, started once an episode opens it. A configured
+    port is that of the first worker; an evaluation takes a free one."""
+    job = ctx.job
+    port = job.rollout.gateway.port
+    section = job.rollout.gateway.model_copy(update={"port": port + ctx.index if port and trains else 0})
+    setup = GatewaySetup(
+        job.job,
+        ctx.name,
+        ctx.host,
+        ctx.keys.of("rollout" if ctx.role == "rollout" else "evaluator"),
+        section.model_dump(mode="json"),
+        {
+            name: ServedModel(str(view.model), view.rollout.max_model_len, view.rollout.template_args)
+            for name, view in job.views.items()
+        },
+        trains,
     )
+    return Gateway(setup, restarts=job.supervisor.restart_policy())
 
 
 async def connect(receiver: Receiver) -> None:

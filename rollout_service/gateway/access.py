@@ -12,10 +12,9 @@ import asyncio
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, finalize
 
 import msgspec
@@ -26,7 +25,6 @@ from areal_async.base.http_server import listen
 from areal_async.base.log import get_logger
 from areal_async.base.processes import ChildProcess, RestartPolicy, Restarts, exit_text
 from areal_async.base.topology import RunHost
-from areal_async.config.rollout import GatewaySection
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.gateway_messages import (
@@ -60,7 +58,7 @@ RESTARTS = RestartPolicy(limit=5)
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """What answers for one policy."""
+    """The model of one policy."""
 
     folder: str
     max_model_len: int
@@ -68,20 +66,20 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class GatewaySetup(msgspec.Struct, frozen=True):
-    """What the gateway's process is told on its standard input."""
+    """Set-up of the gateway's process, which reads it from its standard input."""
 
     job: str
     name: str
     """The worker's name, after which the endpoints between the two are named."""
     host: RunHost
-    keys: RoleKeys
-    section: dict[str, Any]
+    keys: RoleKeys  # Those of the worker's role
+    section: dict[str, Any]  # `rollout.gateway`
     models: dict[str, ServedModel]
     """By policy; agents ask for these."""
-    trains: bool
-    header_s: float
-    listening_fd: int
-    life: int
+    trains: bool = True  # Whether the recorded answers will be trained on
+    header_s: float = 10.0
+    listening_fd: int = -1
+    life: int = 0
     """Starts before this one."""
 
     @property
@@ -93,16 +91,8 @@ class GatewaySetup(msgspec.Struct, frozen=True):
         return self.host.local_endpoint(f"{self.name}.gateway")
 
 
-class Started(Protocol):
-    """A gateway that was started, as `ChildProcess` is one."""
-
-    async def wait(self) -> int: ...
-
-    async def stop(self, grace_s: float = 0.0) -> int | None: ...
-
-
 def start_process(setup: GatewaySetup) -> ChildProcess:
-    """The gateway in a process of its own, which writes to this one's log."""
+    """Start the gateway in a process of its own, which writes to this one's log."""
     return ChildProcess(
         [sys.executable, "-P", "-m", "rollout_service.gateway"],
         output=sys.stderr.fileno(),
@@ -117,34 +107,13 @@ class Gateway:
 
     def __init__(
         self,
-        section: GatewaySection,
+        setup: GatewaySetup,
         *,
-        job: str,
-        name: str,
-        models: Mapping[str, tuple[Path, int]],
-        host: RunHost,
-        keys: RoleKeys,
-        template_args: Mapping[str, dict[str, Any]] | None = None,
-        trains: bool = True,
-        offset: int = 0,
-        header_s: float = 10.0,
         restarts: RestartPolicy = RESTARTS,
-        start: Callable[[GatewaySetup], Started] = start_process,
+        start: Callable[[GatewaySetup], Any] = start_process,
     ) -> None:
-        """`models` are each policy's folder, which has the tokenizer, and the most tokens of a path,
-        `template_args` what its chat template is given;
-        `trains`: what is recorded will be trained on; `offset` is added to a configured port; `host` is the
-        worker's, `keys` are its role's."""
-        self.section = section
-        given = template_args or {}
-        served = {
-            policy: ServedModel(str(folder), length, given.get(policy, {}))
-            for policy, (folder, length) in models.items()
-        }
-        self._setup = GatewaySetup(
-            job, name, host, keys, section.model_dump(mode="json"), served, trains, header_s, -1, 0
-        )
-        self._port = section.port and section.port + offset
+        """`start` returns a started gateway, which has the `wait` and `stop` of a `ChildProcess`."""
+        self._setup = setup
         self._restarts = Restarts(restarts)
         self._start_one = start
         self._listening: socket.socket | None = None
@@ -195,12 +164,6 @@ class Gateway:
         if self._listening is not None:
             self._listening.close()
 
-    @property
-    def _interface(self) -> str:
-        """The address to listen on, and to be reached at."""
-        named = {"loopback": self._setup.host.loopback, "host": self._setup.host.address}
-        return named.get(self.section.host, self.section.host)
-
     def _record_of(self, builder: EpisodeBuilder) -> RecordedCalls:
         record = self._records.get(builder)
         if record is None:
@@ -210,7 +173,7 @@ class Gateway:
         return record
 
     async def _told(self, request: Any) -> bool:
-        """Whether the gateway has answered; it has not when it is dead, which is dealt with elsewhere."""
+        """Return whether the gateway has answered. If it is dead, `_run` deals with that."""
         if self._client is None:
             return False
         with suppress(PeerGone, RpcTimeout, FaultError):
@@ -223,12 +186,15 @@ class Gateway:
     async def _up(self) -> None:
         """Wait until the gateway serves. Raises `GatewayError`."""
         if self._running is None:
+            named = {"loopback": self._setup.host.loopback, "host": self._setup.host.address}
+            interface, port = self._setup.section["host"], self._setup.section["port"]
+            interface = named.get(interface, interface)
             try:
                 # Whoever asks must show the key of a session that is open.
-                self._listening = listen(self._interface, self._port, guarded=True)
+                self._listening = listen(interface, port, guarded=True)
             except OSError as error:
                 raise GatewayError(
-                    f"the gateway cannot listen on {self._interface} port {self._port}: {error}. Set "
+                    f"the gateway cannot listen on {interface} port {port}: {error}. Set "
                     "rollout.gateway.port to a free port, or to 0 to have one picked."
                 ) from error
             host, port = self._listening.getsockname()[:2]
@@ -250,7 +216,16 @@ class Gateway:
             service="worker",
             job=self._setup.job,
             access=self._setup.keys,
-            handler=by_type("worker", self._handlers()),
+            handler=by_type(
+                "worker",
+                {
+                    Sample: self._on_sample,
+                    TakePieces: self._on_take_pieces,
+                    RecordCall: self._on_notice,
+                    DropCall: self._on_notice,
+                    CountCalls: self._on_notice,
+                },
+            ),
             max_in_flight_per_peer=AT_ONCE,
         )
         try:
@@ -317,15 +292,6 @@ class Gateway:
 
     # --- what the gateway asks -----------------------------------------------------------------------
 
-    def _handlers(self) -> Any:
-        return {
-            Sample: self._on_sample,
-            TakePieces: self._on_take_pieces,
-            RecordCall: self._on_record,
-            DropCall: self._on_drop,
-            CountCalls: self._on_count,
-        }
-
     async def _on_sample(self, _: Peer, request: Sample, attachments: list[memoryview]) -> Answer:
         session = self._sessions.get(request.key)
         if session is None:
@@ -340,17 +306,15 @@ class Gateway:
         reply = Pieces([index for index, _piece in taken], [len(piece) for piece in ids])
         return (reply, [bytes_of(ids, np.int32)]) if ids else reply
 
-    async def _on_record(self, _: Peer, request: RecordCall, __: list[memoryview]) -> Answer:
-        if (session := self._sessions.get(request.key)) is not None:
-            session.record(request)
-        return Ok()
-
-    async def _on_drop(self, _: Peer, request: DropCall, __: list[memoryview]) -> Answer:
-        if (session := self._sessions.get(request.key)) is not None:
-            session.drop(request.call)
-        return Ok()
-
-    async def _on_count(self, _: Peer, request: CountCalls, __: list[memoryview]) -> Answer:
-        for outcome, number in request.outcomes.items():
-            metrics.GATEWAY_CALLS.labels(outcome).inc(number)
+    async def _on_notice(
+        self, _: Peer, request: RecordCall | DropCall | CountCalls, __: list[memoryview]
+    ) -> Answer:
+        if isinstance(request, CountCalls):
+            for outcome, number in request.outcomes.items():
+                metrics.GATEWAY_CALLS.labels(outcome).inc(number)
+        elif (session := self._sessions.get(request.key)) is not None:
+            if isinstance(request, RecordCall):
+                session.record(request)
+            else:
+                session.drop(request.call)
         return Ok()

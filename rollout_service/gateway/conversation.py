@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from areal_async.trajectory import SegmentKind
-from rollout_service.gateway.requests import Conversation, Ids, Message, load_json
+from rollout_service.gateway.requests import Conversation, Ids, Message, SampledChoice, load_json
 from rollout_service.gateway.template import ChatTemplate, RenderedPrompt, canonical
 from rollout_service.workflows.turns import SampledText
 
@@ -85,17 +85,13 @@ class ConversationTree:
 
     # --- after the call ------------------------------------------------------------------------------
 
-    def remember(
-        self,
-        plan: CallPlan,
-        answer: tuple[int, int],
-        ids: Ids,
-        said: SampledText,
-        reply: Message,
-        tool_ids: tuple[str, ...],
-    ) -> None:
+    def remember(self, plan: CallPlan, answer: tuple[int, int], choice: SampledChoice) -> None:
         """Note that an answer may be gone on from, once the agent has been told it."""
-        turn = RecordedAnswer(answer, np.concatenate((plan.ids, ids)), plan.given, said, tool_ids)
+        path, tool_ids = np.concatenate((plan.ids, choice.token_ids)), tuple(c.id for c in choice.tool_calls)
+        turn = RecordedAnswer(answer, path, plan.given, choice.said, tool_ids)
+        # The answer as the message that the agent sends back.
+        calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in choice.tool_calls]
+        reply = {"role": "assistant", "content": choice.content, "tool_calls": calls}
         self._turns.setdefault(linked(plan.keys[-1], reply), []).append(turn)
 
 

@@ -25,7 +25,7 @@ from areal_async.rpc.secret import RunSecret
 from areal_async.trajectory import EpisodeBuilder, Sampling
 from rollout_service.engines.base import GenerateRequest, GenerateResult, Tell, trim
 from rollout_service.gateway import Gateway
-from rollout_service.gateway.access import GatewaySetup
+from rollout_service.gateway.access import GatewaySetup, ServedModel
 from rollout_service.gateway.server import Front
 from rollout_service.workflows import Context, Renderer
 from tests.waiting import LIMIT_S, deadline_s
@@ -221,10 +221,11 @@ def made_gateway(tokenizer: Any, **how: Any) -> Iterator[Gateway]:
         place = Path(folder)
         host = make_host("local", run_dir=place, socket_dir=place, shm_dir=place, address=address)
         keys = RunSecret.generate().of("rollout")
-        model = own.pop("model", Path()), own.pop("max_model_len", 4096)
+        model = ServedModel(str(own.pop("model", Path())), own.pop("max_model_len", 4096))
         models = dict.fromkeys(how.pop("policies", ("policy",)), model)
-        own = {"models": models, "start": started.start, **own}
-        gateway = Gateway(GatewaySection(**how), job="job", name="w", host=host, keys=keys, **own)
+        start = own.pop("start", started.start)
+        section = GatewaySection(**how).model_dump(mode="json")
+        gateway = Gateway(GatewaySetup("job", "w", host, keys, section, models, **own), start=start)
         gateway.started = started  # type: ignore[attr-defined]
         yield gateway
 
