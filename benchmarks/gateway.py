@@ -96,7 +96,7 @@ async def work(folder: Path, port: socket.socket) -> None:
     from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
     from rollout_service.gateway import Gateway
     from rollout_service.gateway.access import GatewaySetup, ServedModel
-    from rollout_service.workflows import Context, Renderer
+    from rollout_service.workflows import Context, PolicyEngine, Renderer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = np.asarray([*tokenizer(SAID)["input_ids"], tokenizer.eos_token_id], np.int32)
@@ -133,15 +133,8 @@ async def work(folder: Path, port: socket.socket) -> None:
         nonlocal recorded
         for number in itertools.count():
             builder = EpisodeBuilder("bench", "t", f"t#{number}", 0)
-            ctx = Context(
-                engine,  # type: ignore[arg-type]
-                render,
-                builder,
-                episode_id=f"t#{number}.0",
-                sampling=Sampling(max_new_tokens=64),
-                seed=number,
-                gateway=gateway,
-            )
+            voice = PolicyEngine(engine, render, Sampling(max_new_tokens=64))  # type: ignore[arg-type]
+            ctx = Context({"policy": voice}, builder, episode_id=f"t#{number}.0", seed=number, agents=gateway)
             async with ctx.gateway() as session:
                 writer.write(f"{session.origin} {session.api_key}\n".encode())
                 if not await reader.readline():

@@ -23,7 +23,7 @@ from areal_async.trajectory import EpisodeBuilder, Sampling
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
 from rollout_service.gateway import Gateway
 from rollout_service.gateway.access import GatewaySetup, ServedModel
-from rollout_service.workflows.context import Context
+from rollout_service.workflows.context import Context, PolicyEngine
 from rollout_service.workflows.turns import Renderer
 
 SAID = "<tool_call>[[["
@@ -60,15 +60,10 @@ async def main(folder: Path) -> None:
     async with AsyncExitStack() as stack:
         keys = []
         for sample in range(2):
+            voice = PolicyEngine(engine, render, Sampling(max_new_tokens=64))  # type: ignore[arg-type]
+            builder = EpisodeBuilder("hostile", "t", "t#0", sample)
             ctx = Context(
-                engine,  # type: ignore[arg-type]
-                render,
-                EpisodeBuilder("hostile", "t", "t#0", sample),
-                episode_id=f"t#0.{sample}",
-                sampling=Sampling(max_new_tokens=64),
-                seed=0,
-                sample=sample,
-                gateway=gateway,
+                {"policy": voice}, builder, episode_id=f"t#0.{sample}", seed=0, sample=sample, agents=gateway
             )
             keys.append((await stack.enter_async_context(ctx.gateway())).api_key)
         print(json.dumps({"url": gateway.address, "keys": keys}), flush=True)

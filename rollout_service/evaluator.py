@@ -281,16 +281,14 @@ class Evaluator:
         builder = EpisodeBuilder(
             self.job.job, task.task_id, f"{task.task_id}#evaluation", sample, **speakers_of(self.job)
         )
+        lead = PolicyEngine(self.engine, self.render, sampling_of(self.job.evaluation_sampling))
         ctx = Context(
-            self.engine,
-            self.render,
+            {self.job.policy: lead} | {other.policy: other.speaks for other in self.others},
             builder,
             episode_id=f"evaluation-{place}",
-            sampling=self._sampling,
             seed=self.job.seed,
             sample=place,
-            gateway=self.gateway,
-            others={other.policy: other.speaks for other in self.others},
+            agents=self.gateway,
         )
         work = self.workflow(ctx, task)
         limit_s, debug = self.job.rollout.episode_timeout_s, self.first_failure_ends

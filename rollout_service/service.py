@@ -161,30 +161,26 @@ async def _serve(ctx: ServiceContext) -> None:
     renders = make_renderers(job)
     gateway = make_gateway(ctx, trains=True)
     servers = {policy: _PolicyServer(ctx.of(policy), lambda: worker) for policy in renders}
-    first, *rest = servers.values()
-
     series = EngineMetrics(*(server.engine for server in servers.values()))
     try:
         async with Client(ctx.buffer, job=job.job, role="rollout", name=ctx.name, access=ctx.keys) as buffer:
             await buffer.call(Arrived(ctx.name))
             worker = Worker(
                 buffer,
-                first.engine,
+                {
+                    policy: PolicyEngine(
+                        each.engine,
+                        renders[policy],
+                        sampling_of(each.job.rollout.sampling),
+                        each.job.rollout.max_model_len,
+                    )
+                    for policy, each in servers.items()
+                },
                 workflow,
-                renders[job.policy],
                 job=job,
                 name=ctx.name,
                 gateway=gateway,
                 first_failure_ends=ctx.inline,
-                others={
-                    server.job.policy: PolicyEngine(
-                        server.engine,
-                        renders[server.job.policy],
-                        sampling_of(server.job.rollout.sampling),
-                        server.job.rollout.max_model_len,
-                    )
-                    for server in rest
-                },
             )
             loading = asyncio.gather(*(server.first_version() for server in servers.values()))
             serving = await unless_stopped(ctx.stop, loading)

@@ -229,21 +229,10 @@ class Session:
             if asked.root:
                 record.roots[asked.root] += 1
                 metrics.GATEWAY_ROOTS.labels(asked.root).inc()
-        for index, (sampling, result) in enumerate(zip(call.samplings, call.results, strict=True)):
-            segment = builder.sampled(
-                result.token_ids,
-                result.logprobs,
-                result.versions,
-                parent=prompt,
-                sampling=sampling,
-                finish_reason=result.finish_reason,
-                epoch=result.epochs,
-                agent=agent,
-                turn=depth,
-                logprobs_of=result.logprobs_of,
-                mask=self._episode.mask_of(len(result.token_ids)),
+        for index, result in enumerate(call.results):
+            segment = self._episode.answered(
+                call.requests[index], result, parent=prompt, agent=agent, turn=depth
             )
-            self._episode.routed(segment, call.requests[index], result)
             record.segments[asked.call, index] = (segment, depth + 1)
             builder.text(response=sent.responses[index])
             metrics.GATEWAY_TOKENS.inc(len(result.token_ids))

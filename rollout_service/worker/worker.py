@@ -43,8 +43,7 @@ from areal_async.trajectory import EpisodeBuilder, pack_routes
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed
 from rollout_service.gateway import Gateway
-from rollout_service.process import sampling_of, speakers_of
-from rollout_service.replicas import ReplicaSet
+from rollout_service.process import speakers_of
 from rollout_service.worker.concurrency import LOOK_S, ConcurrencyTuner
 from rollout_service.worker.failures import (
     FIRST_PAUSE_S,
@@ -55,7 +54,7 @@ from rollout_service.worker.failures import (
     run_episode,
 )
 from rollout_service.worker.uploader import IDLE_WAIT_S, Uploader, first_of, wait_out
-from rollout_service.workflows import Context, PolicyEngine, Renderer, Workflow
+from rollout_service.workflows import Context, PolicyEngine, Workflow
 
 log = get_logger("rollout")
 
@@ -95,29 +94,25 @@ class LeaseState:
 
 @dataclass(eq=False)
 class Worker:
-    """Makes the episodes of one engine, which starts before `run`. In a job of several policies `engine` and
-    `render` are of the first, `others` has those of the rest."""
+    """Makes the episodes of the engines of all policies, which start before `run`."""
 
     buffer: Client
-    engine: ReplicaSet
+    engines: Mapping[str, PolicyEngine]
     workflow: Workflow
-    render: Renderer
     _: KW_ONLY
     job: JobConfig
     name: str
     gateway: Gateway | None = None
     timing: WorkerTiming = WorkerTiming()
     first_failure_ends: bool = False
-    others: Mapping[str, PolicyEngine] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         timing, job = self.timing, self.job
-        self._engines = {job.policy: self.engine} | {name: o.engine for name, o in self.others.items()}
         self.tuners = {
             policy: ConcurrencyTuner(
-                job.of(policy).rollout, each.stats, self.weights_changed, look_s=timing.look_s
+                job.of(policy).rollout, each.engine.stats, self.weights_changed, look_s=timing.look_s
             )
-            for policy, each in self._engines.items()
+            for policy, each in self.engines.items()
         }
         """Limits on the episodes of each policy's engine: the least of them counts."""
         self.leases: dict[str, LeaseState] = {}
@@ -136,7 +131,7 @@ class Worker:
             longest_pause_s=timing.longest_failure_pause_s,
             first_ends=self.first_failure_ends,
         )
-        self._sampling, self._routes = sampling_of(job.rollout.sampling), replays(job)
+        self._routes = replays(job)
         self.running = 0  # Episodes that run
         self._leases_begun = 0
         self._asking: dict[asyncio.Task[Leases], list[VersionTag]] = {}
@@ -190,7 +185,8 @@ class Worker:
         try:
             while True:
                 self._wake_leasing.clear()
-                serving, wanted = [each.version for each in self._engines.values()], self.wanted_groups()
+                serving = [each.engine.version for each in self.engines.values()]
+                wanted = self.wanted_groups()
                 if wanted and serving not in calls.values() and len(calls) < MAX_LEASE_CALLS:
                     calls[asyncio.ensure_future(self._ask(wanted, serving))] = serving
                 await first_of([*calls], self._wake_leasing)
@@ -290,30 +286,23 @@ class Worker:
         group = lease.group
         number = self.failures.begin()
         limit_s = self.job.rollout.episode_timeout_s
+        group_id, attempt, speakers = group.group_id, group.attempt, speakers_of(self.job)
         builder = EpisodeBuilder(
-            self.job.job,
-            group.task.task_id,
-            group.group_id,
-            sample,
-            attempt=group.attempt,
-            **speakers_of(self.job),
+            self.job.job, group.task.task_id, group_id, sample, attempt=attempt, **speakers
         )
         ctx = Context(
-            self.engine,
-            self.render,
+            self.engines,
             builder,
-            episode_id=f"{group.group_id}.{sample}",
-            sampling=self._sampling,
+            episode_id=f"{group_id}.{sample}",
             seed=group.seed,
             sample=sample,
-            attempt=group.attempt,
+            attempt=attempt,
             lease_id=group.lease_id,
             priority=lease.turn,
             deadline_s=None if limit_s is None else time.monotonic() + limit_s,
-            gateway=self.gateway,
+            agents=self.gateway,
             greedy=sample == self.job.rollout.greedy_sample,
             routes=self._routes,
-            others=self.others,
         )
         work = self.workflow(ctx, group.task)
         try:

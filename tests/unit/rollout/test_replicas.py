@@ -11,11 +11,12 @@ import pytest
 
 from areal_async.base.errors import RpcTimeout
 from areal_async.base.versions import VersionTag
+from areal_async.trajectory import Sampling
 from rollout_service.engines.base import DeadlinePassed, EngineError, EngineLost
 from rollout_service.metrics import EngineMetrics
 from rollout_service.replicas import ReplicaGone, replica_set
 from rollout_service.worker import Worker
-from rollout_service.workflows import Renderer, load_workflow
+from rollout_service.workflows import PolicyEngine, Renderer, load_workflow
 from tests.unit.rollout.fakes import FakeBuffer, LetterTokenizer, eventually, group, job, working
 from tests.unit.rollout.fleet import Fleet, Snapshot, driven
 
@@ -404,8 +405,8 @@ async def test_leases_outlive_the_death_of_the_engine() -> None:
 async def test_a_worker_whose_engine_is_dead_for_good_ends_with_the_last_words_of_its_server() -> None:
     async with driven() as fleet:
         buffer = FakeBuffer([group(0)])
-        render = Renderer(LetterTokenizer())
-        worker = Worker(buffer, fleet.set, load_workflow("single_turn"), render, job=job(), name="rollout-0")
+        voice = PolicyEngine(fleet.set, Renderer(LetterTokenizer()), Sampling())
+        worker = Worker(buffer, {"policy": voice}, load_workflow("single_turn"), job=job(), name="rollout-0")
         running = asyncio.ensure_future(worker.run(asyncio.Event(), fleet.set.watch()))
         await eventually(lambda: begun(fleet) == 4)
         fleet.start_errors += [EngineError("it ended. The end of its log:\nno kernel image")] * 9
