@@ -144,7 +144,7 @@ class EngineStats:
     busy_s: float
     """Seconds with at least one request being computed."""
     passes: tuple[float, ...] = ()
-    """Sums over the engine's passes from which their cost is worked out (`PassSums` of the local engine);
+    """Sums over the engine's passes from which their cost is worked out (`with_pass` of the local engine);
     empty where it does not see them."""
     decoded: int = 0
     """A count that moves on when units are sampled of which `tokens_total` knows nothing yet, because their

@@ -176,12 +176,6 @@ def _text(file: IO[bytes]) -> str:
 
 
 def task_json(task: Task) -> bytes:
-    """What a command reads: the task without its solution."""
-    shown = {
-        "task_id": task.task_id,
-        "prompt": task.prompt,
-        "data_source": task.data_source,
-        "ability": task.ability,
-        "extra_info": task.extra_info,
-    }
-    return msgspec.json.encode(shown)
+    """Return the input of a command: the task without its solution."""
+    shown = ("task_id", "prompt", "data_source", "ability", "extra_info")
+    return msgspec.json.encode({name: getattr(task, name) for name in shown})

@@ -17,6 +17,8 @@ import inspect
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints, overload
 
@@ -60,30 +62,20 @@ class BlockingCalls:
                 f"all {self._limit} threads for blocking calls were busy for {timeout_s:g} s: "
                 "what they run hangs"
             ) from None
-        outcome: asyncio.Future[T] = loop.create_future()
-
-        def deliver(result: T | None, error: BaseException | None) -> None:
-            self._places.release()
-            if outcome.done():
-                return
-            if error is None:
-                outcome.set_result(result)  # type: ignore[arg-type]
-            else:
-                outcome.set_exception(error)
+        outcome: Future[T] = Future()
+        outcome.set_running_or_notify_cancel()
 
         def run() -> None:
-            result, error = None, None
             try:
-                result = function(*arguments)
+                outcome.set_result(function(*arguments))
             except Exception as raised:
-                # A future cannot carry this one.
-                error = RuntimeError("StopIteration") if isinstance(raised, StopIteration) else raised
+                # An awaited future cannot carry a StopIteration.
+                stop = isinstance(raised, StopIteration)
+                outcome.set_exception(RuntimeError("StopIteration") if stop else raised)
             except BaseException as raised:  # SystemExit of a tool must not end the worker
-                error = RuntimeError(f"{type(raised).__name__}: {raised}")
-            try:
-                loop.call_soon_threadsafe(deliver, result, error)
-            except RuntimeError:
-                return  # the loop has closed meanwhile: nobody waits
+                outcome.set_exception(RuntimeError(f"{type(raised).__name__}: {raised}"))
+            with suppress(RuntimeError):  # the loop has closed meanwhile: nobody waits
+                loop.call_soon_threadsafe(self._places.release)
 
         try:
             threading.Thread(target=run, name="blocking-call", daemon=True).start()
@@ -92,9 +84,9 @@ class BlockingCalls:
             raise CallsBusy(f"this host starts no thread: {error}") from error
         try:
             async with asyncio.timeout_at(deadline_s):
-                return await outcome
+                return await asyncio.wrap_future(outcome)
         except TimeoutError:
-            if outcome.done() and not outcome.cancelled():
+            if outcome.done():
                 return outcome.result()  # it came with the deadline, or raised this itself
             raise CallTimeout(f"not back within {timeout_s:g} s") from None
 
@@ -217,7 +209,8 @@ async def run_tool(
     given, named = ((arguments,), {}) if isinstance(arguments, str) else ((), dict(arguments))
     try:
         result = await contained(_call(called, given, named, blocking, timeout_s))
-        answer = ToolAnswer(cut(result if isinstance(result, str) else _as_text(result), output_chars))
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        answer = ToolAnswer(cut(text, output_chars))
         outcome = "ok"
     except (CallsBusy, InfrastructureFault):  # no doing of the model's, which must not pay for it
         metrics.TOOL_CALLS.labels(called.name, "let_down").inc()
@@ -247,10 +240,6 @@ async def _call(
     if called.inline:
         return called.function(*given, **named)
     return await blocking(lambda: called.function(*given, **named), timeout_s=timeout_s)
-
-
-def _as_text(result: Any) -> str:
-    return json.dumps(result, ensure_ascii=False, default=str)
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, Any]:

@@ -11,16 +11,16 @@ Before a decode the rows in use are made dense, 0 … n-1.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from areal_async.base.versions import POLICY, VersionTag
 from areal_async.models.answers import Detokenizer
@@ -38,7 +38,7 @@ from rollout_service.engines.base import (
 from rollout_service.engines.local.graphs import DecodeGraphs
 from rollout_service.engines.local.kv import Decode, Prefill, SlotKV
 from rollout_service.engines.local.model import LocalModel
-from rollout_service.engines.local.requests import RequestTable, draw, pad
+from rollout_service.engines.local.requests import RequestTable, draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,40 +47,33 @@ class Finished:
     outcome: GenerateResult | EngineError
 
 
+@dataclass(eq=False)
 class EngineCore:
     """`prefill_tokens`: most tokens, padding included, in one prefill pass; a longer prompt goes alone."""
 
-    def __init__(
-        self,
-        model: LocalModel,
-        *,
-        slots: int,
-        max_model_len: int,
-        update_mode: Literal["recompute", "keep"] = "recompute",
-        prefill_tokens: int = 4096,
-    ) -> None:
-        limit = getattr(model.model.config, "max_position_embeddings", max_model_len)
-        if max_model_len > limit:
+    model: LocalModel
+    _: KW_ONLY
+    slots: int
+    max_model_len: int
+    update_mode: Literal["recompute", "keep"] = "recompute"
+    prefill_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        limit = getattr(self.model.model.config, "max_position_embeddings", self.max_model_len)
+        if (length := self.max_model_len) > limit:
             raise EngineError(
-                f"rollout.max_model_len is {max_model_len}, but the model has {limit} positions: lower it"
+                f"rollout.max_model_len is {length}, but the model has {limit} positions: lower it"
             )
-        self.model = model
-        self.slots = slots
-        self.max_model_len = max_model_len
-        self.update_mode = update_mode
-        self.prefill_tokens = prefill_tokens
         self.tag = VersionTag(POLICY, 0, 0)
-        self.tokens_total = 0
+        self.tokens_total = self.requests_total = 0
         self.prompt_tokens_total = 0  # Computed for those that began, equal prompts once
-        self.requests_total = 0
         self.waiting: deque[GenerateRequest] = deque()
         """Smallest priority first, among equals in the order they came."""
-        self._checked: npt.NDArray[np.int32] | None = (
-            None  # The last prompt that holds and that nobody writes to
-        )
-        self._text = Detokenizer(model.tokenizer, model.eos_ids)
-        self._eos = np.zeros(model.vocab_size, np.bool_)
-        self._eos[[i for i in model.eos_ids if i < model.vocab_size]] = True
+        self._checked: npt.NDArray[np.int32] | None = None
+        """The last prompt that holds and that nobody writes to."""
+        self._text = Detokenizer(self.model.tokenizer, self.model.eos_ids)
+        self._eos = np.zeros(self.model.vocab_size, np.bool_)
+        self._eos[[i for i in self.model.eos_ids if i < self.model.vocab_size]] = True
         self._stale_kv = False
         self._reset()
 
@@ -103,7 +96,7 @@ class EngineCore:
             return request
         ids = checked_ids(prompt, vocab_size=self.model.vocab_size, max_model_len=self.max_model_len)
         if ids is not prompt:
-            return dataclasses.replace(request, prompt_ids=ids)
+            return replace(request, prompt_ids=ids)
         self._checked = ids
         return request
 
@@ -224,7 +217,7 @@ class EngineCore:
         self._kv.reserve(length)
         device = self.model.device
         return self.model.hidden(
-            torch.from_numpy(pad(distinct, length)).to(device),
+            pad_sequence([torch.tensor(ids) for ids in distinct], batch_first=True).long().to(device),
             torch.arange(length, device=device).expand(len(distinct), -1),
             Prefill(self._kv, torch.from_numpy(rows).to(device), torch.from_numpy(source).to(device)),
         )
@@ -290,7 +283,7 @@ class EngineCore:
         if len(source) != len(logits_RV) or (source[1:] < source[:-1]).any():
             logits_RV = logits_RV.index_select(0, torch.from_numpy(source).to(logits_RV.device))
         ids, logprobs = draw(logits_RV, self._table.draw(slots))
-        self._table.append(slots, ids, logprobs, self.tag.version, self.tag.epoch)
+        self._table.append(slots, ids, logprobs, self.tag)
         self.tokens_total += len(slots)
         stopped = self._eos[ids] | self._stop_strings(slots)
         broken = ~np.isfinite(logprobs)

@@ -11,7 +11,6 @@ whoever its neighbours are and however often it is interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from areal_async.base.versions import VersionTag
 from areal_async.models.files import Mixture
 from areal_async.trajectory.routes import route_type, stored_routes
 from rollout_service.engines.base import FinishReason, GenerateRequest, GenerateResult, stop_window
@@ -166,7 +166,7 @@ class RequestTable:
         return self.ids[slots, position].astype(np.int64), position
 
     def draw(self, slots: Slots) -> Draw:
-        """How the next token of each slot is drawn."""
+        """Return the sampling parameters of each slot for its next token."""
         return Draw(
             temperature=self.temperature[slots],
             top_p=self.top_p[slots],
@@ -175,19 +175,13 @@ class RequestTable:
         )
 
     def append(
-        self,
-        slots: Slots,
-        ids: npt.NDArray[np.int64],
-        logprobs: npt.NDArray[np.float32],
-        version: int,
-        epoch: int,
+        self, slots: Slots, ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32], tag: VersionTag
     ) -> None:
-        """One sampled token for each slot."""
+        """Add one sampled token for each slot."""
         at = self.length[slots]
         self.ids[slots, at] = ids
         self.logprobs[slots, at] = logprobs
-        self.versions[slots, at] = version
-        self.epochs[slots, at] = epoch
+        self.versions[slots, at], self.epochs[slots, at] = tag.version, tag.epoch
         self.length[slots] = at + 1
 
     def went(self, slots: Slots, start: Slots, n: Slots, experts: npt.NDArray[np.int64]) -> None:
@@ -202,8 +196,7 @@ class RequestTable:
         """The newest `count` sampled ids, or as many as there are."""
         end = int(self.length[slot])
         start = max(int(self.prompt_len[slot]), end - count)
-        tail: list[int] = self.ids[slot, start:end].tolist()
-        return tail
+        return list(self.ids[slot, start:end].tolist())
 
     def sampled(self, slot: int) -> list[int]:
         return self.tail(slot, self.max_model_len)
@@ -222,11 +215,3 @@ class RequestTable:
             logprobs_of="raw" if self.temperature[slot] == 0 else "sampled",
             routes=None if start is None else self.routes[slot, start : span.stop - 1].copy(),
         )
-
-
-def pad(sequences: Sequence[npt.NDArray[np.int32]], length: int) -> npt.NDArray[np.int64]:
-    """`[B, length]`, padded on the right with 0."""
-    out = np.zeros((len(sequences), length), np.int64)
-    for row, ids in enumerate(sequences):
-        out[row, : len(ids)] = ids
-    return out
