@@ -1,4 +1,4 @@
-"""The small protocol behind which every inference engine sits.
+"""The protocol of every inference engine.
 
 Promises of an engine:
 
@@ -114,7 +114,8 @@ class GenerateResult:
     several times, because its KV was computed anew under other weights, they are those of one pass."""
 
 
-Piece = npt.NDArray[np.int32]
+Ids = npt.NDArray[np.int32]
+Piece = Ids
 """Ids sampled since the last piece."""
 Tell = Callable[[Piece], None]
 
@@ -195,20 +196,16 @@ class Engine(Protocol):
         ...
 
 
-def checked_request(
-    request: GenerateRequest, *, vocab_size: int, max_model_len: int
-) -> tuple[npt.NDArray[np.int32], int]:
-    """The prompt, i32[T], and the most units that its answer may have. Raises `RequestError` for a request
-    that no engine can serve."""
+def checked_request(request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> tuple[Ids, int]:
+    """Return the prompt, i32[T], and the most units that its answer may have. Raises `RequestError` for a
+    request that no engine can serve."""
     check_sampling(request.sampling)
     ids = checked_ids(request.prompt_ids, vocab_size=vocab_size, max_model_len=max_model_len)
     return ids, min(request.sampling.max_new_tokens, max_model_len - ids.size)
 
 
-def checked_ids(
-    prompt_ids: Sequence[int] | npt.NDArray[Any], *, vocab_size: int, max_model_len: int
-) -> npt.NDArray[np.int32]:
-    """A prompt as i32[T] that nobody writes to: itself where it is that, else a copy.
+def checked_ids(prompt_ids: Sequence[int] | npt.NDArray[Any], *, vocab_size: int, max_model_len: int) -> Ids:
+    """Return a prompt as i32[T] that nobody writes to: itself if it is one, else a copy.
 
     Raises `RequestError`."""
     ids = np.asarray(prompt_ids)

@@ -62,31 +62,30 @@ class RecordedCalls:
     """Segment of a policy, a parent's segment (-1: a root) and the ids after it."""
 
 
+@dataclass(eq=False)
 class _OpenCall:
     """A call between its beginning and its record."""
 
-    def __init__(self, asked: Sample, ids: Ids, samplings: Sequence[Sampling]) -> None:
-        self.asked, self.ids, self.samplings = asked, ids, samplings
-        self.requests: dict[int, GenerateRequest] = {}
-        self.results: Sequence[GenerateResult] = ()
-        self.work: asyncio.Future[list[GenerateResult]] | None = None
-        self._pieces: list[tuple[int, Piece]] = []
-        self._more = asyncio.Event()
+    asked: Sample
+    ids: Ids
+    samplings: Sequence[Sampling]
+    requests: dict[int, GenerateRequest] = field(default_factory=dict)
+    results: Sequence[GenerateResult] = ()
+    work: asyncio.Future[list[GenerateResult]] | None = None
+    more: asyncio.Event = field(default_factory=asyncio.Event)
+    _pieces: list[tuple[int, Piece]] = field(default_factory=list)
 
     def tell(self, index: int, piece: Piece) -> None:
         self._pieces.append((index, piece))
-        self._more.set()
-
-    def ended(self) -> None:
-        self._more.set()
+        self.more.set()
 
     async def take_pieces(self, wait_s: float) -> list[tuple[int, Piece]]:
         if not self._pieces:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._more.wait(), wait_s)
+                await asyncio.wait_for(self.more.wait(), wait_s)
         taken, self._pieces = self._pieces, []
         if self.work is not None and not self.work.done():
-            self._more.clear()
+            self.more.clear()
         return taken
 
 
@@ -155,12 +154,11 @@ class Session:
             results = call.results = await call.work
         except asyncio.CancelledError:
             refused = SampleRefused(401, ENDED, "invalid_api_key")
-        except RequestError as error:
-            refused = SampleRefused(400, str(error))
-        except DeadlinePassed as error:
-            refused = SampleRefused(504, str(error), "timeout")
-        except EngineError as error:
+        except (RequestError, EngineError) as error:
             refused = SampleRefused(503, str(error), "engine_unavailable")
+            if isinstance(error, RequestError | DeadlinePassed):
+                late = isinstance(error, DeadlinePassed)
+                refused = SampleRefused(504 if late else 400, str(error), "timeout" if late else None)
         else:
             if all(result.finish_reason != "abort" for result in results):
                 answers = [SampledAnswer(len(r.token_ids), r.finish_reason, r.text) for r in results]
@@ -168,7 +166,7 @@ class Session:
                 return Sampled(answers), [ids_of, bytes_of([r.logprobs for r in results], np.float32)]
             refused = SampleRefused(503, "the engine ended the request", "engine_unavailable")
         finally:
-            call.ended()
+            call.more.set()
         self.open.pop(asked.call, None)
         return refused
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Protocol
 
 from areal_async.base.errors import FaultError, RpcTimeout, SnapshotError
@@ -55,8 +55,7 @@ class WeightUpdates:
         """Wait for the first snapshot that can be used and start the engine with it."""
         while True:
             notice = await self._next()
-            snapshot = await self._open(notice)
-            if snapshot is not None:
+            if (snapshot := await self._open(notice)) is not None:
                 await self.engine.start(snapshot)
                 await acknowledge(self.source, notice.tag)
                 metrics.UPDATES.labels("served").inc()
@@ -66,8 +65,7 @@ class WeightUpdates:
         """Serve each newer snapshot as it comes. Ends only by cancellation, or with what no retry cures."""
         while True:
             notice = await self._next()
-            snapshot = await self._open(notice)
-            if snapshot is not None:
+            if (snapshot := await self._open(notice)) is not None:
                 await self._swap(notice.tag, snapshot)
 
     async def _next(self) -> SnapshotNotice:
@@ -107,14 +105,9 @@ class WeightUpdates:
             raise
         metrics.STALL.observe(stall.total_s)
         metrics.UPDATES.labels("served").inc()
-        log.debug(
-            "weights updated",
-            version=tag.version,
-            epoch=tag.epoch,
-            pause_ms=round(1e3 * stall.pause_s, 2),
-            load_ms=round(1e3 * stall.load_s, 2),
-            resume_ms=round(1e3 * stall.resume_s, 2),
-        )
+        pause, load, resume = (round(1e3 * spent_s, 2) for spent_s in astuple(stall))
+        told = {"version": tag.version, "epoch": tag.epoch}
+        log.debug("weights updated", **told, pause_ms=pause, load_ms=load, resume_ms=resume)
         self.on_change()
         await acknowledge(self.source, tag, stall_ms=1e3 * stall.total_s)
 

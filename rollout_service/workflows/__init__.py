@@ -1,19 +1,23 @@
-"""What an episode does: the table of built-in workflows, the loading of any, and what they work with.
+"""Workflows, which make the episodes: the built-in ones, and the loading of any.
 
     async def workflow(ctx, task):
         reply = await ctx.generate(task.prompt)
 
-A workflow builds its episode through `ctx`; when it returns, the episode is complete. What it raises makes
-the episode fail: the sample is handed back, and nothing of it is stored. It is such a coroutine function,
-whose further parameters are `rollout.workflow_args`, or a class that is made once a process with its
-arguments, and whose instances are called as that function is:
+A workflow builds its episode through `ctx`; when it returns, the episode is complete. An error that it raises
+ends the episode: once the model has answered, the fault is its answers', and the episode is stored with what
+was sampled and scored `reward.on_fault.score`, unless the error is known to come from something else
+(`rollout_service/worker/failures.py`); then the sample is handed back, and nothing of it is stored.
+
+A workflow is such a coroutine function, with `rollout.workflow_args` as its further parameters, or a class
+that is made once a process with its arguments, and whose instances are called as that function is:
 
     class Workflow:
         class Arguments(Section): ...
         def __init__(self, arguments, resources): ...
         async def __call__(self, ctx, task): ...
 
-One that may record no reward says so by `records_reward(arguments)`, for the reward `environment`.
+A class may have `check_job(job, arguments, field)`, which yields mistakes of a job, and
+`records_reward(arguments)`: whether its episodes record a reward for `reward.name: environment`.
 """
 
 from __future__ import annotations
@@ -74,11 +78,10 @@ F = TypeVar("F", bound=Callable[..., Awaitable[None]])
 def workflow(function: F) -> F:
     """Mark `async def name(ctx, task, *, …)` as a workflow. Raises `WorkflowError` where it is no coroutine
     function."""
-    is_coroutine: bool = inspect.iscoroutinefunction(function)
-    if not is_coroutine:
-        name = getattr(function, "__name__", function)
-        raise WorkflowError(f"the workflow {name!r} is no coroutine function: write `async def`.")
-    return function
+    if inspect.iscoroutinefunction(function):
+        return function
+    name = getattr(function, "__name__", function)
+    raise WorkflowError(f"the workflow {name!r} is no coroutine function: write `async def`.")
 
 
 async def single_turn(ctx: Context, task: Task) -> None:
@@ -110,12 +113,8 @@ def load_workflow(
     except PartError as error:
         raise WorkflowError(str(error)) from error
     resources = WorkflowResources(load_tools(tuple(TOOLS.built_in)), max_model_len=max_model_len)
-    workflow: Workflow
-    if inspect.isclass(part):
-        workflow = _made(part, name, given, resources)
-    else:
-        _check_function(part, name, given)
-        workflow = functools.partial(part, **given)
+    make = _made if inspect.isclass(part) else _checked
+    workflow = make(part, name, given, resources)
 
     async def equipped(ctx: Context, task: Task) -> None:
         ctx.resources = resources
@@ -134,8 +133,9 @@ def _made(part: Any, name: str, given: Mapping[str, Any], resources: WorkflowRes
     return workflow
 
 
-def _check_function(part: Any, name: str, given: Mapping[str, Any]) -> None:
-    """Raises `WorkflowError` for what is no workflow, or does not take these arguments."""
+def _checked(part: Any, name: str, given: Mapping[str, Any], resources: WorkflowResources) -> Workflow:
+    """Return a function with its arguments. Raises `WorkflowError` if it is no workflow, or does not take
+    them."""
     attribute = name.rpartition(":")[2]
     if not inspect.iscoroutinefunction(part):
         raise WorkflowError(
@@ -151,6 +151,7 @@ def _check_function(part: Any, name: str, given: Mapping[str, Any]) -> None:
         )
     try:
         inspect.signature(part).bind(None, None, **given)
+        return functools.partial(part, **given)
     except TypeError as error:
         takes = ", ".join(p.name for p in parameters[2:]) or "none"
         raise WorkflowError(

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from areal_async.base.mistakes import Mistake
 from areal_async.config.base import Section
@@ -37,7 +37,7 @@ from rollout_service.gateway.toolcalls import (
 )
 from rollout_service.workflows.context import Context, WorkflowResources
 from rollout_service.workflows.multi_turn import World, check_format, environment_mistakes, opening
-from rollout_service.workflows.tools import load_tools
+from rollout_service.workflows.tools import ToolAnswer, load_tools
 from rollout_service.workflows.turns import Reply, Rewritten
 
 PLAIN_STOP = ")"
@@ -73,15 +73,10 @@ class ToolUse:
         rewritten: Rewritten = "root"
         """Where the chat template renders earlier turns anew: begin a new root, or fail the episode."""
 
-        @field_validator("answer")
+        @field_validator("answer", "error")
         @classmethod
-        def _answer(cls, text: str) -> str:
-            return check_format(text, "answer")
-
-        @field_validator("error")
-        @classmethod
-        def _error(cls, text: str) -> str:
-            return check_format(text, "error")
+        def _format(cls, text: str, info: ValidationInfo) -> str:
+            return check_format(text, str(info.field_name))
 
     @staticmethod
     def records_reward(arguments: Mapping[str, Any]) -> bool:
@@ -141,11 +136,10 @@ class ToolUse:
         arguments = self._arguments
         texts = []
         for call in calls:
-            error, text = call.problem, ""
-            if not error:
+            given = ToolAnswer("", call.problem)
+            if not call.problem:
                 given = await ctx.call_tool(call.name, call.arguments)
-                error, text = given.error, given.text
-            texts.append(arguments.error.format(error=error) if error else text)
+            texts.append(arguments.error.format(error=given.error) if given.error else given.text)
         content: Any = "".join(arguments.answer.format(answer=text) for text in texts)
         if ctx.is_chat(parent):
             named = zip(calls, texts, strict=True)
@@ -162,9 +156,7 @@ async def _generate(ctx: Context, segment: int, turn: int, *, plain: bool, opene
     while plain and reply.finish_reason == "stop" and text.endswith(PLAIN_STOP):
         left -= len(reply.token_ids)
         said = spoken(text, opened=opened)
-        if (plain_call(said) is not None and not open_brackets(said)) or left < 1:
-            break
-        if ctx.room(reply.segment) < 1:
+        if (plain_call(said) and not open_brackets(said)) or min(left, ctx.room(reply.segment)) < 1:
             break
         reply = await ctx.generate(parent=reply.segment, turn=turn, stop=stop, max_new_tokens=left)
         text += ctx.decoded(reply.token_ids)

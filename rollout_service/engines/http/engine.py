@@ -250,17 +250,10 @@ class HttpEngine:
             await self._close_server()
             raise
         self._served = served
-        self._was_served.clear()
-        self._was_served.append(served.tag)
+        self._was_served = deque([served.tag], MAX_CACHED_VERSIONS)
         self._watcher = asyncio.create_task(self._watch(self._server))
-        log.info(
-            "engine serves",
-            engine=adapter.name,
-            release=release,
-            url=self.url,
-            version=served.tag.version,
-            max_model_len=adapter.max_model_len,
-        )
+        facts = {"engine": adapter.name, "release": release, "url": self.url, "version": served.tag.version}
+        log.info("engine serves", **facts, max_model_len=adapter.max_model_len)
 
     async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
         self._check_serving()
@@ -411,7 +404,7 @@ class HttpEngine:
                 lambda port: adapter.command(replace(launch, port=port)),
                 adapter.environment(launch, os.environ),
                 settings,
-                path=adapter.ready_path,
+                adapter.ready_path,
             )
         alive = adapter.alive_path
         return _Server(client, process, Liveness(lambda: client.serves(alive), process, settings.patience))
@@ -467,12 +460,10 @@ class HttpEngine:
         return EngineLost(str(self._lost or why))
 
     def _check_serving(self) -> None:
-        if self._stopping:
-            raise EngineError("the engine has stopped")
-        if self._lost is not None:
+        if self._lost is not None and not self._stopping:
             raise EngineLost(str(self._lost))
-        if self._served is None:
-            raise EngineError("the engine has not started")
+        if self._stopping or self._served is None:
+            raise EngineError(f"the engine has {'stopped' if self._stopping else 'not started'}")
 
     def _client(self) -> ServerClient:
         if self._server is None:

@@ -291,16 +291,11 @@ class VllmAdapter(ServerAdapter):
 
 
 async def _control(
-    client: ServerClient,
-    path: str,
-    answer: type[T],
-    body: object = None,
-    *,
-    timeout_s: float = CONTROL_TIMEOUT_S,
+    client: ServerClient, path: str, kind: type[T], body: Any = None, timeout_s: float = CONTROL_TIMEOUT_S
 ) -> T:
-    """A POST that is no request for units: a refusal is the engine's failure, not a request's."""
+    """POST a command: a refusal is the engine's failure, not a request's."""
     try:
-        return await client.post(path, body, answer, timeout_s=timeout_s)
+        return await client.post(path, body, kind, timeout_s=timeout_s)
     except RequestError as error:
         raise EngineError(str(error)) from error
 
