@@ -92,6 +92,22 @@ class Evaluation:
     """Components of the rewards: see `component_means`."""
     tokens: int
 
+    def figures(self) -> dict[str, Any]:
+        """Return the figures as in a run's records: `mean`, `best` and `maj` are [value, low, high]."""
+        sources = {
+            name: {"n": one.tasks, "unscored": self.unscored.get(name, 0), **_triples(one)}
+            for name, one in self.by_source.items()
+        }
+        return {
+            "n": self.overall.tasks,
+            "unscored": sum(self.unscored.values()),
+            "partial_credit": self.overall.partial_credit,
+            "tokens": self.tokens,
+            **_triples(self.overall),
+            "rewards": self.rewards,
+            "sources": sources,
+        }
+
 
 @dataclass(frozen=True)
 class _Answer:
@@ -400,18 +416,9 @@ async def _evaluate_one(
         "evaluation",
         **asdict(notice.tag),
         accuracy=accuracy,
-        n=result.overall.tasks,
-        unscored=unscored,
         samples=evaluator.samples,
-        partial_credit=result.overall.partial_credit,
-        tokens=result.tokens,
-        **figures_of_statistics(result.overall),
-        rewards=result.rewards,
         by_source={name: one.mean.value for name, one in result.by_source.items()},
-        sources={
-            name: {"n": one.tasks, "unscored": result.unscored.get(name, 0), **figures_of_statistics(one)}
-            for name, one in result.by_source.items()
-        },
+        **result.figures(),
         wall_s=round(wall_s, 4),
         final=notice.final,
     )
@@ -440,7 +447,7 @@ async def _write_samples(
     log.info("held-out sample", version=tag.version, reward=first["reward"], response=short_text(first))
 
 
-def figures_of_statistics(statistics: Statistics) -> dict[str, list[float | None]]:
+def _triples(statistics: Statistics) -> dict[str, list[float | None]]:
     """Return `mean`, `best` and `maj`, each as [value, low, high]."""
     return {name: [*astuple(getattr(statistics, name))] for name in ("mean", "best", "maj")}
 

@@ -85,9 +85,8 @@ def _tokens(renderer: Renderer) -> tuple[Any, ...]:
 
 def sampling_of(section: SamplingSection) -> Sampling:
     """A section's parameters; the seed is set per call."""
-    return Sampling(
-        section.temperature, section.top_p, section.top_k, section.max_new_tokens, tuple(section.stop)
-    )
+    limits = section.max_new_tokens, tuple(section.stop)
+    return Sampling(section.temperature, section.top_p, section.top_k, *limits)
 
 
 def speakers_of(job: JobConfig) -> dict[str, Any]:

@@ -218,13 +218,8 @@ class Gateway:
             access=self._setup.keys,
             handler=by_type(
                 "worker",
-                {
-                    Sample: self._on_sample,
-                    TakePieces: self._on_take_pieces,
-                    RecordCall: self._on_notice,
-                    DropCall: self._on_notice,
-                    CountCalls: self._on_notice,
-                },
+                {Sample: self._on_sample, TakePieces: self._on_take_pieces}
+                | dict.fromkeys((RecordCall, DropCall, CountCalls), self._on_notice),
             ),
             max_in_flight_per_peer=AT_ONCE,
         )

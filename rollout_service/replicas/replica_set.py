@@ -24,8 +24,8 @@ import asyncio
 import heapq
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 
 from msgspec.structs import asdict
@@ -47,7 +47,6 @@ from rollout_service.engines.base import (
     Piece,
     Tell,
     Weights,
-    nothing_sampled,
 )
 from rollout_service.replicas.placement import PrefixAffinity, ReplicaLoad, choose, most_requests
 
@@ -137,10 +136,6 @@ class StallDetector:
         else:
             self._stuck_s += min(gap_s, LONGEST_GAP_S)
         return self._stuck_s if self._stuck_s >= self.limit_s else None
-
-
-class Aborted(Exception):
-    """A request was ended before it had begun."""
 
 
 @dataclass(eq=False)
@@ -240,13 +235,8 @@ class EngineReplica:
                     f"replica {self.index} died {deaths} times within {self.policy.window_s:.0f} s "
                     f"(supervisor.restarts), the last time with: {self.error}"
                 ) from self.error
-            log.warning(
-                "engine is started again",
-                replica=self.index,
-                deaths=deaths,
-                pause_s=round(pause_s, 2),
-                error=str(self.error),
-            )
+            told = {"replica": self.index, "deaths": deaths, "pause_s": round(pause_s, 2)}
+            log.warning("engine is started again", **told, error=str(self.error))
             await asyncio.sleep(pause_s)
             try:
                 async with fetch() as snapshot:
@@ -332,17 +322,6 @@ class ReplicaSet:
                 raise
             raise DeadlinePassed(f"request {request.request_id} was not done by its deadline") from None
 
-    async def abort(self, request_ids: Iterable[str]) -> None:
-        """End these requests now: they return what they have, with finish reason `abort`."""
-        wanted = set(request_ids)
-        for _, _, place, request in self._waiting:
-            if request.request_id in wanted and not place.done():
-                place.set_exception(Aborted())
-        self._waiting = [entry for entry in self._waiting if not entry[2].done()]
-        heapq.heapify(self._waiting)
-        serving = [replica for replica in self.replicas if replica.serves]
-        await asyncio.gather(*(replica.engine.abort(wanted) for replica in serving))
-
     def stats(self) -> EngineStats:
         each = [replica.engine.stats() for replica in self.replicas if replica.serves]
         tokens, requests = zip(*(replica.totals() for replica in self.replicas), strict=True)
@@ -410,10 +389,7 @@ class ReplicaSet:
                 tell(piece)
 
         while True:
-            try:
-                replica = await self._replica_for(request)
-            except Aborted:
-                return nothing_sampled()
+            replica = await self._replica_for(request)
             engine = replica.engine
             try:
                 return await engine.generate(request, *(() if tell is None else (counted,)))
@@ -434,7 +410,7 @@ class ReplicaSet:
                 self._admit_waiting()
 
     async def _replica_for(self, request: GenerateRequest) -> EngineReplica:
-        """Return the replica of a request, which then counts as given to it. Raises `Aborted`."""
+        """Return the replica of a request, which then counts as given to it."""
         if self._stopping or self._failed is not None:
             raise self._failed or EngineError("the engine has stopped")
         if not self._waiting and (replica := self._admit(request)) is not None:
@@ -509,20 +485,20 @@ class ReplicaSet:
 
     async def _revive(self, replica: EngineReplica) -> None:
         try:
-            while True:
+            while not replica.serves:
                 await replica.revive(self._snapshot)
                 try:
                     await self._catch_up(replica)
                 except EngineError as error:
                     replica.lose(error)
-                else:
-                    break
-        except EngineError as error:
-            self._give_up(error)
-            return
         except Exception as error:  # nobody awaits this task, and its requests would wait for ever
-            log.error("engine not started again", replica=replica.index, error=repr(error))
-            self._give_up(EngineError(f"replica {replica.index} cannot be started again: {error!r}"))
+            self._failed = error if isinstance(error, EngineError) else None
+            if self._failed is None:
+                log.error("engine not started again", replica=replica.index, error=repr(error))
+                what = f"replica {replica.index} cannot be started again: {error!r}"
+                self._failed = EngineError(what)
+            self._refuse(self._failed)
+            self._wake.set()
             return
         log.info("engine is back", replica=replica.index, version=replica.engine.version.version)
         self._serving_changed()
@@ -537,22 +513,15 @@ class ReplicaSet:
                     await exchange(replica.engine, snapshot)
             replica.serve()
 
-    def _give_up(self, error: EngineError) -> None:
-        self._failed = error
-        self._refuse(error)
-        self._wake.set()
-
     async def watch(self) -> None:
         """Look after the engines until cancelled. Raises `EngineError` when one is dead for good."""
         while self._failed is None:
             for replica in self.replicas:
                 if trouble := replica.trouble():
                     self._lose(replica, EngineLost(trouble))
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self.watch_s):
                     await self._wake.wait()
-            except TimeoutError:
-                continue
         raise self._failed
 
     def _serving_changed(self) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from reward_service.sdk import RewardInput
 from rollout_service.evaluator import (
     Evaluation,
     Evaluator,
-    figures_of_statistics,
     lone_engine,
     prepare_evaluation,
 )
@@ -150,22 +148,9 @@ def _note(text: str) -> None:
 
 
 def figures_of(done: Evaluation) -> dict[str, Any]:
-    """Return the figures as JSON: `mean`, `best` and `maj` are [value, low, high], as in a run's records."""
-
-    sources = {
-        name: {"n": one.tasks, "mean": [*astuple(one.mean)], "unscored": done.unscored.get(name, 0)}
-        for name, one in done.by_source.items()
-    }
-    overall = done.overall
-    return {
-        "n": overall.tasks,
-        **figures_of_statistics(overall),
-        "partial_credit": overall.partial_credit,
-        "rewards": done.rewards,
-        "by_source": sources,
-        "unscored": sum(done.unscored.values()),
-        "tokens": done.tokens,
-    }
+    """Return the figures as JSON."""
+    figures = done.figures()
+    return figures | {"by_source": figures.pop("sources")}
 
 
 def tables(done: Evaluation, samples: int) -> list[Table]:

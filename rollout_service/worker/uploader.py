@@ -239,8 +239,7 @@ class Uploader:
         """Send what is due, and end the leases of which nothing more will come, until cancelled."""
         while True:
             self._wake.clear()
-            while len(self._calls) < MAX_PUTS and (batch := self.queue.take(time.monotonic())):
-                self._calls.add(asyncio.ensure_future(self._put(batch)))
+            self._send(time.monotonic(), MAX_PUTS)
             for lease_id, lease in self.queue.pop_ended().items():
                 if not lease.whole:
                     release = self._release(lease_id, lease, lease.failure)
@@ -255,16 +254,18 @@ class Uploader:
                 call.result()
                 self.on_progress()
 
+    def _send(self, now_s: float, most: float = math.inf) -> bool:
+        """Send what is due, with at most so many calls in flight; return whether any is."""
+        while len(self._calls) < most and (batch := self.queue.take(now_s)):
+            self._calls.add(asyncio.ensure_future(self._put(batch)))
+        return bool(self._calls)
+
     async def close(self, reason: str) -> None:
         """Send what there is, for a limited time, then hand back every lease that is not whole, with the
         `reason` where it has none of its own."""
         try:
             async with asyncio.timeout(self.flush_s):
-                while True:
-                    while batch := self.queue.take(math.inf):
-                        self._calls.add(asyncio.ensure_future(self._put(batch)))
-                    if not self._calls:
-                        break
+                while self._send(math.inf):
                     done, self._calls = await asyncio.wait(self._calls, return_when=asyncio.FIRST_COMPLETED)
                     for call in done:
                         call.result()
@@ -303,14 +304,9 @@ class Uploader:
             except (RpcTimeout, FaultError) as error:
                 await wait_out(error, "put", self.retry_pause_s)
                 continue
-            record(
-                "put_acked",
-                lease_id=lease_id,
-                group_id=group_id,
-                stored=ack.stored,
-                refused=[[refusal.item, refusal.reason] for refusal in ack.refused],
-                durability=ack.durability,
-            )
+            refused = [[refusal.item, refusal.reason] for refusal in ack.refused]
+            named = {"lease_id": lease_id, "group_id": group_id, "stored": ack.stored}
+            record("put_acked", **named, refused=refused, durability=ack.durability)
             failpoint("rollout.after_put")
             stored = len(ack.stored)
             metrics.EPISODES.inc(stored)

@@ -76,21 +76,6 @@ async def test_a_request_that_is_given_up_while_it_waits_takes_no_place() -> Non
         assert fleet.set.replicas[0].given == 0
 
 
-async def test_an_abort_reaches_what_runs_and_what_waits() -> None:
-    async with driven(capacity=1) as fleet:
-        running = await fleet.begin(*(f"r{n}" for n in range(2)))
-        waiting = [fleet.ask(f"w{n}") for n in range(3)]
-        await asyncio.sleep(0)
-        await fleet.set.abort(["r0", "w1"])
-        assert fleet.server(0).journal[-1] in ("abort r0 w1", "abort w1 r0")
-        result = await waiting[1]
-        assert (result.finish_reason, len(result.token_ids)) == ("abort", 0)
-        assert fleet.set.stats().waiting == 1 + 2
-        fleet.let_go()
-        await asyncio.gather(*running, waiting[0], waiting[2])
-        assert fleet.where("w1") == []
-
-
 @pytest.mark.parametrize("busy", [False, True])
 async def test_a_deadline_holds_in_the_engine_and_before_it(busy: bool) -> None:
     async with driven(capacity=1) as fleet:
