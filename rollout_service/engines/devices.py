@@ -22,9 +22,7 @@ def own_gpus(
     whole = place.job if place is not None else job
     evaluates = place is not None and place.role == "evaluator"
     worker = None if evaluates else place.index if place is not None else 0
-    trainers = (
-        [each for each in place.topology.services if each.role == "trainer"] if place is not None else []
-    )
+    trainers = [each for each in place.topology.services if each.role == "trainer"] if place else []
     beside_trainer = place is not None and place.node_id == trainers[0].node_id
     if place is not None and place.place.gpus_of_its_own:
         # What it sees is its own alone, counted from 0.
@@ -36,11 +34,7 @@ def own_gpus(
         visible = torch.cuda.device_count()
     try:
         return engine_gpus(
-            whole,
-            worker=worker,
-            replica=replica,
-            visible=visible,
-            beside_trainer=beside_trainer,
+            whole, worker=worker, replica=replica, visible=visible, beside_trainer=beside_trainer
         )
     except ValueError as error:
         field = "evaluation.device" if evaluates else "rollout.device"

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, finalize
 
 import msgspec
@@ -40,7 +40,7 @@ from areal_async.rpc.gateway_messages import (
 )
 from areal_async.rpc.schema import Ok
 from areal_async.rpc.secret import RoleKeys
-from areal_async.rpc.server import Answer, Peer, Server, by_type
+from areal_async.rpc.server import Answer, Handler, Peer, Server, by_type
 from areal_async.trajectory import EpisodeBuilder
 from rollout_service import metrics
 from rollout_service.gateway.recording import RecordedCalls, Session, bytes_of
@@ -53,6 +53,7 @@ log = get_logger("gateway")
 
 START_S = 120.0  # Longest time to the gateway's first word: it imports and reads a tokenizer
 END_S = 10.0  # Longest wait for the end of a session
+Side = Literal["worker", "gateway"]
 AT_ONCE = 1 << 16  # Calls under way are limited by connections and `max_calls`, not by the sockets between
 RESTARTS = RestartPolicy(limit=5)
 
@@ -82,13 +83,30 @@ class GatewaySetup(msgspec.Struct, frozen=True):
     life: int = 0
     """Starts before this one."""
 
-    @property
-    def worker_endpoint(self) -> str:
-        return self.host.local_endpoint(f"{self.name}.engine")
+    def client(self, service: Side) -> Client:
+        """Return a client of the worker's or the gateway's socket, for the other of the two."""
+        return Client(
+            Address(self._endpoint(service), self.keys.role),
+            job=self.job,
+            role="gateway" if service == "worker" else "rollout",
+            name=self.name,
+            access=self.keys,
+            max_in_flight=AT_ONCE,
+        )
 
-    @property
-    def gateway_endpoint(self) -> str:
-        return self.host.local_endpoint(f"{self.name}.gateway")
+    def server(self, service: Side, handlers: Mapping[type[Any], Handler]) -> Server:
+        """Return the server of the worker's or the gateway's socket."""
+        return Server(
+            self._endpoint(service),
+            service=service,
+            job=self.job,
+            access=self.keys,
+            handler=by_type(service, handlers),
+            max_in_flight_per_peer=AT_ONCE,
+        )
+
+    def _endpoint(self, service: Side) -> str:
+        return self.host.local_endpoint(f"{self.name}.{'engine' if service == 'worker' else 'gateway'}")
 
 
 def start_process(setup: GatewaySetup) -> ChildProcess:
@@ -211,18 +229,9 @@ class Gateway:
     async def _run(self) -> None:
         """Keep the gateway going until it cannot be."""
         assert self._listening is not None
-        self._server = Server(
-            self._setup.worker_endpoint,
-            service="worker",
-            job=self._setup.job,
-            access=self._setup.keys,
-            handler=by_type(
-                "worker",
-                {Sample: self._on_sample, TakePieces: self._on_take_pieces}
-                | dict.fromkeys((RecordCall, DropCall, CountCalls), self._on_notice),
-            ),
-            max_in_flight_per_peer=AT_ONCE,
-        )
+        calls = {Sample: self._on_sample, TakePieces: self._on_take_pieces}
+        notices = dict.fromkeys((RecordCall, DropCall, CountCalls), self._on_notice)
+        self._server = self._setup.server("worker", calls | notices)
         try:
             await self._server.start()
             life, pause_s = 0, 0.0
@@ -248,14 +257,7 @@ class Gateway:
         """The exit status of a gateway, once it has ended, and when it began to serve."""
         process, served_s = self._start_one(setup), None
         ended = asyncio.ensure_future(process.wait())
-        client = Client(
-            Address(setup.gateway_endpoint, setup.keys.role),
-            job=setup.job,
-            role="rollout",
-            name=setup.name,
-            access=self._setup.keys,
-            max_in_flight=AT_ONCE,
-        )
+        client = setup.client("gateway")
         greeted = asyncio.ensure_future(client.connect(START_S))
         try:
             await asyncio.wait((greeted, ended), return_when=asyncio.FIRST_COMPLETED)

@@ -17,8 +17,8 @@ import numpy as np
 
 from areal_async.trajectory import SegmentKind
 from rollout_service.gateway.requests import Conversation, Ids, Message, SampledChoice, load_json
-from rollout_service.gateway.template import ChatTemplate, RenderedPrompt, canonical
-from rollout_service.workflows.turns import SampledText
+from rollout_service.gateway.template import ChatTemplate, canonical
+from rollout_service.workflows.turns import RenderedPrompt, SampledText
 
 Key = bytes
 Root = Literal["new", "history", "template"]

@@ -36,12 +36,10 @@ from areal_async.base.http_server import (
 )
 from areal_async.config.rollout import GatewaySection
 from areal_async.models.answers import end_ids
-from areal_async.rpc.address import Address
-from areal_async.rpc.client import Client
 from areal_async.rpc.gateway_messages import CountCalls, EndSession, OpenSession, ServeAgents
 from areal_async.rpc.schema import Ok
-from areal_async.rpc.server import Answer, Peer, Server, by_type
-from rollout_service.gateway.access import AT_ONCE, GatewaySetup
+from areal_async.rpc.server import Answer, Peer
+from rollout_service.gateway.access import GatewaySetup
 from rollout_service.gateway.conversation import ConversationTree
 from rollout_service.gateway.openai import DONE, ChatCall, server_sent
 from rollout_service.gateway.recording import digest_of
@@ -93,25 +91,9 @@ class Front:
     async def serve(self) -> None:
         """Serve until cancelled."""
         setup = self._setup
-        self._worker = Client(
-            Address(setup.worker_endpoint, setup.keys.role),
-            job=setup.job,
-            role="gateway",
-            name=setup.name,
-            access=setup.keys,
-            max_in_flight=AT_ONCE,
-        )
-        orders = Server(
-            setup.gateway_endpoint,
-            service="gateway",
-            job=setup.job,
-            access=setup.keys,
-            handler=by_type(
-                "gateway",
-                {OpenSession: self._on_open, ServeAgents: self._on_serve, EndSession: self._on_end},
-            ),
-            max_in_flight_per_peer=AT_ONCE,
-        )
+        self._worker = setup.client("worker")
+        handlers = {OpenSession: self._on_open, ServeAgents: self._on_serve, EndSession: self._on_end}
+        orders = setup.server("gateway", handlers)
         async with self._worker:
             await orders.start()
             try:
@@ -137,15 +119,10 @@ class Front:
             if opened.episode not in self._trees:
                 trees = {policy: ConversationTree(template) for policy, template in self._templates.items()}
                 self._trees[opened.episode] = trees
+            trains, models = self._setup.trains, self._setup.models
             self._sessions[opened.key] = {
                 policy: AgentCalls(
-                    opened,
-                    tree,
-                    self._worker,
-                    self.section,
-                    policy=policy,
-                    max_model_len=self._setup.models[policy].max_model_len,
-                    trains=self._setup.trains,
+                    opened, tree, self._worker, self.section, policy, models[policy].max_model_len, trains
                 )
                 for policy, tree in self._trees[opened.episode].items()
             }
@@ -244,12 +221,8 @@ def policy_of(names: Sequence[str], model: object) -> str:
     if len(names) == 1:
         return names[0]
     if not isinstance(model, str) or (name := model.rpartition("/")[2]) not in names:
-        raise ApiError(
-            404,
-            f"there is no model {str(model)[:64]!r}; the models here are {', '.join(names)}",
-            param="model",
-            code="model_not_found",
-        )
+        problem = f"there is no model {str(model)[:64]!r}; the models here are {', '.join(names)}"
+        raise ApiError(404, problem, param="model", code="model_not_found")
     return name
 
 

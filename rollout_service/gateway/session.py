@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -79,7 +79,6 @@ class AgentCalls:
     tree: ConversationTree
     worker: Client
     section: GatewaySection
-    _: KW_ONLY
     policy: str
     max_model_len: int
     trains: bool

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -16,19 +15,9 @@ import numpy as np
 from areal_async.models.answers import Detokenizer, end_ids, turn_closing
 from rollout_service.gateway.requests import ApiError, Conversation, Ids, Message
 from rollout_service.gateway.toolcalls import Format, format_of, parse
-from rollout_service.workflows.turns import SampledText, Spelled, tail
+from rollout_service.workflows.turns import RenderedPrompt, SampledText, Spelled, tail
 
 _KNOWN_TEXTS, _KNOWN_CHARS = 256, 1 << 16  # Renderings whose ids are kept, and how long each may be
-
-
-@dataclass(frozen=True, slots=True)
-class RenderedPrompt:
-    """A conversation as the engine is given it."""
-
-    text: str
-    """The rendering with the assistant's turn opened."""
-    before: str | None
-    """The rendering without it; None when the template does not merely append its opening."""
 
 
 class ChatTemplate:
@@ -95,11 +84,8 @@ class ChatTemplate:
         if asked.tools and self.format == "none":
             raise ApiError(400, "the model's chat template has no tools", param="tools")
         text = self._render(asked, asked.messages, opened=True)
-        try:
-            before = self._render(asked, asked.messages, opened=False)
-        except ApiError:
-            return RenderedPrompt(text, None)
-        return RenderedPrompt(text, before if text.startswith(before) else None)
+        before = self._unopened(asked, asked.messages)
+        return RenderedPrompt(text, before if before is not None and text.startswith(before) else None)
 
     def continuation(
         self,
@@ -114,20 +100,10 @@ class ChatTemplate:
         history as it was, so that the path cannot go on."""
 
         def past() -> str | None:
-            try:
-                return self._render(asked, asked.messages[:upto], opened=False)
-            except ApiError:
-                return None
+            return self._unopened(asked, asked.messages[:upto])
 
-        return tail(
-            rendered.text,
-            given.text,
-            given.before,
-            said,
-            closing=self._closing,
-            past=past,
-            spelled=self._spelled,
-        )
+        how: Any = {"closing": self._closing, "past": past, "spelled": self._spelled}
+        return tail(rendered.text, given, said, **how)
 
     def _spelled(self, turn: str) -> Spelled:
         shown = parse(turn, self.format)
@@ -138,22 +114,22 @@ class ChatTemplate:
         """Text that the template puts after an answer's."""
         return turn_closing(self.tokenizer)
 
+    def _unopened(self, asked: Conversation, messages: Sequence[Message]) -> str | None:
+        """Return the rendering without the next reply opened; None if the template refuses that."""
+        try:
+            return self._render(asked, messages, opened=False)
+        except ApiError:
+            return None
+
     def _render(self, asked: Conversation, messages: Sequence[Message], *, opened: bool) -> str:
         if not self.tokenizer.chat_template:
             raise ApiError(400, "the model has no chat template: give its tokenizer one", param="messages")
+        how: Any = {"tools": asked.tools or None, "tokenize": False, "add_generation_prompt": opened}
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=asked.tools or None,
-                tokenize=False,
-                add_generation_prompt=opened,
-                **asked.template,
-            )
+            return str(self.tokenizer.apply_chat_template(list(messages), **how, **asked.template))
         except Exception as error:  # whatever a template's own code raises is about these messages
-            raise ApiError(
-                400, f"the model's chat template refuses these messages: {error}", param="messages"
-            ) from error
-        return str(text)
+            refused = f"the model's chat template refuses these messages: {error}"
+            raise ApiError(400, refused, param="messages") from error
 
 
 def canonical(value: Any) -> str:

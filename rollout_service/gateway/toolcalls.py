@@ -333,9 +333,5 @@ def _llama(source: ScannedText, tools: Tools, at: int, begin: int) -> Found:
     return _found(at, place, values if whole else (), "parameters")
 
 
-_READERS: dict[Format, Callable[[ScannedText, Tools, int, int], Found]] = {
-    "hermes": _hermes,
-    "xml": _xml,
-    "mistral": _mistral,
-    "llama": _llama,
-}
+_READERS: dict[Format, Callable[[ScannedText, Tools, int, int], Found]]
+_READERS = {"hermes": _hermes, "xml": _xml, "mistral": _mistral, "llama": _llama}

@@ -240,14 +240,9 @@ class Worker:
     def _begin(self, lease: LeaseState, serving: Sequence[VersionTag]) -> None:
         group = lease.group
         if recording():
-            record(
-                "leased",
-                lease_id=group.lease_id,
-                group_id=group.group_id,
-                missing=group.missing,
-                **asdict(serving[0]),
-                others=[asdict(tag) for tag in serving[1:]],
-            )
+            named = {"lease_id": group.lease_id, "group_id": group.group_id, "missing": group.missing}
+            first, *others = map(asdict, serving)
+            record("leased", **named, **first, others=others)
         self._runs(len(group.missing))
         loop = asyncio.get_running_loop()
         for sample in group.missing:
@@ -264,12 +259,9 @@ class Worker:
             return
         metrics.LOST.inc()
         record("lease_lost", lease_id=lease_id, reason=reason)
+        group_id, unsent = lease.group.group_id, self.uploader.queue.drop(lease_id)
         log.info(
-            "lease lost",
-            group_id=lease.group.group_id,
-            reason=reason,
-            unfinished=len(lease.episodes),
-            unsent=self.uploader.queue.drop(lease_id),
+            "lease lost", group_id=group_id, reason=reason, unfinished=len(lease.episodes), unsent=unsent
         )
         for task in lease.episodes.values():
             task.cancel()

@@ -44,25 +44,8 @@ BUILT_IN = {
 }
 """Name → coroutine function or class; found by `areal_async.config.registry.WORKFLOWS`."""
 
-__all__ = [
-    "BUILT_IN",
-    "Context",
-    "EpisodeAborted",
-    "PolicyEngine",
-    "Renderer",
-    "Reply",
-    "TemplateRewrites",
-    "Tool",
-    "ToolReply",
-    "TurnError",
-    "Workflow",
-    "WorkflowError",
-    "WorkflowResources",
-    "load_workflow",
-    "tool",
-    "workflow",
-    "workflow_of",
-]
+__all__ = ["BUILT_IN", "Context", "EpisodeAborted", "PolicyEngine", "Renderer", "Reply", "TemplateRewrites"]
+__all__ += ["TurnError", "Workflow", "WorkflowError", "load_workflow", "tool", "workflow", "workflow_of"]
 
 Workflow = Callable[[Context, Task], Awaitable[None]]
 FIELD = "rollout.workflow_args"

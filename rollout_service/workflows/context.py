@@ -207,17 +207,9 @@ class Context:
         agent, policy = self.speaker(agent, policy)
         voice = self.engines[policy]
         if prompt is not None:
-            kind = SegmentKind.PROMPT if parent is None else SegmentKind.ENVIRONMENT
-            parent = self.observe(
-                kind,
-                prompt,
-                parent=parent,
-                agent=agent,
-                turn=turn,
-                tools=tools,
-                rewritten=rewritten,
-                policy=policy,
-            )
+            kind = SegmentKind.PROMPT if root else SegmentKind.ENVIRONMENT
+            where: Any = {"parent": parent, "agent": agent, "turn": turn, "policy": policy}
+            parent = self.observe(kind, prompt, tools=tools, rewritten=rewritten, **where)
         elif parent is None:
             raise ValueError("generate() needs a prompt, or a parent to go on from")
         if not self._calls:
@@ -379,15 +371,10 @@ class Context:
         self, name: str | Tool, arguments: str | Mapping[str, Any], *, timeout_s: float | None = None
     ) -> ToolAnswer:
         """Call a tool and count it, without adding anything to the episode. Raises nothing of the tool's."""
-        resources = self.resources
-        answer = await run_tool(
-            resources.tools,
-            name,
-            arguments,
-            blocking=resources.blocking,
-            timeout_s=resources.timeout_s if timeout_s is None else timeout_s,
-            output_chars=resources.output_chars,
-        )
+        shared, limit_s = self.resources, timeout_s
+        limits: Any = {"timeout_s": shared.timeout_s if limit_s is None else limit_s}
+        limits |= {"blocking": shared.blocking, "output_chars": shared.output_chars}
+        answer = await run_tool(shared.tools, name, arguments, **limits)
         self._tool_calls += 1
         self._tool_errors += bool(answer.error)
         self.builder.meta(tool_calls=self._tool_calls, tool_errors=self._tool_errors)

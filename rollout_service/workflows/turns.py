@@ -68,22 +68,31 @@ class Spelled(NamedTuple):
     calls: Calls = ()
 
 
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A conversation as the engine is given it."""
+
+    text: str
+    """The rendering with the assistant's turn opened."""
+    before: str | None
+    """The rendering without it; None when the template does not merely append its opening."""
+
+
 def tail(
     rendered: str,
-    given: str,
-    before: str | None,
+    prompt: RenderedPrompt,
     said: SampledText,
     *,
     closing: str | None,
     past: Callable[[], str | None],
     spelled: Callable[[str], Spelled] = Spelled,
 ) -> str | None:
-    """Return the text after the ids of an answer that was sampled after `given`, in `rendered`, which shows
-    more; None where that does not show the history as it was.
+    """Return the text after the ids of an answer that was sampled after `prompt`, in `rendered`, which shows
+    more; None if that does not show the history as it was.
 
-    `before` is `given` without the header of the answer, None where the template has none. `closing` is what
-    the template puts after an answer, `past()` the rendering up to and including it, and `spelled` reads text
-    and tool calls of a rendered turn."""
+    `closing` is the text that the template puts after an answer, `past()` the rendering up to and including
+    it, and `spelled` reads text and tool calls of a rendered turn."""
+    given, before = prompt.text, prompt.before
     exact = given + said.raw
     if rendered.startswith(exact):
         rest = rendered[len(exact) :]
@@ -153,8 +162,7 @@ def continuation(tokenizer: Tokenizer, chat: Chat, new: Sequence[Message]) -> tu
     given, before, content = asked.render(tokenizer), _unopened(tokenizer, asked), str(reply["content"])
     text = tail(
         chat.then(new).render(tokenizer),
-        given,
-        before if before is not None and given.startswith(before) else None,
+        RenderedPrompt(given, before if before is not None and given.startswith(before) else None),
         SampledText(content + chat.end, content, end=chat.end),
         closing=turn_closing(tokenizer),
         past=lambda: _unopened(tokenizer, chat),

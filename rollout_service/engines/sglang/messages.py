@@ -155,12 +155,7 @@ def parse(answer: Generated, logprobs_of: LogprobsOf) -> GenerateResult:
         if (end := min(span.end, len(ids))) > span.start
     ]
     return result_of(
-        ids,
-        units,
-        spans,
-        reason=reason,
-        logprobs_of=logprobs_of,
-        cached_tokens=meta.cached_tokens,
+        ids, units, spans, reason=reason, logprobs_of=logprobs_of, cached_tokens=meta.cached_tokens
     )
 
 

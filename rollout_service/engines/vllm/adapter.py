@@ -223,15 +223,9 @@ class VllmAdapter(ServerAdapter):
                 f"sampling.temperature is {request.sampling.temperature}; with vLLM it is 0 or at least "
                 f"{LEAST_TEMPERATURE}"
             )
-        return generate_body(
-            rid,
-            prompt,
-            request.sampling,
-            room,
-            cache_salt=label(tag, self._owner),
-            priority=request.priority,
-            ends=self.reader.ends,
-        )
+        salt, ends = label(tag, self._owner), self.reader.ends
+        how: Any = {"cache_salt": salt, "priority": request.priority, "ends": ends}
+        return generate_body(rid, prompt, request.sampling, room, **how)
 
     def heard(self, tell: Tell) -> VllmStream:
         return VllmStream(tell)
