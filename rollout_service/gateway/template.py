@@ -88,14 +88,9 @@ class ChatTemplate:
         return RenderedPrompt(text, before if before is not None and text.startswith(before) else None)
 
     def continuation(
-        self,
-        asked: Conversation,
-        rendered: RenderedPrompt,
-        upto: int,
-        given: RenderedPrompt,
-        said: SampledText,
+        self, asked: Conversation, shown: RenderedPrompt, upto: int, given: RenderedPrompt, said: SampledText
     ) -> str | None:
-        """Return the text after the ids of an answer that is message `upto - 1` of `asked`, which `rendered`
+        """Return the text after the ids of an answer that is message `upto - 1` of `asked`, which `shown`
         is of; `given` is what that answer was sampled from. None when the template does not render the
         history as it was, so that the path cannot go on."""
 
@@ -103,7 +98,7 @@ class ChatTemplate:
             return self._unopened(asked, asked.messages[:upto])
 
         how: Any = {"closing": self._closing, "past": past, "spelled": self._spelled}
-        return tail(rendered.text, given, said, **how)
+        return tail(shown.text, given, said, **how)
 
     def _spelled(self, turn: str) -> Spelled:
         shown = parse(turn, self.format)

@@ -259,10 +259,8 @@ class Worker:
             return
         metrics.LOST.inc()
         record("lease_lost", lease_id=lease_id, reason=reason)
-        group_id, unsent = lease.group.group_id, self.uploader.queue.drop(lease_id)
-        log.info(
-            "lease lost", group_id=group_id, reason=reason, unfinished=len(lease.episodes), unsent=unsent
-        )
+        counts = {"unfinished": len(lease.episodes), "unsent": self.uploader.queue.drop(lease_id)}
+        log.info("lease lost", group_id=lease.group.group_id, reason=reason, **counts)
         for task in lease.episodes.values():
             task.cancel()
 

@@ -33,7 +33,7 @@ from areal_async.config.registry import TOOLS, WORKFLOWS, PartError, section_mis
 from areal_async.data.examples import tools_of
 from areal_async.rpc.schema import Task
 from rollout_service.workflows.context import Context, EpisodeAborted, PolicyEngine, WorkflowResources
-from rollout_service.workflows.tools import Tool, ToolReply, load_tools, tool
+from rollout_service.workflows.tools import load_tools, tool
 from rollout_service.workflows.turns import Renderer, Reply, TemplateRewrites, TurnError, is_chat
 
 BUILT_IN = {
