@@ -33,28 +33,17 @@ STALL = Histogram(
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
 )
 TOOL_CALLS = Counter("areal_rollout_tool_calls_total", "Calls of tools by episodes.", ["tool", "outcome"])
-REWRITES = Counter(
-    "areal_rollout_template_rewrites_total",
-    "Turns at which the chat template changed what came before, so that a new root began.",
-)
+REWRITES = Counter("areal_rollout_template_rewrites_total", "New roots: the chat template rewrote the past.")
 UPDATES = Counter("areal_rollout_updates_total", "Snapshots offered to this worker.", ["outcome"])
 
 SCORE = Gauge(
-    "areal_evaluation_score",
-    "Held-out figure of the last evaluation: mean, best or maj over a task's samples, by data source.",
-    ["policy", "data_source", "statistic"],
+    "areal_evaluation_score", "Held-out figure by data source.", ["policy", "data_source", "statistic"]
 )
 UNSCORED = Gauge(
     "areal_evaluation_unscored_samples", "Unscored samples of the last evaluation.", ["policy", "data_source"]
 )
-GATEWAY_CALLS = Counter(
-    "areal_gateway_calls_total", "Calls of agents: ok, abandoned, or the status of the refusal.", ["outcome"]
-)
-GATEWAY_ROOTS = Counter(
-    "areal_gateway_roots_total",
-    "Paths begun: new conversations, histories and templates that changed.",
-    ["reason"],
-)
+GATEWAY_CALLS = Counter("areal_gateway_calls_total", "Calls of agents, by their outcome.", ["outcome"])
+GATEWAY_ROOTS = Counter("areal_gateway_roots_total", "Paths begun by calls of agents.", ["reason"])
 GATEWAY_TOKENS = Counter("areal_gateway_tokens_total", "Units sampled for agents and recorded.")
 GATEWAY_SESSIONS = Gauge("areal_gateway_sessions", "Episodes with access.")
 

@@ -66,12 +66,8 @@ class Statistics:
 def statistics_of(samples: Sequence[ScoredSample], *, seed: int) -> Statistics:
     """Figures over the tasks of `samples` (at least one). The order of samples and tasks does not matter."""
     columns = per_task(samples)
-    low, high = intervals(columns, seed=seed)
-    values = columns.mean(0)
-    figures = [
-        Figure(float(value), None if np.isnan(a) else float(a), None if np.isnan(b) else float(b))
-        for value, a, b in zip(values, low, high, strict=True)
-    ]
+    low, high = (np.where(np.isnan(end), None, end) for end in intervals(columns, seed=seed))
+    figures = (Figure(float(value), *ends) for value, *ends in zip(columns.mean(0), low, high, strict=True))
     partial_credit = any(sample.score not in (0.0, 1.0) for sample in samples)
     mean, best, maj = figures
     return Statistics(len(columns), mean, best, maj, partial_credit)

@@ -63,10 +63,9 @@ class Front:
         self.job = setup.job
         self.section = GatewaySection.model_validate(setup.section)
         self._setup = setup
+        formats, models = self.section.tool_format, setup.models
         self._templates = {
-            policy: ChatTemplate(
-                tokenizer, self.section.tool_format, end_ids(tokenizer, Path(setup.models[policy].folder))
-            )
+            policy: ChatTemplate(tokenizer, formats, end_ids(tokenizer, Path(models[policy].folder)))
             for policy, tokenizer in tokenizers.items()
         }
         self._sessions: dict[bytes, dict[str, AgentCalls]] = {}
@@ -76,17 +75,13 @@ class Front:
         self.outcomes: Counter[str] = Counter()
         section, listening = self.section, socket.socket(fileno=setup.listening_fd)
         listening.setblocking(False)
-        self.server = HttpServer(
-            self.app,
-            listening,
-            HttpLimits(
-                connections=CONNECTIONS,
-                held_bytes=BODIES_AT_ONCE * section.max_body_bytes,
-                header_s=setup.header_s,
-                answer_s=section.call_timeout_s + ANSWER_GRACE_S,
-            ),
-            name="gateway",
+        limits = HttpLimits(
+            connections=CONNECTIONS,
+            held_bytes=BODIES_AT_ONCE * section.max_body_bytes,
+            header_s=setup.header_s,
+            answer_s=section.call_timeout_s + ANSWER_GRACE_S,
         )
+        self.server = HttpServer(self.app, listening, limits, name="gateway")
 
     async def serve(self) -> None:
         """Serve until cancelled."""
@@ -99,18 +94,15 @@ class Front:
             try:
                 while True:
                     await asyncio.sleep(COUNTED_EVERY_S)
-                    await self._count()
+                    counted, self.outcomes = self.outcomes, Counter()
+                    if counted:
+                        with suppress(PeerGone, RpcTimeout, FaultError):
+                            await self._worker.call(CountCalls(dict(counted)))
             finally:
                 for session in self._sessions.values():
                     await _close(session)
                 await self.server.close()
                 await orders.stop()
-
-    async def _count(self) -> None:
-        counted, self.outcomes = self.outcomes, Counter()
-        if counted:
-            with suppress(PeerGone, RpcTimeout, FaultError):
-                await self._worker.call(CountCalls(dict(counted)))
 
     async def _on_open(self, _: Peer, opened: OpenSession, __: list[memoryview]) -> Answer:
         for episode in opened.forget:

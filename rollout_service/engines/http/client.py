@@ -78,17 +78,8 @@ def result_of(
     logprobs = np.array([logprob for _, logprob in units], np.float32)
     if not np.isfinite(logprobs).all():
         raise EngineError("the weights give logits that are not finite")
-    versions, epochs = stamp(len(ids), spans or (), tag_of)
-    return GenerateResult(
-        token_ids=np.array(ids, np.int32),
-        logprobs=logprobs,
-        versions=versions,
-        epochs=epochs,
-        finish_reason=cast(FinishReason, reason),
-        text="",
-        logprobs_of=logprobs_of,
-        cached_tokens=cached_tokens,
-    )
+    arrays = np.array(ids, np.int32), logprobs, *stamp(len(ids), spans or (), tag_of)
+    return GenerateResult(*arrays, cast(FinishReason, reason), "", logprobs_of, cached_tokens)
 
 
 T = TypeVar("T")

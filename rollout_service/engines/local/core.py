@@ -29,6 +29,7 @@ from rollout_service.engines.base import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
+    Ids,
     Weights,
     check_sampling,
     checked_ids,
@@ -38,7 +39,7 @@ from rollout_service.engines.base import (
 from rollout_service.engines.local.graphs import DecodeGraphs
 from rollout_service.engines.local.kv import Decode, Prefill, SlotKV
 from rollout_service.engines.local.model import LocalModel
-from rollout_service.engines.local.requests import RequestTable, draw
+from rollout_service.engines.local.requests import RequestTable, Slots, draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class EngineCore:
         self.prompt_tokens_total = 0  # Computed for those that began, equal prompts once
         self.waiting: deque[GenerateRequest] = deque()
         """Smallest priority first, among equals in the order they came."""
-        self._checked: npt.NDArray[np.int32] | None = None
+        self._checked: Ids | None = None
         """The last prompt that holds and that nobody writes to."""
         self._text = Detokenizer(self.model.tokenizer, self.model.eos_ids)
         self._eos = np.zeros(self.model.vocab_size, np.bool_)
@@ -128,11 +129,8 @@ class EngineCore:
             self.waiting.remove(request)
             done.append(Finished(request.request_id, nothing_sampled()))
         self.requests_total += len(done)
-        slots = [
-            slot
-            for slot in self._active.tolist()
-            if (held := self._table.requests[slot]) and held.request_id in wanted
-        ]
+        active = ((slot, self._table.requests[slot]) for slot in self._active.tolist())
+        slots = [slot for slot, held in active if held is not None and held.request_id in wanted]
         return done + self._finish(slots, ["abort"] * len(slots))
 
     def fail(self, error: EngineError) -> list[Finished]:
@@ -142,7 +140,7 @@ class EngineCore:
         self.requests_total += len(active)
         return [Finished(request.request_id, error) for request in active if request is not None]
 
-    def grown(self, told: dict[str, int]) -> list[tuple[str, npt.NDArray[np.int32]]]:
+    def grown(self, told: dict[str, int]) -> list[tuple[str, Ids]]:
         """What requests being computed have sampled beyond so many units, by request id. `told` then counts
         that too."""
         pieces = []
@@ -209,7 +207,7 @@ class EngineCore:
         last_UE = hidden_UTE[torch.arange(len(distinct), device=hidden_UTE.device), newest]
         return self._sample(slots, self.model.logits(last_UE), source)
 
-    def _prefill(self, sequences: Sequence[npt.NDArray[np.int32]], rows: npt.NDArray[np.int64]) -> Tensor:
+    def _prefill(self, sequences: Sequence[Ids], rows: Slots) -> Tensor:
         """Compute sequences into rows of the cache, equal ones once. Hidden states of the U distinct ones, in
         the order in which they first occur, `[U, T, E]`."""
         distinct, source = _distinct(sequences)
@@ -232,14 +230,7 @@ class EngineCore:
         self._went(slots, position, np.ones_like(slots), self._row[slots], 1)
         return self._sample(slots, self.model.logits(hidden[:, 0]), self._row[slots])
 
-    def _went(
-        self,
-        slots: npt.NDArray[np.int64],
-        start: npt.NDArray[np.int64],
-        n: npt.NDArray[np.int64],
-        source: npt.NDArray[np.int64],
-        length: int,
-    ) -> None:
+    def _went(self, slots: Slots, start: Slots, n: Slots, source: Slots, length: int) -> None:
         """Note where the last pass, over rows of `length` tokens, sent the `n` tokens of each slot from
         `start` on, which row `source` begins with. What is computed anew under other weights keeps the routes
         that it was sampled under."""
@@ -247,7 +238,7 @@ class EngineCore:
             by_row = torch.stack(self.model.experts, 1).unflatten(0, (-1, length))
             self._table.went(slots, start, n, by_row.cpu().numpy()[source])
 
-    def _hidden(self, ids: npt.NDArray[np.int64], position: npt.NDArray[np.int64], longest: int) -> Tensor:
+    def _hidden(self, ids: Slots, position: Slots, longest: int) -> Tensor:
         """Last hidden states `[n, 1, E]` of one new unit of each of rows 0 … n-1."""
         if self._graphs is not None:
             return self._graphs.hidden(ids, position, longest)
@@ -256,7 +247,7 @@ class EngineCore:
         plan = Decode(self._kv, position_t, longest)
         return self.model.hidden(torch.from_numpy(ids).to(device)[:, None], position_t[:, None], plan)
 
-    def _split(self, ids: npt.NDArray[np.int64], position: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _split(self, ids: Slots, position: Slots) -> Slots:
         """Give each prefix among the active requests a row of its own, rows 0 … n-1; `ids` and `position` are
         their newest tokens. Returns for each row one of its requests, as an index of the active ones."""
         mixed = self._row[self._active] * self.model.vocab_size + ids
@@ -276,9 +267,7 @@ class EngineCore:
         by_row[row] = first
         return by_row
 
-    def _sample(
-        self, slots: npt.NDArray[np.int64], logits_RV: Tensor, source: npt.NDArray[np.int64]
-    ) -> list[Finished]:
+    def _sample(self, slots: Slots, logits_RV: Tensor, source: Slots) -> list[Finished]:
         """Draw a unit for each slot from its row of the logits, and finish the slots that end with it."""
         if len(source) != len(logits_RV) or (source[1:] < source[:-1]).any():
             logits_RV = logits_RV.index_select(0, torch.from_numpy(source).to(logits_RV.device))
@@ -296,7 +285,7 @@ class EngineCore:
         ]
         return self._finish(slots[at].tolist(), reasons)
 
-    def _stop_strings(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def _stop_strings(self, slots: Slots) -> npt.NDArray[np.bool_]:
         hit = np.zeros(len(slots), np.bool_)
         at = np.flatnonzero(self._table.stop_window[slots])
         if not at.size:
@@ -328,9 +317,7 @@ class EngineCore:
         return done
 
 
-def _distinct(
-    sequences: Sequence[npt.NDArray[np.int32]],
-) -> tuple[list[npt.NDArray[np.int32]], npt.NDArray[np.int64]]:
+def _distinct(sequences: Sequence[Ids]) -> tuple[list[Ids], Slots]:
     """The distinct ones among sequences, as they first occur, and for each sequence which of them it is."""
     index: dict[bytes, int] = {}
     source = [index.setdefault(ids.tobytes(), len(index)) for ids in sequences]

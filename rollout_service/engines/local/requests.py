@@ -20,6 +20,7 @@ from torch import Tensor
 
 from areal_async.base.versions import VersionTag
 from areal_async.models.files import Mixture
+from areal_async.trajectory.layout import LogprobsOf
 from areal_async.trajectory.routes import route_type, stored_routes
 from rollout_service.engines.base import FinishReason, GenerateRequest, GenerateResult, stop_window
 
@@ -205,13 +206,8 @@ class RequestTable:
         span = slice(int(self.prompt_len[slot]), int(self.length[slot]))
         request = self.requests[slot]
         start = None if self._mixture is None or request is None else request.routes_from
-        return GenerateResult(
-            token_ids=self.ids[slot, span].copy(),
-            logprobs=self.logprobs[slot, span].copy(),
-            versions=self.versions[slot, span].copy(),
-            epochs=self.epochs[slot, span].copy(),
-            finish_reason=finish_reason,
-            text=text,
-            logprobs_of="raw" if self.temperature[slot] == 0 else "sampled",
-            routes=None if start is None else self.routes[slot, start : span.stop - 1].copy(),
-        )
+        columns = (self.ids, self.logprobs, self.versions, self.epochs)
+        units = (column[slot, span].copy() for column in columns)
+        routes = None if start is None else self.routes[slot, start : span.stop - 1].copy()
+        drawn: LogprobsOf = "raw" if self.temperature[slot] == 0 else "sampled"
+        return GenerateResult(*units, finish_reason, text, drawn, routes=routes)
