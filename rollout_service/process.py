@@ -64,8 +64,8 @@ def make_renderer(model: Path, template_args: Mapping[str, Any] | None = None) -
 
 
 def make_renderers(job: JobConfig) -> dict[str, Renderer]:
-    """One for each policy of the job; policies of one tokenizer and chat template share theirs, and with it
-    paths. Raises `TokenizerError`."""
+    """Return a renderer for each policy of the job; policies of one tokenizer and chat template share theirs,
+    and with it paths. Raises `TokenizerError`."""
     renderers: dict[str, Renderer] = {}
     for policy, view in job.views.items():
         made = make_renderer(view.model, view.rollout.template_args)
@@ -75,7 +75,7 @@ def make_renderers(job: JobConfig) -> dict[str, Renderer]:
 
 
 def _tokens(renderer: Renderer) -> tuple[Any, ...]:
-    """What makes ids of texts; only a tokenizer that says it whole can be like another."""
+    """Return the parts that turn texts into ids. A tokenizer that does not tell them equals no other."""
     tokenizer: Any = renderer.tokenizer
     whole = getattr(tokenizer, "backend_tokenizer", None)
     given = getattr(tokenizer.apply_chat_template, "keywords", None)
@@ -84,13 +84,13 @@ def _tokens(renderer: Renderer) -> tuple[Any, ...]:
 
 
 def sampling_of(section: SamplingSection) -> Sampling:
-    """A section's parameters; the seed is set per call."""
+    """Return a section's parameters; the seed is set per call."""
     limits = section.max_new_tokens, tuple(section.stop)
     return Sampling(section.temperature, section.top_p, section.top_k, *limits)
 
 
 def speakers_of(job: JobConfig) -> dict[str, Any]:
-    """What the builder of an episode is told of who may speak: of several policies each has an agent of its
+    """Return the policies and agents of an episode's builder: with several policies each has an agent of its
     name."""
     if not job.policies:
         return {"policies": (job.policy,)}

@@ -1,4 +1,4 @@
-"""What several samples of each held-out task say, with how sure it is. Pure.
+"""Figures over several samples of each held-out task, with their confidence. Pure.
 
 Per task, over its scored samples:
 

@@ -59,7 +59,7 @@ UpdateMode = Literal["recompute", "keep", "session"]
 
 
 class Weights(Protocol):
-    """What an engine needs of a verified snapshot (`areal_async.weights.snapshot.Snapshot`)."""
+    """The part of a verified snapshot that an engine needs (`areal_async.weights.snapshot.Snapshot`)."""
 
     @property
     def tag(self) -> VersionTag: ...
@@ -97,7 +97,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """What was sampled, unit by unit: four arrays of one length (0 only after an abort)."""
+    """The sampled units: four arrays of one length (0 only after an abort)."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -121,7 +121,7 @@ Tell = Callable[[Piece], None]
 
 
 def nothing_sampled() -> GenerateResult:
-    """The result of a request that was aborted before it had begun."""
+    """Return the result of a request that was aborted before it had begun."""
     none = np.empty(0, np.int32)
     return GenerateResult(none, np.empty(0, np.float32), none, none, "abort", "")
 
@@ -161,7 +161,7 @@ class Engine(Protocol):
         ...
 
     def alive(self) -> bool:
-        """Whether it can be expected to serve; False after it was lost."""
+        """Return whether it can be expected to serve; False after it was lost."""
         ...
 
     async def start(self, snapshot: Weights) -> None:
@@ -244,12 +244,12 @@ of a character."""
 
 
 def stop_window(stop: Sequence[str]) -> int:
-    """How many of the newest tokens must be decoded to see every stop string that the newest one ended.
+    """Return the number of newest tokens to decode to see every stop string that the newest one ended.
     A token that decodes to text decodes to at least one byte of it."""
     return max(len(s.encode()) for s in stop) + EXTRA_TOKENS
 
 
 def trim(text: str, stop: Sequence[str]) -> str:
-    """`text` up to where its first stop string begins."""
+    """Return `text` up to its first stop string."""
     ends = [at for s in stop if (at := text.find(s)) >= 0]
     return text[: min(ends)] if ends else text

@@ -1,4 +1,4 @@
-"""Which GPUs an engine of this process has (the rule is `areal_async/config/devices.py`)."""
+"""The GPUs of an engine of this process (the rule is `areal_async/config/devices.py`)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from rollout_service.engines.base import EngineError
 def own_gpus(
     job: JobConfig, place: ServiceContext | None, replica: int, *, visible: int | None = None
 ) -> tuple[int, ...]:
-    """The GPUs of an engine that computes as `job.rollout` says; `job` is the evaluation's view of it where
-    the engine is an evaluation's. `visible` is their number, by default as torch counts them. Empty on a CPU.
+    """Return the GPUs of an engine that computes as `job.rollout` says; `job` is the evaluation's view of it
+    where the engine is an evaluation's. `visible` is their number, by default as torch counts them. Empty on
+    a CPU.
 
     Raises `EngineError` when they are not there."""
     if job.rollout.device == "cpu":
@@ -42,11 +43,11 @@ def own_gpus(
 
 
 def own_device(job: JobConfig, place: ServiceContext | None, replica: int) -> str:
-    """The engine's device as torch names it: `cpu` or `cuda:N`. Raises `EngineError`."""
+    """Return the engine's device as torch names it: `cpu` or `cuda:N`. Raises `EngineError`."""
     gpus = own_gpus(job, place, replica)
     return f"cuda:{gpus[0]}" if gpus else "cpu"
 
 
 def gpu_names(job: JobConfig, place: ServiceContext | None, replica: int) -> tuple[str, ...]:
-    """What a server that is started here is told in `CUDA_VISIBLE_DEVICES`. Raises `EngineError`."""
+    """Return the GPUs of a server that is started here, for `CUDA_VISIBLE_DEVICES`. Raises `EngineError`."""
     return names_of(own_gpus(job, place, replica), os.environ)

@@ -76,7 +76,7 @@ class GatewaySetup(msgspec.Struct, frozen=True):
     keys: RoleKeys  # Those of the worker's role
     section: dict[str, Any]  # `rollout.gateway`
     models: dict[str, ServedModel]
-    """By policy; agents ask for these."""
+    """The models by policy; agents ask for these names."""
     trains: bool = True  # Whether the recorded answers will be trained on
     header_s: float = 10.0
     listening_fd: int = -1
@@ -254,7 +254,7 @@ class Gateway:
                 session.close()
 
     async def _one_life(self, setup: GatewaySetup) -> tuple[int, float | None]:
-        """The exit status of a gateway, once it has ended, and when it began to serve."""
+        """Run one gateway; return its exit status, and the time at which it began to serve."""
         process, served_s = self._start_one(setup), None
         ended = asyncio.ensure_future(process.wait())
         client = setup.client("gateway")

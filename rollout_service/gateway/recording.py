@@ -1,4 +1,4 @@
-"""One episode's access to the policy, on the worker's side: what the engine is asked, and what is recorded.
+"""One episode's access to the policy, on the worker's side: requests to the engine, and their record.
 
 Promise: a call's answers are in the episode when, and only when, the gateway says that the agent was sent all
 of them: exactly the ids, log-probs and versions that the engine returned, after exactly the ids it was given.
@@ -50,7 +50,7 @@ CALLS_FROM = 1 << 48  # Seeds of calls are numbered from here on, apart from tho
 
 @dataclass(slots=True)
 class RecordedCalls:
-    """What of an episode's calls is recorded, over all its sessions. It does not hold the builder."""
+    """The recorded calls of an episode, over all its sessions. It does not hold the builder."""
 
     episode: int
     calls: int = 0
@@ -145,7 +145,7 @@ class Session:
     # --- a call --------------------------------------------------------------------------------------
 
     async def sample(self, asked: Sample, ids: Ids) -> Answer:
-        """The engine's answers to a call, or why there are none."""
+        """Return the engine's answers to a call, or the reason why there are none."""
         if self._ended:
             return SampleRefused(401, ENDED, "invalid_api_key")
         call = self.open[asked.call] = _OpenCall(asked, ids, self._samplings(asked))
@@ -252,7 +252,7 @@ def bytes_of(arrays: Sequence[np.ndarray[Any, Any]], dtype: Any) -> bytes:
 
 
 async def every(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all return; the first to raise ends the others, and its error is raised."""
+    """Return the results of all. The first error ends the others, and is raised."""
     if len(work) == 1:
         return [await work[0]]
     tasks = [asyncio.ensure_future(one) for one in work]

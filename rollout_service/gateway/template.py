@@ -46,8 +46,8 @@ class ChatTemplate:
     # --- ids and text --------------------------------------------------------------------------------
 
     def ids(self, text: str, after: str = "") -> Ids:
-        """Ids of `text`, with no special tokens added. `after` is the end token that stands right before it:
-        some tokenizers treat the start of a text in their own way."""
+        """Return the ids of `text`, with no special tokens added. `after` is the end token that stands right
+        before it: some tokenizers treat the start of a text in their own way."""
         if after:
             anchor, both = self._known_ids(after), self._plain_ids(after + text)
             if both[: len(anchor)] == anchor:
@@ -55,7 +55,8 @@ class ChatTemplate:
         return np.asarray(self._plain_ids(text), np.int32)
 
     def root_ids(self, text: str) -> Ids:
-        """`ids` of a whole rendering. The samples of a group begin with the same one: it is kept for them."""
+        """Return the ids of a whole rendering. The samples of a group begin with the same one: it is kept for
+        them."""
         return np.asarray(
             self._known_ids(text) if len(text) < _KNOWN_CHARS else self._plain_ids(text), np.int32
         )
@@ -80,7 +81,7 @@ class ChatTemplate:
     # --- rendering -----------------------------------------------------------------------------------
 
     def prompt(self, asked: Conversation) -> RenderedPrompt:
-        """Raises `ApiError` for a conversation that the template refuses."""
+        """Return the rendering. Raises `ApiError` for a conversation that the template refuses."""
         if asked.tools and self.format == "none":
             raise ApiError(400, "the model's chat template has no tools", param="tools")
         text = self._render(asked, asked.messages, opened=True)
@@ -128,7 +129,7 @@ class ChatTemplate:
 
 
 def canonical(value: Any) -> str:
-    """JSON of `value`, the same for equal values."""
+    """Return JSON of `value`, the same for equal values."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -178,7 +179,7 @@ class StreamedText:
         return new
 
     def rest(self, content: str) -> str:
-        """What is left to be said of the finished answer's content."""
+        """Return the rest of the finished answer's content."""
         self._over = True
         given = "".join(self._given)
         return content[len(given) :] if content.startswith(given) else ""

@@ -39,7 +39,7 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedText:
-    """What the model said: `text` is what stands before the first call; all of it when there is none."""
+    """Text and tool calls of an answer: `text` ends before the first call."""
 
     text: str
     calls: tuple[ParsedCall, ...] = ()
@@ -59,7 +59,7 @@ async def aside(parser: Callable[..., T], text: str, *given: Any, **named: Any) 
 
 
 def format_of(chat_template: str) -> Format:
-    """The family that a chat template belongs to, `none` when it has no tools."""
+    """Return the family that a chat template belongs to, `none` when it has no tools."""
     if not re.search(r"\btools\b", chat_template):
         return "none"
     if "<function=" in chat_template:
@@ -80,7 +80,7 @@ MARKERS: dict[Format, tuple[str, ...]] = {
     "llama": ("<|python_tag|>", "{"),
     "none": (),
 }
-"""Where a tool call begins: text from the first of these on is not streamed before it is complete."""
+"""Beginnings of tool calls: text from the first of these on is not streamed before it is complete."""
 
 
 def parse(text: str, family: Format, tools: Tools = (), *, opened: bool = False) -> ParsedText:

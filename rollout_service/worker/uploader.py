@@ -84,7 +84,7 @@ class LeaseUpload:
 
     @property
     def whole(self) -> bool:
-        """Whether the last sample is stored: then the group has ended its lease by itself."""
+        """Return whether the last sample is stored: then the group has ended its lease by itself."""
         return self.stored >= self.samples
 
 
@@ -101,7 +101,7 @@ class UploadQueue:
 
     @property
     def episodes(self) -> int:
-        """How many episodes are finished and not yet acknowledged."""
+        """Number of episodes that are finished and not yet acknowledged."""
         return sum(
             len(lease.finished) + (len(lease.under_way.episodes) if lease.under_way else 0)
             for lease in self._leases.values()
@@ -114,11 +114,11 @@ class UploadQueue:
         return len(self._leases)
 
     def open(self, lease_id: str, group_id: str, samples: int) -> None:
-        """A lease for so many samples begins."""
+        """Begin a lease for so many samples."""
         self._leases[lease_id] = LeaseUpload(group_id, samples)
 
     def add(self, lease_id: str, sample: int, blob: bytes, now_s: float, routes: bytes | None = None) -> None:
-        """An episode is finished."""
+        """Add a finished episode."""
         if (lease := self._leases.get(lease_id)) is not None:
             if not lease.finished:
                 lease.since_s = now_s
@@ -128,13 +128,13 @@ class UploadQueue:
             lease.size_bytes += len(blob) + len(routes or b"")
 
     def fail(self, lease_id: str, reason: str, *, at_fault: bool = False) -> None:
-        """A sample of the lease will not come; `at_fault` where that is what its episode does."""
+        """Note that a sample of the lease will not come; `at_fault`: its episode itself failed."""
         if (lease := self._leases.get(lease_id)) is not None:
             lease.failure = reason
             lease.at_fault = lease.at_fault or at_fault
 
     def complete(self, lease_id: str) -> None:
-        """Nothing more will come for the lease: what there is goes at once."""
+        """Note that nothing more will come for the lease: its episodes go at once."""
         if (lease := self._leases.get(lease_id)) is not None:
             lease.complete = True
 
@@ -144,7 +144,7 @@ class UploadQueue:
         return len(lease.finished) if lease else 0
 
     def take(self, now_s: float) -> PutBatch | None:
-        """The next message that is due, if any; it is under way until `settled`."""
+        """Return the next message that is due, if any; it is under way until `settled`."""
         for lease_id, lease in self._leases.items():
             if (due_s := self._due_s(lease)) <= now_s and due_s < math.inf:
                 lease.under_way = self._batch(lease_id, lease)
@@ -157,7 +157,7 @@ class UploadQueue:
         return min((self._due_s(lease) for lease in self._leases.values()), default=math.inf)
 
     def settled(self, batch: PutBatch, stored: int = 0) -> None:
-        """A message was answered: so many of its episodes are stored, the others refused."""
+        """Note that a message was answered: so many of its episodes are stored, the others refused."""
         lease = self._leases.get(batch.lease_id)
         if lease is not None and lease.under_way is batch:
             lease.under_way = None
@@ -226,12 +226,12 @@ class Uploader:
         return not self._calls and not self.queue
 
     def add(self, lease_id: str, sample: int, blob: bytes, routes: bytes | None = None) -> None:
-        """An episode is finished; that of a lease that was lost is forgotten."""
+        """Add a finished episode; that of a lost lease is forgotten."""
         self.queue.add(lease_id, sample, blob, time.monotonic(), routes)
         self._wake.set()
 
     def complete(self, lease_id: str) -> None:
-        """Nothing more will come for the lease."""
+        """Note that nothing more will come for the lease."""
         self.queue.complete(lease_id)
         self._wake.set()
 
@@ -282,7 +282,7 @@ class Uploader:
         await asyncio.gather(*releases)
 
     async def _release(self, lease_id: str, lease: LeaseUpload, reason: str) -> None:
-        """Handing back early is a courtesy: a lease that nobody renews ends by itself."""
+        """Hand a lease back early. A failure is harmless: a lease that nobody renews ends by itself."""
         try:
             async with asyncio.timeout(min(RELEASE_LIMIT_S, self.flush_s)):
                 await self.buffer.call(Release(self.name, lease_id, reason, lease.at_fault))

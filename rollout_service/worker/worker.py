@@ -73,9 +73,9 @@ class WorkerTiming:
     (`areal_async.service.main.STOP_GRACE_S`)."""
 
     drain_s: float = 1.2
-    """How long a worker that was told to stop lets its episodes run."""
+    """Time for which a worker that was told to stop lets its episodes run."""
     flush_s: float = 1.0
-    """How long it may then take to send what has finished, and to hand leases back."""
+    """Time that it may then take to send finished episodes, and to hand leases back."""
     retry_pause_s: float = 0.5
     """Pause after a call that the buffer did not answer."""
     look_s: float = LOOK_S  # Between two looks at the engine's load
@@ -253,7 +253,7 @@ class Worker:
             self._wake_heart.set()
 
     def _lose(self, lease_id: str, reason: str) -> None:
-        """The lease is somebody else's now: end its episodes. Cancelling one aborts its requests."""
+        """End the episodes of a lease that is somebody else's now. Cancelling one aborts its requests."""
         lease = self.leases.pop(lease_id, None)
         if lease is None:
             return
@@ -265,7 +265,7 @@ class Worker:
             task.cancel()
 
     def _closed(self, lease_id: str) -> None:
-        """The uploader has sent all of a lease, or hands it back."""
+        """Forget a lease that the uploader has sent or hands back."""
         self.leases.pop(lease_id, None)
         self._on_progress()
 
@@ -335,7 +335,7 @@ class Worker:
             self.failures.check()
 
     def _on_progress(self) -> None:
-        """There may be room for more, or nothing left to do."""
+        """Wake the loops: there may be room for more, or nothing left to do."""
         self._wake_leasing.set()
         if self.draining or self._stopping:
             self._wake_drain.set()

@@ -78,7 +78,8 @@ single_turn.records_reward = lambda arguments: False  # type: ignore[attr-define
 
 
 def workflow_of(job: JobConfig) -> Workflow:
-    """The job's workflow. Raises `WorkflowError`, and what its tools, environment or verifier raise."""
+    """Return the job's workflow. Raises `WorkflowError`, and what its tools, environment or verifier
+    raise."""
     section = job.rollout
     return load_workflow(section.workflow, section.workflow_args, max_model_len=section.max_model_len)
 
@@ -86,8 +87,8 @@ def workflow_of(job: JobConfig) -> Workflow:
 def load_workflow(
     name: str, arguments: Mapping[str, Any] | None = None, *, max_model_len: int | None = None
 ) -> Workflow:
-    """The workflow called `name` (`areal_async.config.registry`) with its arguments. Runs the code of a
-    user's file.
+    """Return the workflow called `name` (`areal_async.config.registry`) with its arguments. Runs the code of
+    a user's file.
 
     Raises `WorkflowError`."""
     given = dict(arguments or {})

@@ -114,7 +114,7 @@ def _load(name: str) -> Agent:
 
 
 def environment_of(session: Session) -> dict[str, str]:
-    """Where clients look for the address and the key, beside this process's own variables."""
+    """Return this process's variables with the address and the key, as clients look for them."""
     # A proxy for the world outside must not be asked for this machine.
     direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), LOOPBACK, "::1", "localhost")))
     return {

@@ -53,7 +53,7 @@ _LAST_TOKENS = 64  # Tokens of a path that hold the tag which it ends with
 
 
 def call_seed(group_seed: int, sample: int, attempt: int, call: int) -> int:
-    """63 bits for one call of one episode, a function of its arguments alone."""
+    """Return 63 bits for one call of one episode, a function of its arguments alone."""
     digest = hashlib.blake2b(_SEED_PARTS.pack(group_seed, sample, attempt, call), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -157,18 +157,18 @@ class Context:
         return self.engines[self.policies[0]].render.tokenizer
 
     def agent(self, name: str, policy: str | None = None) -> int:
-        """The number of an agent for `agent=`, by its name; a new one speaks for `policy`, by default the
-        first. Of several policies each has an agent of its own name."""
+        """Return the number of an agent for `agent=`, by its name; a new one speaks for `policy`, by default
+        the first. Of several policies each has an agent of its own name."""
         return self.builder.agent(name, None if policy is None else self._number(policy))
 
     def _number(self, policy: str) -> int:
-        """The number of a policy. Raises ValueError where the job has none of that name."""
+        """Return the number of a policy. Raises ValueError if the job has none of that name."""
         if policy not in self.policies:
             raise ValueError(f"there is no policy {policy!r}; the job has {', '.join(self.policies)}")
         return self.policies.index(policy)
 
     def speaker(self, agent: int | None, policy: str | None) -> tuple[int, str]:
-        """The number of an agent, and its policy; either may be left out."""
+        """Return the number of an agent, and its policy; either may be left out."""
         if agent is None:
             agent = 0 if policy is None else self.builder.agent_of(self._number(policy))
         spoken_for = self.policies[self.builder.policy_of(agent)]
@@ -265,7 +265,7 @@ class Context:
         return max([self._cut_s, *(now_s - asked_s for asked_s in self._asked_s.values())])
 
     def drawn(self, sampling: Sampling) -> Sampling:
-        """How a call that asks for `sampling` is sampled in this episode."""
+        """Return the parameters of a call in this episode that asks for `sampling`."""
         greedily = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
         return msgspec.structs.replace(sampling, **greedily) if self.greedy else sampling
 
@@ -313,8 +313,8 @@ class Context:
         policy: str | None = None,
         parent: int | None = None,
     ) -> GenerateRequest:
-        """A request to the engine of a policy for this episode; `name` tells it from the episode's others.
-        `ids` begin with the path of the segment `parent`."""
+        """Return a request to the engine of a policy for this episode; `name` tells it from the episode's
+        others. `ids` begin with the path of the segment `parent`."""
         return GenerateRequest(
             f"{self.episode_id}/{self.lease_id}/{name}",
             ids,
@@ -412,9 +412,9 @@ class Context:
     # --- rewards and marks -----------------------------------------------------------------------------
 
     def reward(self, value: float, *, name: str = REWARD, segment: int | None = None) -> None:
-        """A reward that the workflow knows: of a segment, or of the whole episode under a name. The reward
-        called `reward` (without one, the sum over segments) is what the verifier `environment` scores the
-        episode with; other names are shown beside it. Raises ValueError for what is no finite number."""
+        """Record a reward that the workflow knows: of a segment, or of the whole episode under a name. The
+        reward called `reward` (without one, the sum over segments) is what the verifier `environment` scores
+        the episode with; other names are shown beside it. Raises ValueError for what is no finite number."""
         number = float(value)
         if not np.isfinite(number):
             raise ValueError(f"a reward is a finite number, not {value}")
@@ -434,16 +434,16 @@ class Context:
     # --- looking ---------------------------------------------------------------------------------------
 
     def room(self, segment: int) -> int:
-        """How many tokens may follow `segment` before the path is as long as the engine takes."""
+        """Return the number of tokens that may follow `segment` before the path has its greatest length."""
         limit = self.engines[self._policy[segment]].max_model_len or self.resources.max_model_len
         return max(0, limit - len(self._path(segment))) if limit is not None else 2**31 - 1
 
     def is_chat(self, segment: int) -> bool:
-        """Whether the path of `segment` began with messages."""
+        """Return whether the path of `segment` began with messages."""
         return segment in self._chats
 
     def as_user(self, text: str, segment: int) -> Prompt:
-        """`text` as what follows `segment`: a message of the user where the path is a chat."""
+        """Return `text` as a continuation of `segment`: a message of the user if the path is a chat."""
         return [{"role": "user", "content": text}] if self.is_chat(segment) else text
 
     def decoded(self, ids: Ids, policy: str | None = None) -> str:
@@ -494,14 +494,14 @@ class Context:
         return self._root(SegmentKind.PROMPT, chat.messages, chat, agent, turn, policy)
 
     def _prompt_text(self, prompt: Prompt | None, segment: int) -> str:
-        """What the model reads first, as text; a `prompt` that begins the path is remembered as such."""
+        """Return the first text that the model reads; a `prompt` that begins the path is remembered."""
         policy = self._policy[segment]
         known = self.engines[policy].render(prompt).text if prompt is not None else ""
         path = self._path(segment).tolist()
         return known or self.engines[policy].render.answers.text(path, whole=True)
 
     def _path(self, segment: int) -> Ids:
-        """The ids that the engine saw down to a segment, and those that it said in it."""
+        """Return the ids of the path down to a segment, its own included."""
         at, pieces = segment, []
         while isinstance(path := self._paths[at], tuple):
             at, ids = path

@@ -85,8 +85,8 @@ class World:
 def opening(
     prompt: str | Sequence[dict[str, Any]], observation: str, first: str = "{prompt}{observation}"
 ) -> str | list[dict[str, Any]]:
-    """The task's prompt with what the environment shows first: joined as `first` says; or, of a chat, in its
-    last message if that is the user's, else as a message of the user's own."""
+    """Return the task's prompt with the first observation: joined as `first` says; or, of a chat, in its last
+    message if that is the user's, else as a message of the user's own."""
     if isinstance(prompt, str):
         return first.format(prompt=prompt, observation=observation)
     if not observation:
@@ -99,7 +99,7 @@ def opening(
 
 
 def environment_mistakes(arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-    """What is wrong with `environment` and `environment_args` among `arguments`. Files are read elsewhere."""
+    """Yield mistakes in `environment` and `environment_args` of `arguments`. Files are read elsewhere."""
     name = arguments.get("environment")
     if name is not None and ".py:" not in name:
         given, field = arguments.get("environment_args", {}), f"{field}.environment"
@@ -107,7 +107,7 @@ def environment_mistakes(arguments: Mapping[str, Any], field: str) -> Iterator[M
 
 
 def check_format(text: str, *names: str) -> str:
-    """`text`, which `str.format` is to be given these names for. Raises ValueError."""
+    """Return `text` if `str.format` takes it with these names. Raises ValueError."""
     try:
         text.format(**dict.fromkeys(names, ""))
     except (KeyError, IndexError, ValueError, AttributeError):
@@ -133,16 +133,16 @@ class MultiTurn:
         reward: Literal["sum", "final"] = "sum"
         """The episode's reward: the sum of the turns' rewards, or that of the last turn."""
         first: str = "{prompt}{observation}"
-        """What the model sees first, where the task's prompt is text."""
+        """Format of the first text that the model sees, if the task's prompt is text."""
         turn: str = "{observation}"
-        """What it sees after each reply."""
+        """Format of the text that it sees after each reply."""
         stop: tuple[str, ...] = ()
         """Texts that end a reply, beside those of `rollout.sampling.stop`."""
         timeout_s: float = Field(default=30.0, gt=0)
         """Deadline of one call of the environment; past it the episode ends, and is scored
         `reward.on_fault.score` if an action brought that about."""
         rewritten: Rewritten = "root"
-        """Where the chat template renders earlier turns anew: begin a new root, or fail the episode."""
+        """If the chat template renders earlier turns anew: begin a new root, or fail the episode."""
 
         @field_validator("first", "turn")
         @classmethod

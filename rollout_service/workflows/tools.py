@@ -51,7 +51,8 @@ class BlockingCalls:
         self._places = asyncio.Semaphore(limit)
 
     async def __call__(self, function: Callable[..., T], *arguments: Any, timeout_s: float) -> T:
-        """`function(*arguments)`, with what it raises. Raises `CallTimeout` after `timeout_s` seconds."""
+        """Return `function(*arguments)`, or raise its error. Raises `CallTimeout` after `timeout_s`
+        seconds."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         try:
@@ -139,7 +140,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What a call gave. `error` says what went wrong, and is empty otherwise."""
+    """The result of a call. `error` says what went wrong, and is empty otherwise."""
 
     text: str
     error: str = ""
@@ -176,7 +177,7 @@ def tool(function: Callable[..., Any] | None = None, /, *, name: str = "", inlin
 
 
 def load_tools(names: Iterable[str]) -> dict[str, Tool]:
-    """Tools by their own names (`areal_async.config.registry`). Raises `ToolError`."""
+    """Return tools by their own names (`areal_async.config.registry`). Raises `ToolError`."""
     tools: dict[str, Tool] = {}
     for name in names:
         try:
@@ -227,7 +228,7 @@ async def run_tool(
 
 
 def cut(text: str, limit: int) -> str:
-    """The first `limit` characters of `text`, with a note where more are missing."""
+    """Return the first `limit` characters of `text`, with a note where more are missing."""
     return text if len(text) <= limit else f"{text[:limit]}… (cut: {limit} of {len(text)} characters)"
 
 

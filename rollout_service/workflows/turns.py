@@ -32,7 +32,7 @@ from areal_async.trajectory.layout import FinishReason
 
 Message = Mapping[str, Any]
 Rewritten = Literal["root", "error"]
-"""Where a template would change the past of a path: begin a new root, or fail."""
+"""If a template would change the past of a path: begin a new root, or fail."""
 
 
 class TurnError(ArealError):
@@ -185,7 +185,7 @@ Ids = npt.NDArray[np.int32]
 
 
 def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
-    """Whether a prompt is chat messages, not text nor ids."""
+    """Return whether a prompt is chat messages, not text nor ids."""
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
 
 
@@ -211,13 +211,13 @@ class Renderer:
         self._known: dict[tuple[str, str | bytes], Rendered] = {}
 
     def __call__(self, prompt: Prompt) -> Rendered:
-        """What begins a path: special tokens that the tokenizer puts first are there."""
+        """Return the beginning of a path, with the special tokens that the tokenizer puts first."""
         if not isinstance(prompt, str) and not is_chat(prompt):
             return Rendered(np.asarray(prompt, np.int32), "")
         return self._remembered("root", prompt)
 
     def following(self, text: str) -> Ids:
-        """Ids of text that goes on with a path: no special token is put before it."""
+        """Return the ids of text that continues a path: no special token is put before it."""
         return self._remembered("more", text).ids
 
     def _remembered(self, kind: str, prompt: Any) -> Rendered:
@@ -236,7 +236,7 @@ class Renderer:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What one call generated. `segment` is its place in the episode: the `parent` of what follows it."""
+    """The answer of one call. `segment` is its place in the episode, and the `parent` of a continuation."""
 
     segment: int
     token_ids: Ids

@@ -1,4 +1,4 @@
-"""Talking to an engine's server: JSON in and out, one session, typed errors; and the parts of an answer.
+"""The client of an engine's server: JSON in and out, one session, typed errors; and the parts of an answer.
 
 Each call ends in an answer or in one of three errors: `EngineLost` (no connection, or it broke, or no answer
 in time), `RequestError` (the server refused the request, in its own words), `EngineError` (it failed on it).
@@ -31,7 +31,7 @@ class VersionSpan(msgspec.Struct):
 
 
 def parse_tag(text: str) -> VersionTag:
-    """The tag that a server carries. Raises `EngineError` for a text that is no tag of ours."""
+    """Return the tag that a server carries. Raises `EngineError` for a text that is no tag of ours."""
     try:
         return VersionTag.parse(text)
     except ValueError:
@@ -43,8 +43,8 @@ def parse_tag(text: str) -> VersionTag:
 def stamp(
     n_units: int, spans: Sequence[VersionSpan], tag_of: Callable[[str], VersionTag] = parse_tag
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """(versions i32[n], epochs i32[n]) of the units. Raises `EngineError` unless the spans, in order, cover
-    each unit exactly once: a unit without a version could be trained at a wrong staleness."""
+    """Return versions and epochs of the units, i32[n] each. Raises `EngineError` unless the spans, in order,
+    cover each unit exactly once: a unit without a version could be trained at a wrong staleness."""
     versions, epochs = np.empty(n_units, np.int32), np.empty(n_units, np.int32)
     at = 0
     for span in spans:
@@ -102,7 +102,7 @@ class ServerProblem(msgspec.Struct):
 
 
 class StreamFailure(msgspec.Struct):
-    """What a server sends in the middle of a stream, of which the status was 200."""
+    """An error in the middle of a stream that began with status 200."""
 
     error: ServerProblem
 
@@ -127,7 +127,8 @@ class ServerClient:
     async def request(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = CONTROL_TIMEOUT_S
     ) -> tuple[int, bytes]:
-        """Status and body, whatever the status. `timeout_s` None waits as long as the connection lives.
+        """Return status and body, whatever the status. `timeout_s` None waits as long as the connection
+        lives.
 
         Raises `EngineLost`."""
         data = None if body is None else _encoder.encode(body)
@@ -139,13 +140,13 @@ class ServerClient:
     async def post(
         self, path: str, body: Any, answer: type[T], *, timeout_s: float | None = CONTROL_TIMEOUT_S
     ) -> T:
-        """The answer to a POST, decoded. Raises `EngineLost`, `RequestError` for 4xx, `EngineError` for the
-        rest."""
+        """POST `body` and return the answer, decoded. Raises `EngineLost`, `RequestError` for 4xx,
+        `EngineError` for the rest."""
         status, content = await self.request("POST", path, body, timeout_s=timeout_s)
         return self._decoded(path, status, content, answer)
 
     async def get(self, path: str, answer: type[T], *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> T:
-        """The answer to a GET, decoded. Raises as `post`."""
+        """GET `path` and return the answer, decoded. Raises as `post`."""
         status, content = await self.request("GET", path, timeout_s=timeout_s)
         return self._decoded(path, status, content, answer)
 
@@ -171,7 +172,7 @@ class ServerClient:
             raise EngineLost(f"{self.name} broke off its answer to {path}")
 
     async def serves(self, path: str, *, timeout_s: float = 5.0) -> bool:
-        """Whether a GET of `path` answers 200."""
+        """Return whether a GET of `path` answers 200."""
         try:
             status, _ = await self.request("GET", path, timeout_s=timeout_s)
         except EngineLost:
@@ -219,7 +220,7 @@ class ServerClient:
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of each server-sent event in a body that comes in pieces of any size."""
+    """Yield the data of each server-sent event in a body that comes in pieces of any size."""
     rest = b""
     async for chunk in chunks:
         *whole, rest = (rest + chunk).split(b"\n\n")
@@ -228,7 +229,7 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def words(content: bytes) -> str:
-    """The message in an error body of a server, else its beginning."""
+    """Return the message in an error body of a server, else its beginning."""
     text = content.decode(errors="replace")
     try:
         value = msgspec.json.decode(content)

@@ -209,7 +209,7 @@ class HttpEngine:
         self._layout: Layout = {}
         self._served: Directory | None = None
         self._was_served: deque[VersionTag] = deque(maxlen=MAX_CACHED_VERSIONS)
-        """What this start of the server has served, the newest last."""
+        """Versions that this start of the server has served, the newest last."""
         self._paused = self._stopping = False
         self._lost: EngineLost | None = None
         self._load = ServerLoad()
@@ -348,9 +348,9 @@ class HttpEngine:
     # --- requests ------------------------------------------------------------------------------------
 
     def _cache_of(self, request: GenerateRequest) -> VersionTag:
-        """The version under which the prefixes of a request are cached: the one served, or in mode `session`
-        the one that its session began under. Where this start of the server has not served that, it is the
-        first one after it: the session's prefix is computed once more, not again at each update."""
+        """Return the version under which the prefixes of a request are cached: the one served, or in mode
+        `session` the one that its session began under. Where this start of the server has not served that, it
+        is the first one after it: the session's prefix is computed once more, not again at each update."""
         if self._settings.update_mode == "session" and request.began is not None:
             epoch, version = request.began
             began = VersionTag(self.version.policy, epoch, version)
@@ -360,7 +360,7 @@ class HttpEngine:
     def _routed(
         self, result: GenerateResult, said: Any, request: GenerateRequest, prompt: int
     ) -> GenerateResult:
-        """The result with its routes, where they are wanted and the answer has them."""
+        """Return the result with its routes, if they are wanted and the answer has them."""
         mixture, start = self._settings.mixture, request.routes_from
         found = None if mixture is None or start is None else self._adapter.expert_ids(said)
         if found is None or mixture is None or start is None:
@@ -391,7 +391,7 @@ class HttpEngine:
     # --- the server ----------------------------------------------------------------------------------
 
     async def _connect(self, weights: Directory) -> _Server:
-        """A server that answers: the attached one, or one that is started."""
+        """Return a server that answers: the attached one, or one that is started."""
         adapter, settings, process = self._adapter, self._settings, None
         if settings.python is None:
             # Another client may have left it paused: then it is not ready, but it is there.

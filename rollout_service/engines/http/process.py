@@ -42,8 +42,8 @@ UNAUTHORIZED = 401
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now. The server binds it some seconds later: should another be
-    faster, it ends, and is started again with another port."""
+    """Return a loopback port that nobody listens on now. The server binds it some seconds later: should
+    another be faster, it ends, and is started again with another port."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
@@ -64,7 +64,7 @@ class ServerProcess(ChildProcess):
             raise EngineError(f"{name} cannot be started: {error}") from error
 
     def tail(self) -> str:
-        """The last lines that this server wrote."""
+        """Return the last lines that this server wrote."""
         return "\n".join(self.written().splitlines()[-TAIL_LINES:])
 
     def written(self) -> str:
@@ -141,9 +141,9 @@ async def started(
     settings: ServerSettings,
     path: str,
 ) -> tuple[ServerProcess, ServerClient]:
-    """A server that was started with `argv(port)` (`python … -m MODULE …`) and answers `path` with 200, but
-    nobody without the key that it was given. Raises `EngineError` for one that ends before it serves, does
-    not serve in time or answers strangers; nothing is left of it then."""
+    """Return a server that was started with `argv(port)` (`python … -m MODULE …`) and answers `path` with
+    200, but nobody without the key that it was given. Raises `EngineError` for one that ends before it
+    serves, does not serve in time or answers strangers; nothing is left of it then."""
     for attempt in range(1, STARTS + 1):
         port, key = free_port(), settings.key or secrets.token_hex(32)
         command = list(argv(port))
@@ -175,8 +175,8 @@ async def started(
 
 
 async def attached(name: str, settings: ServerSettings, *, path: str) -> ServerClient:
-    """The server at `settings.url`, once it answers `path` with 200. Raises `EngineError` when it does not
-    in time."""
+    """Return the server at `settings.url`, once it answers `path` with 200. Raises `EngineError` when it does
+    not in time."""
     assert settings.url is not None
     client = ServerClient(f"{name} at {settings.url}", settings.url, key=settings.key)
     try:

@@ -89,7 +89,7 @@ class EngineCore:
     # --- requests ------------------------------------------------------------------------------------
 
     def checked(self, request: GenerateRequest) -> GenerateRequest:
-        """The request with its prompt as an int32 array. Raises `RequestError` for one that cannot be
+        """Return the request with its prompt as an int32 array. Raises `RequestError` for one that cannot be
         served. Safe on any thread."""
         check_sampling(request.sampling)
         prompt = request.prompt_ids
@@ -141,8 +141,8 @@ class EngineCore:
         return [Finished(request.request_id, error) for request in active if request is not None]
 
     def grown(self, told: dict[str, int]) -> list[tuple[str, Ids]]:
-        """What requests being computed have sampled beyond so many units, by request id. `told` then counts
-        that too."""
+        """Return the units that requests have sampled beyond those counted in `told`, by request id, and
+        count them there."""
         pieces = []
         for slot in self._active.tolist():
             request = self._table.requests[slot]
@@ -239,7 +239,7 @@ class EngineCore:
             self._table.went(slots, start, n, by_row.cpu().numpy()[source])
 
     def _hidden(self, ids: Slots, position: Slots, longest: int) -> Tensor:
-        """Last hidden states `[n, 1, E]` of one new unit of each of rows 0 … n-1."""
+        """Return the last hidden states `[n, 1, E]` of one new unit of each of rows 0 … n-1."""
         if self._graphs is not None:
             return self._graphs.hidden(ids, position, longest)
         device = self.model.device
@@ -318,15 +318,16 @@ class EngineCore:
 
 
 def _distinct(sequences: Sequence[Ids]) -> tuple[list[Ids], Slots]:
-    """The distinct ones among sequences, as they first occur, and for each sequence which of them it is."""
+    """Return the distinct sequences in the order of their first occurrence, and the index of each sequence
+    among them."""
     index: dict[bytes, int] = {}
     source = [index.setdefault(ids.tobytes(), len(index)) for ids in sequences]
     return [np.frombuffer(ids, np.int32) for ids in index], np.array(source, np.int64)
 
 
 def _budget(sequences: Sequence[Any], most_tokens: int) -> int:
-    """How many sequences, in this order, fit one prefill pass when the distinct ones are padded to the
-    longest; at least one."""
+    """Return the number of sequences, in this order, that fit one prefill pass when the distinct ones are
+    padded to the longest; at least one."""
     seen: set[bytes] = set()
     longest = 0
     for count, ids in enumerate(sequences):

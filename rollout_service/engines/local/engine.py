@@ -285,7 +285,7 @@ class LocalEngine:
             self._computing = computing
 
     def _commands(self) -> list[Callable[[], None]]:
-        """What was posted; waits for something to do."""
+        """Return the posted commands; waits for something to do."""
         with self._wake:
             if not self._inbox and not self._stopping:
                 core = self._core

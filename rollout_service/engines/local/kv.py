@@ -52,7 +52,7 @@ class SlotKV:
         self.length = grown
 
     def layer(self, index: int, key_BKTD: Tensor, value_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each `[rows, K, length, D]`."""
+        """Return keys and values of a layer, each `[rows, K, length, D]`."""
         if index not in self.keys:
             for side, like in ((self.keys, key_BKTD), (self.values, value_BKTD)):
                 # Zeros, not empty: a masked position is multiplied by 0, and 0 times NaN is NaN.
@@ -141,7 +141,7 @@ class Decode:
 
 
 Slots = Prefill | Decode
-"""What one forward pass does with the cache; `attend` gives attention output `[B, T, H, D]`."""
+"""Use of the cache by one forward pass; `attend` gives attention output `[B, T, H, D]`."""
 
 
 def round_up(length: int) -> int:

@@ -58,20 +58,21 @@ class LocalModel:
         self._head: Any = model.get_output_embeddings()
         self._tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self.experts: list[Tensor] = []
-        """Of the last pass over n tokens, padding included: i64 [n, K] of each layer of experts."""
+        """Experts of the last pass over n tokens, padding included: i64 [n, K] of each layer with experts."""
         self.mixture = mixture if mixture is not None and self._watched() else None
-        """What the model is made of, where `experts` are known."""
+        """The model's mixture, if `experts` are known."""
         self._shapes: Mapping[str, tuple[int, ...]] = {}
         self._storage: Mapping[str, Storage] = {}  # Of snapshots with tensors of these shapes
 
     def hidden(self, ids_BT: Tensor, position_BT: Tensor, slots: Slots) -> Tensor:
-        """Last hidden states `[B, T, E]` of a pass that reads and writes the cache through `slots`."""
+        """Return the last hidden states `[B, T, E]` of a pass that reads and writes the cache through
+        `slots`."""
         self.experts = []
         out = self._decoder(input_ids=ids_BT, position_ids=position_BT, use_cache=False, slots=slots)
         return cast(Tensor, out.last_hidden_state)
 
     def _watched(self) -> bool:
-        """Have the routers leave what they choose, where that is understood."""
+        """Have the routers leave their choices, if their kind is known; return whether it is."""
         routers, config = routers_of(self.model), self.model.config.get_text_config()
         kinds = {type(router): router for router in routers}
         if not routers or any(tried(router, config) is None for router in kinds.values()):

@@ -44,7 +44,7 @@ class Draw:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in (0, 1) per row, a pure function of (seed, counter).
+    """Return one number in (0, 1) per row, a pure function of (seed, counter).
 
     SplitMix64 (Steele, Lea, Flood 2014) over a mix of the two; the upper 32 bits, centred in their cell, so
     that neither 0 nor 1 can come out.
@@ -60,7 +60,7 @@ def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def draw(logits_NV: Tensor, how: Draw) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Ids and log-probs, one per row of `logits_NV` (float32, any device).
+    """Return ids and log-probs, one per row of `logits_NV` (float32, any device).
 
     A row with temperature 0 takes the argmax, and its log-prob is that of softmax(logits): the drawn
     distribution is a point, about which there is nothing to say. Any other row draws by inverse CDF from
@@ -95,7 +95,8 @@ def _inverse_cdf(logprobs_NV: Tensor, uniform: npt.NDArray[np.float64]) -> Tenso
 
 
 def _truncate(logits_NV: Tensor, how: Draw, rows: npt.NDArray[np.int64]) -> Tensor:
-    """`logits_NV` with -inf where top-k or top-p exclude an id, in the given rows; ties go to lower ids."""
+    """Return `logits_NV` with -inf for ids that top-k or top-p exclude, in the given rows; ties go to lower
+    ids."""
     index = torch.from_numpy(rows).to(logits_NV.device)
     top_k = torch.from_numpy(how.top_k[rows]).to(logits_NV.device)[:, None]
     top_p = torch.from_numpy(how.top_p[rows]).to(logits_NV.device)[:, None]
@@ -117,7 +118,7 @@ class RequestTable:
     """State of up to `slots` requests of at most `max_model_len` tokens each."""
 
     def __init__(self, slots: int, max_model_len: int, mixture: Mixture | None = None) -> None:
-        """Of a `mixture` the table has routes too."""
+        """The table has routes too if it is given a `mixture`."""
         self.max_model_len = max_model_len
         self.requests: list[GenerateRequest | None] = [None] * slots
         self.free = list(range(slots - 1, -1, -1))
@@ -130,7 +131,7 @@ class RequestTable:
         self._mixture = mixture
         width = 0 if mixture is None else len(mixture.layers) * mixture.chosen
         self.routes = np.empty((slots, max_model_len, width), route_type(mixture.experts if mixture else 1))
-        """Of each token those of the pass that fed it first; the newest was not fed yet."""
+        """Routes of each token in the pass that fed it first; the newest was not fed yet."""
         self.length = np.zeros(slots, np.int64)
         """Tokens known. The newest is not in the KV cache yet: position length - 1 is the next to compute."""
         self.prompt_len = np.zeros(slots, np.int64)
@@ -162,7 +163,7 @@ class RequestTable:
         self.free.append(slot)
 
     def next_input(self, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The newest token of each slot and its position."""
+        """Return the newest token of each slot and its position."""
         position = self.length[slots] - 1
         return self.ids[slots, position].astype(np.int64), position
 
@@ -186,15 +187,15 @@ class RequestTable:
         self.length[slots] = at + 1
 
     def went(self, slots: Slots, start: Slots, n: Slots, experts: npt.NDArray[np.int64]) -> None:
-        """Tokens `start` to `start + n` of each slot went to `experts` [slots, T, L, K], of which the first
-        `n` count."""
+        """Note that tokens `start` to `start + n` of each slot went to `experts` [slots, T, L, K], of which
+        the first `n` count."""
         if self._mixture is None:
             return
         for slot, begin, count, found in zip(slots, start, n, experts, strict=True):
             self.routes[slot, begin : begin + count] = stored_routes(found[:count], self._mixture.experts)
 
     def tail(self, slot: int, count: int) -> list[int]:
-        """The newest `count` sampled ids, or as many as there are."""
+        """Return the newest `count` sampled ids, or as many as there are."""
         end = int(self.length[slot])
         start = max(int(self.prompt_len[slot]), end - count)
         return list(self.ids[slot, start:end].tolist())

@@ -1,4 +1,4 @@
-"""What is said to an SGLang server and what its answers mean; and `probe`, which finds out what it offers.
+"""Requests to an SGLang server and the reading of its answers; and `probe`, which checks its features.
 
 Each error of the probe names what is missing and what to do.
 """
@@ -140,7 +140,8 @@ class SglangStream:
 
 
 def parse(answer: Generated, logprobs_of: LogprobsOf) -> GenerateResult:
-    """What was sampled. Raises `EngineError` for an answer that does not account for each of its units."""
+    """Return the sampled units. Raises `EngineError` for an answer that does not account for each of its
+    units."""
     meta, ids = answer.meta_info, answer.output_ids
     reason = meta.finish_reason.type if meta.finish_reason is not None else None
     units = [(i, math.nan if p is None else p) for p, i, _ in meta.output_token_logprobs or []]
@@ -160,8 +161,8 @@ def parse(answer: Generated, logprobs_of: LogprobsOf) -> GenerateResult:
 
 
 def expert_ids(answer: Generated, mixture: Mixture, layers: int) -> NDArray[np.int32] | None:
-    """i32 [tokens, layers, experts] of an answer that has them. A model's layers without experts have a place
-    too. Raises `EngineError`."""
+    """Return i32 [tokens, layers, experts] of an answer that has them. A model's layers without experts have
+    a place too. Raises `EngineError`."""
     said = answer.meta_info.routed_experts
     if said is None:
         return None
@@ -172,7 +173,7 @@ def expert_ids(answer: Generated, mixture: Mixture, layers: int) -> NDArray[np.i
 
 
 def logprobs_of(sampling: Sampling) -> LogprobsOf:
-    """What the log-probs are of: the temperature is in them, and no top-k or top-p."""
+    """Return the distribution of the log-probs: the temperature is in them, and no top-k or top-p."""
     truncated = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
     return "temperature" if truncated else "sampled"
 
@@ -184,7 +185,7 @@ RELEASES = frozenset({"0.5.23"})
 """Releases whose endpoints, pause modes and behaviour are verified. Another may count versions or keep a
 cache in another way, which nothing but its tests would show."""
 PAUSE_MODES: dict[UpdateMode, str] = {"recompute": "retract", "keep": "in_place", "session": "in_place"}
-"""What the server calls a pause for each update mode."""
+"""The server's name of a pause for each update mode."""
 COLD = 0.5  # Temperature of the probe of log-probs
 RATIO_TOLERANCE = 0.02
 FIX = "Run `make engines`, or name a supported server in rollout.server.environment or rollout.server.urls"
@@ -222,7 +223,8 @@ async def probe(
     dtype: str,
     routes: bool = False,
 ) -> SglangInfo:
-    """Raises `EngineError` for a server that cannot do what the engine promises."""
+    """Check a server and return its information. Raises `EngineError` for a server that cannot do all that
+    the engine promises."""
     told = await client.get("/server_info", dict[str, Any])
     info = msgspec.convert(told, SglangInfo)
     if info.version not in RELEASES:

@@ -82,7 +82,7 @@ ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Its import path: on a CPU vLLM takes its short name for another."""
 INSIDE = Path(__file__).with_name("inside")
 EXTENSION = "areal_vllm_cpu.CpuReload"
-"""What is added to the server's worker on a CPU; its module lies in `INSIDE`."""
+"""Class that is mixed into the server's worker on a CPU; its module lies in `INSIDE`."""
 SEVERAL_RANKS = {"tensor-parallel-size", "pipeline-parallel-size"}  # Flags with which one process does not do
 
 
@@ -280,7 +280,7 @@ class VllmAdapter(ServerAdapter):
             raise EngineError("the server did not take the name of its weights")
 
     def _tidy(self) -> None:
-        """What was made for a load is in the server's memory by now."""
+        """Remove the files that were made for a load: the server has read them."""
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
@@ -295,8 +295,8 @@ async def _control(
 
 
 def parse_load(text: str) -> ServerLoad:
-    """The load in a server's `/metrics`, summed over its engines; the KV's share (the server's name for it
-    says per cent) is that of the fullest. What is not there is 0."""
+    """Return the load in a server's `/metrics`, summed over its engines; the KV's share (the server's name
+    for it says per cent) is that of the fullest. What is not there is 0."""
     values: dict[str, list[float]] = {WAITING: [], KV_USED: [], GENERATED: []}
     for line in text.splitlines():
         name, _, rest = line.partition("{")

@@ -1,4 +1,4 @@
-"""What is said to a vLLM server and what its answers mean; and `probe`, which finds out what it offers.
+"""Requests to a vLLM server and the reading of its answers; and `probe`, which checks its features.
 
 The server takes ids and gives ids, of each the log-prob, and the spans of the answer that were sampled under
 one label of the weights. Labels are this engine's own: `label` makes them, `tag_of` reads them back.
@@ -125,20 +125,20 @@ def generate_body(
 
 
 def server_seed(seed: int) -> int:
-    """A seed the server takes: -1 would mean none, and a CPU's generator looks at 32 bits only, so all 64 are
-    folded into those."""
+    """Return a seed that the server takes: -1 would mean none, and a CPU's generator looks at 32 bits only,
+    so all 64 are folded into those."""
     seed &= 0xFFFF_FFFF_FFFF_FFFF
     return (seed ^ (seed >> 32)) & 0xFFFF_FFFF
 
 
 def label(tag: VersionTag, owner: str) -> str:
-    """What the server is told to call the weights. `owner` is of one start of one engine: nobody else's
+    """Return the server's name for the weights. `owner` belongs to one start of one engine: nobody else's
     update, and no restart of the server, can pass for this one's. A cache salt may have no `/` and no `@`."""
     return f"{tag.label}.{owner}"
 
 
 def tag_of(text: str, owner: str) -> VersionTag:
-    """The inverse of `label`. Raises `EngineLost`: whose weights these are is not known."""
+    """Return the tag of a label. Raises `EngineLost`: whose weights these are is not known."""
     tag, _, whose = text.partition(".")
     if whose != owner:
         raise EngineLost(
@@ -184,7 +184,7 @@ ENDPOINTS = {
     ),
     "--enable-scale-out": ("/inference/v1/generate",),
 }
-"""What is used, by what switches it on."""
+"""Endpoints that are used, by the option that switches them on."""
 INFO_TIMEOUT_S = 120.0  # The server describes its whole machine, once
 
 
@@ -221,7 +221,7 @@ class Config(msgspec.Struct):
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The values of those of the flags `Vllm.stale_flags` that the server tells."""
+        """Values of the flags in `Vllm.stale_flags`, as far as the server tells them."""
         uva, prefetch = (self.offload_config.get(name) or {} for name in ("uva", "prefetch"))
         # What `--kv-offloading-size` makes of it finds KV by hashes that have the salt in them.
         connector = None if self.cache_config.get("kv_offloading_size") else self.kv_transfer_config
@@ -238,7 +238,7 @@ class Checksums(msgspec.Struct):
 
 
 async def probe(client: ServerClient, *, max_model_len: int, tied: bool) -> str:
-    """The server's release. `tied` says that the model's output layer is its embedding.
+    """Check a server and return its release. `tied` says that the model's output layer is its embedding.
 
     Raises `EngineError`, which says what is missing and with which flag or variable it is there."""
     release = (await client.get("/version", VllmRelease)).version
