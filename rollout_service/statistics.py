@@ -90,25 +90,18 @@ def per_task(samples: Sequence[ScoredSample]) -> Floats:
     """f64 [T, 3]: mean, best and maj of each task, in the order of the tasks' numbers."""
     if not samples:
         raise ValueError("statistics need at least one scored sample")
-    ordered = sorted(samples, key=lambda one: (one.task, one.sample))
-    score = np.array([one.score for one in ordered], np.float64)
-    _, task = np.unique([one.task for one in ordered], return_inverse=True)
-    n_tasks = int(task[-1]) + 1
-    _, answer = np.unique([one.answer for one in ordered], return_inverse=True)
-    mean = np.bincount(task, score) / np.bincount(task)
-    best = np.full(n_tasks, -np.inf)
-    np.maximum.at(best, task, score)
-    # Each distinct answer of each task: when it first came, how often it was given, its mean score.
-    n_answers = int(answer.max()) + 1
-    key, first, of_sample, count = np.unique(
-        task * n_answers + answer, return_index=True, return_inverse=True, return_counts=True
-    )
-    answer_score = np.bincount(of_sample, score) / count
-    owner = key // n_answers
-    # Within a task the most frequent comes first, among equals the one that came first.
-    ranked = np.lexsort((first, -count, owner))
-    leads = np.r_[True, np.diff(owner[ranked]) != 0]
-    return np.stack([mean, best, answer_score[ranked[leads]]], axis=1)
+    tasks: dict[int, list[ScoredSample]] = {}
+    for one in sorted(samples, key=lambda one: (one.task, one.sample)):
+        tasks.setdefault(one.task, []).append(one)
+    rows = []
+    for own in tasks.values():
+        answers: dict[str, list[float]] = {}
+        for one in own:
+            answers.setdefault(one.answer, []).append(one.score)
+        most = max(answers.values(), key=len)  # Among equally frequent answers the one that came first
+        scores = [one.score for one in own]
+        rows.append((np.mean(scores), max(scores), np.mean(most)))
+    return np.array(rows, np.float64)
 
 
 def intervals(columns: Floats, *, seed: int, resamples: int = RESAMPLES) -> tuple[Floats, Floats]:

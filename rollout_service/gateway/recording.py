@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -27,7 +28,7 @@ from areal_async.rpc.gateway_messages import (
     SampleRefused,
 )
 from areal_async.rpc.server import Answer
-from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
+from areal_async.trajectory import EpisodeBuilder, SegmentKind
 from rollout_service import metrics
 from rollout_service.engines.base import (
     DeadlinePassed,
@@ -68,8 +69,7 @@ class _OpenCall:
 
     asked: Sample
     ids: Ids
-    samplings: Sequence[Sampling]
-    requests: dict[int, GenerateRequest] = field(default_factory=dict)
+    requests: Sequence[GenerateRequest]
     results: Sequence[GenerateResult] = ()
     work: asyncio.Future[list[GenerateResult]] | None = None
     more: asyncio.Event = field(default_factory=asyncio.Event)
@@ -116,11 +116,6 @@ class Session:
         """Calls recorded in the episode."""
         return self._record.calls
 
-    @property
-    def running(self) -> int:
-        """Answers that are made, or on their way to the agent."""
-        return sum(call.asked.n for call in self.open.values())
-
     def opening(self, forget: Sequence[int] = ()) -> OpenSession:
         sampling = {policy: each.sampling for policy, each in self._episode.engines.items()}
         return OpenSession(self.digest, self._record.episode, sampling, list(forget))
@@ -137,10 +132,8 @@ class Session:
 
     def check_whole(self) -> None:
         """Raises `GatewayError` when an answer that the agent was sent may not be in the episode."""
-        if self.broken is not None:
-            raise GatewayError(
-                f"an answer to the agent could not be recorded: {self.broken}"
-            ) from self.broken
+        if (broken := self.broken) is not None:
+            raise GatewayError(f"an answer to the agent could not be recorded: {broken}") from broken
 
     # --- a call --------------------------------------------------------------------------------------
 
@@ -148,8 +141,10 @@ class Session:
         """Return the engine's answers to a call, or the reason why there are none."""
         if self._ended:
             return SampleRefused(401, ENDED, "invalid_api_key")
-        call = self.open[asked.call] = _OpenCall(asked, ids, self._samplings(asked))
-        call.work = asyncio.ensure_future(every([self._one(call, i) for i in range(asked.n)]))
+        call = self.open[asked.call] = _OpenCall(asked, ids, self._requests(asked, ids))
+        tells = [partial(call.tell, i) if asked.stream else None for i in range(asked.n)]
+        asks = [self._episode.ask(asked.policy, *each) for each in zip(call.requests, tells, strict=True)]
+        call.work = asyncio.ensure_future(every(asks))
         try:
             results = call.results = await call.work
         except asyncio.CancelledError:
@@ -170,24 +165,21 @@ class Session:
         self.open.pop(asked.call, None)
         return refused
 
-    async def _one(self, call: _OpenCall, index: int) -> GenerateResult:
-        number, self._record.requests = self._record.requests, self._record.requests + 1
-        policy = call.asked.policy
-        gone_on_with = self._record.segments.get(call.asked.parent) if call.asked.parent else None
-        parent = gone_on_with[0] if gone_on_with else None
-        request = self._episode.request(f"gateway-{number}", call.ids, call.samplings[index], policy, parent)
-        call.requests[index] = request
-        tell = (lambda ids: call.tell(index, ids)) if call.asked.stream else None
-        return await self._episode.ask(policy, request, tell)
-
-    def _samplings(self, asked: Sample) -> list[Sampling]:
+    def _requests(self, asked: Sample, ids: Ids) -> list[GenerateRequest]:
         episode, number = self._episode, CALLS_FROM + self._record.requests
         if asked.seed is not None:
             # The episode's own seed stays part of it: the samples of a group must differ.
             number = (1 << 63) + asked.seed % (1 << 63)
         base = call_seed(episode.seed, episode.sample, episode.attempt, number)
         seeds = (call_seed(base, choice, 0, 0) for choice in range(asked.n))
-        return [msgspec.structs.replace(episode.drawn(asked.sampling), seed=seed) for seed in seeds]
+        first, self._record.requests = self._record.requests, self._record.requests + asked.n
+        parent = self._record.segments[asked.parent][0] if asked.parent in self._record.segments else None
+        requests = []
+        for index, seed in enumerate(seeds):
+            sampling = msgspec.structs.replace(episode.drawn(asked.sampling), seed=seed)
+            name = f"gateway-{first + index}"
+            requests.append(episode.request(name, ids, sampling, asked.policy, parent))
+        return requests
 
     def drop(self, number: int) -> None:
         """Forget a call, and abort what is still sampled for it."""
@@ -228,9 +220,8 @@ class Session:
                 record.roots[asked.root] += 1
                 metrics.GATEWAY_ROOTS.labels(asked.root).inc()
         for index, result in enumerate(call.results):
-            segment = self._episode.answered(
-                call.requests[index], result, parent=prompt, agent=agent, turn=depth
-            )
+            request = call.requests[index]
+            segment = self._episode.answered(request, result, parent=prompt, agent=agent, turn=depth)
             record.segments[asked.call, index] = (segment, depth + 1)
             builder.text(response=sent.responses[index])
             metrics.GATEWAY_TOKENS.inc(len(result.token_ids))

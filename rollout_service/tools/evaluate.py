@@ -9,8 +9,9 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import msgspec
 from rich.console import Console, Group
@@ -36,36 +37,32 @@ from rollout_service.tools.serving import ModelFolder, lone_evaluator, target_of
 from rollout_service.workflows import workflow_of
 
 
-class AnswerFile:
-    """The answers as JSON lines, in the order in which they were judged."""
+def answers_file(path: Path) -> IO[bytes]:
+    """Create the file for the answers. Raises `ConfigError` if it exists already, or cannot be written."""
+    try:
+        return path.open("xb")
+    except OSError as error:
+        mistake = Mistake("--out", f"{path} cannot be written: {error.strerror}", "Name a new file")
+        raise ConfigError("the command line", [mistake]) from error
 
-    def __init__(self, path: Path) -> None:
-        """Raises `ConfigError` where the file is there already, or cannot be written."""
-        try:
-            self._file = path.open("xb")
-        except OSError as error:
-            mistake = Mistake("--out", f"{path} cannot be written: {error.strerror}", "Name a new file")
-            raise ConfigError("the command line", [mistake]) from error
 
-    def write(self, task: Task, sample: int, given: RewardInput, verdict: Verdict) -> None:
-        score = verdict if isinstance(verdict, Score) else None
-        line = {
-            "task_id": task.task_id,
-            "data_source": task.data_source,
-            "sample": sample,
-            "prompt": given.prompt,
-            "response": given.response,
-            "ground_truth": given.ground_truth,
-            "reward": score.value if score else None,
-            "rewards": score.components if score else {},
-            "verdict": kind_of(verdict),
-            "message": message_of(verdict),
-            "truncated": given.truncated,
-        }
-        self._file.write(msgspec.json.encode(line, enc_hook=str) + b"\n")
-
-    def close(self) -> None:
-        self._file.close()
+def line_of(task: Task, sample: int, given: RewardInput, verdict: Verdict) -> bytes:
+    """Return an answer as a line of JSON."""
+    score = verdict if isinstance(verdict, Score) else None
+    line = {
+        "task_id": task.task_id,
+        "data_source": task.data_source,
+        "sample": sample,
+        "prompt": given.prompt,
+        "response": given.response,
+        "ground_truth": given.ground_truth,
+        "reward": score.value if score else None,
+        "rewards": score.components if score else {},
+        "verdict": kind_of(verdict),
+        "message": message_of(verdict),
+        "truncated": given.truncated,
+    }
+    return msgspec.json.encode(line, enc_hook=str) + b"\n"
 
 
 def main(request: EvaluateRequest) -> None:
@@ -80,21 +77,20 @@ def main(request: EvaluateRequest) -> None:
         if request.reward is not None:
             target.content.pop("reward", None)
             sections["reward"] = {"name": request.reward}
-        out = AnswerFile(Path(request.out)) if request.out is not None else None
-        try:
-            with lone_evaluator(target, request, sections, tasks=tasks) as ctx:
-                begun_s = time.monotonic()
-                done = asyncio.run(evaluated(ctx, target.model, request.limit, out))
-                wall_s = time.monotonic() - begun_s
-        finally:
-            if out is not None:
-                out.close()
+        answers: AbstractContextManager[IO[bytes] | None] = nullcontext()
+        if request.out is not None:
+            answers = answers_file(Path(request.out))
+        with answers as out, lone_evaluator(target, request, sections, tasks=tasks) as ctx:
+            begun_s = time.monotonic()
+            done = asyncio.run(evaluated(ctx, target.model, request.limit, out))
+            wall_s = time.monotonic() - begun_s
     samples = ctx.job.evaluation.samples
     if request.as_json:
         known = {"target": target.said, "data": str(tasks), "reward": ctx.job.reward.name, "samples": samples}
         sampling = ctx.job.evaluation_sampling
         known |= {"temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens}
-        print_json(known | figures_of(done) | {"wall_s": round(wall_s, 2)})
+        figures = done.figures()
+        print_json(known | figures | {"by_source": figures.pop("sources"), "wall_s": round(wall_s, 2)})
         return
     console = Console(highlight=False)
     console.print(f"{plain(target.said)} on {plain(str(tasks))}, {wall_s:.1f} s\n", markup=False)
@@ -103,9 +99,7 @@ def main(request: EvaluateRequest) -> None:
         console.print(f"The answers are in {request.out}.", markup=False)
 
 
-async def evaluated(
-    ctx: ServiceContext, model: Path, limit: int | None, out: AnswerFile | None
-) -> Evaluation:
+async def evaluated(ctx: ServiceContext, model: Path, limit: int | None, out: IO[bytes] | None) -> Evaluation:
     """Answer and score the first `limit` held-out tasks of the job. Raises what the evaluator raises."""
     job = ctx.job
     assert job.tasks.evaluation is not None
@@ -116,16 +110,15 @@ async def evaluated(
     try:
         async with LocalScorer(job.reward) as scorer:
             settle()
-            evaluator = Evaluator(
-                engine, scorer, workflow_of(job), renders[job.policy], job=job, gateway=gateway
-            )
+            workflow, render = workflow_of(job), renders[job.policy]
+            evaluator = Evaluator(engine, scorer, workflow, render, job=job, gateway=gateway)
             cut = 0
 
             def take(task: Task, sample: int, given: RewardInput, verdict: Verdict) -> None:
                 nonlocal cut
                 cut += given.truncated
                 if out is not None:
-                    out.write(task, sample, given, verdict)
+                    out.write(line_of(task, sample, given, verdict))
 
             evaluator.on_verdict = take
             asked, sampling = len(tasks) * job.evaluation.samples, job.evaluation_sampling
@@ -145,12 +138,6 @@ async def evaluated(
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def figures_of(done: Evaluation) -> dict[str, Any]:
-    """Return the figures as JSON."""
-    figures = done.figures()
-    return figures | {"by_source": figures.pop("sources")}
 
 
 def tables(done: Evaluation, samples: int) -> list[Table]:

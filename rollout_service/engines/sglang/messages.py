@@ -195,7 +195,6 @@ class ModelInfo(msgspec.Struct):
     """`/model_info`, the probe of liveness too: unlike `/health` it answers a paused server's."""
 
     weight_version: str
-    is_generation: bool = True
 
 
 class SglangInfo(msgspec.Struct):
@@ -211,7 +210,6 @@ class SglangInfo(msgspec.Struct):
     dtype: str = ""
     incremental_streaming_output: bool = False
     enable_return_routed_experts: bool = False
-    max_total_num_tokens: int | None = None
 
 
 async def probe(
