@@ -120,15 +120,14 @@ def start_process(setup: GatewaySetup) -> ChildProcess:
     )
 
 
+Start = Callable[[GatewaySetup], Any]
+
+
 class Gateway:
     """The gateway of a worker; its episodes open sessions in it."""
 
     def __init__(
-        self,
-        setup: GatewaySetup,
-        *,
-        restarts: RestartPolicy = RESTARTS,
-        start: Callable[[GatewaySetup], Any] = start_process,
+        self, setup: GatewaySetup, restarts: RestartPolicy = RESTARTS, start: Start = start_process
     ) -> None:
         """`start` returns a started gateway, which has the `wait` and `stop` of a `ChildProcess`."""
         self._setup = setup

@@ -20,14 +20,14 @@ from rollout_service.workflows.turns import RenderedPrompt, SampledText, Spelled
 _KNOWN_TEXTS, _KNOWN_CHARS = 256, 1 << 16  # Renderings whose ids are kept, and how long each may be
 
 
+ToolFormat = Format | Literal["auto"]
+
+
 class ChatTemplate:
     """The chat template of a job's tokenizer. Everything here is pure."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        tool_format: Format | Literal["auto"] = "auto",
-        ends: Collection[int] | None = None,
+        self, tokenizer: Any, tool_format: ToolFormat = "auto", ends: Collection[int] | None = None
     ) -> None:
         """`ends` are the ids that end an answer, by default those that the tokenizer knows."""
         self.tokenizer = tokenizer

@@ -46,6 +46,7 @@ OPTIONS = {
     "samples": "--samples",
 }
 """Fields of a job that these commands have options for."""
+Asked = EvaluateRequest | AnswersRequest
 TRAINED_HERE = 1
 """Steps of the job that stands for a model: it is never trained, and a job needs one."""
 
@@ -125,11 +126,7 @@ def _export(request: CheckpointRequest) -> int:
 
 @contextmanager
 def lone_evaluator(
-    target: Target,
-    request: EvaluateRequest | AnswersRequest,
-    sections: dict[str, dict[str, Any]],
-    *,
-    tasks: Path | None = None,
+    target: Target, request: Asked, sections: dict[str, dict[str, Any]], tasks: Path | None = None
 ) -> Iterator[ServiceContext]:
     """Make the context of an evaluator whose run has nothing else, in a folder of its own that goes with it.
 

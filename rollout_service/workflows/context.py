@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,7 +26,7 @@ from areal_async.models.prompts import Tokenizer
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRequest, GenerateResult, Tell
-from rollout_service.workflows.tools import BlockingCalls, Tool, ToolAnswer, ToolReply, run_tool
+from rollout_service.workflows.tools import Tool, ToolAnswer, ToolReply, WorkflowResources, run_tool
 from rollout_service.workflows.turns import (
     Chat,
     Ids,
@@ -60,21 +60,6 @@ def call_seed(group_seed: int, sample: int, attempt: int, call: int) -> int:
 
 class EpisodeAborted(ArealError):
     """The engine ended a request before its answer was complete, so the episode is not what was asked for."""
-
-
-@dataclass
-class WorkflowResources:
-    """Tools and limits that the episodes of a worker share: made once, when the workflow is loaded."""
-
-    tools: Mapping[str, Tool] = field(default_factory=dict)
-    """The job's tools, by the names that `ctx.tool` takes."""
-    max_model_len: int | None = None
-    """Most tokens of a path."""
-    timeout_s: float = 10.0
-    """Deadline of one call of a tool."""
-    output_chars: int = 2000
-    """Longer answers of tools are cut."""
-    blocking: BlockingCalls = field(default_factory=BlockingCalls)
 
 
 @dataclass(frozen=True)
@@ -306,12 +291,7 @@ class Context:
         return self.agents.session(self)
 
     def request(
-        self,
-        name: str,
-        ids: Ids,
-        sampling: Sampling,
-        policy: str | None = None,
-        parent: int | None = None,
+        self, name: str, ids: Ids, sampling: Sampling, policy: str, parent: int | None
     ) -> GenerateRequest:
         """Return a request to the engine of a policy for this episode; `name` tells it from the episode's
         others. `ids` begin with the path of the segment `parent`."""
@@ -320,7 +300,7 @@ class Context:
             ids,
             sampling,
             session=self.episode_id,
-            began=self.builder.began(0 if policy is None else self._number(policy)),
+            began=self.builder.began(self._number(policy)),
             routes_from=(0 if parent is None else self.builder.routed(parent)) if self.routes else None,
             priority=self.priority,
             deadline_s=self.deadline_s,
@@ -371,10 +351,7 @@ class Context:
         self, name: str | Tool, arguments: str | Mapping[str, Any], *, timeout_s: float | None = None
     ) -> ToolAnswer:
         """Call a tool and count it, without adding anything to the episode. Raises nothing of the tool's."""
-        shared, limit_s = self.resources, timeout_s
-        limits: Any = {"timeout_s": shared.timeout_s if limit_s is None else limit_s}
-        limits |= {"blocking": shared.blocking, "output_chars": shared.output_chars}
-        answer = await run_tool(shared.tools, name, arguments, **limits)
+        answer = await run_tool(self.resources, name, arguments, timeout_s)
         self._tool_calls += 1
         self._tool_errors += bool(answer.error)
         self.builder.meta(tool_calls=self._tool_calls, tool_errors=self._tool_errors)

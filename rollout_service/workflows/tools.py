@@ -19,7 +19,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_type_hints, overload
 
 from areal_async.base.errors import ArealError, InfrastructureFault
@@ -192,24 +192,38 @@ def load_tools(names: Iterable[str]) -> dict[str, Tool]:
     return tools
 
 
+@dataclass
+class WorkflowResources:
+    """Tools and limits that the episodes of a worker share: made once, when the workflow is loaded."""
+
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    """The job's tools, by the names that `ctx.tool` takes."""
+    max_model_len: int | None = None
+    """Most tokens of a path."""
+    timeout_s: float = 10.0
+    """Deadline of one call of a tool."""
+    output_chars: int = 2000
+    """Longer answers of tools are cut."""
+    blocking: BlockingCalls = field(default_factory=BlockingCalls)
+
+
+Arguments = str | Mapping[str, Any]
+
+
 async def run_tool(
-    tools: Mapping[str, Tool],
-    name: str | Tool,
-    arguments: str | Mapping[str, Any],
-    *,
-    blocking: BlockingCalls,
-    timeout_s: float,
-    output_chars: int,
+    resources: WorkflowResources, name: str | Tool, arguments: Arguments, timeout_s: float | None = None
 ) -> ToolAnswer:
-    """Call a tool; text is its one argument, a mapping its named ones. What the tool raises is its answer,
-    but for `InfrastructureFault`. `CallsBusy` is raised too."""
+    """Call a tool, with the resources' deadline if no other is given; text is its one argument, a mapping its
+    named ones. Errors of the tool are its answer, except `InfrastructureFault`. Raises `CallsBusy` too."""
+    tools, timeout_s = resources.tools, resources.timeout_s if timeout_s is None else timeout_s
+    output_chars = resources.output_chars
     called = name if isinstance(name, Tool) else tools.get(name)
     if called is None:
         metrics.TOOL_CALLS.labels("unknown", "error").inc()
         return ToolAnswer("", f"there is no tool {name!r:.100}. There are: {', '.join(tools)}")
     given, named = ((arguments,), {}) if isinstance(arguments, str) else ((), dict(arguments))
     try:
-        result = await contained(_call(called, given, named, blocking, timeout_s))
+        result = await contained(_call(called, given, named, resources.blocking, timeout_s))
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         answer = ToolAnswer(cut(text, output_chars))
         outcome = "ok"

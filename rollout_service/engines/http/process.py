@@ -31,6 +31,7 @@ from rollout_service.engines.http.client import ServerClient
 log = get_logger("engine")
 
 Variables = Mapping[str, str]
+Argv = Callable[[int], Sequence[str]]  # The argument vector of a server on a port
 
 POLL_S = 0.1
 TAIL_LINES = 15
@@ -135,11 +136,7 @@ class Liveness:
 
 
 async def started(
-    name: str,
-    argv: Callable[[int], Sequence[str]],
-    environment: Variables,
-    settings: ServerSettings,
-    path: str,
+    name: str, argv: Argv, environment: Variables, settings: ServerSettings, path: str
 ) -> tuple[ServerProcess, ServerClient]:
     """Return a server that was started with `argv(port)` (`python … -m MODULE …`) and answers `path` with
     200, but nobody without the key that it was given. Raises `EngineError` for one that ends before it
