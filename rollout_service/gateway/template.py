@@ -191,11 +191,7 @@ class StreamedText:
         if starts:
             self._over = True
             return min(starts)
-        return len(self._held) - self._doubtful()
-
-    def _doubtful(self) -> int:
         for size in range(min(self._longest, len(self._held)), 0, -1):
-            tail = self._held[-size:]
-            if any(end.startswith(tail) for end in self._ends):
-                return size
-        return 0
+            if any(end.startswith(self._held[-size:]) for end in self._ends):
+                return len(self._held) - size
+        return len(self._held)

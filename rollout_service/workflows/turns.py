@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import msgspec
@@ -207,31 +208,27 @@ class Renderer:
         self.tokenizer = tokenizer
         self.ends = frozenset(end_ids(tokenizer) if ends is None else ends)
         self.answers = Detokenizer(tokenizer, self.ends)
-        self._remember = remember
-        self._known: dict[tuple[str, str | bytes], Rendered] = {}
+        self._remembered = lru_cache(remember)(self._rendered)
 
     def __call__(self, prompt: Prompt) -> Rendered:
         """Return the beginning of a path, with the special tokens that the tokenizer puts first."""
         if not isinstance(prompt, str) and not is_chat(prompt):
             return Rendered(np.asarray(prompt, np.int32), "")
-        return self._remembered("root", prompt)
+        return self._remembered("root", prompt if isinstance(prompt, str) else msgspec.msgpack.encode(prompt))
 
     def following(self, text: str) -> Ids:
         """Return the ids of text that continues a path: no special token is put before it."""
         return self._remembered("more", text).ids
 
-    def _remembered(self, kind: str, prompt: Any) -> Rendered:
-        key = kind, prompt if isinstance(prompt, str) else msgspec.msgpack.encode(prompt)
-        if (known := self._known.get(key)) is None:
-            if kind == "root":
-                ids, text = prompt_ids(self.tokenizer, prompt), prompt_text(self.tokenizer, prompt)
-            else:
-                ids, text = text_ids(self.tokenizer, prompt, special=False), prompt
-            if len(self._known) >= self._remember:
-                del self._known[next(iter(self._known))]
-            known = self._known[key] = Rendered(np.asarray(ids, np.int32), text)
-            known.ids.setflags(write=False)  # it is given out again and again
-        return known
+    def _rendered(self, kind: str, key: str | bytes) -> Rendered:
+        prompt: Any = key if isinstance(key, str) else msgspec.msgpack.decode(key)
+        text = prompt if kind == "more" else prompt_text(self.tokenizer, prompt)
+        if kind == "more":
+            ids = np.asarray(text_ids(self.tokenizer, prompt, special=False), np.int32)
+        else:
+            ids = np.asarray(prompt_ids(self.tokenizer, prompt), np.int32)
+        ids.setflags(write=False)  # it is given out again and again
+        return Rendered(ids, text)
 
 
 @dataclass(frozen=True, slots=True)

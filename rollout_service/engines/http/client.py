@@ -8,8 +8,8 @@ An answer may be made under several versions of the weights: the server says whi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeVar, cast
 
 import aiohttp
@@ -131,11 +131,8 @@ class ServerClient:
         lives.
 
         Raises `EngineLost`."""
-        data = None if body is None else _encoder.encode(body)
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-        with self._reached(path, timeout_s):
-            async with self._session.request(method, self.url + path, data=data, timeout=timeout) as answer:
-                return answer.status, await answer.read()
+        async with self._asked(method, path, body, timeout_s) as answer:
+            return answer.status, await answer.read()
 
     async def post(
         self, path: str, body: Any, answer: type[T], *, timeout_s: float | None = CONTROL_TIMEOUT_S
@@ -155,19 +152,16 @@ class ServerClient:
         one. Waits as long as the connection lives.
 
         Raises as `post`, for an event that is an error too, and `EngineLost` for a stream that breaks off."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        data = _encoder.encode(body)
         ended = False
-        with self._reached(path, None):
-            async with self._session.post(self.url + path, data=data, timeout=timeout) as answer:
-                if answer.status != 200:
-                    self._refuse(path, answer.status, await answer.read())
-                # Read to its end, or the connection could not be used again.
-                async for event in events(answer.content.iter_any()):
-                    if event == END:
-                        ended = True
-                    else:
-                        take(self._part(path, event, part))
+        async with self._asked("POST", path, body, None) as answer:
+            if answer.status != 200:
+                self._refuse(path, answer.status, await answer.read())
+            # Read to its end, or the connection could not be used again.
+            async for event in events(answer.content.iter_any()):
+                if event == END:
+                    ended = True
+                else:
+                    take(self._part(path, event, part))
         if not ended:
             raise EngineLost(f"{self.name} broke off its answer to {path}")
 
@@ -183,10 +177,15 @@ class ServerClient:
         await self._session.close()
         await asyncio.sleep(0)  # lets the transports of closed connections go
 
-    @contextmanager
-    def _reached(self, path: str, timeout_s: float | None) -> Iterator[None]:
+    @asynccontextmanager
+    async def _asked(
+        self, method: str, path: str, body: Any, timeout_s: float | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        data = None if body is None else _encoder.encode(body)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
-            yield
+            async with self._session.request(method, self.url + path, data=data, timeout=timeout) as answer:
+                yield answer
         except TimeoutError as error:
             raise EngineLost(f"{self.name} did not answer {path} within {timeout_s} s") from error
         except (aiohttp.ClientError, OSError) as error:
