@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
-from areal_async.config.devices import engine_gpus, names_of
+from areal_async.config.devices import engine_gpus
 from areal_async.config.job import JobConfig
 from areal_async.service.context import ServiceContext
 from rollout_service.engines.base import EngineError
@@ -46,8 +44,3 @@ def own_device(job: JobConfig, place: ServiceContext | None, replica: int) -> st
     """Return the engine's device as torch names it: `cpu` or `cuda:N`. Raises `EngineError`."""
     gpus = own_gpus(job, place, replica)
     return f"cuda:{gpus[0]}" if gpus else "cpu"
-
-
-def gpu_names(job: JobConfig, place: ServiceContext | None, replica: int) -> tuple[str, ...]:
-    """Return the GPUs of a server that is started here, for `CUDA_VISIBLE_DEVICES`. Raises `EngineError`."""
-    return names_of(own_gpus(job, place, replica), os.environ)

@@ -167,7 +167,8 @@ class Gateway:
                 del self._sessions[session.digest]
                 metrics.GATEWAY_SESSIONS.set(len(self._sessions))
                 session.close()
-            session.check_whole()
+            if (broken := session.broken) is not None:  # an answer that the agent was sent may not be there
+                raise GatewayError(f"an answer to the agent could not be recorded: {broken}") from broken
 
     async def close(self) -> None:
         """End every session, and the gateway."""

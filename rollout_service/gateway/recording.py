@@ -38,7 +38,7 @@ from rollout_service.engines.base import (
     Piece,
     RequestError,
 )
-from rollout_service.gateway.requests import ENDED, GatewayError, Ids
+from rollout_service.gateway.requests import ENDED, Ids
 from rollout_service.workflows.context import call_seed
 
 if TYPE_CHECKING:
@@ -129,11 +129,6 @@ class Session:
     def interrupted(self, why: Exception) -> None:
         """The gateway was away while the agent might have called: what it failed by is not its own fault."""
         self._episode.trouble = self._episode.trouble or why
-
-    def check_whole(self) -> None:
-        """Raises `GatewayError` when an answer that the agent was sent may not be in the episode."""
-        if (broken := self.broken) is not None:
-            raise GatewayError(f"an answer to the agent could not be recorded: {broken}") from broken
 
     # --- a call --------------------------------------------------------------------------------------
 

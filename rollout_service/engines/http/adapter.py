@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from areal_async.base.addresses import interface_of
 from areal_async.base.versions import VersionTag
-from areal_async.config.devices import first_threads
+from areal_async.config.devices import first_threads, names_of
 from areal_async.config.engines import EngineMissing, find_engine_python, flag_name
 from areal_async.config.job import JobConfig
 from areal_async.config.routes import replayed_mixture
@@ -47,7 +47,7 @@ from rollout_service.engines.base import (
     UpdateMode,
     trim,
 )
-from rollout_service.engines.devices import gpu_names
+from rollout_service.engines.devices import own_gpus
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.keyed import VARIABLE as KEY_VARIABLE
 
@@ -210,7 +210,7 @@ def settings_of(
         max_model_len=rollout.max_model_len,
         update_mode=rollout.update_mode,
         device=rollout.device,
-        gpus=gpu_names(job, place, replica) if url is None else (),
+        gpus=names_of(own_gpus(job, place, replica), os.environ) if url is None else (),
         dtype=rollout.dtype,
         torch_threads=first_threads(rollout.torch_threads),
         activity=activity,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn, TypeVar, cast
 
 import aiohttp
@@ -167,11 +167,9 @@ class ServerClient:
 
     async def serves(self, path: str, *, timeout_s: float = 5.0) -> bool:
         """Return whether a GET of `path` answers 200."""
-        try:
-            status, _ = await self.request("GET", path, timeout_s=timeout_s)
-        except EngineLost:
-            return False
-        return status == 200
+        with suppress(EngineLost):
+            return (await self.request("GET", path, timeout_s=timeout_s))[0] == 200
+        return False
 
     async def close(self) -> None:
         await self._session.close()
@@ -198,14 +196,11 @@ class ServerClient:
         raise kind(f"{self.name} answered {path} with status {status}: {words(content)}")
 
     def _part(self, path: str, event: bytes, part: type[T]) -> T:
-        try:
+        with suppress(ValueError, RecursionError):
             return msgspec.json.decode(event, type=part)
-        except (ValueError, RecursionError):
-            try:
-                failed = msgspec.json.decode(event, type=StreamFailure)
-            except (ValueError, RecursionError):
-                return self._decoded(path, 200, event, part)
-            self._refuse(path, failed.error.code, event)
+        with suppress(ValueError, RecursionError):
+            self._refuse(path, msgspec.json.decode(event, type=StreamFailure).error.code, event)
+        return self._decoded(path, 200, event, part)
 
     def _decoded(self, path: str, status: int, content: bytes, answer: type[T]) -> T:
         if status != 200:
