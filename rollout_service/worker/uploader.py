@@ -97,29 +97,23 @@ class UploadQueue:
     max_episodes: int = 256
     max_bytes: int = 8 << 20
     """Limits of one message; a single larger episode travels alone."""
-    _leases: dict[str, LeaseUpload] = field(init=False, default_factory=dict)
+    leases: dict[str, LeaseUpload] = field(init=False, default_factory=dict)
 
     @property
     def episodes(self) -> int:
         """Number of episodes that are finished and not yet acknowledged."""
         return sum(
             len(lease.finished) + (len(lease.under_way.episodes) if lease.under_way else 0)
-            for lease in self._leases.values()
+            for lease in self.leases.values()
         )
-
-    def __contains__(self, lease_id: str) -> bool:
-        return lease_id in self._leases
-
-    def __len__(self) -> int:
-        return len(self._leases)
 
     def open(self, lease_id: str, group_id: str, samples: int) -> None:
         """Begin a lease for so many samples."""
-        self._leases[lease_id] = LeaseUpload(group_id, samples)
+        self.leases[lease_id] = LeaseUpload(group_id, samples)
 
     def add(self, lease_id: str, sample: int, blob: bytes, now_s: float, routes: bytes | None = None) -> None:
         """Add a finished episode."""
-        if (lease := self._leases.get(lease_id)) is not None:
+        if (lease := self.leases.get(lease_id)) is not None:
             if not lease.finished:
                 lease.since_s = now_s
             lease.finished[sample] = blob
@@ -129,23 +123,23 @@ class UploadQueue:
 
     def fail(self, lease_id: str, reason: str, *, at_fault: bool = False) -> None:
         """Note that a sample of the lease will not come; `at_fault`: its episode itself failed."""
-        if (lease := self._leases.get(lease_id)) is not None:
+        if (lease := self.leases.get(lease_id)) is not None:
             lease.failure = reason
             lease.at_fault = lease.at_fault or at_fault
 
     def complete(self, lease_id: str) -> None:
         """Note that nothing more will come for the lease: its episodes go at once."""
-        if (lease := self._leases.get(lease_id)) is not None:
+        if (lease := self.leases.get(lease_id)) is not None:
             lease.complete = True
 
     def drop(self, lease_id: str) -> int:
         """Forget a lease that is lost; returns how many episodes of it were waiting."""
-        lease = self._leases.pop(lease_id, None)
+        lease = self.leases.pop(lease_id, None)
         return len(lease.finished) if lease else 0
 
     def take(self, now_s: float) -> PutBatch | None:
         """Return the next message that is due, if any; it is under way until `settled`."""
-        for lease_id, lease in self._leases.items():
+        for lease_id, lease in self.leases.items():
             if (due_s := self._due_s(lease)) <= now_s and due_s < math.inf:
                 lease.under_way = self._batch(lease_id, lease)
                 lease.since_s = now_s
@@ -154,11 +148,11 @@ class UploadQueue:
 
     def next_due_s(self) -> float:
         """Return the time at which `take` next has something; inf when nothing waits."""
-        return min((self._due_s(lease) for lease in self._leases.values()), default=math.inf)
+        return min((self._due_s(lease) for lease in self.leases.values()), default=math.inf)
 
     def settled(self, batch: PutBatch, stored: int = 0) -> None:
         """Note that a message was answered: so many of its episodes are stored, the others refused."""
-        lease = self._leases.get(batch.lease_id)
+        lease = self.leases.get(batch.lease_id)
         if lease is not None and lease.under_way is batch:
             lease.under_way = None
             lease.stored += stored
@@ -167,17 +161,12 @@ class UploadQueue:
         """Forget, and return, the leases of which nothing more will come and all is answered."""
         ended = {
             lease_id: lease
-            for lease_id, lease in self._leases.items()
+            for lease_id, lease in self.leases.items()
             if lease.complete and not lease.finished and lease.under_way is None
         }
         for lease_id in ended:
-            del self._leases[lease_id]
+            del self.leases[lease_id]
         return ended
-
-    def pop_all(self) -> dict[str, LeaseUpload]:
-        """Forget, and return, every lease."""
-        leases, self._leases = self._leases, {}
-        return leases
 
     def _due_s(self, lease: LeaseUpload) -> float:
         if lease.under_way is not None or not lease.finished:
@@ -223,7 +212,7 @@ class Uploader:
 
     @property
     def idle(self) -> bool:
-        return not self._calls and not self.queue
+        return not self._calls and not self.queue.leases
 
     def add(self, lease_id: str, sample: int, blob: bytes, routes: bytes | None = None) -> None:
         """Add a finished episode; that of a lost lease is forgotten."""
@@ -276,7 +265,7 @@ class Uploader:
         await asyncio.gather(*self._calls, return_exceptions=True)
         releases = (
             self._release(key, lease, lease.failure or reason)
-            for key, lease in self.queue.pop_all().items()
+            for key, lease in self.queue.leases.items()
             if not lease.whole
         )
         await asyncio.gather(*releases)
@@ -293,7 +282,7 @@ class Uploader:
         """Send one message until it is answered. A repetition is harmless: each sample is stored once."""
         lease_id, group_id = batch.lease_id, batch.group_id
         stored = 0
-        while lease_id in self.queue:
+        while lease_id in self.queue.leases:
             record("put", lease_id=lease_id, group_id=group_id, samples=list(batch.episodes))
             failpoint("rollout.before_put")
             try:
@@ -326,7 +315,7 @@ class Uploader:
         if "invalid" in reasons:
             reason = f"the buffer refused {first.item}: {first.reason}"
             self.queue.fail(lease_id, reason, at_fault=True)
-        elif lease_id in self.queue:
+        elif lease_id in self.queue.leases:
             # Stale, abandoned, past its deadline or leased to another: no sample of this group is wanted
             # from us any more.
             self.on_refused(lease_id, first.reason)
