@@ -87,11 +87,13 @@ class ConversationTree:
 
     def remember(self, plan: CallPlan, answer: tuple[int, int], choice: SampledChoice) -> None:
         """Note that an answer may be gone on from, once the agent has been told it."""
-        path, tool_ids = np.concatenate((plan.ids, choice.token_ids)), tuple(c.id for c in choice.tool_calls)
+        path, tool_ids = (
+            np.concatenate((plan.ids, choice.token_ids)),
+            tuple(c["id"] for c in choice.tool_calls),
+        )
         turn = RecordedAnswer(answer, path, plan.given, choice.said, tool_ids)
         # The answer as the message that the agent sends back.
-        calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in choice.tool_calls]
-        reply = {"role": "assistant", "content": choice.content, "tool_calls": calls}
+        reply = {"role": "assistant", "content": choice.content, "tool_calls": choice.tool_calls}
         self._turns.setdefault(linked(plan.keys[-1], reply), []).append(turn)
 
 

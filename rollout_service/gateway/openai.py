@@ -160,7 +160,7 @@ class ChatCall:
         for index, (choice, rest) in enumerate(zip(choices, rests, strict=True)):
             if rest:
                 events.append(self.delta(index, rest))
-            for i, call in enumerate(_called(choice)):
+            for i, call in enumerate(choice.tool_calls):
                 events.append(self._chunk(_delta(index, {"tool_calls": [{"index": i, **call}]})))
             ending = {"finish_reason": _finish_reason(choice), "logprobs": self._token_logprobs(choice)}
             events.append(self._chunk(_delta(index, {}) | ending))
@@ -179,7 +179,7 @@ class ChatCall:
         content = choice.content if choice.content or not choice.tool_calls else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if choice.tool_calls:
-            message["tool_calls"] = _called(choice)
+            message["tool_calls"] = choice.tool_calls
         logprobs, reason = self._token_logprobs(choice), _finish_reason(choice)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
@@ -290,13 +290,6 @@ def _tool_call(call: MessageToolCall) -> dict[str, Any]:
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _called(choice: SampledChoice) -> list[dict[str, Any]]:
-    return [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in choice.tool_calls
-    ]
 
 
 def _finish_reason(choice: SampledChoice) -> str:

@@ -65,19 +65,12 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
-    id: str
-    name: str
-    arguments: str
-    """A JSON object."""
-
-
-@dataclass(frozen=True, slots=True)
 class SampledChoice:
     """One answer: the content for the agent, and the units it stands for."""
 
     content: str
-    tool_calls: tuple[ToolCall, ...]
+    tool_calls: list[dict[str, Any]]
+    """The tool calls in the form of OpenAI's API."""
     finish_reason: FinishReason
     token_ids: Ids
     logprobs: npt.NDArray[np.float32]

@@ -38,7 +38,6 @@ from rollout_service.gateway.requests import (
     ApiError,
     Ids,
     SampledChoice,
-    ToolCall,
     bad,
     unsupported,
 )
@@ -222,7 +221,10 @@ class AgentCalls:
             if parsed.calls:
                 content, called = parsed.text if parsed.text.strip() else "", parsed.calls
         written = tuple((call.name, canonical(call.arguments)) for call in called)
-        calls = tuple(ToolCall(f"call_{secrets.token_hex(12)}", *call) for call in written)
+        calls: list[dict[str, Any]] = []
+        for name, arguments in written:
+            function = {"name": name, "arguments": arguments}
+            calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
         said = SampledText(template.raw(ids), content, written, template.end_of(ids))
         return SampledChoice(content, calls, result.finish_reason, ids, logprobs, said)
 
