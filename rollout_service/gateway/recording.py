@@ -116,6 +116,11 @@ class Session:
         """Calls recorded in the episode."""
         return self._record.calls
 
+    @property
+    def running(self) -> int:
+        """Answers in the making, or on their way to the agent."""
+        return sum(call.asked.n for call in self.open.values())
+
     def opening(self, forget: Sequence[int] = ()) -> OpenSession:
         sampling = {policy: each.sampling for policy, each in self._episode.engines.items()}
         return OpenSession(self.digest, self._record.episode, sampling, list(forget))
