@@ -95,7 +95,8 @@ async def work(folder: Path, port: socket.socket) -> None:
     from areal_async.trajectory import EpisodeBuilder, Sampling
     from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
     from rollout_service.gateway import Gateway
-    from rollout_service.workflows import Context, Renderer
+    from rollout_service.gateway.access import GatewaySetup, ServedModel
+    from rollout_service.workflows import Context, PolicyEngine, Renderer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = np.asarray([*tokenizer(SAID)["input_ids"], tokenizer.eos_token_id], np.int32)
@@ -118,14 +119,9 @@ async def work(folder: Path, port: socket.socket) -> None:
 
     host = make_host("local", run_dir=folder, socket_dir=folder, shm_dir=folder)
     keys = RunSecret.generate().of("rollout")
-    gateway = Gateway(
-        GatewaySection(),
-        job="bench",
-        name="w",
-        models={"policy": (folder, 1 << 16)},
-        host=host,
-        keys=keys,
-    )
+    models = {"policy": ServedModel(str(folder), 1 << 16)}
+    section = GatewaySection().model_dump(mode="json")
+    gateway = Gateway(GatewaySetup("bench", "w", host, keys, section, models))
     render, engine, recorded = Renderer(tokenizer), Same(), 0
 
     async def agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -137,15 +133,8 @@ async def work(folder: Path, port: socket.socket) -> None:
         nonlocal recorded
         for number in itertools.count():
             builder = EpisodeBuilder("bench", "t", f"t#{number}", 0)
-            ctx = Context(
-                engine,  # type: ignore[arg-type]
-                render,
-                builder,
-                episode_id=f"t#{number}.0",
-                sampling=Sampling(max_new_tokens=64),
-                seed=number,
-                gateway=gateway,
-            )
+            voice = PolicyEngine(engine, render, Sampling(max_new_tokens=64))  # type: ignore[arg-type]
+            ctx = Context({"policy": voice}, builder, episode_id=f"t#{number}.0", seed=number, agents=gateway)
             async with ctx.gateway() as session:
                 writer.write(f"{session.origin} {session.api_key}\n".encode())
                 if not await reader.readline():

@@ -22,7 +22,8 @@ from areal_async.rpc.secret import RunSecret
 from areal_async.trajectory import EpisodeBuilder, Sampling
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
 from rollout_service.gateway import Gateway
-from rollout_service.workflows.context import Context
+from rollout_service.gateway.access import GatewaySetup, ServedModel
+from rollout_service.workflows.context import Context, PolicyEngine
 from rollout_service.workflows.turns import Renderer
 
 SAID = "<tool_call>[[["
@@ -51,28 +52,18 @@ class Same:
 async def main(folder: Path) -> None:
     write_tokenizer(folder, TEMPLATE)
     host = make_host("local", run_dir=folder, socket_dir=folder, shm_dir=folder)
-    gateway = Gateway(
-        GatewaySection(),
-        job="hostile",
-        name="w",
-        models={"policy": (folder, 1 << 20)},
-        host=host,
-        keys=RunSecret.generate().of("rollout"),
-    )
+    models = {"policy": ServedModel(str(folder), 1 << 20)}
+    section = GatewaySection().model_dump(mode="json")
+    gateway = Gateway(GatewaySetup("hostile", "w", host, RunSecret.generate().of("rollout"), section, models))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     render, engine = Renderer(tokenizer), Same(tokenizer(SAID)["input_ids"])
     async with AsyncExitStack() as stack:
         keys = []
         for sample in range(2):
+            voice = PolicyEngine(engine, render, Sampling(max_new_tokens=64))  # type: ignore[arg-type]
+            builder = EpisodeBuilder("hostile", "t", "t#0", sample)
             ctx = Context(
-                engine,  # type: ignore[arg-type]
-                render,
-                EpisodeBuilder("hostile", "t", "t#0", sample),
-                episode_id=f"t#0.{sample}",
-                sampling=Sampling(max_new_tokens=64),
-                seed=0,
-                sample=sample,
-                gateway=gateway,
+                {"policy": voice}, builder, episode_id=f"t#0.{sample}", seed=0, sample=sample, agents=gateway
             )
             keys.append((await stack.enter_async_context(ctx.gateway())).api_key)
         print(json.dumps({"url": gateway.address, "keys": keys}), flush=True)

@@ -28,7 +28,7 @@ class EnvironmentFailure(ArealError):
 
 
 class Step(NamedTuple):
-    """What an action led to."""
+    """The result of an action."""
 
     observation: str
     reward: float = 0.0
@@ -50,14 +50,15 @@ class Environment(Protocol):
 
 
 def level_seed(seed: int, task: Task) -> int:
-    """What decides the level: `extra_info.seed` of the task, so that a file of tasks is a set of levels; a
-    task without one gets another level in every group."""
+    """Return the seed of the level: `extra_info.seed` of the task, so that a file of tasks is a set of
+    levels; a task without one gets another level in every group."""
     own = task.extra_info.get("seed")
     return own if isinstance(own, int) and not isinstance(own, bool) else seed
 
 
 def group_seed(seed: int, task_id: str) -> int:
-    """The seed that `reset` gets: 63 bits of the group's (in an evaluation the job's) and the task's row."""
+    """Return the seed that `reset` gets: 63 bits of the group's (in an evaluation the job's) and the task's
+    row."""
     row = task_id.rpartition(":")[0] or task_id
     digest = hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

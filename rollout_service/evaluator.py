@@ -18,8 +18,8 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import KW_ONLY, astuple, dataclass
+from typing import Any, Literal
 
 from msgspec.structs import asdict
 
@@ -41,7 +41,7 @@ from areal_async.service.record import RunRecords, open_records
 from areal_async.service.samples import file_name, lines_of, sample_of, short_text
 from areal_async.trajectory import EpisodeBuilder, unpack
 from areal_async.trajectory.verdicts import Score, Verdict, kind_of, message_of
-from areal_async.weights.receiver import make_receiver
+from areal_async.weights.receiver import Receiver, make_receiver
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 from rollout_service import metrics
@@ -56,12 +56,12 @@ from rollout_service.process import (
     sampling_of,
     settle,
     speakers_of,
+    unless_stopped,
 )
 from rollout_service.replicas import ReplicaGone, ReplicaSet
 from rollout_service.statistics import ScoredSample, Statistics, component_means, statistics_of
 from rollout_service.worker.failures import run_episode
-from rollout_service.worker.lease_client import unless_stopped
-from rollout_service.worker.weight_updates import SnapshotSource
+from rollout_service.worker.weight_updates import SnapshotSource, acknowledge
 from rollout_service.workflows import Context, PolicyEngine, Renderer, Workflow, workflow_of
 
 log = get_logger("evaluator")
@@ -92,6 +92,22 @@ class Evaluation:
     """Components of the rewards: see `component_means`."""
     tokens: int
 
+    def figures(self) -> dict[str, Any]:
+        """Return the figures as in a run's records: `mean`, `best` and `maj` are [value, low, high]."""
+        sources = {
+            name: {"n": one.tasks, "unscored": self.unscored.get(name, 0), **_triples(one)}
+            for name, one in self.by_source.items()
+        }
+        return {
+            "n": self.overall.tasks,
+            "unscored": sum(self.unscored.values()),
+            "partial_credit": self.overall.partial_credit,
+            "tokens": self.tokens,
+            **_triples(self.overall),
+            "rewards": self.rewards,
+            "sources": sources,
+        }
+
 
 @dataclass(frozen=True)
 class _Answer:
@@ -108,31 +124,23 @@ class Companion:
     is that policy's."""
 
     def __init__(self, ctx: ServiceContext, render: Renderer) -> None:
-        self.policy, wanted = ctx.job.policy, engine_job(ctx.job)
-        slots = ctx.job.evaluation.max_concurrent
-        engine = ReplicaSet(
-            lambda _: make_engine(wanted, slots=slots, activity="evaluation", place=ctx),
-            stuck_s=ctx.job.rollout.stuck_s,
-        )
+        self.policy = ctx.job.policy
         sampling = sampling_of(ctx.job.evaluation_sampling)
-        self.speaks = PolicyEngine(engine, render, sampling, ctx.job.rollout.max_model_len)
-        tensors = engine_part(wanted.rollout.engine).needs == "tensors"
-        self._source = make_receiver(ctx, "serve", tensors=tensors)
+        self.speaks = PolicyEngine(lone_engine(ctx), render, sampling, ctx.job.rollout.max_model_len)
+        self.source = receiver_of(ctx, "serve")
         self._serving: VersionTag | None = None
 
     async def refresh(self) -> None:
-        """Load what is newer than what is loaded; waits for the first. A publisher that does not answer
-        leaves it at that."""
+        """Load weights that are newer than the loaded ones; wait for the first. A publisher that does not
+        answer later changes nothing."""
         while True:
             try:
-                news = await self._source.next(self._serving, 0 if self._serving else WAIT_MS)
+                news = await self.source.next(self._serving, 0 if self._serving else WAIT_MS)
                 if isinstance(news, SnapshotNotice):
-                    snapshot = await self._source.open(news)
-                    await (self.speaks.engine.exchange if self._serving else self.speaks.engine.start)(
-                        snapshot
-                    )
+                    engine, snapshot = self.speaks.engine, await self.source.open(news)
+                    await (engine.exchange if self._serving else engine.start)(snapshot)
                     self._serving = news.tag
-                    await _ack(self._source, news.tag)
+                    await acknowledge(self.source, news.tag)
             except (RpcTimeout, FaultError, SnapshotError) as error:
                 log.warning("no newer weights", policy=self.policy, error=str(error))
                 if self._serving is None:
@@ -140,49 +148,37 @@ class Companion:
             if self._serving is not None:
                 return
 
-    async def connect(self) -> None:
-        await connect(self._source)
-
     async def close(self) -> None:
         await self.speaks.engine.stop()
-        await self._source.close()
+        await self.source.close()
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Runs all tasks on an engine that holds one version."""
 
-    def __init__(
-        self,
-        engine: ReplicaSet,
-        scorer: LocalScorer,
-        workflow: Workflow,
-        render: Renderer,
-        *,
-        job: JobConfig,
-        gateway: Gateway | None = None,
-        first_failure_ends: bool = False,
-        others: Sequence[Companion] = (),
-    ) -> None:
-        self._first_failure_ends = first_failure_ends
-        self._engine = engine
-        self._others = others
-        self._scorer = scorer
-        self._workflow = workflow
-        self._render = render
-        self._job = job
-        self._gateway = gateway
-        self._sampling = sampling_of(job.evaluation_sampling)
-        self._started = False
-        self._asked, self._answered, self.begun_s = 0, 0, 0.0
-        self.samples = job.evaluation.samples  # Answers to each task
-        self.on_verdict: Callable[[Task, int, RewardInput, Verdict], None] | None = None
-        """Called with each task, the number of the sample, the answer and its verdict."""
-        self.on_answered: Callable[[], None] = lambda: None
-        self.folder = f"policies/{job.policy}" if job.policies else ""
-        """Of the policy that is evaluated, below that of the run."""
+    engine: ReplicaSet
+    scorer: LocalScorer
+    workflow: Workflow
+    render: Renderer
+    _: KW_ONLY
+    job: JobConfig
+    gateway: Gateway | None = None
+    first_failure_ends: bool = False
+    others: Sequence[Companion] = ()
+    on_verdict: Callable[[Task, int, RewardInput, Verdict], None] | None = None
+    """Called with each task, the number of the sample, the answer and its verdict."""
+    on_answered: Callable[[], None] = lambda: None
+    begun_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._started, self._asked, self._answered = False, 0, 0
+        self.samples = self.job.evaluation.samples  # Answers to each task
+        self.folder = f"policies/{self.job.policy}" if self.job.policies else ""
+        """Folder of the policy that is evaluated, below that of the run."""
 
     def doing(self) -> str:
-        """How far the evaluation under way is; empty when none is."""
+        """Return the progress of the evaluation; empty when none is in progress."""
         done, asked = self._answered, self._asked
         if not asked or done == asked:
             return f"scoring {asked} answers" if asked else ""
@@ -194,20 +190,52 @@ class Evaluator:
     async def evaluate(self, snapshot: Weights, tasks: Sequence[Task]) -> Evaluation:
         """Load `snapshot`, answer every task as often as the job says and score the answers. Raises
         `EvaluationError` when nothing was scored, `EngineError` when the snapshot cannot be loaded and
-        `ReplicaGone` when the engine died: then nothing of it is taken for an outcome."""
-        for other in self._others:
+        `ReplicaGone` when the engine died: then no result is recorded."""
+        for other in self.others:
             await other.refresh()
-        if self._started:
-            await self._engine.exchange(snapshot)
-        else:
-            await self._engine.start(snapshot)
-            self._started = True
-        tokens = self._engine.stats().tokens_total
+        await (self.engine.exchange if self._started else self.engine.start)(snapshot)
+        self._started = True
+        tokens = self.engine.stats().tokens_total
+        answers, failures = await self._answers(tasks)
+        # The answers to one task are a group: a reward may judge them together.
+        verdicts = await self.scorer.score(
+            [answer.given for answer in answers], [answer.task for answer in answers]
+        )
+        judged = list(zip(answers, verdicts, strict=True))
+        if self.on_verdict is not None:
+            for answer, verdict in judged:
+                self.on_verdict(tasks[answer.task], answer.sample, answer.given, verdict)
+        scored = [(answer, verdict) for answer, verdict in judged if isinstance(verdict, Score)]
+        self._asked = 0
+        failures += [f"{kind_of(one)}: {message_of(one)}" for one in verdicts if not isinstance(one, Score)]
+        if not scored:
+            raise EvaluationError(
+                f"none of {len(tasks)} held-out tasks of {self.job.tasks.evaluation} was scored; "
+                f"the first failure: {failures[0] if failures else 'the file has no tasks'}"
+            )
+        missing = Counter(task.data_source for task in tasks for _ in range(self.samples))
+        got: dict[str, list[ScoredSample]] = {}
+        for answer, score in scored:
+            sample = ScoredSample(answer.task, answer.sample, score.value, answer.text)
+            got.setdefault(tasks[answer.task].data_source, []).append(sample)
+        missing.subtract({name: len(samples) for name, samples in got.items()})
+        every = [sample for samples in got.values() for sample in samples]
+        return Evaluation(
+            overall=statistics_of(every, seed=self.job.seed),
+            by_source={name: statistics_of(got[name], seed=self.job.seed) for name in sorted(got)},
+            samples=self._samples_of(tasks, judged),
+            unscored={name: count for name, count in sorted(missing.items()) if count},
+            rewards=component_means([(answer.task, score.components) for answer, score in scored]),
+            tokens=self.engine.stats().tokens_total - tokens,
+        )
+
+    async def _answers(self, tasks: Sequence[Task]) -> tuple[list[_Answer], list[str]]:
+        """Return the answers to all tasks, and why the missing ones failed."""
         answers: list[_Answer] = []
         failures: list[str] = []
-        samples = self.samples
-        self._asked, self._answered, self.begun_s = len(tasks) * samples, 0, time.monotonic()
-        queue = iter([(number, sample) for number in range(len(tasks)) for sample in range(samples)])
+        samples = range(self.samples)
+        self._asked, self._answered, self.begun_s = len(tasks) * len(samples), 0, time.monotonic()
+        queue = iter([(number, sample) for number in range(len(tasks)) for sample in samples])
 
         async def work() -> None:
             for number, sample in queue:
@@ -216,14 +244,14 @@ class Evaluator:
                 except ReplicaGone:
                     raise
                 except Exception as error:  # the workflow is the user's code; a failure is counted
-                    if self._first_failure_ends:
+                    if self.first_failure_ends:
                         raise
                     failures.append(f"{type(error).__name__}: {error}")
                 self._answered += 1
                 self.on_answered()
 
-        workers = [asyncio.ensure_future(work()) for _ in range(self._job.evaluation.max_concurrent)]
-        engines = [self._engine, *(other.speaks.engine for other in self._others)]
+        workers = [asyncio.ensure_future(work()) for _ in range(self.job.evaluation.max_concurrent)]
+        engines = [self.engine, *(other.speaks.engine for other in self.others)]
         watching = [asyncio.ensure_future(engine.watch()) for engine in engines]
         ends: list[asyncio.Future[Any]] = [asyncio.gather(*workers), *watching]
         try:
@@ -234,95 +262,53 @@ class Evaluator:
                 end.add_done_callback(lambda end: end.cancelled() or end.exception())
             for task in (*workers, *watching):
                 task.cancel()
-        # The answers to one task are a group: a reward may judge them together.
-        verdicts = await self._scorer.score(
-            [answer.given for answer in answers], [answer.task for answer in answers]
-        )
-        if self.on_verdict is not None:
-            for answer, verdict in zip(answers, verdicts, strict=True):
-                self.on_verdict(tasks[answer.task], answer.sample, answer.given, verdict)
-        scored = [
-            ScoredSample(answer.task, answer.sample, verdict.value, answer.text)
-            for answer, verdict in zip(answers, verdicts, strict=True)
-            if isinstance(verdict, Score)
-        ]
-        self._asked = 0
-        failures += [
-            f"{kind_of(verdict)}: {message_of(verdict)}"
-            for verdict in verdicts
-            if not isinstance(verdict, Score)
-        ]
-        if not scored:
-            raise EvaluationError(
-                f"none of {len(tasks)} held-out tasks of {self._job.tasks.evaluation} was scored; "
-                f"the first failure: {failures[0] if failures else 'the file has no tasks'}"
-            )
-        asked = Counter(task.data_source for task in tasks)
-        got: dict[str, list[ScoredSample]] = {}
-        for sample in scored:
-            got.setdefault(tasks[sample.task].data_source, []).append(sample)
-        missing = {name: count * samples - len(got.get(name, ())) for name, count in sorted(asked.items())}
-        return Evaluation(
-            overall=statistics_of(scored, seed=self._job.seed),
-            by_source={name: statistics_of(got[name], seed=self._job.seed) for name in sorted(got)},
-            samples=self._samples_of(tasks, answers, verdicts),
-            unscored={name: count for name, count in missing.items() if count},
-            rewards=component_means(
-                [
-                    (answer.task, verdict.components)
-                    for answer, verdict in zip(answers, verdicts, strict=True)
-                    if isinstance(verdict, Score)
-                ]
-            ),
-            tokens=self._engine.stats().tokens_total - tokens,
-        )
+        return answers, failures
 
     def _samples_of(
-        self, tasks: Sequence[Task], answers: Sequence[_Answer], verdicts: Sequence[Verdict]
+        self, tasks: Sequence[Task], judged: Sequence[tuple[_Answer, Verdict]]
     ) -> list[dict[str, Any]]:
-        observe = self._job.observe
+        observe = self.job.observe
         if not observe.samples_every_steps or not observe.samples:
             return []
-        wanted = {*range(0, len(tasks), max(1, len(tasks) // observe.samples))}
-        found = [
-            (answer.task, answer.given.blob, verdict)
-            for answer, verdict in zip(answers, verdicts, strict=True)
+        wanted = range(0, len(tasks), max(1, len(tasks) // observe.samples))
+        found = {
+            answer.task: (answer.given.blob, verdict)
+            for answer, verdict in judged
             if answer.task in wanted and answer.sample == 0 and answer.given.blob is not None
-        ]
-        tokenizer: Any = self._render.tokenizer
+        }
+        tokenizer: Any = self.render.tokenizer
         return [
             sample_of(
                 unpack(blob),
                 tokenizer.decode,
-                policy=self._job.policy,
+                policy=self.job.policy,
                 data_source=tasks[number].data_source,
                 ground_truth=tasks[number].ground_truth,
                 reward=verdict.value if isinstance(verdict, Score) else None,
                 rewards=verdict.components if isinstance(verdict, Score) else {},
                 verdict=kind_of(verdict),
             )
-            for number, blob, verdict in sorted(found, key=lambda entry: entry[0])[: observe.samples]
+            for number, (blob, verdict) in sorted(found.items())[: observe.samples]
         ]
 
     async def _answer(self, task: Task, number: int, sample: int) -> _Answer:
         # Every sample draws with a seed of its own, whatever the order in which they are answered.
         place = number * self.samples + sample
         builder = EpisodeBuilder(
-            self._job.job, task.task_id, f"{task.task_id}#evaluation", sample, **speakers_of(self._job)
+            self.job.job, task.task_id, f"{task.task_id}#evaluation", sample, **speakers_of(self.job)
         )
+        lead = PolicyEngine(self.engine, self.render, sampling_of(self.job.evaluation_sampling))
         ctx = Context(
-            self._engine,
-            self._render,
+            {self.job.policy: lead} | {other.policy: other.speaks for other in self.others},
             builder,
             episode_id=f"evaluation-{place}",
-            sampling=self._sampling,
-            seed=self._job.seed,
+            seed=self.job.seed,
             sample=place,
-            gateway=self._gateway,
-            others={other.policy: other.speaks for other in self._others},
+            agents=self.gateway,
         )
-        limit_s, work = self._job.rollout.episode_timeout_s, self._workflow(ctx, task)
-        episode, blob = await run_episode(ctx, work, limit_s, debug=self._first_failure_ends)
+        work = self.workflow(ctx, task)
+        limit_s, debug = self.job.rollout.episode_timeout_s, self.first_failure_ends
+        episode, blob = await run_episode(ctx, work, limit_s, debug=debug)
         header = episode.header
         return _Answer(
             task=number,
@@ -347,8 +333,29 @@ class Evaluator:
 
 
 def engine_job(job: JobConfig) -> JobConfig:
-    """The job as its evaluation's engine is to see it: `rollout` holds what `evaluation` says of it."""
+    """Return the job for its evaluation's engine: `rollout` holds the values of `evaluation`."""
     return job.model_copy(update={"rollout": evaluation_rollout(job)})
+
+
+def lone_engine(ctx: ServiceContext, slots: int | None = None) -> ReplicaSet:
+    """Return the engine of an evaluation for `slots` requests at once, by default those of the job. It is yet
+    to be started. `ctx` is of the engine's policy."""
+    job, slots = engine_job(ctx.job), slots or ctx.job.evaluation.max_concurrent
+    return ReplicaSet(
+        lambda _: make_engine(job, slots=slots, activity="evaluation", place=ctx),
+        stuck_s=ctx.job.rollout.stuck_s,
+    )
+
+
+def receiver_of(ctx: ServiceContext, purpose: Literal["serve", "evaluate"]) -> Receiver:
+    """Return the receiver of the weights for `lone_engine(ctx)`."""
+    part = engine_part(evaluation_engine(ctx.job))
+    return make_receiver(ctx, purpose, tensors=part.needs == "tensors")
+
+
+def prepare_evaluation(job: JobConfig) -> None:
+    """Set up a process for the evaluation's engine."""
+    prepare(job.evaluation.torch_threads, computes=not engine_part(evaluation_engine(job)).is_server)
 
 
 async def follow(
@@ -398,7 +405,7 @@ async def _evaluate_one(
     except EngineError:
         raise  # not acknowledged: it stays pinned until this process is started again and does it over
     except (SnapshotError, EvaluationError) as error:
-        await _ack(source, notice.tag, error=str(error))
+        await acknowledge(source, notice.tag, error=str(error))
         if isinstance(error, SnapshotError) and not notice.final:
             log.warning("snapshot not evaluated", version=notice.tag.version, error=str(error))
             return
@@ -409,18 +416,9 @@ async def _evaluate_one(
         "evaluation",
         **asdict(notice.tag),
         accuracy=accuracy,
-        n=result.overall.tasks,
-        unscored=unscored,
         samples=evaluator.samples,
-        partial_credit=result.overall.partial_credit,
-        tokens=result.tokens,
-        **_figures(result.overall),
-        rewards=result.rewards,
         by_source={name: one.mean.value for name, one in result.by_source.items()},
-        sources={
-            name: {"n": one.tasks, "unscored": result.unscored.get(name, 0), **_figures(one)}
-            for name, one in result.by_source.items()
-        },
+        **result.figures(),
         wall_s=round(wall_s, 4),
         final=notice.final,
     )
@@ -430,13 +428,13 @@ async def _evaluate_one(
     if unscored:
         log.warning("held-out samples without a score", n=unscored, version=notice.tag.version)
     record("evaluated", **asdict(notice.tag), accuracy=accuracy)
-    await _ack(source, notice.tag)
+    await acknowledge(source, notice.tag)
 
 
 async def _write_samples(
     run_log: RunRecords, tag: VersionTag, folder: str, samples: Sequence[dict[str, Any]]
 ) -> None:
-    """Costs nothing but the samples where it fails, unless the disk is full."""
+    """Write some answers of an evaluation. A failure costs nothing but them, unless the disk is full."""
     if not samples:
         return
     told = [{"version": tag.version, "step": tag.version, **sample} for sample in samples]
@@ -449,18 +447,9 @@ async def _write_samples(
     log.info("held-out sample", version=tag.version, reward=first["reward"], response=short_text(first))
 
 
-async def _ack(source: SnapshotSource, tag: VersionTag, *, error: str = "") -> None:
-    """A trainer that has died meanwhile publishes anew, and need not know."""
-    try:
-        await source.ack(tag, error=error)
-    except (RpcTimeout, FaultError) as failed:
-        log.warning("acknowledgement not taken", version=tag.version, error=str(failed))
-
-
-def _figures(statistics: Statistics) -> dict[str, list[float | None]]:
-    """`mean`, `best` and `maj`, each as [value, low, high]."""
-    figures = {"mean": statistics.mean, "best": statistics.best, "maj": statistics.maj}
-    return {name: [figure.value, figure.low, figure.high] for name, figure in figures.items()}
+def _triples(statistics: Statistics) -> dict[str, list[float | None]]:
+    """Return `mean`, `best` and `maj`, each as [value, low, high]."""
+    return {name: [*astuple(getattr(statistics, name))] for name in ("mean", "best", "maj")}
 
 
 def is_done(records: RunRecords, steps: int) -> bool:
@@ -479,21 +468,14 @@ async def main(ctx: ServiceContext) -> None:
     job = ctx.job
     if job.tasks.evaluation is None:
         raise EvaluationError("there is nothing to evaluate on: set tasks.evaluation in the job file")
-    prepare(job.evaluation.torch_threads, computes=not engine_part(evaluation_engine(job)).is_server)
+    prepare_evaluation(job)
     tasks = list(read_tasks(job.tasks.evaluation))
     workflow = workflow_of(job)
     renders = make_renderers(job)
     gateway = make_gateway(ctx, trains=False)
     lead = ctx.of(job.policy)
-    wanted = engine_job(lead.job)
     others = [Companion(ctx.of(policy), renders[policy]) for policy in renders if policy != job.policy]
-    slots = job.evaluation.max_concurrent
-    engine = ReplicaSet(
-        lambda _: make_engine(wanted, slots=slots, activity="evaluation", place=lead),
-        stuck_s=job.rollout.stuck_s,
-    )
-    receiver = make_receiver(lead, "evaluate", tensors=engine_part(wanted.rollout.engine).needs == "tensors")
-
+    engine, receiver = lone_engine(lead), receiver_of(lead, "evaluate")
     records = open_records(ctx)
     if await asyncio.to_thread(is_done, records, job.trainer.steps):
         log.info("the final snapshot was evaluated before this process was started")
@@ -504,9 +486,8 @@ async def main(ctx: ServiceContext) -> None:
         async with LocalScorer(job.reward, workers=1, inline=ctx.inline) as scorer:
             settle()
             ctx.ready()
-            await connect(receiver)
-            for other in others:
-                await other.connect()
+            for source in (receiver, *(other.source for other in others)):
+                await connect(source)
             evaluator = Evaluator(
                 engine,
                 scorer,

@@ -15,31 +15,16 @@ from rollout_service.statistics import Statistics
 
 EPISODES = Counter("areal_rollout_episodes_total", "Episodes that the buffer has acknowledged.")
 FAILED = Counter("areal_rollout_episodes_failed_total", "Episodes whose workflow or request failed.")
-AT_FAULT = Counter(
-    "areal_rollout_episodes_at_fault_total", "Episodes that their own answers brought to an early end."
-)
-TIMED_OUT = Counter(
-    "areal_rollout_episodes_timed_out_total", "Of those that failed, the ones that took too long."
-)
-PROMPT_TOKENS = Counter(
-    "areal_rollout_prompt_tokens_total",
-    "Tokens of prompts of which a server said how much it found in its cache.",
-)
-CACHED_TOKENS = Counter(
-    "areal_rollout_cached_tokens_total", "Of these, the ones whose KV a server found in its prefix cache."
-)
+AT_FAULT = Counter("areal_rollout_episodes_at_fault_total", "Episodes ended early by their own answers.")
+TIMED_OUT = Counter("areal_rollout_episodes_timed_out_total", "Failed episodes that took too long.")
+PROMPT_TOKENS = Counter("areal_rollout_prompt_tokens_total", "Prompt tokens sent to servers with a cache.")
+CACHED_TOKENS = Counter("areal_rollout_cached_tokens_total", "Prompt tokens found in a prefix cache.")
 RERUN = Counter("areal_rollout_requests_rerun_total", "Requests run again because their engine was lost.")
-ENGINE_DEATHS = Counter(
-    "areal_rollout_engine_deaths_total", "Engines that were lost, or did not start again."
-)
+ENGINE_DEATHS = Counter("areal_rollout_engine_deaths_total", "Engines lost, or not started again.")
 REPLICAS = Gauge("areal_rollout_replicas_serving", "Engines of this worker that serve.")
-DRAINING = Gauge(
-    "areal_rollout_draining", "1 while this worker finishes what it has and leases nothing more."
-)
+DRAINING = Gauge("areal_rollout_draining", "1 while this worker finishes its episodes and leases no more.")
 CONCURRENCY = Gauge("areal_rollout_concurrency_limit", "Most episodes that this worker runs at once, now.")
-REFUSED = Counter(
-    "areal_rollout_episodes_refused_total", "Finished episodes that the buffer refused.", ["reason"]
-)
+REFUSED = Counter("areal_rollout_episodes_refused_total", "Episodes that the buffer refused.", ["reason"])
 LOST = Counter("areal_rollout_leases_lost_total", "Leases that the buffer took back.")
 UNSENT = Gauge("areal_rollout_unsent_episodes", "Finished episodes that the buffer has not acknowledged.")
 STALL = Histogram(
@@ -48,28 +33,17 @@ STALL = Histogram(
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
 )
 TOOL_CALLS = Counter("areal_rollout_tool_calls_total", "Calls of tools by episodes.", ["tool", "outcome"])
-REWRITES = Counter(
-    "areal_rollout_template_rewrites_total",
-    "Turns at which the chat template changed what came before, so that a new root began.",
-)
+REWRITES = Counter("areal_rollout_template_rewrites_total", "New roots: the chat template rewrote the past.")
 UPDATES = Counter("areal_rollout_updates_total", "Snapshots offered to this worker.", ["outcome"])
 
 SCORE = Gauge(
-    "areal_evaluation_score",
-    "Held-out figure of the last evaluation: mean, best or maj over a task's samples, by data source.",
-    ["policy", "data_source", "statistic"],
+    "areal_evaluation_score", "Held-out figure by data source.", ["policy", "data_source", "statistic"]
 )
 UNSCORED = Gauge(
     "areal_evaluation_unscored_samples", "Unscored samples of the last evaluation.", ["policy", "data_source"]
 )
-GATEWAY_CALLS = Counter(
-    "areal_gateway_calls_total", "Calls of agents: ok, abandoned, or the status of the refusal.", ["outcome"]
-)
-GATEWAY_ROOTS = Counter(
-    "areal_gateway_roots_total",
-    "Paths begun: new conversations, histories and templates that changed.",
-    ["reason"],
-)
+GATEWAY_CALLS = Counter("areal_gateway_calls_total", "Calls of agents, by their outcome.", ["outcome"])
+GATEWAY_ROOTS = Counter("areal_gateway_roots_total", "Paths begun by calls of agents.", ["reason"])
 GATEWAY_TOKENS = Counter("areal_gateway_tokens_total", "Units sampled for agents and recorded.")
 GATEWAY_SESSIONS = Gauge("areal_gateway_sessions", "Episodes with access.")
 

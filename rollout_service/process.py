@@ -5,11 +5,12 @@ Torch is imported only for an engine that computes in the process itself."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_async.base.errors import RpcTimeout
 from areal_async.base.log import get_logger
@@ -23,8 +24,10 @@ from areal_async.service.context import ServiceContext
 from areal_async.trajectory import Sampling
 from areal_async.weights.receiver import Receiver
 from rollout_service.gateway import Gateway
+from rollout_service.gateway.access import GatewaySetup, ServedModel
 from rollout_service.workflows import Renderer
 
+T = TypeVar("T")
 log = get_logger("rollout")
 
 CONNECT_WAIT_S = 15.0
@@ -61,8 +64,8 @@ def make_renderer(model: Path, template_args: Mapping[str, Any] | None = None) -
 
 
 def make_renderers(job: JobConfig) -> dict[str, Renderer]:
-    """One for each policy of the job; policies of one tokenizer and chat template share theirs, and with it
-    paths. Raises `TokenizerError`."""
+    """Return a renderer for each policy of the job; policies of one tokenizer and chat template share theirs,
+    and with it paths. Raises `TokenizerError`."""
     renderers: dict[str, Renderer] = {}
     for policy, view in job.views.items():
         made = make_renderer(view.model, view.rollout.template_args)
@@ -72,7 +75,7 @@ def make_renderers(job: JobConfig) -> dict[str, Renderer]:
 
 
 def _tokens(renderer: Renderer) -> tuple[Any, ...]:
-    """What makes ids of texts; only a tokenizer that says it whole can be like another."""
+    """Return the parts that turn texts into ids. A tokenizer that does not tell them equals no other."""
     tokenizer: Any = renderer.tokenizer
     whole = getattr(tokenizer, "backend_tokenizer", None)
     given = getattr(tokenizer.apply_chat_template, "keywords", None)
@@ -81,14 +84,13 @@ def _tokens(renderer: Renderer) -> tuple[Any, ...]:
 
 
 def sampling_of(section: SamplingSection) -> Sampling:
-    """A section's parameters; the seed is set per call."""
-    return Sampling(
-        section.temperature, section.top_p, section.top_k, section.max_new_tokens, tuple(section.stop)
-    )
+    """Return a section's parameters; the seed is set per call."""
+    limits = section.max_new_tokens, tuple(section.stop)
+    return Sampling(section.temperature, section.top_p, section.top_k, *limits)
 
 
 def speakers_of(job: JobConfig) -> dict[str, Any]:
-    """What the builder of an episode is told of who may speak: of several policies each has an agent of its
+    """Return the policies and agents of an episode's builder: with several policies each has an agent of its
     name."""
     if not job.policies:
         return {"policies": (job.policy,)}
@@ -96,21 +98,24 @@ def speakers_of(job: JobConfig) -> dict[str, Any]:
 
 
 def make_gateway(ctx: ServiceContext, *, trains: bool) -> Gateway:
-    """Agents' access to this process's policies, started once an episode opens it. A configured port is that
-    of the first worker; what is not trained on (evaluation) takes a free one."""
-    job, section = ctx.job, ctx.job.rollout.gateway
-    return Gateway(
-        section if trains else section.model_copy(update={"port": 0}),
-        job=job.job,
-        name=ctx.name,
-        models={name: (view.model, view.rollout.max_model_len) for name, view in job.views.items()},
-        template_args={name: view.rollout.template_args for name, view in job.views.items()},
-        host=ctx.host,
-        keys=ctx.keys.of("rollout" if ctx.role == "rollout" else "evaluator"),
-        trains=trains,
-        offset=ctx.index,
-        restarts=job.supervisor.restart_policy(),
+    """Return the access of agents to this process's policies, started once an episode opens it. A configured
+    port is that of the first worker; an evaluation takes a free one."""
+    job = ctx.job
+    port = job.rollout.gateway.port
+    section = job.rollout.gateway.model_copy(update={"port": port + ctx.index if port and trains else 0})
+    setup = GatewaySetup(
+        job.job,
+        ctx.name,
+        ctx.host,
+        ctx.keys.of("rollout" if ctx.role == "rollout" else "evaluator"),
+        section.model_dump(mode="json"),
+        {
+            name: ServedModel(str(view.model), view.rollout.max_model_len, view.rollout.template_args)
+            for name, view in job.views.items()
+        },
+        trains,
     )
+    return Gateway(setup, restarts=job.supervisor.restart_policy())
 
 
 async def connect(receiver: Receiver) -> None:
@@ -124,3 +129,15 @@ async def connect(receiver: Receiver) -> None:
         else:
             board.waits("trainer", "")
             return
+
+
+async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
+    """Return the result of `work`, or None when `stop` came first; `work` is cancelled then."""
+    both = task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        stopping.cancel()
+        await asyncio.gather(*both, return_exceptions=True)

@@ -30,23 +30,30 @@ from areal_async.service.context import ServiceContext
 from areal_async.weights.metrics import FETCH_SECONDS
 from areal_async.weights.receiver import make_receiver
 from rollout_service.engines import make_engine
-from rollout_service.engines.base import Engine, Weights
+from rollout_service.engines.base import Weights
 from rollout_service.metrics import STALL, EngineMetrics
-from rollout_service.process import connect, make_gateway, make_renderers, prepare, sampling_of, settle
+from rollout_service.process import (
+    connect,
+    make_gateway,
+    make_renderers,
+    prepare,
+    sampling_of,
+    settle,
+    unless_stopped,
+)
 from rollout_service.replicas import ReplicaSet
 from rollout_service.worker import WeightUpdates, Worker
-from rollout_service.worker.lease_client import unless_stopped
 from rollout_service.workflows import PolicyEngine, workflow_of
 
 log = get_logger("rollout")
 
 
 def figures_of(engines: Sequence[ReplicaSet]) -> ServiceFigures:
-    """What the worker says of its work; the version is that of the first policy's engines."""
+    """Return the figures of a worker; the version is that of the first policy's engines."""
     stats = [engine.stats() for engine in engines]
-    sums = {"updates": sums_of(STALL), "fetches": sums_of(FETCH_SECONDS)} | (
-        {"passes": list(stats[0].passes)} if stats[0].passes else {}
-    )
+    sums = {"updates": sums_of(STALL), "fetches": sums_of(FETCH_SECONDS)}
+    if stats[0].passes:
+        sums["passes"] = list(stats[0].passes)
     return ServiceFigures(engines[0].version.version, sum(each.tokens_total for each in stats), sums=sums)
 
 
@@ -59,14 +66,10 @@ class NameTaken(ArealError):
 def make_replicas(
     ctx: ServiceContext, *, on_serving: Callable[[float], None], on_exchange: Callable[[bool], None]
 ) -> ReplicaSet:
-    """The engines of this worker, yet to be started. See `ReplicaSet` for the callbacks."""
+    """Return the engines of this worker, not started yet. See `ReplicaSet` for the callbacks."""
     job = ctx.job
     part = engine_part(job.rollout.engine)
-    numbers = itertools.count()
-
-    def make(replica: int) -> Engine:
-        slots = job.rollout.max_concurrent
-        return make_engine(job, slots=slots, activity="rollout", place=ctx, replica=replica)
+    numbers, slots = itertools.count(), job.rollout.max_concurrent
 
     @asynccontextmanager
     async def newest() -> AsyncIterator[Weights]:
@@ -88,7 +91,7 @@ def make_replicas(
     # An engine in this process that fails fails with it: then the supervisor starts the worker again.
     restarts = job.supervisor.restart_policy() if part.is_server else NO_RESTARTS
     return ReplicaSet(
-        make,
+        lambda replica: make_engine(job, slots=slots, activity="rollout", place=ctx, replica=replica),
         job.rollout.replicas,
         restarts=restarts,
         stuck_s=job.rollout.stuck_s,
@@ -124,7 +127,7 @@ async def main(ctx: ServiceContext) -> None:
 
 
 class _PolicyServer:
-    """What a worker has for one policy: its engines, and how their weights come. `ctx` is the policy's."""
+    """The engines of one policy and the updates of their weights. `ctx` is the policy's."""
 
     def __init__(self, ctx: ServiceContext, worker: Callable[[], Worker]) -> None:
         self.job, policy = ctx.job, ctx.job.policy
@@ -154,33 +157,29 @@ async def _serve(ctx: ServiceContext) -> None:
     renders = make_renderers(job)
     gateway = make_gateway(ctx, trains=True)
     servers = {policy: _PolicyServer(ctx.of(policy), lambda: worker) for policy in renders}
-    first, *rest = servers.values()
-
     series = EngineMetrics(*(server.engine for server in servers.values()))
     try:
         async with Client(ctx.buffer, job=job.job, role="rollout", name=ctx.name, access=ctx.keys) as buffer:
             await buffer.call(Arrived(ctx.name))
             worker = Worker(
                 buffer,
-                first.engine,
+                {
+                    policy: PolicyEngine(
+                        each.engine,
+                        renders[policy],
+                        sampling_of(each.job.rollout.sampling),
+                        each.job.rollout.max_model_len,
+                    )
+                    for policy, each in servers.items()
+                },
                 workflow,
-                renders[job.policy],
                 job=job,
                 name=ctx.name,
                 gateway=gateway,
                 first_failure_ends=ctx.inline,
-                others={
-                    server.job.policy: PolicyEngine(
-                        server.engine,
-                        renders[server.job.policy],
-                        sampling_of(server.job.rollout.sampling),
-                        server.job.rollout.max_model_len,
-                    )
-                    for server in rest
-                },
             )
             loading = asyncio.gather(*(server.first_version() for server in servers.values()))
-            serving = await unless_stopped(ctx.stop, _awaited(loading))
+            serving = await unless_stopped(ctx.stop, loading)
             if serving is None:
                 return
             engines = [server.engine for server in servers.values()]
@@ -188,9 +187,8 @@ async def _serve(ctx: ServiceContext) -> None:
             board.figures = lambda: figures_of(engines)
             settle()
             ctx.ready()
-            log.info(
-                "rollout worker serves", engine=job.rollout.engine, versions=[tag.label for tag in serving]
-            )
+            versions = [tag.label for tag in serving]
+            log.info("rollout worker serves", engine=job.rollout.engine, versions=versions)
             beside = [work for each in servers.values() for work in (each.updates.run(), each.engine.watch())]
             await worker.run(ctx.stop, *beside)
             if worker.drained:
@@ -202,7 +200,3 @@ async def _serve(ctx: ServiceContext) -> None:
         await gateway.close()
         for server in servers.values():
             await server.close()
-
-
-async def _awaited(work: asyncio.Future[list[VersionTag]]) -> list[VersionTag]:
-    return await work

@@ -1,4 +1,4 @@
-"""What several samples of each held-out task say, with how sure it is. Pure.
+"""Figures over several samples of each held-out task, with their confidence. Pure.
 
 Per task, over its scored samples:
 
@@ -66,12 +66,8 @@ class Statistics:
 def statistics_of(samples: Sequence[ScoredSample], *, seed: int) -> Statistics:
     """Figures over the tasks of `samples` (at least one). The order of samples and tasks does not matter."""
     columns = per_task(samples)
-    low, high = intervals(columns, seed=seed)
-    values = columns.mean(0)
-    figures = [
-        Figure(float(value), None if np.isnan(a) else float(a), None if np.isnan(b) else float(b))
-        for value, a, b in zip(values, low, high, strict=True)
-    ]
+    low, high = (np.where(np.isnan(end), None, end) for end in intervals(columns, seed=seed))
+    figures = (Figure(float(value), *ends) for value, *ends in zip(columns.mean(0), low, high, strict=True))
     partial_credit = any(sample.score not in (0.0, 1.0) for sample in samples)
     mean, best, maj = figures
     return Statistics(len(columns), mean, best, maj, partial_credit)
@@ -94,25 +90,18 @@ def per_task(samples: Sequence[ScoredSample]) -> Floats:
     """f64 [T, 3]: mean, best and maj of each task, in the order of the tasks' numbers."""
     if not samples:
         raise ValueError("statistics need at least one scored sample")
-    ordered = sorted(samples, key=lambda one: (one.task, one.sample))
-    score = np.array([one.score for one in ordered], np.float64)
-    _, task = np.unique([one.task for one in ordered], return_inverse=True)
-    n_tasks = int(task[-1]) + 1
-    _, answer = np.unique([one.answer for one in ordered], return_inverse=True)
-    mean = np.bincount(task, score) / np.bincount(task)
-    best = np.full(n_tasks, -np.inf)
-    np.maximum.at(best, task, score)
-    # Each distinct answer of each task: when it first came, how often it was given, its mean score.
-    n_answers = int(answer.max()) + 1
-    key, first, of_sample, count = np.unique(
-        task * n_answers + answer, return_index=True, return_inverse=True, return_counts=True
-    )
-    answer_score = np.bincount(of_sample, score) / count
-    owner = key // n_answers
-    # Within a task the most frequent comes first, among equals the one that came first.
-    ranked = np.lexsort((first, -count, owner))
-    leads = np.r_[True, np.diff(owner[ranked]) != 0]
-    return np.stack([mean, best, answer_score[ranked[leads]]], axis=1)
+    tasks: dict[int, list[ScoredSample]] = {}
+    for one in sorted(samples, key=lambda one: (one.task, one.sample)):
+        tasks.setdefault(one.task, []).append(one)
+    rows = []
+    for own in tasks.values():
+        answers: dict[str, list[float]] = {}
+        for one in own:
+            answers.setdefault(one.answer, []).append(one.score)
+        most = max(answers.values(), key=len)  # Among equally frequent answers the one that came first
+        scores = [one.score for one in own]
+        rows.append((np.mean(scores), max(scores), np.mean(most)))
+    return np.array(rows, np.float64)
 
 
 def intervals(columns: Floats, *, seed: int, resamples: int = RESAMPLES) -> tuple[Floats, Floats]:

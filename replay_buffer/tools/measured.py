@@ -28,7 +28,7 @@ from replay_buffer.simulation.costs import (
     TrainerCosts,
 )
 
-TERMS = 4  # Of `PassSums` in rollout_service/engines/local/engine.py
+TERMS = 4  # Of `with_pass` in rollout_service/engines/local/engine.py
 NO_WAIT = 0.1  # Quantile of the waits for a batch that is taken for those whose batch was there
 ROUNDED = 4  # Digits
 Record = Mapping[str, Any]

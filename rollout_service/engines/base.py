@@ -1,4 +1,4 @@
-"""The small protocol behind which every inference engine sits.
+"""The protocol of every inference engine.
 
 Promises of an engine:
 
@@ -59,7 +59,7 @@ UpdateMode = Literal["recompute", "keep", "session"]
 
 
 class Weights(Protocol):
-    """What an engine needs of a verified snapshot (`areal_async.weights.snapshot.Snapshot`)."""
+    """The part of a verified snapshot that an engine needs (`areal_async.weights.snapshot.Snapshot`)."""
 
     @property
     def tag(self) -> VersionTag: ...
@@ -97,7 +97,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """What was sampled, unit by unit: four arrays of one length (0 only after an abort)."""
+    """The sampled units: four arrays of one length (0 only after an abort)."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -114,13 +114,14 @@ class GenerateResult:
     several times, because its KV was computed anew under other weights, they are those of one pass."""
 
 
-Piece = npt.NDArray[np.int32]
+Ids = npt.NDArray[np.int32]
+Piece = Ids
 """Ids sampled since the last piece."""
 Tell = Callable[[Piece], None]
 
 
 def nothing_sampled() -> GenerateResult:
-    """The result of a request that was aborted before it had begun."""
+    """Return the result of a request that was aborted before it had begun."""
     none = np.empty(0, np.int32)
     return GenerateResult(none, np.empty(0, np.float32), none, none, "abort", "")
 
@@ -144,7 +145,7 @@ class EngineStats:
     busy_s: float
     """Seconds with at least one request being computed."""
     passes: tuple[float, ...] = ()
-    """Sums over the engine's passes from which their cost is worked out (`PassSums` of the local engine);
+    """Sums over the engine's passes from which their cost is worked out (`with_pass` of the local engine);
     empty where it does not see them."""
     decoded: int = 0
     """A count that moves on when units are sampled of which `tokens_total` knows nothing yet, because their
@@ -160,7 +161,7 @@ class Engine(Protocol):
         ...
 
     def alive(self) -> bool:
-        """Whether it can be expected to serve; False after it was lost."""
+        """Return whether it can be expected to serve; False after it was lost."""
         ...
 
     async def start(self, snapshot: Weights) -> None:
@@ -195,20 +196,16 @@ class Engine(Protocol):
         ...
 
 
-def checked_request(
-    request: GenerateRequest, *, vocab_size: int, max_model_len: int
-) -> tuple[npt.NDArray[np.int32], int]:
-    """The prompt, i32[T], and the most units that its answer may have. Raises `RequestError` for a request
-    that no engine can serve."""
+def checked_request(request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> tuple[Ids, int]:
+    """Return the prompt, i32[T], and the most units that its answer may have. Raises `RequestError` for a
+    request that no engine can serve."""
     check_sampling(request.sampling)
     ids = checked_ids(request.prompt_ids, vocab_size=vocab_size, max_model_len=max_model_len)
     return ids, min(request.sampling.max_new_tokens, max_model_len - ids.size)
 
 
-def checked_ids(
-    prompt_ids: Sequence[int] | npt.NDArray[Any], *, vocab_size: int, max_model_len: int
-) -> npt.NDArray[np.int32]:
-    """A prompt as i32[T] that nobody writes to: itself where it is that, else a copy.
+def checked_ids(prompt_ids: Sequence[int] | npt.NDArray[Any], *, vocab_size: int, max_model_len: int) -> Ids:
+    """Return a prompt as i32[T] that nobody writes to: itself if it is one, else a copy.
 
     Raises `RequestError`."""
     ids = np.asarray(prompt_ids)
@@ -247,12 +244,12 @@ of a character."""
 
 
 def stop_window(stop: Sequence[str]) -> int:
-    """How many of the newest tokens must be decoded to see every stop string that the newest one ended.
+    """Return the number of newest tokens to decode to see every stop string that the newest one ended.
     A token that decodes to text decodes to at least one byte of it."""
     return max(len(s.encode()) for s in stop) + EXTRA_TOKENS
 
 
 def trim(text: str, stop: Sequence[str]) -> str:
-    """`text` up to where its first stop string begins."""
+    """Return `text` up to its first stop string."""
     ends = [at for s in stop if (at := text.find(s)) >= 0]
     return text[: min(ends)] if ends else text

@@ -1,10 +1,8 @@
-"""Which GPUs an engine of this process has (the rule is `areal_async/config/devices.py`)."""
+"""The GPUs of an engine of this process (the rule is `areal_async/config/devices.py`)."""
 
 from __future__ import annotations
 
-import os
-
-from areal_async.config.devices import engine_gpus, names_of
+from areal_async.config.devices import engine_gpus
 from areal_async.config.job import JobConfig
 from areal_async.service.context import ServiceContext
 from rollout_service.engines.base import EngineError
@@ -13,8 +11,9 @@ from rollout_service.engines.base import EngineError
 def own_gpus(
     job: JobConfig, place: ServiceContext | None, replica: int, *, visible: int | None = None
 ) -> tuple[int, ...]:
-    """The GPUs of an engine that computes as `job.rollout` says; `job` is the evaluation's view of it where
-    the engine is an evaluation's. `visible` is their number, by default as torch counts them. Empty on a CPU.
+    """Return the GPUs of an engine that computes as `job.rollout` says; `job` is the evaluation's view of it
+    where the engine is an evaluation's. `visible` is their number, by default as torch counts them. Empty on
+    a CPU.
 
     Raises `EngineError` when they are not there."""
     if job.rollout.device == "cpu":
@@ -22,9 +21,7 @@ def own_gpus(
     whole = place.job if place is not None else job
     evaluates = place is not None and place.role == "evaluator"
     worker = None if evaluates else place.index if place is not None else 0
-    trainers = (
-        [each for each in place.topology.services if each.role == "trainer"] if place is not None else []
-    )
+    trainers = [each for each in place.topology.services if each.role == "trainer"] if place else []
     beside_trainer = place is not None and place.node_id == trainers[0].node_id
     if place is not None and place.place.gpus_of_its_own:
         # What it sees is its own alone, counted from 0.
@@ -36,11 +33,7 @@ def own_gpus(
         visible = torch.cuda.device_count()
     try:
         return engine_gpus(
-            whole,
-            worker=worker,
-            replica=replica,
-            visible=visible,
-            beside_trainer=beside_trainer,
+            whole, worker=worker, replica=replica, visible=visible, beside_trainer=beside_trainer
         )
     except ValueError as error:
         field = "evaluation.device" if evaluates else "rollout.device"
@@ -48,11 +41,6 @@ def own_gpus(
 
 
 def own_device(job: JobConfig, place: ServiceContext | None, replica: int) -> str:
-    """The engine's device as torch names it: `cpu` or `cuda:N`. Raises `EngineError`."""
+    """Return the engine's device as torch names it: `cpu` or `cuda:N`. Raises `EngineError`."""
     gpus = own_gpus(job, place, replica)
     return f"cuda:{gpus[0]}" if gpus else "cpu"
-
-
-def gpu_names(job: JobConfig, place: ServiceContext | None, replica: int) -> tuple[str, ...]:
-    """What a server that is started here is told in `CUDA_VISIBLE_DEVICES`. Raises `EngineError`."""
-    return names_of(own_gpus(job, place, replica), os.environ)

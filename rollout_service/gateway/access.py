@@ -14,8 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, finalize
 
 import msgspec
@@ -27,7 +26,6 @@ from areal_async.base.http_server import listen
 from areal_async.base.log import get_logger
 from areal_async.base.processes import ChildProcess, RestartPolicy, Restarts, exit_text
 from areal_async.base.topology import RunHost
-from areal_async.config.rollout import GatewaySection
 from areal_async.rpc.client import Client
 from areal_async.rpc.gateway_messages import (
     CountCalls,
@@ -43,7 +41,7 @@ from areal_async.rpc.gateway_messages import (
 from areal_async.rpc.reply_book import ServerLimits
 from areal_async.rpc.schema import Ok
 from areal_async.rpc.secret import RoleKeys
-from areal_async.rpc.server import Answer, Peer, Server, by_type
+from areal_async.rpc.server import Answer, Handler, Peer, Server, by_type
 from areal_async.trajectory import EpisodeBuilder
 from rollout_service import metrics
 from rollout_service.gateway.recording import RecordedCalls, Session, bytes_of
@@ -56,12 +54,13 @@ log = get_logger("gateway")
 
 START_S = 120.0  # Longest time to the gateway's first word: it imports and reads a tokenizer
 END_S = 10.0  # Longest wait for the end of a session
+Side = Literal["worker", "gateway"]
 AT_ONCE = 1 << 16  # Calls under way are limited by connections and `max_calls`, not by the sockets between
 RESTARTS = RestartPolicy(limit=5)
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """What answers for one policy."""
+    """The model of one policy."""
 
     folder: str
     max_model_len: int
@@ -69,41 +68,50 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class GatewaySetup(msgspec.Struct, frozen=True):
-    """What the gateway's process is told on its standard input."""
+    """Set-up of the gateway's process, which reads it from its standard input."""
 
     job: str
     name: str
     """The worker's name, after which the endpoints between the two are named."""
     host: RunHost
-    keys: RoleKeys
-    section: dict[str, Any]
+    keys: RoleKeys  # Those of the worker's role
+    section: dict[str, Any]  # `rollout.gateway`
     models: dict[str, ServedModel]
-    """By policy; agents ask for these."""
-    trains: bool
-    header_s: float
-    listening_fd: int
-    life: int
+    """The models by policy; agents ask for these names."""
+    trains: bool = True  # Whether the recorded answers will be trained on
+    header_s: float = 10.0
+    listening_fd: int = -1
+    life: int = 0
     """Starts before this one."""
 
-    @property
-    def worker_endpoint(self) -> str:
-        return self.host.local_endpoint(f"{self.name}.engine")
+    def client(self, service: Side) -> Client:
+        """Return a client of the worker's or the gateway's socket, for the other of the two."""
+        return Client(
+            Address(self._endpoint(service), self.keys.role),
+            job=self.job,
+            role="gateway" if service == "worker" else "rollout",
+            name=self.name,
+            access=self.keys,
+            max_in_flight=AT_ONCE,
+        )
 
-    @property
-    def gateway_endpoint(self) -> str:
-        return self.host.local_endpoint(f"{self.name}.gateway")
+    def server(self, service: Side, handlers: Mapping[type[Any], Handler]) -> Server:
+        """Return the server of the worker's or the gateway's socket."""
+        return Server(
+            self._endpoint(service),
+            service=service,
+            job=self.job,
+            access=self.keys,
+            handler=by_type(service, handlers),
+            limits=ServerLimits(in_flight=AT_ONCE),
+        )
 
-
-class Started(Protocol):
-    """A gateway that was started, as `ChildProcess` is one."""
-
-    async def wait(self) -> int: ...
-
-    async def stop(self, grace_s: float = 0.0) -> int | None: ...
+    def _endpoint(self, service: Side) -> str:
+        return self.host.local_endpoint(f"{self.name}.{'engine' if service == 'worker' else 'gateway'}")
 
 
 def start_process(setup: GatewaySetup) -> ChildProcess:
-    """The gateway in a process of its own, which writes to this one's log."""
+    """Start the gateway in a process of its own, which writes to this one's log."""
     return ChildProcess(
         [sys.executable, "-P", "-m", "rollout_service.gateway"],
         output=sys.stderr.fileno(),
@@ -113,39 +121,17 @@ def start_process(setup: GatewaySetup) -> ChildProcess:
     )
 
 
+Start = Callable[[GatewaySetup], Any]
+
+
 class Gateway:
     """The gateway of a worker; its episodes open sessions in it."""
 
     def __init__(
-        self,
-        section: GatewaySection,
-        *,
-        job: str,
-        name: str,
-        models: Mapping[str, tuple[Path, int]],
-        host: RunHost,
-        keys: RoleKeys,
-        template_args: Mapping[str, dict[str, Any]] | None = None,
-        trains: bool = True,
-        offset: int = 0,
-        header_s: float = 10.0,
-        restarts: RestartPolicy = RESTARTS,
-        start: Callable[[GatewaySetup], Started] = start_process,
+        self, setup: GatewaySetup, restarts: RestartPolicy = RESTARTS, start: Start = start_process
     ) -> None:
-        """`models` are each policy's folder, which has the tokenizer, and the most tokens of a path,
-        `template_args` what its chat template is given;
-        `trains`: what is recorded will be trained on; `offset` is added to a configured port; `host` is the
-        worker's, `keys` are its role's."""
-        self.section = section
-        given = template_args or {}
-        served = {
-            policy: ServedModel(str(folder), length, given.get(policy, {}))
-            for policy, (folder, length) in models.items()
-        }
-        self._setup = GatewaySetup(
-            job, name, host, keys, section.model_dump(mode="json"), served, trains, header_s, -1, 0
-        )
-        self._port = section.port and section.port + offset
+        """`start` returns a started gateway, which has the `wait` and `stop` of a `ChildProcess`."""
+        self._setup = setup
         self._restarts = Restarts(restarts)
         self._start_one = start
         self._listening: socket.socket | None = None
@@ -182,7 +168,8 @@ class Gateway:
                 del self._sessions[session.digest]
                 metrics.GATEWAY_SESSIONS.set(len(self._sessions))
                 session.close()
-            session.check_whole()
+            if (broken := session.broken) is not None:  # an answer that the agent was sent may not be there
+                raise GatewayError(f"an answer to the agent could not be recorded: {broken}") from broken
 
     async def close(self) -> None:
         """End every session, and the gateway."""
@@ -196,12 +183,6 @@ class Gateway:
         if self._listening is not None:
             self._listening.close()
 
-    @property
-    def _interface(self) -> str:
-        """The address to listen on, and to be reached at."""
-        named = {"loopback": self._setup.host.loopback, "host": self._setup.host.address}
-        return named.get(self.section.host, self.section.host)
-
     def _record_of(self, builder: EpisodeBuilder) -> RecordedCalls:
         record = self._records.get(builder)
         if record is None:
@@ -211,7 +192,7 @@ class Gateway:
         return record
 
     async def _told(self, request: Any) -> bool:
-        """Whether the gateway has answered; it has not when it is dead, which is dealt with elsewhere."""
+        """Return whether the gateway has answered. If it is dead, `_run` deals with that."""
         if self._client is None:
             return False
         with suppress(PeerGone, RpcTimeout, FaultError):
@@ -224,12 +205,15 @@ class Gateway:
     async def _up(self) -> None:
         """Wait until the gateway serves. Raises `GatewayError`."""
         if self._running is None:
+            named = {"loopback": self._setup.host.loopback, "host": self._setup.host.address}
+            interface, port = self._setup.section["host"], self._setup.section["port"]
+            interface = named.get(interface, interface)
             try:
                 # Whoever asks must show the key of a session that is open.
-                self._listening = listen(self._interface, self._port, guarded=True)
+                self._listening = listen(interface, port, guarded=True)
             except OSError as error:
                 raise GatewayError(
-                    f"the gateway cannot listen on {self._interface} port {self._port}: {error}. Set "
+                    f"the gateway cannot listen on {interface} port {port}: {error}. Set "
                     "rollout.gateway.port to a free port, or to 0 to have one picked."
                 ) from error
             host, port = self._listening.getsockname()[:2]
@@ -246,14 +230,9 @@ class Gateway:
     async def _run(self) -> None:
         """Keep the gateway going until it cannot be."""
         assert self._listening is not None
-        self._server = Server(
-            self._setup.worker_endpoint,
-            service="worker",
-            job=self._setup.job,
-            access=self._setup.keys,
-            handler=by_type("worker", self._handlers()),
-            limits=ServerLimits(in_flight=AT_ONCE),
-        )
+        calls = {Sample: self._on_sample, TakePieces: self._on_take_pieces}
+        notices = dict.fromkeys((RecordCall, DropCall, CountCalls), self._on_notice)
+        self._server = self._setup.server("worker", calls | notices)
         try:
             await self._server.start()
             life, pause_s = 0, 0.0
@@ -276,17 +255,10 @@ class Gateway:
                 session.close()
 
     async def _one_life(self, setup: GatewaySetup) -> tuple[int, float | None]:
-        """The exit status of a gateway, once it has ended, and when it began to serve."""
+        """Run one gateway; return its exit status, and the time at which it began to serve."""
         process, served_s = self._start_one(setup), None
         ended = asyncio.ensure_future(process.wait())
-        client = Client(
-            Address(setup.gateway_endpoint, setup.keys.role),
-            job=setup.job,
-            role="rollout",
-            name=setup.name,
-            access=self._setup.keys,
-            max_in_flight=AT_ONCE,
-        )
+        client = setup.client("gateway")
         greeted = asyncio.ensure_future(client.connect(START_S))
         try:
             await asyncio.wait((greeted, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -318,15 +290,6 @@ class Gateway:
 
     # --- what the gateway asks -----------------------------------------------------------------------
 
-    def _handlers(self) -> Any:
-        return {
-            Sample: self._on_sample,
-            TakePieces: self._on_take_pieces,
-            RecordCall: self._on_record,
-            DropCall: self._on_drop,
-            CountCalls: self._on_count,
-        }
-
     async def _on_sample(self, _: Peer, request: Sample, attachments: list[memoryview]) -> Answer:
         session = self._sessions.get(request.key)
         if session is None:
@@ -341,17 +304,15 @@ class Gateway:
         reply = Pieces([index for index, _piece in taken], [len(piece) for piece in ids])
         return (reply, [bytes_of(ids, np.int32)]) if ids else reply
 
-    async def _on_record(self, _: Peer, request: RecordCall, __: list[memoryview]) -> Answer:
-        if (session := self._sessions.get(request.key)) is not None:
-            session.record(request)
-        return Ok()
-
-    async def _on_drop(self, _: Peer, request: DropCall, __: list[memoryview]) -> Answer:
-        if (session := self._sessions.get(request.key)) is not None:
-            session.drop(request.call)
-        return Ok()
-
-    async def _on_count(self, _: Peer, request: CountCalls, __: list[memoryview]) -> Answer:
-        for outcome, number in request.outcomes.items():
-            metrics.GATEWAY_CALLS.labels(outcome).inc(number)
+    async def _on_notice(
+        self, _: Peer, request: RecordCall | DropCall | CountCalls, __: list[memoryview]
+    ) -> Answer:
+        if isinstance(request, CountCalls):
+            for outcome, number in request.outcomes.items():
+                metrics.GATEWAY_CALLS.labels(outcome).inc(number)
+        elif (session := self._sessions.get(request.key)) is not None:
+            if isinstance(request, RecordCall):
+                session.record(request)
+            else:
+                session.drop(request.call)
         return Ok()

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from areal_async.trajectory import SegmentKind
-from rollout_service.gateway.requests import Conversation, Ids, Message, load_json
-from rollout_service.gateway.template import ChatTemplate, RenderedPrompt, canonical
-from rollout_service.workflows.turns import SampledText
+from rollout_service.gateway.requests import Conversation, Ids, Message, SampledChoice, load_json
+from rollout_service.gateway.template import ChatTemplate, canonical
+from rollout_service.workflows.turns import RenderedPrompt, SampledText
 
 Key = bytes
 Root = Literal["new", "history", "template"]
@@ -41,7 +41,7 @@ class RecordedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """What the engine is to continue for one call, and where that hangs in the episode."""
+    """The ids that the engine is to continue for one call, and their place in the episode."""
 
     ids: Ids
     """All ids, from the root."""
@@ -64,7 +64,7 @@ class ConversationTree:
     # --- before the call -----------------------------------------------------------------------------
 
     def plan(self, asked: Conversation) -> CallPlan:
-        """Raises `ApiError` for what cannot be rendered."""
+        """Return the plan of a call. Raises `ApiError` for messages that cannot be rendered."""
         rendered = self.template.prompt(asked)
         keys = chain(asked)
         root: Root = "new"
@@ -85,22 +85,20 @@ class ConversationTree:
 
     # --- after the call ------------------------------------------------------------------------------
 
-    def remember(
-        self,
-        plan: CallPlan,
-        answer: tuple[int, int],
-        ids: Ids,
-        said: SampledText,
-        reply: Message,
-        tool_ids: tuple[str, ...],
-    ) -> None:
+    def remember(self, plan: CallPlan, answer: tuple[int, int], choice: SampledChoice) -> None:
         """Note that an answer may be gone on from, once the agent has been told it."""
-        turn = RecordedAnswer(answer, np.concatenate((plan.ids, ids)), plan.given, said, tool_ids)
+        path, tool_ids = (
+            np.concatenate((plan.ids, choice.token_ids)),
+            tuple(c["id"] for c in choice.tool_calls),
+        )
+        turn = RecordedAnswer(answer, path, plan.given, choice.said, tool_ids)
+        # The answer as the message that the agent sends back.
+        reply = {"role": "assistant", "content": choice.content, "tool_calls": choice.tool_calls}
         self._turns.setdefault(linked(plan.keys[-1], reply), []).append(turn)
 
 
 def chain(asked: Conversation) -> tuple[Key, ...]:
-    """Keys of the conversation before its first message, after it, after the second …"""
+    """Return keys of the conversation before its first message, after it, after the second …"""
     start = hashlib.blake2b(
         canonical([asked.tools, asked.template]).encode(errors="surrogatepass"), digest_size=16
     ).digest()
@@ -111,8 +109,8 @@ def chain(asked: Conversation) -> tuple[Key, ...]:
 
 
 def linked(before: Key, message: Message) -> Key:
-    """The key after `message`. The white space around a text, the spelling of arguments and the ids of tool
-    calls are left out: clients differ in what they keep of them."""
+    """Return the key after `message`. The white space around a text, the spelling of arguments and the ids of
+    tool calls are left out: clients differ in what they keep of them."""
     calls = [
         [call["function"]["name"], _arguments(call["function"]["arguments"])]
         for call in message.get("tool_calls", ())
@@ -131,7 +129,7 @@ def _arguments(value: object) -> str:
 
 
 def _best(known: Sequence[RecordedAnswer], message: Message) -> RecordedAnswer:
-    """The one of the answers that read the same whose tool calls have these ids; else the newest."""
+    """Return the answer whose tool calls have the ids in `message`; else the newest."""
     ids = tuple(call.get("id", "") for call in message.get("tool_calls", ()))
     same = [turn for turn in known if ids and turn.tool_ids == ids]
     return (same or known)[-1]

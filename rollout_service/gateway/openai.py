@@ -14,8 +14,6 @@ from msgspec import Meta
 
 from rollout_service.gateway.requests import (
     ApiError,
-    CompletionRequest,
-    CompletionResult,
     Conversation,
     Message,
     SampledChoice,
@@ -26,16 +24,8 @@ from rollout_service.gateway.requests import (
 )
 from rollout_service.gateway.template import ChatTemplate
 
-HARMLESS = frozenset(
-    [
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-    ]
+HARMLESS = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier")) | frozenset(
+    ("prompt_cache_key", "prompt_cache_retention")
 )
 """Fields that say nothing about the answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -129,63 +119,58 @@ class ChatBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatCall:
-    """One call: its body as a request, and the completion as its reply or as the events of its stream. Of a
+    """One call: its body as a request, and its answers as its reply or as the events of its stream. Of a
     stream `begin` comes first, then `delta` for text on the way, then `finish`."""
 
     def __init__(self, given: Mapping[str, Any], template: ChatTemplate, most: int) -> None:
         """Raises `ApiError` for a call that is wrong, or asks for more than `most` answers."""
-        body = read(given)
+        body = self.body = read(given)
         if body.n > most:
             raise bad("n", f"n must be an integer from 1 to {most}")
         if clash := TEMPLATE_OWN & set(body.chat_template_kwargs):
             raise bad("chat_template_kwargs", f"{sorted(clash)[0]} is not for the caller to set")
         tools = [_declared(tool.function) for tool in body.tools]
-        stop = (body.stop,) if isinstance(body.stop, str) else None if body.stop is None else tuple(body.stop)
-        self.request = CompletionRequest(
-            Conversation(_messages(body.messages), tools, body.chat_template_kwargs),
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=None if body.top_k is None else max(0, body.top_k),
-            max_tokens=body.max_completion_tokens or body.max_tokens,
-            stop=stop,
-            seed=body.seed,
-            n=body.n,
-            parse_tools=body.tool_choice == "auto",
-        )
-        self.stream = body.stream
-        self._body = body
+        self.prompt = Conversation(_messages(body.messages), tools, body.chat_template_kwargs)
+        named = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+        self.sampling = {name: value for name, value in named.items() if value is not None}
+        if body.top_k is not None:
+            self.sampling["top_k"] = max(0, body.top_k)
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop
+        self.stop = None if stop is None else tuple(stop)
+        self.max_tokens = body.max_completion_tokens or body.max_tokens
+        self.parse_tools = body.tool_choice == "auto"
         self._template = template
         self._id = f"chatcmpl-{secrets.token_hex(12)}"
         self._created_s = int(time.time())
 
-    def reply(self, completion: CompletionResult) -> dict[str, Any]:
-        choices = [self._choice(index, choice) for index, choice in enumerate(completion.choices)]
-        return {**self._heading("chat.completion"), "choices": choices, "usage": usage(completion)}
+    def reply(self, prompt_tokens: int, choices: Sequence[SampledChoice]) -> dict[str, Any]:
+        shown = [self._choice(index, choice) for index, choice in enumerate(choices)]
+        return {**self._heading("chat.completion"), "choices": shown, "usage": usage(prompt_tokens, choices)}
 
     def begin(self) -> bytes:
         opening = {"role": "assistant", "content": "", "refusal": None}
-        return b"".join(self._chunk(_delta(index, opening)) for index in range(self.request.n))
+        return b"".join(self._chunk(_delta(index, opening)) for index in range(self.body.n))
 
     def delta(self, index: int, text: str) -> bytes:
         return self._chunk(_delta(index, {"content": text}))
 
-    def finish(self, completion: CompletionResult, rests: Sequence[str]) -> bytes:
-        """`rests` is what each answer's text has beyond its deltas. `DONE` comes after it."""
+    def finish(self, prompt_tokens: int, choices: Sequence[SampledChoice], rests: Sequence[str]) -> bytes:
+        """Return the last events but `DONE`. `rests` has the text of each answer beyond its deltas."""
         events = []
-        for index, (choice, rest) in enumerate(zip(completion.choices, rests, strict=True)):
+        for index, (choice, rest) in enumerate(zip(choices, rests, strict=True)):
             if rest:
                 events.append(self.delta(index, rest))
-            for i, call in enumerate(_called(choice)):
+            for i, call in enumerate(choice.tool_calls):
                 events.append(self._chunk(_delta(index, {"tool_calls": [{"index": i, **call}]})))
             ending = {"finish_reason": _finish_reason(choice), "logprobs": self._token_logprobs(choice)}
             events.append(self._chunk(_delta(index, {}) | ending))
-        if self._body.stream_options.include_usage:
+        if self.body.stream_options.include_usage:
             heading = self._heading("chat.completion.chunk")
-            events.append(server_sent({**heading, "choices": [], "usage": usage(completion)}))
+            events.append(server_sent({**heading, "choices": [], "usage": usage(prompt_tokens, choices)}))
         return b"".join(events)
 
     def _heading(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created_s, "model": self._body.model}
+        return {"id": self._id, "object": kind, "created": self._created_s, "model": self.body.model}
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         return server_sent({**self._heading("chat.completion.chunk"), "choices": [choice]})
@@ -194,13 +179,13 @@ class ChatCall:
         content = choice.content if choice.content or not choice.tool_calls else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if choice.tool_calls:
-            message["tool_calls"] = _called(choice)
+            message["tool_calls"] = choice.tool_calls
         logprobs, reason = self._token_logprobs(choice), _finish_reason(choice)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _token_logprobs(self, choice: SampledChoice) -> dict[str, Any] | None:
         """Log-probs of every sampled token, the end token among them; alternatives are not known."""
-        if not self._body.logprobs:
+        if not self.body.logprobs:
             return None
         content = []
         for token, logprob in zip(choice.token_ids.tolist(), choice.logprobs.tolist(), strict=True):
@@ -294,15 +279,12 @@ def _text(content: str | Sequence[TextPart] | None) -> str:
 
 def _tool_call(call: MessageToolCall) -> dict[str, Any]:
     """Templates take arguments as an object; text that is none stays text."""
-    arguments: Any = call.function.arguments
+    arguments = call.function.arguments
     try:
         value = load_json(arguments)
     except ValueError:
         value = None
-    function = {
-        "name": call.function.name,
-        "arguments": value if isinstance(value, dict) else arguments,
-    }
+    function = {"name": call.function.name, "arguments": value if isinstance(value, dict) else arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
@@ -310,19 +292,12 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _called(choice: SampledChoice) -> list[dict[str, Any]]:
-    return [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in choice.tool_calls
-    ]
-
-
 def _finish_reason(choice: SampledChoice) -> str:
     return "tool_calls" if choice.tool_calls else choice.finish_reason
 
 
-def usage(completion: CompletionResult) -> dict[str, Any]:
-    prompt, sampled = completion.prompt_tokens, completion.completion_tokens
+def usage(prompt: int, choices: Sequence[SampledChoice]) -> dict[str, int]:
+    sampled = sum(len(choice.token_ids) for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
@@ -330,5 +305,5 @@ DONE = b"data: [DONE]\n\n"  # The event after the last one of a stream
 
 
 def server_sent(data: dict[str, Any]) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     return b"data: " + encoded(data) + b"\n\n"

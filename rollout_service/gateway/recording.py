@@ -1,4 +1,4 @@
-"""One episode's access to the policy, on the worker's side: what the engine is asked, and what is recorded.
+"""One episode's access to the policy, on the worker's side: requests to the engine, and their record.
 
 Promise: a call's answers are in the episode when, and only when, the gateway says that the agent was sent all
 of them: exactly the ids, log-probs and versions that the engine returned, after exactly the ids it was given.
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -27,7 +28,7 @@ from areal_async.rpc.gateway_messages import (
     SampleRefused,
 )
 from areal_async.rpc.server import Answer
-from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
+from areal_async.trajectory import EpisodeBuilder, SegmentKind
 from rollout_service import metrics
 from rollout_service.engines.base import (
     DeadlinePassed,
@@ -37,7 +38,7 @@ from rollout_service.engines.base import (
     Piece,
     RequestError,
 )
-from rollout_service.gateway.requests import ENDED, GatewayError, Ids
+from rollout_service.gateway.requests import ENDED, Ids
 from rollout_service.workflows.context import call_seed
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ CALLS_FROM = 1 << 48  # Seeds of calls are numbered from here on, apart from tho
 
 @dataclass(slots=True)
 class RecordedCalls:
-    """What of an episode's calls is recorded, over all its sessions. It does not hold the builder."""
+    """The recorded calls of an episode, over all its sessions. It does not hold the builder."""
 
     episode: int
     calls: int = 0
@@ -62,31 +63,29 @@ class RecordedCalls:
     """Segment of a policy, a parent's segment (-1: a root) and the ids after it."""
 
 
+@dataclass(eq=False)
 class _OpenCall:
     """A call between its beginning and its record."""
 
-    def __init__(self, asked: Sample, ids: Ids, samplings: Sequence[Sampling]) -> None:
-        self.asked, self.ids, self.samplings = asked, ids, samplings
-        self.requests: dict[int, GenerateRequest] = {}
-        self.results: Sequence[GenerateResult] = ()
-        self.work: asyncio.Future[list[GenerateResult]] | None = None
-        self._pieces: list[tuple[int, Piece]] = []
-        self._more = asyncio.Event()
+    asked: Sample
+    ids: Ids
+    requests: Sequence[GenerateRequest]
+    results: Sequence[GenerateResult] = ()
+    work: asyncio.Future[list[GenerateResult]] | None = None
+    more: asyncio.Event = field(default_factory=asyncio.Event)
+    _pieces: list[tuple[int, Piece]] = field(default_factory=list)
 
     def tell(self, index: int, piece: Piece) -> None:
         self._pieces.append((index, piece))
-        self._more.set()
-
-    def ended(self) -> None:
-        self._more.set()
+        self.more.set()
 
     async def take_pieces(self, wait_s: float) -> list[tuple[int, Piece]]:
         if not self._pieces:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._more.wait(), wait_s)
+                await asyncio.wait_for(self.more.wait(), wait_s)
         taken, self._pieces = self._pieces, []
         if self.work is not None and not self.work.done():
-            self._more.clear()
+            self.more.clear()
         return taken
 
 
@@ -119,7 +118,7 @@ class Session:
 
     @property
     def running(self) -> int:
-        """Answers that are made, or on their way to the agent."""
+        """Answers in the making, or on their way to the agent."""
         return sum(call.asked.n for call in self.open.values())
 
     def opening(self, forget: Sequence[int] = ()) -> OpenSession:
@@ -136,31 +135,25 @@ class Session:
         """The gateway was away while the agent might have called: what it failed by is not its own fault."""
         self._episode.trouble = self._episode.trouble or why
 
-    def check_whole(self) -> None:
-        """Raises `GatewayError` when an answer that the agent was sent may not be in the episode."""
-        if self.broken is not None:
-            raise GatewayError(
-                f"an answer to the agent could not be recorded: {self.broken}"
-            ) from self.broken
-
     # --- a call --------------------------------------------------------------------------------------
 
     async def sample(self, asked: Sample, ids: Ids) -> Answer:
-        """The engine's answers to a call, or why there are none."""
+        """Return the engine's answers to a call, or the reason why there are none."""
         if self._ended:
             return SampleRefused(401, ENDED, "invalid_api_key")
-        call = self.open[asked.call] = _OpenCall(asked, ids, self._samplings(asked))
-        call.work = asyncio.ensure_future(every([self._one(call, i) for i in range(asked.n)]))
+        call = self.open[asked.call] = _OpenCall(asked, ids, self._requests(asked, ids))
+        tells = [partial(call.tell, i) if asked.stream else None for i in range(asked.n)]
+        asks = [self._episode.ask(asked.policy, *each) for each in zip(call.requests, tells, strict=True)]
+        call.work = asyncio.ensure_future(every(asks))
         try:
             results = call.results = await call.work
         except asyncio.CancelledError:
             refused = SampleRefused(401, ENDED, "invalid_api_key")
-        except RequestError as error:
-            refused = SampleRefused(400, str(error))
-        except DeadlinePassed as error:
-            refused = SampleRefused(504, str(error), "timeout")
-        except EngineError as error:
+        except (RequestError, EngineError) as error:
             refused = SampleRefused(503, str(error), "engine_unavailable")
+            if isinstance(error, RequestError | DeadlinePassed):
+                late = isinstance(error, DeadlinePassed)
+                refused = SampleRefused(504 if late else 400, str(error), "timeout" if late else None)
         else:
             if all(result.finish_reason != "abort" for result in results):
                 answers = [SampledAnswer(len(r.token_ids), r.finish_reason, r.text) for r in results]
@@ -168,28 +161,25 @@ class Session:
                 return Sampled(answers), [ids_of, bytes_of([r.logprobs for r in results], np.float32)]
             refused = SampleRefused(503, "the engine ended the request", "engine_unavailable")
         finally:
-            call.ended()
+            call.more.set()
         self.open.pop(asked.call, None)
         return refused
 
-    async def _one(self, call: _OpenCall, index: int) -> GenerateResult:
-        number, self._record.requests = self._record.requests, self._record.requests + 1
-        policy = call.asked.policy
-        gone_on_with = self._record.segments.get(call.asked.parent) if call.asked.parent else None
-        parent = gone_on_with[0] if gone_on_with else None
-        request = self._episode.request(f"gateway-{number}", call.ids, call.samplings[index], policy, parent)
-        call.requests[index] = request
-        tell = (lambda ids: call.tell(index, ids)) if call.asked.stream else None
-        return await self._episode.ask(policy, request, tell)
-
-    def _samplings(self, asked: Sample) -> list[Sampling]:
+    def _requests(self, asked: Sample, ids: Ids) -> list[GenerateRequest]:
         episode, number = self._episode, CALLS_FROM + self._record.requests
         if asked.seed is not None:
             # The episode's own seed stays part of it: the samples of a group must differ.
             number = (1 << 63) + asked.seed % (1 << 63)
         base = call_seed(episode.seed, episode.sample, episode.attempt, number)
         seeds = (call_seed(base, choice, 0, 0) for choice in range(asked.n))
-        return [msgspec.structs.replace(episode.drawn(asked.sampling), seed=seed) for seed in seeds]
+        first, self._record.requests = self._record.requests, self._record.requests + asked.n
+        parent = self._record.segments[asked.parent][0] if asked.parent in self._record.segments else None
+        requests = []
+        for index, seed in enumerate(seeds):
+            sampling = msgspec.structs.replace(episode.drawn(asked.sampling), seed=seed)
+            name = f"gateway-{first + index}"
+            requests.append(episode.request(name, ids, sampling, asked.policy, parent))
+        return requests
 
     def drop(self, number: int) -> None:
         """Forget a call, and abort what is still sampled for it."""
@@ -229,21 +219,9 @@ class Session:
             if asked.root:
                 record.roots[asked.root] += 1
                 metrics.GATEWAY_ROOTS.labels(asked.root).inc()
-        for index, (sampling, result) in enumerate(zip(call.samplings, call.results, strict=True)):
-            segment = builder.sampled(
-                result.token_ids,
-                result.logprobs,
-                result.versions,
-                parent=prompt,
-                sampling=sampling,
-                finish_reason=result.finish_reason,
-                epoch=result.epochs,
-                agent=agent,
-                turn=depth,
-                logprobs_of=result.logprobs_of,
-                mask=self._episode.mask_of(len(result.token_ids)),
-            )
-            self._episode.routed(segment, call.requests[index], result)
+        for index, result in enumerate(call.results):
+            request = call.requests[index]
+            segment = self._episode.answered(request, result, parent=prompt, agent=agent, turn=depth)
             record.segments[asked.call, index] = (segment, depth + 1)
             builder.text(response=sent.responses[index])
             metrics.GATEWAY_TOKENS.inc(len(result.token_ids))
@@ -265,7 +243,7 @@ def bytes_of(arrays: Sequence[np.ndarray[Any, Any]], dtype: Any) -> bytes:
 
 
 async def every(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all return; the first to raise ends the others, and its error is raised."""
+    """Return the results of all. The first error ends the others, and is raised."""
     if len(work) == 1:
         return [await work[0]]
     tasks = [asyncio.ensure_future(one) for one in work]

@@ -1,4 +1,4 @@
-"""What a call asks for and what it gives, how it is refused, and JSON that nobody here wrote."""
+"""Conversations and answers of calls, their refusals, and JSON that agents and models wrote."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import numpy.typing as npt
 
 from areal_async.base.errors import ArealError
 from areal_async.trajectory.layout import FinishReason
+from rollout_service.workflows.turns import SampledText
 
 Ids = npt.NDArray[np.int32]
 Message = dict[str, Any]
-"""What a chat template takes: role, content (text), and tool_calls with `arguments` as an object."""
+"""A message as a chat template takes it: role, content (text), and tool_calls, whose `arguments` are an
+object."""
 
 ENDED = "the episode of this API key has ended"
 
@@ -31,18 +33,13 @@ class ApiError(ArealError):
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
+        self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
         """The JSON body of the refusal."""
         server = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, server)
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
-        }
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def bad(param: str, message: str, *, code: str | None = None) -> ApiError:
@@ -68,50 +65,16 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """One call. Sampling parameters that are None are the job's."""
-
-    prompt: Conversation
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    max_tokens: int | None = None
-    stop: tuple[str, ...] | None = None
-    seed: int | None = None
-    n: int = 1
-    parse_tools: bool = True
-    """False: what looks like a tool call is text."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    id: str
-    name: str
-    arguments: str
-    """A JSON object."""
-
-
-@dataclass(frozen=True, slots=True)
 class SampledChoice:
-    """One answer: what the agent is told, and the units it stands for."""
+    """One answer: the content for the agent, and the units it stands for."""
 
     content: str
-    tool_calls: tuple[ToolCall, ...]
+    tool_calls: list[dict[str, Any]]
+    """The tool calls in the form of OpenAI's API."""
     finish_reason: FinishReason
     token_ids: Ids
     logprobs: npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionResult:
-    """The answers to one request."""
-
-    prompt_tokens: int
-    choices: tuple[SampledChoice, ...]
-
-    @property
-    def completion_tokens(self) -> int:
-        return sum(len(choice.token_ids) for choice in self.choices)
+    said: SampledText
 
 
 # --- JSON that agents and models wrote ---------------------------------------------------------------

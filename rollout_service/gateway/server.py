@@ -22,10 +22,9 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
-from areal_async.base.addresses import Address
 from areal_async.base.errors import FaultError, PeerGone, RpcTimeout
 from areal_async.base.http_server import (
     BodyTooLong,
@@ -37,12 +36,10 @@ from areal_async.base.http_server import (
 )
 from areal_async.config.rollout import GatewaySection
 from areal_async.models.answers import end_ids
-from areal_async.rpc.client import Client
 from areal_async.rpc.gateway_messages import CountCalls, EndSession, OpenSession, ServeAgents
-from areal_async.rpc.reply_book import ServerLimits
 from areal_async.rpc.schema import Ok
-from areal_async.rpc.server import Answer, Peer, Server, by_type
-from rollout_service.gateway.access import AT_ONCE, GatewaySetup
+from areal_async.rpc.server import Answer, Peer
+from rollout_service.gateway.access import GatewaySetup
 from rollout_service.gateway.conversation import ConversationTree
 from rollout_service.gateway.openai import DONE, ChatCall, server_sent
 from rollout_service.gateway.recording import digest_of
@@ -66,10 +63,9 @@ class Front:
         self.job = setup.job
         self.section = GatewaySection.model_validate(setup.section)
         self._setup = setup
+        formats, models = self.section.tool_format, setup.models
         self._templates = {
-            policy: ChatTemplate(
-                tokenizer, self.section.tool_format, end_ids(tokenizer, Path(setup.models[policy].folder))
-            )
+            policy: ChatTemplate(tokenizer, formats, end_ids(tokenizer, Path(models[policy].folder)))
             for policy, tokenizer in tokenizers.items()
         }
         self._sessions: dict[bytes, dict[str, AgentCalls]] = {}
@@ -79,57 +75,34 @@ class Front:
         self.outcomes: Counter[str] = Counter()
         section, listening = self.section, socket.socket(fileno=setup.listening_fd)
         listening.setblocking(False)
-        self.server = HttpServer(
-            make_app(self),
-            listening,
-            HttpLimits(
-                connections=CONNECTIONS,
-                held_bytes=BODIES_AT_ONCE * section.max_body_bytes,
-                header_s=setup.header_s,
-                answer_s=section.call_timeout_s + ANSWER_GRACE_S,
-            ),
-            name="gateway",
+        limits = HttpLimits(
+            connections=CONNECTIONS,
+            held_bytes=BODIES_AT_ONCE * section.max_body_bytes,
+            header_s=setup.header_s,
+            answer_s=section.call_timeout_s + ANSWER_GRACE_S,
         )
+        self.server = HttpServer(self.app, listening, limits, name="gateway")
 
     async def serve(self) -> None:
         """Serve until cancelled."""
         setup = self._setup
-        self._worker = Client(
-            Address(setup.worker_endpoint, setup.keys.role),
-            job=setup.job,
-            role="gateway",
-            name=setup.name,
-            access=setup.keys,
-            max_in_flight=AT_ONCE,
-        )
-        orders = Server(
-            setup.gateway_endpoint,
-            service="gateway",
-            job=setup.job,
-            access=setup.keys,
-            handler=by_type(
-                "gateway",
-                {OpenSession: self._on_open, ServeAgents: self._on_serve, EndSession: self._on_end},
-            ),
-            limits=ServerLimits(in_flight=AT_ONCE),
-        )
+        self._worker = setup.client("worker")
+        handlers = {OpenSession: self._on_open, ServeAgents: self._on_serve, EndSession: self._on_end}
+        orders = setup.server("gateway", handlers)
         async with self._worker:
             await orders.start()
             try:
                 while True:
                     await asyncio.sleep(COUNTED_EVERY_S)
-                    await self._count()
+                    counted, self.outcomes = self.outcomes, Counter()
+                    if counted:
+                        with suppress(PeerGone, RpcTimeout, FaultError):
+                            await self._worker.call(CountCalls(dict(counted)))
             finally:
                 for session in self._sessions.values():
                     await _close(session)
                 await self.server.close()
                 await orders.stop()
-
-    async def _count(self) -> None:
-        counted, self.outcomes = self.outcomes, Counter()
-        if counted:
-            with suppress(PeerGone, RpcTimeout, FaultError):
-                await self._worker.call(CountCalls(dict(counted)))
 
     async def _on_open(self, _: Peer, opened: OpenSession, __: list[memoryview]) -> Answer:
         for episode in opened.forget:
@@ -138,15 +111,10 @@ class Front:
             if opened.episode not in self._trees:
                 trees = {policy: ConversationTree(template) for policy, template in self._templates.items()}
                 self._trees[opened.episode] = trees
+            trains, models = self._setup.trains, self._setup.models
             self._sessions[opened.key] = {
                 policy: AgentCalls(
-                    opened,
-                    tree,
-                    self._worker,
-                    self.section,
-                    policy=policy,
-                    max_model_len=self._setup.models[policy].max_model_len,
-                    trains=self._setup.trains,
+                    opened, tree, self._worker, self.section, policy, models[policy].max_model_len, trains
                 )
                 for policy, tree in self._trees[opened.episode].items()
             }
@@ -165,45 +133,15 @@ class Front:
             await _close(session)
         return Ok()
 
-    # --- for the pages -------------------------------------------------------------------------------
+    # --- pages ---------------------------------------------------------------------------------------
+    #
+    # A page sends its answer itself; an `ApiError` raised before that is the answer. Two pages need no
+    # framework, whose layers took a tenth of a call.
 
-    def next_call(self) -> int:
-        return next(self._numbers)
-
-    def find(self, key: str) -> dict[str, AgentCalls]:
-        """The session of an API key, by policy. Raises `ApiError`."""
-        name = digest_of(key)
-        if (session := self._sessions.get(name)) is not None:
-            return session
-        reason = ENDED if name in self._ended else "no session has this API key"
-        raise ApiError(401, reason if key else "an API key is needed", code="invalid_api_key")
-
-
-async def _close(session: Mapping[str, AgentCalls]) -> None:
-    await asyncio.gather(*(calls.close() for calls in session.values()))
-
-
-def policy_of(names: Sequence[str], model: object) -> str:
-    """The policy that a call means by `model`; a job of one has whatever it is called. Raises `ApiError`."""
-    if len(names) == 1:
-        return names[0]
-    if not isinstance(model, str) or (name := model.rpartition("/")[2]) not in names:
-        raise ApiError(
-            404,
-            f"there is no model {str(model)[:64]!r}; the models here are {', '.join(names)}",
-            param="model",
-            code="model_not_found",
-        )
-    return name
-
-
-def make_app(front: Front) -> ASGIApp:
-    """The ASGI application. Two pages need no framework, whose layers took a tenth of a call."""
-    pages = Pages(front)
-    served = {"/v1/chat/completions": ("POST", pages.call), "/v1/models": ("GET", pages.models)}
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request: the ASGI application."""
         request = Request(scope, receive, send)
+        served = {"/v1/chat/completions": ("POST", self.call), "/v1/models": ("GET", self.models)}
         method, page = served.get(scope["path"], ("", None))
         try:
             if page is None or request.method != method:
@@ -211,63 +149,52 @@ def make_app(front: Front) -> ASGIApp:
                 raise ApiError(404 if page is None else 405, what, code="not_found")
             await page(request, send)
         except ApiError as error:
-            await front_refuses(front, request, error)(scope, receive, send)
-
-    return app
-
-
-class Pages:
-    """What is served. A page sends its answer itself; an `ApiError` raised before that is the answer."""
-
-    def __init__(self, front: Front) -> None:
-        self._front = front
+            self.outcomes[str(error.status)] += 1
+            kind = f"call refused with {error.status}"
+            connection_of(request).fault(kind, path=route(request), reason=error.message)
+            headers = {"retry-after": "1"} if error.status == 429 else None
+            await JSONResponse(error.body(), error.status, headers)(scope, receive, send)
 
     async def call(self, request: Request, send: Send) -> None:
-        """A call, whole or streamed."""
+        """Serve a call, whole or streamed."""
         session, body = await self._read(request)
-        asked = ChatCall(body, session.tree.template, self._front.section.max_calls)
-        running = session.start(self._front.next_call(), asked.request, stream=asked.stream)
+        asked = ChatCall(body, session.tree.template, self.section.max_calls)
+        running = session.start(next(self._numbers), asked)
         gone = asyncio.ensure_future(_gone(request))
         try:
-            await (self._streamed if asked.stream else self._whole)(
-                request, send, gone, session, running, asked
-            )
+            await (_streamed if asked.body.stream else _whole)(request, send, gone, running)
         finally:
             gone.cancel()
             if session.let_go(running):
-                self._front.outcomes["abandoned"] += 1
+                self.outcomes["abandoned"] += 1
 
     async def models(self, request: Request, send: Send) -> None:
-        """The policies. Where there is one it is meant whatever an agent calls its model."""
+        """Serve the policies. A job of one answers whatever an agent calls its model."""
         names = self._session(request)
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": self._front.job} for name in names]
-        reply = JSONResponse({"object": "list", "data": data})
-        await reply(request.scope, request.receive, send)
-
-    # --- one call ------------------------------------------------------------------------------------
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": self.job} for name in names]
+        await JSONResponse({"object": "list", "data": data})(request.scope, request.receive, send)
 
     def _session(self, request: Request) -> dict[str, AgentCalls]:
+        """Return the session of a request's API key, by policy. Raises `ApiError`."""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        return self._front.find(token.strip() if scheme.lower() == "bearer" else "")
+        key = token.strip() if scheme.lower() == "bearer" else ""
+        name = digest_of(key)
+        if (session := self._sessions.get(name)) is not None:
+            return session
+        reason = ENDED if name in self._ended else "no session has this API key"
+        raise ApiError(401, reason if key else "an API key is needed", code="invalid_api_key")
 
     async def _read(self, request: Request) -> tuple[AgentCalls, dict[str, Any]]:
-        session = self._session(request)
-        limit = self._front.section.max_body_bytes
+        session, limit = self._session(request), self.section.max_body_bytes
         try:
-            raw = await read_body(request, limit)
-        except BodyTooLong:
-            raise ApiError(
-                413,
-                f"the request is longer than {limit} bytes (rollout.gateway.max_body_bytes)",
-                code="request_too_large",
-            ) from None
-        except ServerFull:
-            raise ApiError(
-                429, "too many bytes of requests are under way", code="rate_limit_exceeded"
-            ) from None
-        try:
-            body = msgspec.json.decode(raw)
+            body = msgspec.json.decode(await read_body(request, limit))
             check_json(body)
+        except BodyTooLong:
+            long = f"the request is longer than {limit} bytes (rollout.gateway.max_body_bytes)"
+            raise ApiError(413, long, code="request_too_large") from None
+        except ServerFull:
+            full = "too many bytes of requests are under way"
+            raise ApiError(429, full, code="rate_limit_exceeded") from None
         except RecursionError:
             raise ApiError(400, f"the body is not served: {too_deep()}") from None
         except ValueError as error:
@@ -276,80 +203,84 @@ class Pages:
             raise ApiError(400, "the body must be a JSON object")
         return session[policy_of([*session], body.get("model"))], body
 
-    async def _whole(
-        self,
-        request: Request,
-        send: Send,
-        gone: asyncio.Future[None],
-        session: AgentCalls,
-        running: RunningCall,
-        asked: ChatCall,
-    ) -> None:
-        await asyncio.wait((running.task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not running.task.done():
-            return
-        # It is made into bytes here: what cannot be sent is not recorded.
-        content = encoded(asked.reply(_outcome(running).completion))
-        await send(_start(b"application/json"))
-        await send(_part(content))
-        await self._sent(request, session, running)
-        await send(END)
 
-    async def _sent(self, request: Request, session: AgentCalls, running: RunningCall) -> None:
-        """All that a reply says is on its way."""
-        if await connection_of(request).delivered():
-            await session.record(running)
+async def _close(session: Mapping[str, AgentCalls]) -> None:
+    await asyncio.gather(*(calls.close() for calls in session.values()))
 
-    async def _streamed(
-        self,
-        request: Request,
-        send: Send,
-        gone: asyncio.Future[None],
-        session: AgentCalls,
-        running: RunningCall,
-        asked: ChatCall,
-    ) -> None:
-        """Nothing is sent before something is sampled: until then an error still has its status."""
-        texts = [session.stream_text(asked.request) for _ in range(asked.request.n)]
-        taking = asyncio.ensure_future(session.pieces(running))
-        begun = False
-        try:
-            while not running.task.done():
-                waiting = (running.task, gone) if taking.done() else (running.task, gone, taking)
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if gone.done():
-                    return
-                if not taking.done() or not (pieces := taking.result()):
-                    continue  # without any, only the end is to come
-                told = [asked.begin()] if not begun else []
-                if not begun:
-                    begun = True
-                    await send(_start(b"text/event-stream"))
-                told += [
-                    asked.delta(index, text) for index, ids in pieces if (text := texts[index].grow(ids))
-                ]
-                if told:
-                    await send(_part(b"".join(told)))
-                taking = asyncio.ensure_future(session.pieces(running))
-            try:
-                call = _outcome(running)
-            except ApiError as error:
-                if not begun:
-                    raise
-                await send(_part(server_sent(error.body())))
-                await send(END)
+
+def policy_of(names: Sequence[str], model: object) -> str:
+    """Return the policy that a call means by `model`; a job of one answers to any name. Raises `ApiError`."""
+    if len(names) == 1:
+        return names[0]
+    if not isinstance(model, str) or (name := model.rpartition("/")[2]) not in names:
+        problem = f"there is no model {str(model)[:64]!r}; the models here are {', '.join(names)}"
+        raise ApiError(404, problem, param="model", code="model_not_found")
+    return name
+
+
+# --- one call ----------------------------------------------------------------------------------------
+
+
+async def _whole(request: Request, send: Send, gone: asyncio.Future[None], running: RunningCall) -> None:
+    await asyncio.wait((running.task, gone), return_when=asyncio.FIRST_COMPLETED)
+    if not running.task.done():
+        return
+    # It is made into bytes here: what cannot be sent is not recorded.
+    made = _outcome(running)
+    content = encoded(running.asked.reply(len(made.plan.ids), made.choices))
+    await send(_start(b"application/json"))
+    await send(_part(content))
+    await _sent(request, running)
+    await send(END)
+
+
+async def _sent(request: Request, running: RunningCall) -> None:
+    """Record a call once all that its reply says is on its way."""
+    if await connection_of(request).delivered():
+        await running.session.record(running)
+
+
+async def _streamed(request: Request, send: Send, gone: asyncio.Future[None], running: RunningCall) -> None:
+    """Send nothing before something is sampled: until then an error still has its status."""
+    session, asked = running.session, running.asked
+    texts = [session.stream_text(asked) for _ in range(asked.body.n)]
+    taking = asyncio.ensure_future(session.pieces(running))
+    begun = False
+    try:
+        while not running.task.done():
+            waiting = (running.task, gone) if taking.done() else (running.task, gone, taking)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
                 return
-        finally:
-            taking.cancel()
-        pairs = zip(texts, call.completion.choices, strict=True)
-        end = asked.finish(call.completion, [text.rest(choice.content) for text, choice in pairs])
-        if not begun:
-            end = asked.begin() + end
-            await send(_start(b"text/event-stream"))
-        await send(_part(end))
-        await self._sent(request, session, running)
-        await send(_part(DONE))
-        await send(END)
+            if not taking.done() or not (pieces := taking.result()):
+                continue  # without any, only the end is to come
+            told = [asked.delta(index, text) for index, ids in pieces if (text := texts[index].grow(ids))]
+            if not begun:
+                told.insert(0, asked.begin())
+                begun = True
+                await send(_start(b"text/event-stream"))
+            if told:
+                await send(_part(b"".join(told)))
+            taking = asyncio.ensure_future(session.pieces(running))
+        try:
+            made = _outcome(running)
+        except ApiError as error:
+            if not begun:
+                raise
+            await send(_part(server_sent(error.body())))
+            await send(END)
+            return
+    finally:
+        taking.cancel()
+    rests = [text.rest(choice.content) for text, choice in zip(texts, made.choices, strict=True)]
+    end = asked.finish(len(made.plan.ids), made.choices, rests)
+    if not begun:
+        end = asked.begin() + end
+        await send(_start(b"text/event-stream"))
+    await send(_part(end))
+    await _sent(request, running)
+    await send(_part(DONE))
+    await send(END)
 
 
 END = {"type": "http.response.body", "body": b"", "more_body": False}
@@ -366,7 +297,7 @@ def _part(content: bytes) -> dict[str, Any]:
 
 
 def _outcome(running: RunningCall) -> GatewayCall:
-    """What a finished call gave. Raises `ApiError`."""
+    """Return the answers of a finished call. Raises `ApiError`."""
     if running.task.cancelled():
         raise ApiError(401, ENDED, code="invalid_api_key")
     return running.task.result()
@@ -376,17 +307,6 @@ async def _gone(request: Request) -> None:
     """Returns when the client has closed the connection. The body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-# --- refusals ----------------------------------------------------------------------------------------
-
-
-def front_refuses(front: Front, request: Request, error: ApiError) -> Response:
-    front.outcomes[str(error.status)] += 1
-    kind = f"call refused with {error.status}"
-    connection_of(request).fault(kind, path=route(request), reason=error.message)
-    headers = {"retry-after": "1"} if error.status == 429 else None
-    return JSONResponse(error.body(), error.status, headers)
 
 
 def route(request: Request) -> str:

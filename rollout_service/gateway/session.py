@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -32,15 +32,12 @@ from areal_async.rpc.gateway_messages import (
 )
 from areal_async.trajectory import Sampling
 from rollout_service.gateway.conversation import CallPlan, ConversationTree
+from rollout_service.gateway.openai import ChatCall
 from rollout_service.gateway.requests import (
     ENDED,
     ApiError,
-    CompletionRequest,
-    CompletionResult,
     Ids,
-    Message,
     SampledChoice,
-    ToolCall,
     bad,
     unsupported,
 )
@@ -48,18 +45,18 @@ from rollout_service.gateway.template import StreamedText, canonical
 from rollout_service.gateway.toolcalls import MARKERS, ParsedCall, aside, parse
 from rollout_service.workflows.turns import SampledText
 
+Logprobs = npt.NDArray[np.float32]
+
 PIECES_WAIT_MS = 20_000
 WORKER_GRACE_S = 30.0  # For the worker's word beyond the deadline of a call
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class GatewayCall:
-    """The answers of one call, and what recording them takes."""
+    """The answers of one call, and the plan that they follow."""
 
-    number: int
-    completion: CompletionResult
     plan: CallPlan
-    said: list[SampledText]
+    choices: tuple[SampledChoice, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -67,44 +64,36 @@ class RunningCall:
     """A call under way, until it is recorded or dropped."""
 
     number: int
-    asked: CompletionRequest
-    task: asyncio.Task[GatewayCall]
+    session: AgentCalls
+    asked: ChatCall
+    task: asyncio.Task[GatewayCall] = field(init=False)
     recorded: bool = False
 
 
+@dataclass(eq=False)
 class AgentCalls:
     """The calls of one key to one policy."""
 
-    def __init__(
-        self,
-        opened: OpenSession,
-        tree: ConversationTree,
-        worker: Client,
-        section: GatewaySection,
-        *,
-        policy: str,
-        max_model_len: int,
-        trains: bool,
-    ) -> None:
-        self.tree = tree
-        self._opened = opened
-        self._worker = worker
-        self._section = section
-        self._policy = policy
-        self._job_sampling = opened.sampling[policy]
-        self._max_model_len = max_model_len
-        self._trains = trains
-        self._running = 0  # Answers in the making
+    opened: OpenSession
+    tree: ConversationTree
+    worker: Client
+    section: GatewaySection
+    policy: str
+    max_model_len: int
+    trains: bool
+
+    def __post_init__(self) -> None:
+        self._job_sampling = self.opened.sampling[self.policy]
+        self._running, self._ended = 0, False  # Answers in the making; whether the key has ended
         self._calls: dict[RunningCall, None] = {}
         self._recording: set[asyncio.Task[Any]] = set()
-        self._ended = False
 
-    def start(self, number: int, asked: CompletionRequest, *, stream: bool = False) -> RunningCall:
+    def start(self, number: int, asked: ChatCall) -> RunningCall:
         """Begin to answer `asked`; `let_go` is to be called in the end. Raises `ApiError`."""
         if self._ended:
             raise ApiError(401, ENDED, code="invalid_api_key")
-        task = asyncio.ensure_future(self._answered(number, asked, stream))
-        call = RunningCall(number, asked, task)
+        call = RunningCall(number, self, asked)
+        call.task = asyncio.ensure_future(self._answered(call))
         self._calls[call] = None
         return call
 
@@ -117,19 +106,20 @@ class AgentCalls:
         task = call.task
         abandoned = not task.done() or not (task.cancelled() or task.exception())
         task.cancel()
-        self._keep(self._worker.call(DropCall(self._opened.key, call.number)))
+        self._keep(self.worker.call(DropCall(self.opened.key, call.number)))
         return abandoned
 
-    def stream_text(self, asked: CompletionRequest) -> StreamedText:
-        """What may be told of an answer to `asked` while it is sampled."""
+    def stream_text(self, asked: ChatCall) -> StreamedText:
+        """Return the text of an answer to `asked` as it may be told while it is sampled."""
         stop = self._job_sampling.stop if asked.stop is None else asked.stop
         template = self.tree.template
         return StreamedText(template, stop, MARKERS[template.format] if asked.parse_tools else ())
 
     async def pieces(self, call: RunningCall) -> list[tuple[int, Ids]]:
-        """What was sampled of a streamed call since the last time, with the index of its answer."""
+        """Return the units of a streamed call that were sampled since the last time, with the index of their
+        answer."""
         taken, (ids, *_) = await self._exchange(
-            TakePieces(self._opened.key, call.number, PIECES_WAIT_MS), timeout_s=WORKER_GRACE_S
+            TakePieces(self.opened.key, call.number, PIECES_WAIT_MS), timeout_s=WORKER_GRACE_S
         )
         if not taken.lengths:
             return []
@@ -146,94 +136,84 @@ class AgentCalls:
 
     # --- a call --------------------------------------------------------------------------------------
 
-    async def _answered(self, number: int, asked: CompletionRequest, stream: bool) -> GatewayCall:
-        n, limit_s = asked.n, self._section.call_timeout_s
-        if self._running + n > self._section.max_calls:
+    async def _answered(self, call: RunningCall) -> GatewayCall:
+        n, limit_s = call.asked.body.n, self.section.call_timeout_s
+        if self._running + n > self.section.max_calls:
             raise ApiError(
                 429,
                 f"{self._running} answers of this session are being made and {n} more were asked for, the "
-                f"limit is {self._section.max_calls} (rollout.gateway.max_calls)",
+                f"limit is {self.section.max_calls} (rollout.gateway.max_calls)",
                 code="rate_limit_exceeded",
             )
         self._running += n
         try:
             async with asyncio.timeout(limit_s):
-                return await self._sampled(number, asked, stream)
+                return await self._sampled(call.number, call.asked)
         except TimeoutError:
-            raise ApiError(
-                504, f"no answer within {limit_s:g} s (rollout.gateway.call_timeout_s)", code="timeout"
-            ) from None
+            late = f"no answer within {limit_s:g} s (rollout.gateway.call_timeout_s)"
+            raise ApiError(504, late, code="timeout") from None
         finally:
             self._running -= n
 
-    async def _sampled(self, number: int, asked: CompletionRequest, stream: bool) -> GatewayCall:
+    async def _sampled(self, number: int, asked: ChatCall) -> GatewayCall:
         plan = self.tree.plan(asked.prompt)
-        if len(plan.ids) >= self._max_model_len:
+        if len(plan.ids) >= self.max_model_len:
             raise bad(
                 "messages",
                 f"the prompt is too long: {len(plan.ids)} tokens leave no room for an answer, "
-                f"rollout.max_model_len is {self._max_model_len}",
+                f"rollout.max_model_len is {self.max_model_len}",
                 code="context_length_exceeded",
             )
-        parent, sampling = plan.parent, self._sampling(asked)
+        parent = plan.parent
         request = Sample(
-            self._opened.key,
+            self.opened.key,
             number,
-            sampling,
-            self._policy,
-            asked.n,
-            asked.seed,
+            self._sampling(asked),
+            self.policy,
+            asked.body.n,
+            asked.body.seed,
             None if parent is None else parent.answer,
             0 if parent is None else len(parent.path),
             plan.kind,
             plan.root or "",
-            stream,
+            asked.body.stream,
         )
-        limit_s = self._section.call_timeout_s + WORKER_GRACE_S
-        reply, attachments = await self._exchange(
-            request, timeout_s=limit_s, attachments=[plan.ids.tobytes()]
-        )
+        limit_s = self.section.call_timeout_s + WORKER_GRACE_S
+        reply, blobs = await self._exchange(request, timeout_s=limit_s, attachments=[plan.ids.tobytes()])
         if isinstance(reply, SampleRefused):
             raise ApiError(reply.status, reply.message, code=reply.code)
         ends = np.cumsum([answer.units for answer in reply.answers])[:-1]
-        ids = np.split(np.frombuffer(attachments[0], np.int32), ends)
-        logprobs = np.split(np.frombuffer(attachments[1], np.float32), ends)
+        ids = np.split(np.frombuffer(blobs[0], np.int32), ends)
+        logprobs = np.split(np.frombuffer(blobs[1], np.float32), ends)
         opened, answers = opens_thought(plan.given.text), zip(reply.answers, ids, logprobs, strict=True)
-        shown = [await self._shown(asked, opened, *one) for one in answers]
-        completion = CompletionResult(len(plan.ids), tuple(choice for choice, _ in shown))
-        return GatewayCall(number, completion, plan, [said for _, said in shown])
+        return GatewayCall(plan, tuple([await self._shown(asked, opened, *one) for one in answers]))
 
     async def _exchange(self, request: Any, **how: Any) -> tuple[Any, Sequence[Any]]:
         try:
-            reply, attachments = await self._worker.exchange(request, **how)
+            reply, attachments = await self.worker.exchange(request, **how)
         except WireError as error:
             raise ApiError(503, f"the worker does not answer: {error}", code="engine_unavailable") from error
         return reply, attachments or (b"",)
 
-    def _sampling(self, asked: CompletionRequest) -> Sampling:
-        """Parameters of the answers but for seeds. Raises `ApiError` for what must not be trained on."""
+    def _sampling(self, asked: ChatCall) -> Sampling:
+        """Return the parameters of the answers but for seeds. Raises `ApiError` for values that must not be
+        trained on."""
         job = self._job_sampling
         changes: dict[str, Any] = {}
-        if self._section.sampling == "agent":
-            named = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
-            changes = {name: value for name, value in named.items() if value is not None}
-            if self._trains:
+        if self.section.sampling == "agent":
+            changes |= asked.sampling
+            if self.trains:
                 _check_trainable(changes)
         if asked.stop is not None:
             changes["stop"] = asked.stop
         if asked.max_tokens is not None:
             changes["max_new_tokens"] = min(asked.max_tokens, job.max_new_tokens)
-        return msgspec.structs.replace(job, **changes) if changes else job
+        return msgspec.structs.replace(job, **changes)
 
     async def _shown(
-        self,
-        asked: CompletionRequest,
-        opened: bool,
-        result: SampledAnswer,
-        ids: Ids,
-        logprobs: npt.NDArray[np.float32],
-    ) -> tuple[SampledChoice, SampledText]:
-        """Return what the agent is told of an answer. `opened`: its prompt has opened a thought."""
+        self, asked: ChatCall, opened: bool, result: SampledAnswer, ids: Ids, logprobs: Logprobs
+    ) -> SampledChoice:
+        """Return an answer as the agent is told it. `opened`: its prompt has opened a thought."""
         template = self.tree.template
         content, called = result.text, tuple[ParsedCall, ...]()
         if asked.parse_tools:
@@ -241,11 +221,12 @@ class AgentCalls:
             if parsed.calls:
                 content, called = parsed.text if parsed.text.strip() else "", parsed.calls
         written = tuple((call.name, canonical(call.arguments)) for call in called)
-        calls = tuple(
-            ToolCall(f"call_{secrets.token_hex(12)}", name, arguments) for name, arguments in written
-        )
-        choice = SampledChoice(content, calls, result.finish_reason, ids, logprobs)
-        return choice, SampledText(template.raw(ids), content, written, template.end_of(ids))
+        calls: list[dict[str, Any]] = []
+        for name, arguments in written:
+            function = {"name": name, "arguments": arguments}
+            calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+        said = SampledText(template.raw(ids), content, written, template.end_of(ids))
+        return SampledChoice(content, calls, result.finish_reason, ids, logprobs, said)
 
     # --- a call that the agent was sent --------------------------------------------------------------
 
@@ -253,15 +234,12 @@ class AgentCalls:
         """Have the worker make the answers part of the episode, so that they may be gone on from. Raises
         `WireError` when it did not."""
         call.recorded, made = True, call.task.result()
-        for index, (choice, said) in enumerate(zip(made.completion.choices, made.said, strict=True)):
-            reply = reply_message(choice.content, choice.tool_calls)
-            tool_ids = tuple(one.id for one in choice.tool_calls)
-            answer = (made.number, index)
-            self.tree.remember(made.plan, answer, choice.token_ids, said, reply, tool_ids)
-        responses = [choice.content for choice in made.completion.choices]
-        sent = RecordCall(self._opened.key, made.number, made.plan.given.text, responses)
+        for index, choice in enumerate(made.choices):
+            self.tree.remember(made.plan, (call.number, index), choice)
+        responses = [choice.content for choice in made.choices]
+        sent = RecordCall(self.opened.key, call.number, made.plan.given.text, responses)
         # In a task of its own: a client that leaves now has had its answer.
-        await asyncio.shield(self._keep(self._worker.call(sent)))
+        await asyncio.shield(self._keep(self.worker.call(sent)))
 
     def _keep(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)
@@ -273,12 +251,6 @@ class AgentCalls:
         self._recording.discard(task)
         if not task.cancelled():
             task.exception()  # who waited for it has it
-
-
-def reply_message(content: str, calls: Sequence[ToolCall]) -> Message:
-    """An answer as the message that the agent sends back."""
-    tool_calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
-    return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
 
 def _check_trainable(changes: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -16,29 +15,19 @@ import numpy as np
 from areal_async.models.answers import Detokenizer, end_ids, turn_closing
 from rollout_service.gateway.requests import ApiError, Conversation, Ids, Message
 from rollout_service.gateway.toolcalls import Format, format_of, parse
-from rollout_service.workflows.turns import SampledText, Spelled, tail
+from rollout_service.workflows.turns import RenderedPrompt, SampledText, Spelled, tail
 
 _KNOWN_TEXTS, _KNOWN_CHARS = 256, 1 << 16  # Renderings whose ids are kept, and how long each may be
 
 
-@dataclass(frozen=True, slots=True)
-class RenderedPrompt:
-    """A conversation as the engine is given it."""
-
-    text: str
-    """The rendering with the assistant's turn opened."""
-    before: str | None
-    """The rendering without it; None when the template does not merely append its opening."""
+ToolFormat = Format | Literal["auto"]
 
 
 class ChatTemplate:
     """The chat template of a job's tokenizer. Everything here is pure."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        tool_format: Format | Literal["auto"] = "auto",
-        ends: Collection[int] | None = None,
+        self, tokenizer: Any, tool_format: ToolFormat = "auto", ends: Collection[int] | None = None
     ) -> None:
         """`ends` are the ids that end an answer, by default those that the tokenizer knows."""
         self.tokenizer = tokenizer
@@ -57,8 +46,8 @@ class ChatTemplate:
     # --- ids and text --------------------------------------------------------------------------------
 
     def ids(self, text: str, after: str = "") -> Ids:
-        """Ids of `text`, with no special tokens added. `after` is the end token that stands right before it:
-        some tokenizers treat the start of a text in their own way."""
+        """Return the ids of `text`, with no special tokens added. `after` is the end token that stands right
+        before it: some tokenizers treat the start of a text in their own way."""
         if after:
             anchor, both = self._known_ids(after), self._plain_ids(after + text)
             if both[: len(anchor)] == anchor:
@@ -66,7 +55,8 @@ class ChatTemplate:
         return np.asarray(self._plain_ids(text), np.int32)
 
     def root_ids(self, text: str) -> Ids:
-        """`ids` of a whole rendering. The samples of a group begin with the same one: it is kept for them."""
+        """Return the ids of a whole rendering. The samples of a group begin with the same one: it is kept for
+        them."""
         return np.asarray(
             self._known_ids(text) if len(text) < _KNOWN_CHARS else self._plain_ids(text), np.int32
         )
@@ -91,43 +81,25 @@ class ChatTemplate:
     # --- rendering -----------------------------------------------------------------------------------
 
     def prompt(self, asked: Conversation) -> RenderedPrompt:
-        """Raises `ApiError` for a conversation that the template refuses."""
+        """Return the rendering. Raises `ApiError` for a conversation that the template refuses."""
         if asked.tools and self.format == "none":
             raise ApiError(400, "the model's chat template has no tools", param="tools")
         text = self._render(asked, asked.messages, opened=True)
-        try:
-            before = self._render(asked, asked.messages, opened=False)
-        except ApiError:
-            return RenderedPrompt(text, None)
-        return RenderedPrompt(text, before if text.startswith(before) else None)
+        before = self._unopened(asked, asked.messages)
+        return RenderedPrompt(text, before if before is not None and text.startswith(before) else None)
 
     def continuation(
-        self,
-        asked: Conversation,
-        rendered: RenderedPrompt,
-        upto: int,
-        given: RenderedPrompt,
-        said: SampledText,
+        self, asked: Conversation, shown: RenderedPrompt, upto: int, given: RenderedPrompt, said: SampledText
     ) -> str | None:
-        """Return the text after the ids of an answer that is message `upto - 1` of `asked`, which `rendered`
+        """Return the text after the ids of an answer that is message `upto - 1` of `asked`, which `shown`
         is of; `given` is what that answer was sampled from. None when the template does not render the
         history as it was, so that the path cannot go on."""
 
         def past() -> str | None:
-            try:
-                return self._render(asked, asked.messages[:upto], opened=False)
-            except ApiError:
-                return None
+            return self._unopened(asked, asked.messages[:upto])
 
-        return tail(
-            rendered.text,
-            given.text,
-            given.before,
-            said,
-            closing=self._closing,
-            past=past,
-            spelled=self._spelled,
-        )
+        how: Any = {"closing": self._closing, "past": past, "spelled": self._spelled}
+        return tail(shown.text, given, said, **how)
 
     def _spelled(self, turn: str) -> Spelled:
         shown = parse(turn, self.format)
@@ -138,26 +110,26 @@ class ChatTemplate:
         """Text that the template puts after an answer's."""
         return turn_closing(self.tokenizer)
 
+    def _unopened(self, asked: Conversation, messages: Sequence[Message]) -> str | None:
+        """Return the rendering without the next reply opened; None if the template refuses that."""
+        try:
+            return self._render(asked, messages, opened=False)
+        except ApiError:
+            return None
+
     def _render(self, asked: Conversation, messages: Sequence[Message], *, opened: bool) -> str:
         if not self.tokenizer.chat_template:
             raise ApiError(400, "the model has no chat template: give its tokenizer one", param="messages")
+        how: Any = {"tools": asked.tools or None, "tokenize": False, "add_generation_prompt": opened}
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=asked.tools or None,
-                tokenize=False,
-                add_generation_prompt=opened,
-                **asked.template,
-            )
+            return str(self.tokenizer.apply_chat_template(list(messages), **how, **asked.template))
         except Exception as error:  # whatever a template's own code raises is about these messages
-            raise ApiError(
-                400, f"the model's chat template refuses these messages: {error}", param="messages"
-            ) from error
-        return str(text)
+            refused = f"the model's chat template refuses these messages: {error}"
+            raise ApiError(400, refused, param="messages") from error
 
 
 def canonical(value: Any) -> str:
-    """JSON of `value`, the same for equal values."""
+    """Return JSON of `value`, the same for equal values."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -207,7 +179,7 @@ class StreamedText:
         return new
 
     def rest(self, content: str) -> str:
-        """What is left to be said of the finished answer's content."""
+        """Return the rest of the finished answer's content."""
         self._over = True
         given = "".join(self._given)
         return content[len(given) :] if content.startswith(given) else ""
@@ -219,11 +191,7 @@ class StreamedText:
         if starts:
             self._over = True
             return min(starts)
-        return len(self._held) - self._doubtful()
-
-    def _doubtful(self) -> int:
         for size in range(min(self._longest, len(self._held)), 0, -1):
-            tail = self._held[-size:]
-            if any(end.startswith(tail) for end in self._ends):
-                return size
-        return 0
+            if any(end.startswith(self._held[-size:]) for end in self._ends):
+                return len(self._held) - size
+        return len(self._held)

@@ -20,6 +20,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from areal_async.models.answers import spoken_parts
@@ -38,7 +39,7 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedText:
-    """What the model said: `text` is what stands before the first call; all of it when there is none."""
+    """Text and tool calls of an answer: `text` ends before the first call."""
 
     text: str
     calls: tuple[ParsedCall, ...] = ()
@@ -58,7 +59,7 @@ async def aside(parser: Callable[..., T], text: str, *given: Any, **named: Any) 
 
 
 def format_of(chat_template: str) -> Format:
-    """The family that a chat template belongs to, `none` when it has no tools."""
+    """Return the family that a chat template belongs to, `none` when it has no tools."""
     if not re.search(r"\btools\b", chat_template):
         return "none"
     if "<function=" in chat_template:
@@ -79,7 +80,7 @@ MARKERS: dict[Format, tuple[str, ...]] = {
     "llama": ("<|python_tag|>", "{"),
     "none": (),
 }
-"""Where a tool call begins: text from the first of these on is not streamed before it is complete."""
+"""Beginnings of tool calls: text from the first of these on is not streamed before it is complete."""
 
 
 def parse(text: str, family: Format, tools: Tools = (), *, opened: bool = False) -> ParsedText:
@@ -87,7 +88,7 @@ def parse(text: str, family: Format, tools: Tools = (), *, opened: bool = False)
     `opened`: the prompt has opened a thought."""
     if family == "none":
         return ParsedText(text)
-    read = _READERS[family](ScannedText(text), tools)
+    read = partial(_READERS[family], ScannedText(text), tools)
     found = outside_thoughts(text, MARKERS[family], read, opened=opened)
     calls = [call for each in found for call in each.calls]
     if not calls or any(each.problem for each in found):
@@ -136,6 +137,7 @@ class ScannedText:
         self.text = text
         self._known: dict[str, int] = {}
         self._failed = 0
+        self.first = cache(self.past_blanks)
 
     def find(self, tag: str, at: int) -> int:
         """Return the first place of `tag` from `at` on, or the text's length."""
@@ -210,14 +212,11 @@ def _found(start: int, end: int, values: Sequence[Any], key: str) -> Found:
     return Found(start, end, calls, "" if calls and len(calls) == len(values) else "a call is malformed")
 
 
-def _hermes(source: ScannedText, tools: Tools) -> Reader:
-    def read(at: int, begin: int) -> Found:
-        value, problem, end = json_block(source, at)
-        if value is None:
-            return Found(at, end, problem=problem)
-        return _found(at, end, [value], "arguments")
-
-    return read
+def _hermes(source: ScannedText, tools: Tools, at: int, begin: int) -> Found:
+    value, problem, end = json_block(source, at)
+    if value is None:
+        return Found(at, end, problem=problem)
+    return _found(at, end, [value], "arguments")
 
 
 FUNCTION = re.compile(r"<function=([^>\n]{1,256})>")
@@ -226,37 +225,31 @@ FUNCTION_BEGIN, FUNCTION_END = "<function=", "</function>"
 PARAMETER_BEGIN, PARAMETER_END = "<parameter=", "</parameter>"
 
 
-def _xml(source: ScannedText, tools: Tools) -> Reader:
+def _xml(source: ScannedText, tools: Tools, at: int, begin: int) -> Found:
     text = source.text
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-
-    def read(at: int, begin: int) -> Found:
-        wrapped = text.startswith(OPEN, at)
-        place = source.past_blanks(at + len(OPEN)) if wrapped else at
-        function = FUNCTION.match(text, place)
-        if function is None:
-            return Found(at, at + 1)
-        name, values = function[1].strip(), dict[str, Any]()
-        schema, place = schemas.get(name, {}), source.past_blanks(function.end())
-        while (parameter := PARAMETER.match(text, place)) is not None:
-            key, end = parameter[1].strip(), source.find(PARAMETER_END, parameter.end())
-            if key in values or source.find(PARAMETER_BEGIN, parameter.end()) < end or end == len(text):
-                return Found(
-                    at, parameter.end(), problem=f"the parameter {key} is not closed, or given twice"
-                )
-            value = text[parameter.end() : end].removesuffix("\n")
-            values[key] = _typed(value, _inside(schema, "properties", key), schema)
-            place = source.past_blanks(end + len(PARAMETER_END))
-        if not text.startswith(FUNCTION_END, place):
-            if not values and source.find(FUNCTION_BEGIN, place) < source.find(FUNCTION_END, place):
-                return Found(at, function.end())
-            return Found(at, place, problem="there is something else than parameters in it")
-        place += len(FUNCTION_END)
-        if wrapped and text.startswith(CLOSE, after := source.past_blanks(place)):
-            place = after + len(CLOSE)
-        return Found(at, place, [ParsedCall(name, values)])
-
-    return read
+    wrapped = text.startswith(OPEN, at)
+    place = source.past_blanks(at + len(OPEN)) if wrapped else at
+    function = FUNCTION.match(text, place)
+    if function is None:
+        return Found(at, at + 1)
+    name, values = function[1].strip(), dict[str, Any]()
+    declared = {tool["function"]["name"]: tool["function"] for tool in tools}.get(name, {})
+    schema, place = declared.get("parameters") or {}, source.past_blanks(function.end())
+    while (parameter := PARAMETER.match(text, place)) is not None:
+        key, end = parameter[1].strip(), source.find(PARAMETER_END, parameter.end())
+        if key in values or source.find(PARAMETER_BEGIN, parameter.end()) < end or end == len(text):
+            return Found(at, parameter.end(), problem=f"the parameter {key} is not closed, or given twice")
+        value = text[parameter.end() : end].removesuffix("\n")
+        values[key] = _typed(value, _inside(schema, "properties", key), schema)
+        place = source.past_blanks(end + len(PARAMETER_END))
+    if not text.startswith(FUNCTION_END, place):
+        if not values and source.find(FUNCTION_BEGIN, place) < source.find(FUNCTION_END, place):
+            return Found(at, function.end())
+        return Found(at, place, problem="there is something else than parameters in it")
+    place += len(FUNCTION_END)
+    if wrapped and text.startswith(CLOSE, after := source.past_blanks(place)):
+        place = after + len(CLOSE)
+    return Found(at, place, [ParsedCall(name, values)])
 
 
 def _typed(text: str, declared: Any, schema: Any) -> Any:
@@ -307,51 +300,38 @@ CALLS = "[TOOL_CALLS]"
 NAMED = re.compile(r"\s*([\w.-]{1,256})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]")
 
 
-def _mistral(source: ScannedText, tools: Tools) -> Reader:
-    def read(at: int, begin: int) -> Found:
-        begin = at + len(CALLS)
-        named = NAMED.match(source.text, begin)
+def _mistral(source: ScannedText, tools: Tools, at: int, begin: int) -> Found:
+    begin = at + len(CALLS)
+    named = NAMED.match(source.text, begin)
+    try:
+        value, end = source.decode(named.end() if named else begin)
+    except ValueError as error:
+        return Found(at, begin, problem=str(error))
+    if end < len(source.text) and not (named and source.text.startswith(CALLS, end)):
+        return Found(at, end, problem="there is something else behind the calls")
+    if named:
+        value = {"name": named[1], "arguments": value}
+    return _found(at, end, value if isinstance(value, list) else [value], "arguments")
+
+
+def _llama(source: ScannedText, tools: Tools, at: int, begin: int) -> Found:
+    text = source.text
+    tagged = text.startswith("<|python_tag|>", at)
+    if not tagged and at > source.first(begin):
+        return Found(at, at + 1)
+    # Several calls stand one after the other, separated by semicolons.
+    place, values = source.past_blanks(at + len("<|python_tag|>") if tagged else at), list[Any]()
+    while place < len(text):
         try:
-            value, end = source.decode(named.end() if named else begin)
+            value, place = source.decode(place)
         except ValueError as error:
-            return Found(at, begin, problem=str(error))
-        if end < len(source.text) and not (named and source.text.startswith(CALLS, end)):
-            return Found(at, end, problem="there is something else behind the calls")
-        if named:
-            value = {"name": named[1], "arguments": value}
-        return _found(at, end, value if isinstance(value, list) else [value], "arguments")
-
-    return read
+            return Found(at, at + 1, problem=str(error))
+        values.append(value)
+        if text.startswith(";", place):
+            place = source.past_blanks(place + 1)
+    whole = all(isinstance(value, dict) and "parameters" in value for value in values)
+    return _found(at, place, values if whole else (), "parameters")
 
 
-def _llama(source: ScannedText, tools: Tools) -> Reader:
-    text, firsts = source.text, dict[int, int]()
-
-    def read(at: int, begin: int) -> Found:
-        tagged = text.startswith("<|python_tag|>", at)
-        if begin not in firsts:
-            firsts[begin] = source.past_blanks(begin)
-        if not tagged and at > firsts[begin]:
-            return Found(at, at + 1)
-        # Several calls stand one after the other, separated by semicolons.
-        place, values = source.past_blanks(at + len("<|python_tag|>") if tagged else at), list[Any]()
-        while place < len(text):
-            try:
-                value, place = source.decode(place)
-            except ValueError as error:
-                return Found(at, at + 1, problem=str(error))
-            values.append(value)
-            if text.startswith(";", place):
-                place = source.past_blanks(place + 1)
-        whole = all(isinstance(value, dict) and "parameters" in value for value in values)
-        return _found(at, place, values if whole else (), "parameters")
-
-    return read
-
-
-_READERS: dict[Format, Callable[[ScannedText, Tools], Reader]] = {
-    "hermes": _hermes,
-    "xml": _xml,
-    "mistral": _mistral,
-    "llama": _llama,
-}
+_READERS: dict[Format, Callable[[ScannedText, Tools, int, int], Found]]
+_READERS = {"hermes": _hermes, "xml": _xml, "mistral": _mistral, "llama": _llama}

@@ -1,11 +1,16 @@
-"""Several engines of one worker behind the face of one.
+"""Several engines of one worker behind the face of one: their requests, weights, deaths and restarts.
 
 Promises:
-- A request goes where its prefix is, or where there is room (`replica.py`). What finds no room waits here,
-  and of what waits the oldest lease's goes first; the priority goes on to the engine.
-- An engine that dies, or samples nothing for `stuck_s`, is started again (`replica.py`); its requests run
-  again, from their first token, on another replica or on the new engine. Callers do not notice. Only a
-  stream that has told units of the answer ends in an error: another answer would take them back.
+- A request goes to the replica that holds its prefix, or to one with room (`placement.py`). The rest waits
+  here, the oldest lease's first; the priority goes on to the engine. A request that is given up while it
+  waits takes no place.
+- An engine that dies, or samples nothing for `stuck_s`, is ended and another one started after the pause of
+  the restart policy, with the newest snapshot. It serves only once it has the version that the set serves.
+  More deaths than the policy allows are the end, with the last error's words (a server's last log lines among
+  them).
+- The requests of a lost engine run again, from their first token, on another replica or on the new engine.
+  Callers do not notice. Only a stream that has told units of the answer ends in an error: another answer
+  would take them back.
 - `version` is the oldest that a replica serves, so that admission allows no more than it may; every unit is
   tagged by the engine that sampled it.
 - A request's deadline holds wherever it is.
@@ -16,12 +21,19 @@ A set whose engine is dead for good ends `watch` with the reason, and every requ
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
 
+from msgspec.structs import asdict
+
+from areal_async.base.errors import SnapshotError, WireError
+from areal_async.base.events import record
 from areal_async.base.log import get_logger
-from areal_async.base.processes import NO_RESTARTS, RestartPolicy
+from areal_async.base.processes import NO_RESTARTS, RestartPolicy, Restarts
 from areal_async.base.versions import VersionTag
 from rollout_service import metrics
 from rollout_service.engines.base import (
@@ -35,75 +47,244 @@ from rollout_service.engines.base import (
     Piece,
     Tell,
     Weights,
-    nothing_sampled,
 )
-from rollout_service.replicas.replica import (
-    FETCH_PAUSE_S,
-    WATCH_S,
-    Aborted,
-    AdmissionQueue,
-    EngineReplica,
-    Fetch,
-    PrefixAffinity,
-    UpdateStall,
-    choose,
-    exchange,
-    retried,
-)
+from rollout_service.replicas.placement import PrefixAffinity, ReplicaLoad, choose, most_requests
 
 log = get_logger("replicas")
 
 MAX_SENT_AGAIN = 3
 """Times that one request is lost in an engine that lives, before that engine is taken for dead."""
+END_LIMIT_S = 15.0  # Time for the end of an engine that was lost; what is left of it ends with this process
+FETCH_PAUSE_S = 0.5
+WATCH_S = 0.5  # Time between two looks at an engine
+LONGEST_GAP_S = 5.0
+"""Longest time between two looks that counts as such: the whole process may have been stopped."""
+
+Fetch = Callable[[], AbstractAsyncContextManager[Weights]]
+"""Gives the newest snapshot, whose files stay as they are inside the block."""
 
 
-class _Counted:
-    """Tells a stream its pieces, and counts their units."""
+class ReplicaGone(EngineError):
+    """An engine died more often than its restart policy allows."""
 
-    def __init__(self, tell: Tell) -> None:
-        self.units = 0
-        self._tell = tell
-
-    def __call__(self, piece: Piece) -> None:
-        self.units += len(piece)
-        self._tell(piece)
+    restart_helps = True
 
 
+# --- the exchange of weights -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateStall:
+    """Seconds of one update in which an engine sampled nothing."""
+
+    pause_s: float = 0.0
+    load_s: float = 0.0
+    resume_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.pause_s + self.load_s + self.resume_s
+
+
+async def exchange(
+    engine: Engine, snapshot: Weights, loaded: Callable[[], None] = lambda: None
+) -> UpdateStall:
+    """Have `engine` serve `snapshot`; `loaded` is called before any unit of the new weights is sampled.
+
+    Raises `EngineError`; then the old weights are in place, or the engine is lost. It is resumed also when
+    the load fails: an error of that is most often the consequence of the first one, and only logged."""
+    began_s = paused_s = time.monotonic()
+    try:
+        await engine.pause()
+        paused_s = time.monotonic()
+        await engine.load(snapshot)
+        loaded()
+    except BaseException as first:
+        try:
+            await engine.resume()
+        except Exception as error:  # the first one is the one to act on
+            log.warning("engine did not resume", error=str(error), after=f"{type(first).__name__}: {first}")
+        raise
+    loaded_s = time.monotonic()
+    await engine.resume()
+    return UpdateStall(paused_s - began_s, loaded_s - paused_s, time.monotonic() - loaded_s)
+
+
+# --- one replica -------------------------------------------------------------------------------------
+
+
+@dataclass
+class StallDetector:
+    """Notices an engine that has requests but makes no progress: for `limit_s` without a pause it had
+    requests, but neither sampled a token nor finished a request. Time in which nobody looked does not
+    count. Times are
+    seconds of `clock`; `look` is to be called every `WATCH_S`."""
+
+    limit_s: float
+    clock: Callable[[], float] = time.monotonic
+    _done: tuple[int, int] | None = None
+    _stuck_s: float = 0.0
+    _looked_s: float = 0.0
+
+    def look(self, *, tokens: int, requests: int, running: int, paused: bool) -> float | None:
+        """Return the seconds without progress once they are too many, else None. `tokens` and `requests`
+        count what the engine has done so far; any change of them is progress."""
+        now_s, done = self.clock(), (tokens, requests)
+        gap_s, self._looked_s = now_s - self._looked_s, now_s
+        if done != self._done or not running or paused:
+            self._done, self._stuck_s = done, 0.0
+        else:
+            self._stuck_s += min(gap_s, LONGEST_GAP_S)
+        return self._stuck_s if self._stuck_s >= self.limit_s else None
+
+
+@dataclass(eq=False)
+class EngineReplica:
+    """One engine after the other, each from `make(index)`. `trouble` is to be called every `WATCH_S`."""
+
+    index: int
+    make: Callable[[int], Engine]
+    policy: RestartPolicy
+    stuck_s: float
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.engine = self.make(self.index)
+        self.serves = self.updating = False
+        self.given = 0  # Requests that it was given and that have not ended
+        self.error: EngineError | None = None  # Why it was lost last
+        self._before = (0, 0)  # Tokens and requests of the engines before this one
+        self._restarts = Restarts(self.policy)
+        self._served_s: float | None = None
+        self._recorded: VersionTag | None = None
+        self._most_requests = 1
+
+    @property
+    def has_room(self) -> bool:
+        return self.given < self._most_requests
+
+    def serve(self) -> None:
+        """Note that its engine has started, and has been given nothing."""
+        self.serves, self._served_s = True, self.clock()
+        self._detector = StallDetector(self.stuck_s, self.clock)
+        self._most_requests = most_requests(self.engine.stats().capacity)
+        self.given, self.updating = 0, False
+        self.record_version()
+
+    def record_version(self) -> None:
+        """Record the weights that it serves from now on, before any unit of theirs is sampled."""
+        tag = self.engine.version
+        if self._recorded is None or self._recorded < tag:
+            self._recorded = tag
+            record("served", replica=self.index, **asdict(tag))
+
+    async def exchange(self, snapshot: Weights) -> UpdateStall:
+        """Serve `snapshot`; meanwhile requests go to other replicas if there are any."""
+        self.updating = True
+        try:
+            return await exchange(self.engine, snapshot, self.record_version)
+        finally:
+            self.updating = False
+
+    def load(self) -> ReplicaLoad:
+        stats = self.engine.stats()
+        return ReplicaLoad(
+            self.index, self.given, stats.capacity, stats.running + stats.waiting, stats.kv_used
+        )
+
+    def totals(self) -> tuple[int, int]:
+        """Return tokens and requests of all its engines."""
+        tokens, requests = self._before
+        if self.serves:
+            stats = self.engine.stats()
+            tokens, requests = tokens + stats.tokens_total, requests + stats.requests_total
+        return tokens, requests
+
+    def trouble(self) -> str:
+        """Return why its engine must be taken for dead; empty while it need not."""
+        if not self.serves:
+            return ""
+        if not self.engine.alive():
+            return "the engine has ended"
+        stats = self.engine.stats()
+        tokens, running = stats.tokens_total + stats.decoded, self.given
+        stuck_s = self._detector.look(
+            tokens=tokens, requests=stats.requests_total, running=running, paused=self.updating
+        )
+        if stuck_s is None:
+            return ""
+        return f"no token for {stuck_s:.0f} s with {running} requests running (rollout.stuck_s)"
+
+    def lose(self, error: EngineError) -> None:
+        """Note that its engine is dead. To be followed by `revive`."""
+        self._before, self.serves, self.error = self.totals(), False, error
+        metrics.ENGINE_DEATHS.inc()
+
+    async def revive(self, fetch: Fetch) -> None:
+        """Return when another engine has started. Raises `ReplicaGone`."""
+        while True:
+            try:
+                async with asyncio.timeout(END_LIMIT_S):
+                    await self.engine.stop()
+            except (TimeoutError, EngineError) as error:
+                log.warning("an engine did not end", error=str(error), replica=self.index)
+            pause_s = self._restarts.died(self.clock(), served_s=self._served_s)
+            deaths = len(self._restarts.deaths_s)
+            if pause_s is None:
+                raise ReplicaGone(
+                    f"replica {self.index} died {deaths} times within {self.policy.window_s:.0f} s "
+                    f"(supervisor.restarts), the last time with: {self.error}"
+                ) from self.error
+            told = {"replica": self.index, "deaths": deaths, "pause_s": round(pause_s, 2)}
+            log.warning("engine is started again", **told, error=str(self.error))
+            await asyncio.sleep(pause_s)
+            try:
+                async with fetch() as snapshot:
+                    self.engine = self.make(self.index)
+                    await self.engine.start(snapshot)
+                return
+            except EngineError as error:
+                self.error, self._served_s = error, None
+                metrics.ENGINE_DEATHS.inc()
+
+
+# --- the set -----------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
 class ReplicaSet:
     """Generates with `count` engines that `make(index)` gives, and exchanges their weights."""
 
-    def __init__(
-        self,
-        make: Callable[[int], Engine],
-        count: int = 1,
-        *,
-        restarts: RestartPolicy = NO_RESTARTS,
-        stuck_s: float = 300.0,
-        newest: Fetch | None = None,
-        on_serving: Callable[[float], None] = lambda share: None,
-        on_exchange: Callable[[bool], None] = lambda going_on: None,
-        clock: Callable[[], float] = time.monotonic,
-        watch_s: float = WATCH_S,
-        fetch_pause_s: float = FETCH_PAUSE_S,
-    ) -> None:
-        """`newest` gives the snapshot that a restarted engine starts with. `on_serving(share)` is called with
-        the share of the replicas that serves whenever that changes, `on_exchange(going_on)` when an exchange
-        of weights begins and when it ends."""
-        self.replicas = [EngineReplica(index, make, restarts, stuck_s, clock) for index in range(count)]
-        self._on_serving = on_serving
-        self._on_exchange = on_exchange
-        self._fetch: Fetch | None = None
-        if newest is not None:
-            self._fetch = lambda: retried(newest, fetch_pause_s)
-        self._watch_s = watch_s
-        self._affinity = PrefixAffinity()
-        self._queue = AdmissionQueue(self._admit, EngineReplica.give_back)
-        self._updating = asyncio.Lock()
-        """Held while weights are exchanged, and while a restarted engine catches up."""
+    make: Callable[[int], Engine]
+    count: int = 1
+    _: KW_ONLY
+    restarts: RestartPolicy = NO_RESTARTS
+    stuck_s: float = 300.0
+    newest: Fetch | None = None
+    """Gives the snapshot that a restarted engine starts with."""
+    on_serving: Callable[[float], None] = lambda share: None
+    """Called with the share of the replicas that serves whenever that changes."""
+    on_exchange: Callable[[bool], None] = lambda going_on: None
+    """Called when an exchange of weights begins and when it ends."""
+    clock: Callable[[], float] = time.monotonic
+    watch_s: float = WATCH_S
+    fetch_pause_s: float = FETCH_PAUSE_S
+    _affinity: PrefixAffinity = field(init=False, default_factory=PrefixAffinity)
+    _updating: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    """Held while weights are exchanged, and while a restarted engine catches up."""
+    _wake: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.replicas = [
+            EngineReplica(index, self.make, self.restarts, self.stuck_s, self.clock)
+            for index in range(self.count)
+        ]
+        self._waiting: list[tuple[int, int, asyncio.Future[EngineReplica], GenerateRequest]] = []
+        """Requests for which no replica has room: a heap, oldest lease first."""
+        self._numbers = itertools.count()
         self._newest: Weights | None = None
         self._revivals: set[asyncio.Task[None]] = set()
         self._failed: EngineError | None = None
-        self._wake = asyncio.Event()
         self._stopping = False
 
     @property
@@ -113,11 +294,11 @@ class ReplicaSet:
         return min(serving, default=self._served().tag)
 
     def alive(self) -> bool:
-        """Whether it can be expected to serve."""
+        """Return whether it can be expected to serve."""
         return self._failed is None and not self._stopping
 
     async def start(self, snapshot: Weights) -> None:
-        """Start all engines. What fails before it has ever served fails again: no second try is made."""
+        """Start all engines. An engine that fails before it has ever served is not tried again."""
         self._newest = snapshot
         try:
             async with asyncio.TaskGroup() as group:
@@ -132,30 +313,21 @@ class ReplicaSet:
     async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
         """Sample on one of the replicas, as an `Engine` does. Raises `EngineError` when the engine was lost
         and pieces had been told."""
-        if request.deadline_s is None:
-            return await self._generate(request, tell)
-        limit = asyncio.timeout(request.deadline_s - time.monotonic())
+        limit_s = None if request.deadline_s is None else request.deadline_s - time.monotonic()
         try:
-            async with limit:
+            async with asyncio.timeout(limit_s) as limit:
                 return await self._generate(request, tell)
         except TimeoutError:
             if not limit.expired():
                 raise
             raise DeadlinePassed(f"request {request.request_id} was not done by its deadline") from None
 
-    async def abort(self, request_ids: Iterable[str]) -> None:
-        """End these requests now: they return what they have, with finish reason `abort`."""
-        wanted = set(request_ids)
-        self._queue.abort(wanted)
-        serving = [replica for replica in self.replicas if replica.serves]
-        await asyncio.gather(*(replica.engine.abort(wanted) for replica in serving))
-
     def stats(self) -> EngineStats:
         each = [replica.engine.stats() for replica in self.replicas if replica.serves]
         tokens, requests = zip(*(replica.totals() for replica in self.replicas), strict=True)
         return EngineStats(
             running=sum(stats.running for stats in each),
-            waiting=sum(stats.waiting for stats in each) + len(self._queue),
+            waiting=sum(stats.waiting for stats in each) + len(self._waiting),
             capacity=sum(stats.capacity for stats in each),
             kv_used=max((stats.kv_used for stats in each), default=0.0),
             tokens_total=sum(tokens),
@@ -170,14 +342,14 @@ class ReplicaSet:
             task.cancel()
         await asyncio.gather(*self._revivals, return_exceptions=True)
         await asyncio.gather(*(replica.engine.stop() for replica in self.replicas))
-        self._queue.refuse(EngineError("the engine has stopped"))
+        self._refuse(EngineError("the engine has stopped"))
 
     # --- updates -------------------------------------------------------------------------------------
 
     async def exchange(self, snapshot: Weights) -> UpdateStall:
         """Serve `snapshot` on every replica that lives; returns the stall of the slowest. An engine that is
-        lost in it is none of the others' business; any other error is raised when all are done."""
-        self._on_exchange(True)
+        lost meanwhile does not concern the others; any other error is raised when all are done."""
+        self.on_exchange(True)
         try:
             async with self._updating:
                 # One that was restarted with the newest has it.
@@ -190,7 +362,7 @@ class ReplicaSet:
                 self._newest = snapshot
             return max(stalls, key=lambda stall: stall.total_s, default=UpdateStall())
         finally:
-            self._on_exchange(False)
+            self.on_exchange(False)
 
     async def _exchange_one(self, replica: EngineReplica, snapshot: Weights) -> UpdateStall:
         engine = replica.engine
@@ -203,23 +375,24 @@ class ReplicaSet:
                 raise
             return UpdateStall()
         finally:
-            self._queue.admit_waiting()
+            self._admit_waiting()
 
     # --- requests ------------------------------------------------------------------------------------
 
     async def _generate(self, request: GenerateRequest, tell: Tell | None) -> GenerateResult:
-        sent_again = 0
-        told = None if tell is None else _Counted(tell)
+        sent_again = told = 0
+
+        def counted(piece: Piece) -> None:
+            nonlocal told
+            told += len(piece)
+            if tell is not None:
+                tell(piece)
+
         while True:
-            try:
-                replica = await self._replica_for(request)
-            except Aborted:
-                return nothing_sampled()
+            replica = await self._replica_for(request)
             engine = replica.engine
             try:
-                if told is None:
-                    return await engine.generate(request)
-                return await engine.generate(request, told)
+                return await engine.generate(request, *(() if tell is None else (counted,)))
             except EngineError as error:
                 serves = replica.engine is engine and replica.serves and engine.alive()
                 if isinstance(error, EngineLost) and serves and sent_again < MAX_SENT_AGAIN:
@@ -227,44 +400,71 @@ class ReplicaSet:
                     sent_again += 1
                 elif not self._was_lost(replica, engine, error):
                     raise
-                if told is not None and told.units:
-                    streamed = f"{told.units} units of the answer had been streamed"
+                if told:
+                    streamed = f"{told} units of the answer had been streamed"
                     raise EngineError(f"the engine was lost when {streamed}: {error}") from error
                 metrics.RERUN.inc()
             finally:
                 if replica.engine is engine:  # a new one has been given nothing
-                    replica.give_back()
-                if self._queue:
-                    self._queue.admit_waiting()
+                    replica.given = max(0, replica.given - 1)
+                self._admit_waiting()
 
     async def _replica_for(self, request: GenerateRequest) -> EngineReplica:
-        """The replica of a request, which then counts as given to it."""
+        """Return the replica of a request, which then counts as given to it."""
         if self._stopping or self._failed is not None:
             raise self._failed or EngineError("the engine has stopped")
-        replica = None if self._queue else self._admit(request)
-        return await self._queue.wait(request) if replica is None else replica
+        if not self._waiting and (replica := self._admit(request)) is not None:
+            return replica
+        place: asyncio.Future[EngineReplica] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (request.priority, next(self._numbers), place, request))
+        self._admit_waiting()
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and place.exception() is None:
+                replica = place.result()
+                replica.given = max(0, replica.given - 1)
+                self._admit_waiting()
+            raise
 
     def _admit(self, request: GenerateRequest) -> EngineReplica | None:
-        """The replica that takes a request now, None where it must wait."""
+        """Return the replica that takes a request now, None if it must wait."""
+        serving = [replica for replica in self.replicas if replica.serves]
+        going_on = [replica for replica in serving if not replica.updating] or serving
         if len(self.replicas) == 1:  # reading its load for each request would cost more than it says
-            replica = self.replicas[0]
-            if not replica.serves or not replica.has_room:
-                return None
+            replica = next((replica for replica in going_on if replica.has_room), None)
         else:
-            serving = [replica for replica in self.replicas if replica.serves]
-            going_on = [replica for replica in serving if not replica.updating] or serving
-            index = choose([replica.load() for replica in going_on], self._affinity.find(request.session))
-            if index is None:
-                return None
-            self._affinity.assign(request.session, index)
-            replica = self.replicas[index]
+            loads = [replica.load() for replica in going_on]
+            index = choose(loads, self._affinity.find(request.session))
+            replica = None if index is None else self.replicas[index]
+        if replica is None:
+            return None
+        self._affinity.assign(request.session, replica.index)
         replica.given += 1
         return replica
+
+    def _admit_waiting(self) -> None:
+        """Give the waiting requests the room that there is, oldest first."""
+        while self._waiting:
+            _, _, place, request = self._waiting[0]
+            if not place.done():
+                replica = self._admit(request)
+                if replica is None:
+                    return
+                place.set_result(replica)
+            heapq.heappop(self._waiting)
+
+    def _refuse(self, error: EngineError) -> None:
+        """End the wait of all requests with `error`."""
+        waiting, self._waiting = self._waiting, []
+        for _, _, place, _ in waiting:
+            if not place.done():
+                place.set_exception(error)
 
     # --- deaths --------------------------------------------------------------------------------------
 
     def _was_lost(self, replica: EngineReplica, engine: Engine, error: EngineError) -> bool:
-        """Whether `error` means that `engine` is gone, so that what it was doing may be done again."""
+        """Return whether `error` means that `engine` is gone, so that what it was doing may be done again."""
         if self._stopping or self._failed is not None:
             return False
         if replica.engine is not engine or not replica.serves:
@@ -285,24 +485,24 @@ class ReplicaSet:
 
     async def _revive(self, replica: EngineReplica) -> None:
         try:
-            while True:
+            while not replica.serves:
                 await replica.revive(self._snapshot)
                 try:
                     await self._catch_up(replica)
                 except EngineError as error:
                     replica.lose(error)
-                else:
-                    break
-        except EngineError as error:
-            self._give_up(error)
-            return
         except Exception as error:  # nobody awaits this task, and its requests would wait for ever
-            log.error("engine not started again", replica=replica.index, error=repr(error))
-            self._give_up(EngineError(f"replica {replica.index} cannot be started again: {error!r}"))
+            self._failed = error if isinstance(error, EngineError) else None
+            if self._failed is None:
+                log.error("engine not started again", replica=replica.index, error=repr(error))
+                what = f"replica {replica.index} cannot be started again: {error!r}"
+                self._failed = EngineError(what)
+            self._refuse(self._failed)
+            self._wake.set()
             return
         log.info("engine is back", replica=replica.index, version=replica.engine.version.version)
         self._serving_changed()
-        self._queue.admit_waiting()
+        self._admit_waiting()
 
     async def _catch_up(self, replica: EngineReplica) -> None:
         """Have a restarted engine serve, once it has what the set serves or newer weights."""
@@ -313,34 +513,40 @@ class ReplicaSet:
                     await exchange(replica.engine, snapshot)
             replica.serve()
 
-    def _give_up(self, error: EngineError) -> None:
-        self._failed = error
-        self._queue.refuse(error)
-        self._wake.set()
-
     async def watch(self) -> None:
         """Look after the engines until cancelled. Raises `EngineError` when one is dead for good."""
         while self._failed is None:
             for replica in self.replicas:
                 if trouble := replica.trouble():
                     self._lose(replica, EngineLost(trouble))
-            try:
-                async with asyncio.timeout(self._watch_s):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.watch_s):
                     await self._wake.wait()
-            except TimeoutError:
-                continue
         raise self._failed
 
     def _serving_changed(self) -> None:
         serving = sum(replica.serves for replica in self.replicas)
         metrics.REPLICAS.set(serving)
-        self._on_serving(serving / len(self.replicas))
+        self.on_serving(serving / len(self.replicas))
 
     def _served(self) -> Weights:
         if self._newest is None:
             raise EngineError("the engine has not started")
         return self._newest
 
-    def _snapshot(self) -> AbstractAsyncContextManager[Weights]:
-        """What an engine starts with: the newest snapshot, or, where nothing gives that, the one served."""
-        return nullcontext(self._served()) if self._fetch is None else self._fetch()
+    @asynccontextmanager
+    async def _snapshot(self) -> AsyncIterator[Weights]:
+        """Give the snapshot that an engine starts with: the newest, however long the trainer takes to answer,
+        or the one served if nothing gives the newest."""
+        if self.newest is None:
+            yield self._served()
+            return
+        async with AsyncExitStack() as stack:
+            snapshot: Weights | None = None
+            while snapshot is None:
+                try:
+                    snapshot = await stack.enter_async_context(self.newest())
+                except (WireError, SnapshotError) as error:
+                    log.warning("no snapshot to start with", error=str(error))
+                    await asyncio.sleep(self.fetch_pause_s)
+            yield snapshot

@@ -9,8 +9,9 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import msgspec
 from rich.console import Console, Group
@@ -25,45 +26,43 @@ from areal_async.show.progress import progress
 from areal_async.trajectory.verdicts import Score, Verdict, kind_of, message_of
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
-from rollout_service.engines import make_engine
-from rollout_service.evaluator import Evaluation, Evaluator, engine_job
-from rollout_service.process import make_gateway, make_renderers, prepare, settle
-from rollout_service.replicas import ReplicaSet
-from rollout_service.statistics import Figure
-from rollout_service.tools.serving import ModelFolder, computes_here, lone_evaluator, target_of
+from rollout_service.evaluator import (
+    Evaluation,
+    Evaluator,
+    lone_engine,
+    prepare_evaluation,
+)
+from rollout_service.process import make_gateway, make_renderers, settle
+from rollout_service.tools.serving import ModelFolder, lone_evaluator, target_of
 from rollout_service.workflows import workflow_of
 
 
-class AnswerFile:
-    """The answers as JSON lines, in the order in which they were judged."""
+def answers_file(path: Path) -> IO[bytes]:
+    """Create the file for the answers. Raises `ConfigError` if it exists already, or cannot be written."""
+    try:
+        return path.open("xb")
+    except OSError as error:
+        mistake = Mistake("--out", f"{path} cannot be written: {error.strerror}", "Name a new file")
+        raise ConfigError("the command line", [mistake]) from error
 
-    def __init__(self, path: Path) -> None:
-        """Raises `ConfigError` where the file is there already, or cannot be written."""
-        try:
-            self._file = path.open("xb")
-        except OSError as error:
-            mistake = Mistake("--out", f"{path} cannot be written: {error.strerror}", "Name a new file")
-            raise ConfigError("the command line", [mistake]) from error
 
-    def write(self, task: Task, sample: int, given: RewardInput, verdict: Verdict) -> None:
-        score = verdict if isinstance(verdict, Score) else None
-        line = {
-            "task_id": task.task_id,
-            "data_source": task.data_source,
-            "sample": sample,
-            "prompt": given.prompt,
-            "response": given.response,
-            "ground_truth": given.ground_truth,
-            "reward": score.value if score else None,
-            "rewards": score.components if score else {},
-            "verdict": kind_of(verdict),
-            "message": message_of(verdict),
-            "truncated": given.truncated,
-        }
-        self._file.write(msgspec.json.encode(line, enc_hook=str) + b"\n")
-
-    def close(self) -> None:
-        self._file.close()
+def line_of(task: Task, sample: int, given: RewardInput, verdict: Verdict) -> bytes:
+    """Return an answer as a line of JSON."""
+    score = verdict if isinstance(verdict, Score) else None
+    line = {
+        "task_id": task.task_id,
+        "data_source": task.data_source,
+        "sample": sample,
+        "prompt": given.prompt,
+        "response": given.response,
+        "ground_truth": given.ground_truth,
+        "reward": score.value if score else None,
+        "rewards": score.components if score else {},
+        "verdict": kind_of(verdict),
+        "message": message_of(verdict),
+        "truncated": given.truncated,
+    }
+    return msgspec.json.encode(line, enc_hook=str) + b"\n"
 
 
 def main(request: EvaluateRequest) -> None:
@@ -78,21 +77,20 @@ def main(request: EvaluateRequest) -> None:
         if request.reward is not None:
             target.content.pop("reward", None)
             sections["reward"] = {"name": request.reward}
-        out = AnswerFile(Path(request.out)) if request.out is not None else None
-        try:
-            with lone_evaluator(target, request, sections, tasks=tasks) as ctx:
-                begun_s = time.monotonic()
-                done = asyncio.run(evaluated(ctx, target.model, request.limit, out))
-                wall_s = time.monotonic() - begun_s
-        finally:
-            if out is not None:
-                out.close()
+        answers: AbstractContextManager[IO[bytes] | None] = nullcontext()
+        if request.out is not None:
+            answers = answers_file(Path(request.out))
+        with answers as out, lone_evaluator(target, request, sections, tasks=tasks) as ctx:
+            begun_s = time.monotonic()
+            done = asyncio.run(evaluated(ctx, target.model, request.limit, out))
+            wall_s = time.monotonic() - begun_s
     samples = ctx.job.evaluation.samples
     if request.as_json:
         known = {"target": target.said, "data": str(tasks), "reward": ctx.job.reward.name, "samples": samples}
         sampling = ctx.job.evaluation_sampling
         known |= {"temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens}
-        print_json(known | figures_of(done) | {"wall_s": round(wall_s, 2)})
+        figures = done.figures()
+        print_json(known | figures | {"by_source": figures.pop("sources"), "wall_s": round(wall_s, 2)})
         return
     console = Console(highlight=False)
     console.print(f"{plain(target.said)} on {plain(str(tasks))}, {wall_s:.1f} s\n", markup=False)
@@ -101,33 +99,26 @@ def main(request: EvaluateRequest) -> None:
         console.print(f"The answers are in {request.out}.", markup=False)
 
 
-async def evaluated(
-    ctx: ServiceContext, model: Path, limit: int | None, out: AnswerFile | None
-) -> Evaluation:
+async def evaluated(ctx: ServiceContext, model: Path, limit: int | None, out: IO[bytes] | None) -> Evaluation:
     """Answer and score the first `limit` held-out tasks of the job. Raises what the evaluator raises."""
     job = ctx.job
     assert job.tasks.evaluation is not None
     tasks: Sequence[Task] = list(read_tasks(job.tasks.evaluation))[:limit]
-    prepare(job.evaluation.torch_threads, computes=computes_here(job))
+    prepare_evaluation(job)
     renders, gateway = make_renderers(job), make_gateway(ctx, trains=False)
-    wanted = engine_job(job)
-    engine = ReplicaSet(
-        lambda _: make_engine(wanted, slots=job.evaluation.max_concurrent, activity="evaluation", place=ctx),
-        stuck_s=job.rollout.stuck_s,
-    )
+    engine = lone_engine(ctx)
     try:
         async with LocalScorer(job.reward) as scorer:
             settle()
-            evaluator = Evaluator(
-                engine, scorer, workflow_of(job), renders[job.policy], job=job, gateway=gateway
-            )
+            workflow, render = workflow_of(job), renders[job.policy]
+            evaluator = Evaluator(engine, scorer, workflow, render, job=job, gateway=gateway)
             cut = 0
 
             def take(task: Task, sample: int, given: RewardInput, verdict: Verdict) -> None:
                 nonlocal cut
                 cut += given.truncated
                 if out is not None:
-                    out.write(task, sample, given, verdict)
+                    out.write(line_of(task, sample, given, verdict))
 
             evaluator.on_verdict = take
             asked, sampling = len(tasks) * job.evaluation.samples, job.evaluation_sampling
@@ -147,30 +138,6 @@ async def evaluated(
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def figures_of(done: Evaluation) -> dict[str, Any]:
-    """Return the figures as JSON: `mean`, `best` and `maj` are [value, low, high], as in a run's records."""
-
-    def triple(figure: Figure) -> list[float | None]:
-        return [figure.value, figure.low, figure.high]
-
-    sources = {
-        name: {"n": one.tasks, "mean": triple(one.mean), "unscored": done.unscored.get(name, 0)}
-        for name, one in done.by_source.items()
-    }
-    overall = done.overall
-    return {
-        "n": overall.tasks,
-        "mean": triple(overall.mean),
-        "best": triple(overall.best),
-        "maj": triple(overall.maj),
-        "partial_credit": overall.partial_credit,
-        "rewards": done.rewards,
-        "by_source": sources,
-        "unscored": sum(done.unscored.values()),
-        "tokens": done.tokens,
-    }
 
 
 def tables(done: Evaluation, samples: int) -> list[Table]:

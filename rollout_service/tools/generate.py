@@ -10,13 +10,11 @@ from typing import Any
 from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.cli.tools import AnswersRequest, plain, print_json, run_tool
 from areal_async.service.context import ServiceContext
-from areal_async.trajectory import EpisodeBuilder, Sampling
-from rollout_service.engines import make_engine
-from rollout_service.evaluator import engine_job
-from rollout_service.process import make_renderer, prepare, sampling_of
-from rollout_service.replicas import ReplicaSet
-from rollout_service.tools.serving import ModelFolder, computes_here, lone_evaluator, target_of
-from rollout_service.workflows import Context, Renderer
+from areal_async.trajectory import EpisodeBuilder
+from rollout_service.evaluator import lone_engine, prepare_evaluation
+from rollout_service.process import make_renderer, sampling_of
+from rollout_service.tools.serving import ModelFolder, lone_evaluator, target_of
+from rollout_service.workflows import Context, PolicyEngine
 
 Message = dict[str, Any]
 
@@ -24,11 +22,8 @@ Message = dict[str, Any]
 class Talker:
     """Asks one engine; a chat grows by what was asked and answered."""
 
-    def __init__(
-        self, engine: ReplicaSet, render: Renderer, sampling: Sampling, *, request: AnswersRequest
-    ) -> None:
-        self._engine, self._render, self._sampling = engine, render, sampling
-        self._raw, self._seed, self._asked = request.raw, request.seed, 0
+    def __init__(self, voice: PolicyEngine, request: AnswersRequest) -> None:
+        self._voice, self._raw, self._seed, self._asked = voice, request.raw, request.seed, 0
         self._chat: list[Message] = []
         if request.system is not None:
             self._chat.append({"role": "system", "content": request.system})
@@ -47,14 +42,9 @@ class Talker:
     async def _answer(self, asked: str | list[Message], sample: int) -> dict[str, Any]:
         self._asked += 1
         name = f"generate-{self._asked}"
+        builder = EpisodeBuilder("generate", name, name, sample)
         ctx = Context(
-            self._engine,
-            self._render,
-            EpisodeBuilder("generate", name, name, sample, policies=("policy",)),
-            episode_id=name,
-            sampling=self._sampling,
-            seed=self._seed,
-            sample=sample,
+            {builder.policies[0]: self._voice}, builder, episode_id=name, seed=self._seed, sample=sample
         )
         reply = await ctx.generate(asked, train=False)
         return {"text": reply.text, "finish_reason": reply.finish_reason, "tokens": len(reply.token_ids)}
@@ -76,19 +66,15 @@ def main(request: AnswersRequest) -> None:
 
 async def _serve(ctx: ServiceContext, model: Path, request: AnswersRequest, prompt: str | None) -> None:
     job = ctx.job
-    prepare(job.evaluation.torch_threads, computes=computes_here(job))
-    wanted = engine_job(job)
-    engine = ReplicaSet(
-        lambda _: make_engine(wanted, slots=max(1, request.n), activity="evaluation", place=ctx),
-        stuck_s=job.rollout.stuck_s,
-    )
+    prepare_evaluation(job)
+    engine = lone_engine(ctx, max(1, request.n))
     render = make_renderer(job.model, job.rollout.template_args)
     if not request.raw and getattr(render.tokenizer, "chat_template", None) is None:
         mistake = Mistake("PROMPT", "the model's tokenizer has no chat template", "Add --raw for plain text")
         raise ConfigError("the command line", [mistake])
     try:
         await engine.start(ModelFolder(model, job.policy))
-        talker = Talker(engine, render, sampling_of(job.evaluation_sampling), request=request)
+        talker = Talker(PolicyEngine(engine, render, sampling_of(job.evaluation_sampling)), request)
         if prompt is not None:
             answers = await talker.answers(prompt, request.n)
             if request.as_json:

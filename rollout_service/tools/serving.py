@@ -24,8 +24,6 @@ from areal_async.base.mistakes import ConfigError, Mistake, as_typed
 from areal_async.base.own_files import write_whole
 from areal_async.base.versions import VersionTag
 from areal_async.cli.tools import AnswersRequest, CheckpointRequest, EvaluateRequest, module_of
-from areal_async.config.engines import engine_part, evaluation_engine
-from areal_async.config.job import JobConfig
 from areal_async.config.load import job_from_mapping
 from areal_async.launch.folders import claim_folders
 from areal_async.launch.one_host import topology_here
@@ -48,6 +46,7 @@ OPTIONS = {
     "samples": "--samples",
 }
 """Fields of a job that these commands have options for."""
+Asked = EvaluateRequest | AnswersRequest
 TRAINED_HERE = 1
 """Steps of the job that stands for a model: it is never trained, and a job needs one."""
 
@@ -127,11 +126,7 @@ def _export(request: CheckpointRequest) -> int:
 
 @contextmanager
 def lone_evaluator(
-    target: Target,
-    request: EvaluateRequest | AnswersRequest,
-    sections: dict[str, dict[str, Any]],
-    *,
-    tasks: Path | None = None,
+    target: Target, request: Asked, sections: dict[str, dict[str, Any]], tasks: Path | None = None
 ) -> Iterator[ServiceContext]:
     """Make the context of an evaluator whose run has nothing else, in a folder of its own that goes with it.
 
@@ -196,8 +191,3 @@ def _by_option(text: str) -> str:
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def computes_here(job: JobConfig) -> bool:
-    """Return whether the engine that answers computes in this process."""
-    return not engine_part(evaluation_engine(job)).is_server

@@ -1,4 +1,4 @@
-"""How many episodes a worker runs at once.
+"""The limit on the episodes that a worker runs at once.
 
 `fixed`: as many as are allowed. `adaptive`: additive increase, multiplicative decrease, between a floor and a
 ceiling. It begins at `START_SHARE` of the ceiling and doubles until the engine first says that it has enough
@@ -14,8 +14,8 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from contextlib import suppress
+from typing import Literal, NamedTuple
 
 from areal_async.base.log import get_logger
 from areal_async.config.rollout import RolloutSection
@@ -36,12 +36,12 @@ QUEUE_SHARE = 0.1  # Share of the running requests: a longer queue in the engine
 KV_FULL = 0.95
 KV_CALM = 0.85  # No rise above it: the requests that run still grow
 
+Mode = Literal["adaptive", "fixed"]
 Reason = Literal["start", "fixed", "room", "queue", "kv", "replica lost", "replica back"]
 
 
-@dataclass(frozen=True, slots=True)
-class ConcurrencyChange:
-    """A new limit, and why it is that."""
+class ConcurrencyChange(NamedTuple):
+    """A new limit, and why it changed."""
 
     limit: int
     reason: Reason
@@ -51,32 +51,23 @@ class ConcurrencyLimit:
     """Allows `limit` episodes at once, at present. Pure: the clock comes with each look."""
 
     def __init__(
-        self,
-        floor: int,
-        ceiling: int,
-        mode: Literal["adaptive", "fixed"],
-        now_s: float = 0.0,
-        *,
-        look_s: float = LOOK_S,
+        self, floor: int, ceiling: int, mode: Mode, now_s: float = 0.0, *, look_s: float = LOOK_S
     ) -> None:
         """`floor` ≤ `ceiling`: the group size and the most that all replicas may run together."""
-        self._look_s = look_s
-        self._floor, self._most, self._ceiling = floor, ceiling, ceiling
+        self._look_s, self._floor, self._most, self._ceiling = look_s, floor, ceiling, ceiling
         self._adaptive = mode == "adaptive"
         self._starting = True  # No pressure has been seen yet
-        self._next_s = now_s + self._look_s
-        self._queue_counts_s = now_s
-        first = max(floor, math.ceil(ceiling * START_SHARE))
-        self.last = (
-            ConcurrencyChange(first, "start") if self._adaptive else ConcurrencyChange(ceiling, "fixed")
-        )
+        self._next_s, self._queue_counts_s = now_s + look_s, now_s
+        self.last = ConcurrencyChange(ceiling, "fixed")
+        if self._adaptive:
+            self.last = ConcurrencyChange(max(floor, math.ceil(ceiling * START_SHARE)), "start")
 
     @property
     def limit(self) -> int:
         return self.last.limit
 
     def serving(self, share: float) -> None:
-        """So much of the replicas serve, 0 to 1: the ceiling is theirs."""
+        """Note the share of the replicas that serves, 0 to 1, and lower or raise the ceiling with it."""
         ceiling = max(self._floor, math.floor(self._most * share))
         if ceiling == self._ceiling:
             return
@@ -123,8 +114,8 @@ class ConcurrencyLimit:
 
 
 class ConcurrencyTuner:
-    """Looks at the engine's `load` in time, and hears from it when replicas or weights come and go.
-    `on_change` is called when more or fewer episodes may run than before."""
+    """Applies the limit to one engine: reads its `load` regularly, and is told of changes of its replicas and
+    weights. `on_change` is called when more or fewer episodes may run than before."""
 
     def __init__(
         self,
@@ -139,12 +130,11 @@ class ConcurrencyTuner:
             section.group_size, ceiling, section.concurrency, time.monotonic(), look_s=look_s
         )
         self._load, self._on_change, self._look_s = load, on_change, look_s
-        self._running = 0
-        self._peak = 0  # Most episodes at once since the last look
+        self._running = self._peak = 0  # Episodes, and most of them at once since the last look
         self._changed = asyncio.Event()
 
     def runs(self, episodes: int) -> None:
-        """So many episodes run now."""
+        """Note how many episodes run now."""
         self._running = episodes
         self._peak = max(self._peak, episodes)
 
@@ -153,27 +143,25 @@ class ConcurrencyTuner:
         self.concurrency.exchanging(going_on, time.monotonic())
 
     def serving(self, share: float) -> None:
-        """So much of the engine serves now, 0 to 1."""
+        """Note the share of the engine that serves, 0 to 1."""
         self.concurrency.serving(share)
         self._changed.set()
 
     async def run(self) -> None:
         """Look at the engine's load until cancelled."""
-        metrics.CONCURRENCY.set(self.concurrency.limit)
         while True:
-            while not self._changed.is_set():
-                try:
-                    async with asyncio.timeout(self._look_s):
-                        await self._changed.wait()
-                except TimeoutError:
-                    self._look(self._load())
-            self._changed.clear()
             metrics.CONCURRENCY.set(self.concurrency.limit)
-            self._on_change()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._look_s):
+                    await self._changed.wait()
+            if self._changed.is_set() or self._look(self._load()):
+                self._changed.clear()
+                self._on_change()
 
-    def _look(self, stats: EngineStats) -> None:
+    def _look(self, stats: EngineStats) -> bool:
+        """Return whether the limit changes with this reading."""
         peak, self._peak = self._peak, self._running
         change = self.concurrency.look(stats, peak, time.monotonic())
         if change is not None:
             log.debug("concurrency", limit=change.limit, reason=change.reason)
-            self._changed.set()
+        return change is not None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from errno import EAGAIN, EDQUOT, EIO, EMFILE, ENFILE, ENOBUFS, ENOMEM, ENOSPC, EROFS, ESTALE
 from typing import TypeVar
 
 from areal_async.base.errors import ArealError, InfrastructureFault, WireError
@@ -25,26 +26,13 @@ MAX_FAILURES = 8
 """Failures in a row, with no episode succeeding in between, that end the worker. What had begun when an
 episode failed counts as the same failure: a step of the engine that fails takes all its requests along."""
 OWN_FAULT_S = 20.0
-"""What fails by what the episodes do ends the worker only after so long: a fresh process might do better, but
-whether anything succeeds anywhere is for the buffer to see."""
+"""Least seconds of failures caused by the episodes themselves before the worker ends: a fresh process might
+do better, but whether anything succeeds anywhere is for the buffer to see."""
 MOST_TOLD = 1000  # Characters of a fault that an episode keeps
 LET_DOWN = (InfrastructureFault, WireError, GatewayError, EpisodeAborted, TurnError, CallsBusy)
 """Errors that are never an answer's fault, beside those of engines. A template that cannot go on is the
 job's."""
-HOST_ERRORS = frozenset(
-    {
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOMEM,
-        errno.ENOBUFS,
-        errno.ESTALE,
-        errno.EAGAIN,
-        errno.EIO,
-        errno.EROFS,
-    }
-)
+HOST_ERRORS = frozenset((ENOSPC, EDQUOT, EMFILE, ENFILE, ENOMEM, ENOBUFS, ESTALE, EAGAIN, EIO, EROFS))
 NO_THREAD = "can't start new thread"  # Python's word for a host without room for one
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
@@ -88,9 +76,9 @@ def _lets_down(error: BaseException) -> bool:
 async def run_episode(
     ctx: Context, work: Awaitable[None], limit_s: float | None, *, debug: bool = False
 ) -> tuple[Episode, bytes]:
-    """The episode that `work` makes, and its blob. One that its answers brought to an early end says so
-    (`EpisodeHeader.fault`) and holds what was sampled. Raises whatever else `work` does; with `debug` also
-    what is no error of ours, for a debugger."""
+    """Return the episode that `work` makes, and its blob. An episode that its answers brought to an early end
+    says so (`EpisodeHeader.fault`) and holds what was sampled. Raises every other error of `work`; with
+    `debug` also errors of user code, for a debugger."""
     builder = ctx.builder
     try:
         await within(limit_s, contained(work))
@@ -120,73 +108,63 @@ def is_its_own(error: BaseException) -> bool:
     return not isinstance(error, EngineError | EpisodeTimeout)
 
 
+@dataclass
 class FailureStreak:
     """Failures since the last success. Times are of `clock`, in seconds."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        first_pause_s: float = FIRST_PAUSE_S,
-        longest_pause_s: float = LONGEST_PAUSE_S,
-        first_ends: bool = False,
-    ) -> None:
-        """`first_ends`: already the first failure makes it pointless to go on."""
-        self._first_ends = first_ends
-        self.count = 0
-        self._clock = clock
-        self._first_pause_s, self._longest_pause_s = first_pause_s, longest_pause_s
-        self._begun = 0
-        self._before = 0  # Episodes that had begun at the last failure counted
-        self._last: BaseException | None = None
-        self._first_s = 0.0
-        self._last_s = 0.0
+    clock: Callable[[], float] = time.monotonic
+    first_pause_s: float = FIRST_PAUSE_S
+    longest_pause_s: float = LONGEST_PAUSE_S
+    first_ends: bool = False  # The first failure already makes it pointless to go on
+    count: int = 0
+    begun: int = 0
+    before: int = 0  # Episodes that had begun at the last failure counted
+    last: BaseException | None = None
+    first_s: float = 0.0
+    last_s: float = 0.0
 
     def begin(self) -> int:
-        """The number of an episode that begins now."""
-        self._begun += 1
-        return self._begun
+        """Count an episode that begins now, and return its number."""
+        self.begun += 1
+        return self.begun
 
     def succeeded(self) -> None:
         self.count = 0
 
     def failed(self, number: int, error: BaseException) -> None:
-        self._last_s = self._clock()
-        if number > self._before:
-            self._first_s = self._first_s if self.count else self._last_s
+        self.last_s = self.clock()
+        if number > self.before:
+            self.first_s = self.first_s if self.count else self.last_s
             self.count += 1
-            self._before = self._begun
-        self._last = error
+            self.before = self.begun
+        self.last = error
 
     @property
     def pause_s(self) -> float:
-        """How long nothing new is to be begun from now on: twice as long after each failure in a row."""
+        """Seconds from now in which nothing new may begin. They double with each failure in a row."""
         if not self.count:
             return 0.0
-        pause_s = min(self._longest_pause_s, self._first_pause_s * 2.0 ** min(self.count, MAX_FAILURES))
-        return max(0.0, self._last_s + pause_s - self._clock())
+        pause_s = min(self.longest_pause_s, self.first_pause_s * 2.0 ** min(self.count, MAX_FAILURES))
+        return max(0.0, self.last_s + pause_s - self.clock())
 
     def check(self) -> None:
         """Raises `WorkflowError` when it is pointless to go on, or the failure itself if the first ends."""
-        if self._first_ends and self._last is not None:
-            raise self._last
-        if self.count < MAX_FAILURES or self._last is None:
+        if self.first_ends and self.last is not None:
+            raise self.last
+        if self.count < MAX_FAILURES or self.last is None:
             return
-        if is_its_own(self._last) and self._last_s - self._first_s < OWN_FAULT_S:
+        if is_its_own(self.last) and self.last_s - self.first_s < OWN_FAULT_S:
             return
         raise WorkflowError(
             f"episodes failed {self.count} times in a row and none succeeded; the last one with "
-            f"{type(self._last).__name__}: {self._last}"
-        ) from self._last
+            f"{type(self.last).__name__}: {self.last}"
+        ) from self.last
 
 
 async def within(limit_s: float | None, work: Awaitable[T]) -> T:
-    """What `work` gives. Raises `EpisodeTimeout` when it takes longer; it is cancelled then."""
-    if limit_s is None:
-        return await work
-    limit = asyncio.timeout(limit_s)
+    """Return the result of `work`. Cancels it and raises `EpisodeTimeout` when it takes longer."""
     try:
-        async with limit:
+        async with asyncio.timeout(limit_s) as limit:
             return await work
     except TimeoutError as error:
         if not limit.expired():

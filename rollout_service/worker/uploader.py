@@ -1,4 +1,4 @@
-"""Finished episodes to the buffer, and leases back to it.
+"""Sends finished episodes to the buffer, and hands leases back to it.
 
 Promises: an episode that was added is sent until the buffer has acknowledged or refused it, or its lease is
 lost; a lease of which nothing more will come is closed, and handed back with the reason where it is not
@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 from areal_async.base.errors import FaultError, RpcTimeout
 from areal_async.base.events import failpoint, record
@@ -23,13 +24,35 @@ from areal_async.base.log import get_logger
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import PutAck, PutEpisodes, Release
 from rollout_service import metrics
-from rollout_service.worker.lease_client import IDLE_WAIT_S, first_of, wait_out
 
 log = get_logger("rollout")
 
 LINGER_S = 0.05
 MAX_PUTS = 4  # Messages with episodes under way at once
 RELEASE_LIMIT_S = 1.0
+IDLE_WAIT_S = 1.0  # Longest wait of a loop that nothing wakes
+INCURABLE = ("schema", "invalid", "fenced")  # Kinds of faults that no retry cures
+
+
+async def wait_out(error: RpcTimeout | FaultError, call: str, pause_s: float) -> None:
+    """Return after a pause if the error may pass (the buffer is away, busy, or restarts), else raise it."""
+    if isinstance(error, FaultError) and error.kind in INCURABLE:
+        raise error
+    log.warning("buffer does not answer", call=call, error=str(error))
+    await asyncio.sleep(pause_s)
+
+
+async def first_of(
+    tasks: Sequence[asyncio.Task[Any]], event: asyncio.Event, timeout_s: float = IDLE_WAIT_S
+) -> None:
+    """Wait until one of the tasks is done, the event is set or the time is up."""
+    if event.is_set():
+        return
+    waiter = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait([*tasks, waiter], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiter.cancel()
 
 
 @dataclass(frozen=True)
@@ -44,7 +67,7 @@ class PutBatch:
 
 @dataclass
 class LeaseUpload:
-    """What became of the samples of one lease."""
+    """State of the samples of one lease."""
 
     group_id: str
     samples: int  # Samples that the lease is for
@@ -57,48 +80,40 @@ class LeaseUpload:
     stored: int = 0  # Samples that the buffer has acknowledged
     failure: str = ""  # Why one of its samples will not come
     at_fault: bool = False
-    """Whether that is what its episodes do, and no trouble of the engine or of this worker."""
+    """Whether the episodes themselves failed, not the engine or this worker."""
 
     @property
     def whole(self) -> bool:
-        """Whether the last sample is stored: then the group has ended its lease by itself."""
+        """Return whether the last sample is stored: then the group has ended its lease by itself."""
         return self.stored >= self.samples
 
 
+@dataclass
 class UploadQueue:
-    """Holds the open leases, and decides what goes into one message, and when. A lease that it does not hold
-    (any more) is passed over. Pure; all times are seconds of one monotonic clock."""
+    """The open leases. Decides which episodes form one message, and when. Calls about a lease that it does
+    not hold do nothing. Pure; all times are seconds of one monotonic clock."""
 
-    def __init__(
-        self, linger_s: float = LINGER_S, *, max_episodes: int = 256, max_bytes: int = 8 << 20
-    ) -> None:
-        """`max_episodes` and `max_bytes` bound one message; a single larger episode travels alone."""
-        self._leases: dict[str, LeaseUpload] = {}
-        self._linger_s = linger_s
-        self._max_episodes = max_episodes
-        self._max_bytes = max_bytes
+    linger_s: float = LINGER_S
+    max_episodes: int = 256
+    max_bytes: int = 8 << 20
+    """Limits of one message; a single larger episode travels alone."""
+    leases: dict[str, LeaseUpload] = field(init=False, default_factory=dict)
 
     @property
     def episodes(self) -> int:
-        """How many episodes are finished and not yet acknowledged."""
+        """Number of episodes that are finished and not yet acknowledged."""
         return sum(
             len(lease.finished) + (len(lease.under_way.episodes) if lease.under_way else 0)
-            for lease in self._leases.values()
+            for lease in self.leases.values()
         )
 
-    def __contains__(self, lease_id: str) -> bool:
-        return lease_id in self._leases
-
-    def __len__(self) -> int:
-        return len(self._leases)
-
     def open(self, lease_id: str, group_id: str, samples: int) -> None:
-        """A lease for so many samples begins."""
-        self._leases[lease_id] = LeaseUpload(group_id, samples)
+        """Begin a lease for so many samples."""
+        self.leases[lease_id] = LeaseUpload(group_id, samples)
 
     def add(self, lease_id: str, sample: int, blob: bytes, now_s: float, routes: bytes | None = None) -> None:
-        """An episode is finished."""
-        if (lease := self._leases.get(lease_id)) is not None:
+        """Add a finished episode."""
+        if (lease := self.leases.get(lease_id)) is not None:
             if not lease.finished:
                 lease.since_s = now_s
             lease.finished[sample] = blob
@@ -107,24 +122,24 @@ class UploadQueue:
             lease.size_bytes += len(blob) + len(routes or b"")
 
     def fail(self, lease_id: str, reason: str, *, at_fault: bool = False) -> None:
-        """A sample of the lease will not come; `at_fault` where that is what its episode does."""
-        if (lease := self._leases.get(lease_id)) is not None:
+        """Note that a sample of the lease will not come; `at_fault`: its episode itself failed."""
+        if (lease := self.leases.get(lease_id)) is not None:
             lease.failure = reason
             lease.at_fault = lease.at_fault or at_fault
 
     def complete(self, lease_id: str) -> None:
-        """Nothing more will come for the lease: what there is goes at once."""
-        if (lease := self._leases.get(lease_id)) is not None:
+        """Note that nothing more will come for the lease: its episodes go at once."""
+        if (lease := self.leases.get(lease_id)) is not None:
             lease.complete = True
 
     def drop(self, lease_id: str) -> int:
         """Forget a lease that is lost; returns how many episodes of it were waiting."""
-        lease = self._leases.pop(lease_id, None)
+        lease = self.leases.pop(lease_id, None)
         return len(lease.finished) if lease else 0
 
     def take(self, now_s: float) -> PutBatch | None:
-        """The next message that is due, if any; it is under way until `settled`."""
-        for lease_id, lease in self._leases.items():
+        """Return the next message that is due, if any; it is under way until `settled`."""
+        for lease_id, lease in self.leases.items():
             if (due_s := self._due_s(lease)) <= now_s and due_s < math.inf:
                 lease.under_way = self._batch(lease_id, lease)
                 lease.since_s = now_s
@@ -132,12 +147,12 @@ class UploadQueue:
         return None
 
     def next_due_s(self) -> float:
-        """When `take` will next have something; inf when nothing is waiting."""
-        return min((self._due_s(lease) for lease in self._leases.values()), default=math.inf)
+        """Return the time at which `take` next has something; inf when nothing waits."""
+        return min((self._due_s(lease) for lease in self.leases.values()), default=math.inf)
 
     def settled(self, batch: PutBatch, stored: int = 0) -> None:
-        """A message was answered: so many of its episodes are stored, the others refused."""
-        lease = self._leases.get(batch.lease_id)
+        """Note that a message was answered: so many of its episodes are stored, the others refused."""
+        lease = self.leases.get(batch.lease_id)
         if lease is not None and lease.under_way is batch:
             lease.under_way = None
             lease.stored += stored
@@ -146,23 +161,18 @@ class UploadQueue:
         """Forget, and return, the leases of which nothing more will come and all is answered."""
         ended = {
             lease_id: lease
-            for lease_id, lease in self._leases.items()
+            for lease_id, lease in self.leases.items()
             if lease.complete and not lease.finished and lease.under_way is None
         }
         for lease_id in ended:
-            del self._leases[lease_id]
+            del self.leases[lease_id]
         return ended
-
-    def pop_all(self) -> dict[str, LeaseUpload]:
-        """Forget, and return, every lease."""
-        leases, self._leases = self._leases, {}
-        return leases
 
     def _due_s(self, lease: LeaseUpload) -> float:
         if lease.under_way is not None or not lease.finished:
             return math.inf
-        full = len(lease.finished) >= self._max_episodes or lease.size_bytes >= self._max_bytes
-        return -math.inf if lease.complete or full else lease.since_s + self._linger_s
+        full = len(lease.finished) >= self.max_episodes or lease.size_bytes >= self.max_bytes
+        return -math.inf if lease.complete or full else lease.since_s + self.linger_s
 
     def _batch(self, lease_id: str, lease: LeaseUpload) -> PutBatch:
         episodes: dict[int, bytes] = {}
@@ -170,7 +180,7 @@ class UploadQueue:
         size_bytes = 0
         for sample, blob in list(lease.finished.items()):
             weight = len(blob) + len(lease.routes.get(sample, b""))
-            full = len(episodes) == self._max_episodes or size_bytes + weight > self._max_bytes
+            full = len(episodes) == self.max_episodes or size_bytes + weight > self.max_bytes
             if episodes and full:
                 break
             episodes[sample] = lease.finished.pop(sample)
@@ -181,44 +191,36 @@ class UploadQueue:
         return PutBatch(lease_id, lease.group_id, episodes, routes)
 
 
+@dataclass(eq=False)
 class Uploader:
-    """Sends what the leases of one worker produce. `on_progress()` is called when a message was answered,
+    """Sends the episodes of the leases of one worker. `on_progress()` is called when a message was answered,
     `on_closed(lease_id)` when a lease is done with, whole or on its way back, and
     `on_refused(lease_id, reason)` when no sample of a lease is wanted from us any more."""
 
-    def __init__(
-        self,
-        buffer: Client,
-        name: str,
-        *,
-        on_progress: Callable[[], None],
-        on_closed: Callable[[str], None],
-        on_refused: Callable[[str, str], None],
-        retry_pause_s: float,
-        flush_s: float,
-    ) -> None:
-        self._buffer = buffer
-        self._name = name
-        self._on_progress = on_progress
-        self._on_closed = on_closed
-        self._on_refused = on_refused
-        self._retry_pause_s = retry_pause_s
-        self._flush_s = flush_s
-        self.queue = UploadQueue()  # The open leases: `open`, `fail` and `drop` them here
-        self._calls: set[asyncio.Task[None]] = set()
-        self._wake = asyncio.Event()
+    buffer: Client
+    name: str
+    _: KW_ONLY
+    on_progress: Callable[[], None]
+    on_closed: Callable[[str], None]
+    on_refused: Callable[[str, str], None]
+    retry_pause_s: float
+    flush_s: float
+    queue: UploadQueue = field(init=False, default_factory=UploadQueue)
+    """The open leases: call `open`, `fail` and `drop` on it."""
+    _calls: set[asyncio.Task[None]] = field(init=False, default_factory=set)
+    _wake: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     @property
     def idle(self) -> bool:
-        return not self._calls and not self.queue
+        return not self._calls and not self.queue.leases
 
     def add(self, lease_id: str, sample: int, blob: bytes, routes: bytes | None = None) -> None:
-        """An episode is finished; that of a lease that was lost is forgotten."""
+        """Add a finished episode; that of a lost lease is forgotten."""
         self.queue.add(lease_id, sample, blob, time.monotonic(), routes)
         self._wake.set()
 
     def complete(self, lease_id: str) -> None:
-        """Nothing more will come for the lease."""
+        """Note that nothing more will come for the lease."""
         self.queue.complete(lease_id)
         self._wake.set()
 
@@ -226,13 +228,12 @@ class Uploader:
         """Send what is due, and end the leases of which nothing more will come, until cancelled."""
         while True:
             self._wake.clear()
-            while len(self._calls) < MAX_PUTS and (batch := self.queue.take(time.monotonic())):
-                self._calls.add(asyncio.ensure_future(self._put(batch)))
+            self._send(time.monotonic(), MAX_PUTS)
             for lease_id, lease in self.queue.pop_ended().items():
                 if not lease.whole:
                     release = self._release(lease_id, lease, lease.failure)
                     self._calls.add(asyncio.ensure_future(release))
-                self._on_closed(lease_id)
+                self.on_closed(lease_id)
             metrics.UNSENT.set(self.queue.episodes)
             due_s = math.inf if len(self._calls) >= MAX_PUTS else self.queue.next_due_s()
             pause_s = min(IDLE_WAIT_S, max(0.0, due_s - time.monotonic()))
@@ -240,18 +241,20 @@ class Uploader:
             for call in [call for call in self._calls if call.done()]:
                 self._calls.discard(call)
                 call.result()
-                self._on_progress()
+                self.on_progress()
+
+    def _send(self, now_s: float, most: float = math.inf) -> bool:
+        """Send what is due, with at most so many calls in flight; return whether any is."""
+        while len(self._calls) < most and (batch := self.queue.take(now_s)):
+            self._calls.add(asyncio.ensure_future(self._put(batch)))
+        return bool(self._calls)
 
     async def close(self, reason: str) -> None:
         """Send what there is, for a limited time, then hand back every lease that is not whole, with the
         `reason` where it has none of its own."""
         try:
-            async with asyncio.timeout(self._flush_s):
-                while True:
-                    while batch := self.queue.take(math.inf):
-                        self._calls.add(asyncio.ensure_future(self._put(batch)))
-                    if not self._calls:
-                        break
+            async with asyncio.timeout(self.flush_s):
+                while self._send(math.inf):
                     done, self._calls = await asyncio.wait(self._calls, return_when=asyncio.FIRST_COMPLETED)
                     for call in done:
                         call.result()
@@ -262,16 +265,16 @@ class Uploader:
         await asyncio.gather(*self._calls, return_exceptions=True)
         releases = (
             self._release(key, lease, lease.failure or reason)
-            for key, lease in self.queue.pop_all().items()
+            for key, lease in self.queue.leases.items()
             if not lease.whole
         )
         await asyncio.gather(*releases)
 
     async def _release(self, lease_id: str, lease: LeaseUpload, reason: str) -> None:
-        """Handing back early is a courtesy: a lease that nobody renews ends by itself."""
+        """Hand a lease back early. A failure is harmless: a lease that nobody renews ends by itself."""
         try:
-            async with asyncio.timeout(min(RELEASE_LIMIT_S, self._flush_s)):
-                await self._buffer.call(Release(self._name, lease_id, reason, lease.at_fault))
+            async with asyncio.timeout(min(RELEASE_LIMIT_S, self.flush_s)):
+                await self.buffer.call(Release(self.name, lease_id, reason, lease.at_fault))
         except (TimeoutError, RpcTimeout, FaultError) as error:
             log.info("lease not released", lease_id=lease_id, error=str(error))
 
@@ -279,25 +282,20 @@ class Uploader:
         """Send one message until it is answered. A repetition is harmless: each sample is stored once."""
         lease_id, group_id = batch.lease_id, batch.group_id
         stored = 0
-        while lease_id in self.queue:
+        while lease_id in self.queue.leases:
             record("put", lease_id=lease_id, group_id=group_id, samples=list(batch.episodes))
             failpoint("rollout.before_put")
             try:
-                ack = await self._buffer.call(
+                ack = await self.buffer.call(
                     PutEpisodes(lease_id, group_id, list(batch.episodes), list(batch.routes)),
                     attachments=[*batch.episodes.values(), *batch.routes.values()],
                 )
             except (RpcTimeout, FaultError) as error:
-                await wait_out(error, "put", self._retry_pause_s)
+                await wait_out(error, "put", self.retry_pause_s)
                 continue
-            record(
-                "put_acked",
-                lease_id=lease_id,
-                group_id=group_id,
-                stored=ack.stored,
-                refused=[[refusal.item, refusal.reason] for refusal in ack.refused],
-                durability=ack.durability,
-            )
+            refused = [[refusal.item, refusal.reason] for refusal in ack.refused]
+            named = {"lease_id": lease_id, "group_id": group_id, "stored": ack.stored}
+            record("put_acked", **named, refused=refused, durability=ack.durability)
             failpoint("rollout.after_put")
             stored = len(ack.stored)
             metrics.EPISODES.inc(stored)
@@ -306,7 +304,7 @@ class Uploader:
             break
         self.queue.settled(batch, stored)
         self._wake.set()
-        self._on_progress()
+        self.on_progress()
 
     def _refused(self, lease_id: str, ack: PutAck) -> None:
         reasons = [refusal.reason.split(":")[0] for refusal in ack.refused]
@@ -317,7 +315,7 @@ class Uploader:
         if "invalid" in reasons:
             reason = f"the buffer refused {first.item}: {first.reason}"
             self.queue.fail(lease_id, reason, at_fault=True)
-        elif lease_id in self.queue:
+        elif lease_id in self.queue.leases:
             # Stale, abandoned, past its deadline or leased to another: no sample of this group is wanted
             # from us any more.
-            self._on_refused(lease_id, first.reason)
+            self.on_refused(lease_id, first.reason)

@@ -1,4 +1,4 @@
-"""Keeping an engine on the newest weights.
+"""Keeps an engine on the newest weights.
 
 Promise (`versions_are_true`): the engine is given a snapshot only after every hash of it matched. Waiting,
 reading and verifying happen while the engine generates; only pause → load → resume is on its clock, and that
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import astuple, dataclass, field
 from typing import Protocol
 
 from areal_async.base.errors import FaultError, RpcTimeout, SnapshotError
@@ -19,6 +20,7 @@ from areal_async.rpc.weights_messages import NoNews, SnapshotNotice
 from rollout_service import metrics
 from rollout_service.engines.base import EngineError, Weights
 from rollout_service.replicas import ReplicaSet
+from rollout_service.worker.uploader import INCURABLE
 
 log = get_logger("updates")
 
@@ -37,33 +39,25 @@ class SnapshotSource(Protocol):
     async def ack(self, tag: VersionTag, stall_ms: float = 0.0, error: str = "") -> None: ...
 
 
+@dataclass(eq=False)
 class WeightUpdates:
     """Keeps a worker's engines on the newest weights. `on_change` is called after each update, on the event
     loop."""
 
-    def __init__(
-        self,
-        source: SnapshotSource,
-        engine: ReplicaSet,
-        on_change: Callable[[], None] = lambda: None,
-        *,
-        retry_pause_s: float = RETRY_PAUSE_S,
-        finished_pause_s: float = FINISHED_PAUSE_S,
-    ) -> None:
-        self._source = source
-        self._engine = engine
-        self._on_change = on_change
-        self._retry_pause_s, self._finished_pause_s = retry_pause_s, finished_pause_s
-        self._offered: VersionTag | None = None  # The last snapshot that was dealt with, used or not
+    source: SnapshotSource
+    engine: ReplicaSet
+    on_change: Callable[[], None] = lambda: None
+    retry_pause_s: float = RETRY_PAUSE_S
+    finished_pause_s: float = FINISHED_PAUSE_S
+    _offered: VersionTag | None = field(init=False, default=None)  # The last snapshot dealt with, used or not
 
     async def start(self) -> VersionTag:
         """Wait for the first snapshot that can be used and start the engine with it."""
         while True:
             notice = await self._next()
-            snapshot = await self._open(notice)
-            if snapshot is not None:
-                await self._engine.start(snapshot)
-                await self._ack(notice.tag)
+            if (snapshot := await self._open(notice)) is not None:
+                await self.engine.start(snapshot)
+                await acknowledge(self.source, notice.tag)
                 metrics.UPDATES.labels("served").inc()
                 return notice.tag
 
@@ -71,61 +65,59 @@ class WeightUpdates:
         """Serve each newer snapshot as it comes. Ends only by cancellation, or with what no retry cures."""
         while True:
             notice = await self._next()
-            snapshot = await self._open(notice)
-            if snapshot is not None:
+            if (snapshot := await self._open(notice)) is not None:
                 await self._swap(notice.tag, snapshot)
 
     async def _next(self) -> SnapshotNotice:
         over = False
         while True:
             try:
-                news = await self._source.next(self._offered, WAIT_MS)
+                news = await self.source.next(self._offered, WAIT_MS)
             except (RpcTimeout, FaultError) as error:
-                if isinstance(error, FaultError) and error.kind in ("schema", "invalid", "fenced"):
+                if isinstance(error, FaultError) and error.kind in INCURABLE:
                     raise
                 # After the last snapshot the trainer may be gone for good; before it, that is news.
                 (log.debug if over else log.warning)("weights publisher does not answer", error=str(error))
-                await asyncio.sleep(self._retry_pause_s)
+                await asyncio.sleep(self.retry_pause_s)
                 continue
             if isinstance(news, SnapshotNotice):
                 return news
             over = news.finished
             if over:
-                await asyncio.sleep(self._finished_pause_s)
+                await asyncio.sleep(self.finished_pause_s)
 
     async def _open(self, notice: SnapshotNotice) -> Weights | None:
         """The verified snapshot; None, and an acknowledgement that says why, when it is not usable."""
         self._offered = notice.tag
         try:
-            return await self._source.open(notice)
+            return await self.source.open(notice)
         except SnapshotError as error:
             metrics.UPDATES.labels("refused").inc()
             log.warning("snapshot refused", version=notice.tag.version, error=str(error))
-            await self._ack(notice.tag, error=str(error))
+            await acknowledge(self.source, notice.tag, error=str(error))
             return None
 
     async def _swap(self, tag: VersionTag, snapshot: Weights) -> None:
         try:
-            stall = await self._engine.exchange(snapshot)
+            stall = await self.engine.exchange(snapshot)
         except EngineError as error:
-            await self._ack(tag, error=str(error))
+            await acknowledge(self.source, tag, error=str(error))
             raise
         metrics.STALL.observe(stall.total_s)
         metrics.UPDATES.labels("served").inc()
-        log.debug(
-            "weights updated",
-            version=tag.version,
-            epoch=tag.epoch,
-            pause_ms=round(1e3 * stall.pause_s, 2),
-            load_ms=round(1e3 * stall.load_s, 2),
-            resume_ms=round(1e3 * stall.resume_s, 2),
-        )
-        self._on_change()
-        await self._ack(tag, stall_ms=1e3 * stall.total_s)
+        pause, load, resume = (round(1e3 * spent_s, 2) for spent_s in astuple(stall))
+        told = {"version": tag.version, "epoch": tag.epoch}
+        log.debug("weights updated", **told, pause_ms=pause, load_ms=load, resume_ms=resume)
+        self.on_change()
+        await acknowledge(self.source, tag, stall_ms=1e3 * stall.total_s)
 
-    async def _ack(self, tag: VersionTag, *, stall_ms: float = 0.0, error: str = "") -> None:
-        """A lost acknowledgement only keeps the snapshot's files a little longer."""
-        try:
-            await self._source.ack(tag, stall_ms, error)
-        except (RpcTimeout, FaultError) as failed:
-            log.warning("acknowledgement not taken", version=tag.version, error=str(failed))
+
+async def acknowledge(
+    source: SnapshotSource, tag: VersionTag, *, stall_ms: float = 0.0, error: str = ""
+) -> None:
+    """Tell the publisher that a snapshot is not needed any more. A lost acknowledgement only keeps the
+    snapshot's files a little longer."""
+    try:
+        await source.ack(tag, stall_ms, error)
+    except (RpcTimeout, FaultError) as failed:
+        log.warning("acknowledgement not taken", version=tag.version, error=str(failed))

@@ -9,11 +9,11 @@ Promises:
 - A worker told to stop leases no more, puts what finishes within its grace, and hands the rest over at once.
   One told to drain finishes what it has, and ends.
 - An episode that its own answers bring to an early end is finished, and says so. One that fails otherwise
-costs its own sample, and so does one that the engine keeps waiting: the lease goes back once its other
-samples are stored, with the reason; where nothing succeeds anywhere the buffer ends the job. While nothing
-succeeds here, leases are asked for with growing pauses; at last this worker ends with the reason. - A lease
-ends when the buffer says so, not by a clock of ours: during an outage of the buffer it is extended. - Every
-wait has a deadline, and an outage of the buffer is waited out.
+  costs its own sample, and so does one that the engine keeps waiting: the lease goes back once its other
+  samples are stored, with the reason; where nothing succeeds anywhere the buffer ends the job. While nothing
+  succeeds here, leases are asked for with growing pauses; at last this worker ends with the reason.
+- A lease ends when the buffer says so, not by a clock of ours: during an outage of the buffer it is extended.
+- Every wait has a deadline, and an outage of the buffer is waited out.
 
 Does not decide what is leased, nor what becomes of a released group: that is the buffer's.
 """
@@ -24,7 +24,7 @@ import asyncio
 import math
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,13 +38,12 @@ from areal_async.config.job import JobConfig
 from areal_async.config.routes import replays
 from areal_async.rpc.board import board
 from areal_async.rpc.client import Client
-from areal_async.rpc.messages import Drain, Heartbeat, LeasedGroup, Leases
+from areal_async.rpc.messages import Drain, Heartbeat, Lease, LeasedGroup, Leases
 from areal_async.trajectory import EpisodeBuilder, pack_routes
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed
 from rollout_service.gateway import Gateway
-from rollout_service.process import sampling_of, speakers_of
-from rollout_service.replicas import ReplicaSet
+from rollout_service.process import speakers_of
 from rollout_service.worker.concurrency import LOOK_S, ConcurrencyTuner
 from rollout_service.worker.failures import (
     FIRST_PAUSE_S,
@@ -54,13 +53,16 @@ from rollout_service.worker.failures import (
     is_its_own,
     run_episode,
 )
-from rollout_service.worker.lease_client import IDLE_WAIT_S, LeaseClient, first_of, wait_out
-from rollout_service.worker.uploader import Uploader
-from rollout_service.workflows import Context, PolicyEngine, Renderer, Workflow
+from rollout_service.worker.uploader import IDLE_WAIT_S, Uploader, first_of, wait_out
+from rollout_service.workflows import Context, PolicyEngine, Workflow
 
 log = get_logger("rollout")
 
 DRAINED = "drained"  # The reason of handing a lease over that nothing is wrong with: this worker stops
+LEASE_WAIT_MS = 2000  # Longest time that the buffer may hold a lease request until there is room
+MAX_LEASE_CALLS = 3
+"""Lease requests in flight at once: one with the version served now, and older ones on their way back."""
+EMPTY_PAUSE_S = 0.05  # Least time between two requests when nothing is granted
 HEARTBEAT_SHARE = 1 / 3
 """Share of a lease's life between two heartbeats: one may be lost without losing the lease."""
 
@@ -71,9 +73,9 @@ class WorkerTiming:
     (`areal_async.service.main.STOP_GRACE_S`)."""
 
     drain_s: float = 1.2
-    """How long a worker that was told to stop lets its episodes run."""
+    """Time for which a worker that was told to stop lets its episodes run."""
     flush_s: float = 1.0
-    """How long it may then take to send what has finished, and to hand leases back."""
+    """Time that it may then take to send finished episodes, and to hand leases back."""
     retry_pause_s: float = 0.5
     """Pause after a call that the buffer did not answer."""
     look_s: float = LOOK_S  # Between two looks at the engine's load
@@ -90,89 +92,68 @@ class LeaseState:
     episodes: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # Running episodes by sample
 
 
+@dataclass(eq=False)
 class Worker:
-    """Makes the episodes of one engine, which starts before `run`. In a job of several policies `engine` and
-    `render` are of the first, `others` has those of the rest."""
+    """Makes the episodes of the engines of all policies, which start before `run`."""
 
-    def __init__(
-        self,
-        buffer: Client,
-        engine: ReplicaSet,
-        workflow: Workflow,
-        render: Renderer,
-        *,
-        job: JobConfig,
-        name: str,
-        gateway: Gateway | None = None,
-        timing: WorkerTiming = WorkerTiming(),
-        first_failure_ends: bool = False,
-        others: Mapping[str, PolicyEngine] | None = None,
-    ) -> None:
-        self._buffer = buffer
-        self._engine = engine
-        self._others = dict(others or {})
-        self._workflow = workflow
-        self._render = render
-        self._job = job
-        self._name = name
-        self._gateway = gateway
-        self._debug = first_failure_ends
-        self._timing = timing
-        engines = {job.policy: engine} | {name: other.engine for name, other in self._others.items()}
+    buffer: Client
+    engines: Mapping[str, PolicyEngine]
+    workflow: Workflow
+    _: KW_ONLY
+    job: JobConfig
+    name: str
+    gateway: Gateway | None = None
+    timing: WorkerTiming = WorkerTiming()
+    first_failure_ends: bool = False
+
+    def __post_init__(self) -> None:
+        timing, job = self.timing, self.job
         self.tuners = {
             policy: ConcurrencyTuner(
-                job.of(policy).rollout, each.stats, self.weights_changed, look_s=timing.look_s
+                job.of(policy).rollout, each.engine.stats, self.weights_changed, look_s=timing.look_s
             )
-            for policy, each in engines.items()
+            for policy, each in self.engines.items()
         }
-        """How many episodes the engine of each policy takes at once: the least of them counts."""
-        self._sampling = sampling_of(job.rollout.sampling)
-        self._routes = replays(job)
+        """Limits on the episodes of each policy's engine: the least of them counts."""
         self.leases: dict[str, LeaseState] = {}
         """The open leases, by id; the uploader says when one is closed."""
         self.uploader = Uploader(
-            buffer,
-            name,
+            self.buffer,
+            self.name,
             on_progress=self._on_progress,
             on_closed=self._closed,
             on_refused=self._lose,
             retry_pause_s=timing.retry_pause_s,
             flush_s=timing.flush_s,
         )
-        self._lease_client = LeaseClient(
-            buffer,
-            name,
-            wanted=self.wanted_groups,
-            serving=lambda: [each.version for each in engines.values()],
-            on_grant=self._granted,
-            retry_pause_s=timing.retry_pause_s,
-        )
         self.failures = FailureStreak(
             first_pause_s=timing.first_failure_pause_s,
             longest_pause_s=timing.longest_failure_pause_s,
-            first_ends=first_failure_ends,
+            first_ends=self.first_failure_ends,
         )
+        self._routes = replays(job)
         self.running = 0  # Episodes that run
         self._leases_begun = 0
+        self._asking: dict[asyncio.Task[Leases], list[VersionTag]] = {}
+        """Lease requests in flight, each with the versions that it names."""
         self.drained = False  # It was to finish what it had and to end; set before `run` returns
         self.draining = False  # The buffer has said so
         self._stopping = False  # This process was told to stop
         self._ending = False  # No lease is begun any more
-        self._failed_again = asyncio.Event()
-        self._wake_heart = asyncio.Event()
-        self._wake_drain = asyncio.Event()
+        self._failed_again, self._wake_leasing = asyncio.Event(), asyncio.Event()
+        self._wake_heart, self._wake_drain = asyncio.Event(), asyncio.Event()
 
     def weights_changed(self) -> None:
-        """The engine serves another version, or more or less of it serves: ask for what this allows, and let
-        the buffer know."""
-        self._lease_client.wake()
+        """Ask for more leases and send a heartbeat: the engine serves another version, or its number of
+        serving replicas has changed."""
+        self._wake_leasing.set()
         self._wake_heart.set()
 
     async def run(self, stop: asyncio.Event, *others: Coroutine[Any, Any, None]) -> None:
         """Work until `stop` is set, or until what was there when the buffer said to drain is done; `others`
         run beside. Raises what makes going on pointless."""
         loops = [
-            self._lease_client.run(),
+            self._lease(),
             self.uploader.run(),
             self._beat(),
             *(tuner.run() for tuner in self.tuners.values()),
@@ -196,12 +177,48 @@ class Worker:
 
     # --- leases --------------------------------------------------------------------------------------
 
+    async def _lease(self) -> None:
+        """Ask the buffer for leases until cancelled. Several requests are in flight at once, each under the
+        versions that it named: the answer to one may take long and depends on them, so when another version
+        is served the next request goes out beside it. Answers that arrive during the end count too."""
+        calls = self._asking
+        try:
+            while True:
+                self._wake_leasing.clear()
+                serving = [each.engine.version for each in self.engines.values()]
+                wanted = self.wanted_groups()
+                if wanted and serving not in calls.values() and len(calls) < MAX_LEASE_CALLS:
+                    calls[asyncio.ensure_future(self._ask(wanted, serving))] = serving
+                await first_of([*calls], self._wake_leasing)
+                answered = {call: calls.pop(call) for call in [*calls] if call.done()}
+                for call, served in answered.items():
+                    self._granted(call.result(), served)
+        finally:
+            for call in calls:
+                call.cancel()
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            for answer, served in zip(answers, calls.values(), strict=True):
+                if isinstance(answer, Leases):
+                    self._granted(answer, served)
+
+    async def _ask(self, wanted: int, serving: list[VersionTag]) -> Leases:
+        began_s = time.monotonic()
+        try:
+            leases = await self.buffer.call(Lease(self.name, wanted, serving, LEASE_WAIT_MS))
+        except (RpcTimeout, FaultError) as error:
+            await wait_out(error, "lease", self.timing.retry_pause_s)
+            return Leases([])
+        if not leases.groups:
+            log.debug("no lease", reason=leases.reason)
+            await asyncio.sleep(max(0.0, began_s + EMPTY_PAUSE_S - time.monotonic()))
+        return leases
+
     def wanted_groups(self) -> int:
-        """How many more groups there is room for."""
+        """Return how many more groups there is room for."""
         if self.failures.pause_s:
             return 0
         limit = min(tuner.concurrency.limit for tuner in self.tuners.values())
-        size = self._job.rollout.group_size
+        size = self.job.rollout.group_size
         free = min(limit - self.running, 2 * limit - self.running - self.uploader.queue.episodes)
         return 0 if self.draining or self._ending else max(0, math.ceil(free / size))
 
@@ -223,14 +240,9 @@ class Worker:
     def _begin(self, lease: LeaseState, serving: Sequence[VersionTag]) -> None:
         group = lease.group
         if recording():
-            record(
-                "leased",
-                lease_id=group.lease_id,
-                group_id=group.group_id,
-                missing=group.missing,
-                **asdict(serving[0]),
-                others=[asdict(tag) for tag in serving[1:]],
-            )
+            named = {"lease_id": group.lease_id, "group_id": group.group_id, "missing": group.missing}
+            first, *others = map(asdict, serving)
+            record("leased", **named, **first, others=others)
         self._runs(len(group.missing))
         loop = asyncio.get_running_loop()
         for sample in group.missing:
@@ -241,24 +253,19 @@ class Worker:
             self._wake_heart.set()
 
     def _lose(self, lease_id: str, reason: str) -> None:
-        """The lease is somebody else's now: end its episodes. Cancelling one aborts its requests."""
+        """End the episodes of a lease that is somebody else's now. Cancelling one aborts its requests."""
         lease = self.leases.pop(lease_id, None)
         if lease is None:
             return
         metrics.LOST.inc()
         record("lease_lost", lease_id=lease_id, reason=reason)
-        log.info(
-            "lease lost",
-            group_id=lease.group.group_id,
-            reason=reason,
-            unfinished=len(lease.episodes),
-            unsent=self.uploader.queue.drop(lease_id),
-        )
+        counts = {"unfinished": len(lease.episodes), "unsent": self.uploader.queue.drop(lease_id)}
+        log.info("lease lost", group_id=lease.group.group_id, reason=reason, **counts)
         for task in lease.episodes.values():
             task.cancel()
 
     def _closed(self, lease_id: str) -> None:
-        """The uploader has sent all of a lease, or hands it back."""
+        """Forget a lease that the uploader has sent or hands back."""
         self.leases.pop(lease_id, None)
         self._on_progress()
 
@@ -268,35 +275,28 @@ class Worker:
         """One sample, from prompt to uploader. Takes every error of the workflow; see `_failed`."""
         group = lease.group
         number = self.failures.begin()
-        limit_s = self._job.rollout.episode_timeout_s
+        limit_s = self.job.rollout.episode_timeout_s
+        group_id, attempt, speakers = group.group_id, group.attempt, speakers_of(self.job)
         builder = EpisodeBuilder(
-            self._job.job,
-            group.task.task_id,
-            group.group_id,
-            sample,
-            attempt=group.attempt,
-            **speakers_of(self._job),
+            self.job.job, group.task.task_id, group_id, sample, attempt=attempt, **speakers
         )
         ctx = Context(
-            self._engine,
-            self._render,
+            self.engines,
             builder,
-            episode_id=f"{group.group_id}.{sample}",
-            sampling=self._sampling,
+            episode_id=f"{group_id}.{sample}",
             seed=group.seed,
             sample=sample,
-            attempt=group.attempt,
+            attempt=attempt,
             lease_id=group.lease_id,
             priority=lease.turn,
             deadline_s=None if limit_s is None else time.monotonic() + limit_s,
-            gateway=self._gateway,
-            greedy=sample == self._job.rollout.greedy_sample,
+            agents=self.gateway,
+            greedy=sample == self.job.rollout.greedy_sample,
             routes=self._routes,
-            others=self._others,
         )
-        work = self._workflow(ctx, group.task)
+        work = self.workflow(ctx, group.task)
         try:
-            episode, blob = await run_episode(ctx, work, limit_s, debug=self._debug)
+            episode, blob = await run_episode(ctx, work, limit_s, debug=self.first_failure_ends)
             routes = pack_routes(episode)
         except Exception as error:
             self._failed(lease, sample, number, error)
@@ -321,7 +321,7 @@ class Worker:
         if isinstance(error, EpisodeTimeout | DeadlinePassed):
             metrics.TIMED_OUT.inc()
         self.failures.failed(number, error)
-        asyncio.get_running_loop().call_later(self.failures.pause_s, self._lease_client.wake)
+        asyncio.get_running_loop().call_later(self.failures.pause_s, self._wake_leasing.set)
         reason = f"{type(error).__name__}: {error}"
         self.uploader.queue.fail(lease.group.lease_id, reason, at_fault=is_its_own(error))
         log.warning("episode failed", group_id=lease.group.group_id, sample=sample, error=reason)
@@ -335,8 +335,8 @@ class Worker:
             self.failures.check()
 
     def _on_progress(self) -> None:
-        """There may be room for more, or nothing left to do."""
-        self._lease_client.wake()
+        """Wake the loops: there may be room for more, or nothing left to do."""
+        self._wake_leasing.set()
         if self.draining or self._stopping:
             self._wake_drain.set()
 
@@ -352,9 +352,9 @@ class Worker:
             if not held and not self._wake_heart.is_set():
                 continue
             try:
-                ack = await self._buffer.call(Heartbeat(self._name, held))
+                ack = await self.buffer.call(Heartbeat(self.name, held))
             except (RpcTimeout, FaultError) as error:
-                await wait_out(error, "heartbeat", self._timing.retry_pause_s)
+                await wait_out(error, "heartbeat", self.timing.retry_pause_s)
                 continue
             for lease_id in ack.lost:
                 # A group that has just become whole has no lease either: there the answer to its put tells.
@@ -379,7 +379,7 @@ class Worker:
 
     async def _until_drained(self) -> None:
         """Return once the buffer has said to drain, and what was there then is done."""
-        while not self.draining or self.running or self._lease_client.under_way or not self.uploader.idle:
+        while not self.draining or self.running or self._asking or not self.uploader.idle:
             self._wake_drain.clear()
             await first_of([], self._wake_drain)
 
@@ -396,14 +396,9 @@ class Worker:
         only when the lease expires."""
         self._stopping = self._ending = True
         draining = asyncio.ensure_future(self._tell_buffer())
-        deadline_s = time.monotonic() + self._timing.drain_s
+        deadline_s = time.monotonic() + self.timing.drain_s
         try:
-            while (
-                self.running
-                or self.uploader.queue.episodes
-                or self._lease_client.under_way
-                or not draining.done()
-            ):
+            while self.running or self.uploader.queue.episodes or self._asking or not draining.done():
                 self._wake_drain.clear()
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
@@ -421,7 +416,7 @@ class Worker:
 
     async def _tell_buffer(self) -> None:
         try:
-            await self._buffer.call(Drain(self._name, "it was told to stop"))
+            await self.buffer.call(Drain(self.name, "it was told to stop"))
         except (RpcTimeout, FaultError) as error:
             log.info("the buffer was not told", error=str(error))
 

@@ -1,19 +1,23 @@
-"""What an episode does: the table of built-in workflows, the loading of any, and what they work with.
+"""Workflows, which make the episodes: the built-in ones, and the loading of any.
 
     async def workflow(ctx, task):
         reply = await ctx.generate(task.prompt)
 
-A workflow builds its episode through `ctx`; when it returns, the episode is complete. What it raises makes
-the episode fail: the sample is handed back, and nothing of it is stored. It is such a coroutine function,
-whose further parameters are `rollout.workflow_args`, or a class that is made once a process with its
-arguments, and whose instances are called as that function is:
+A workflow builds its episode through `ctx`; when it returns, the episode is complete. An error that it raises
+ends the episode: once the model has answered, the fault is its answers', and the episode is stored with what
+was sampled and scored `reward.on_fault.score`, unless the error is known to come from something else
+(`rollout_service/worker/failures.py`); then the sample is handed back, and nothing of it is stored.
+
+A workflow is such a coroutine function, with `rollout.workflow_args` as its further parameters, or a class
+that is made once a process with its arguments, and whose instances are called as that function is:
 
     class Workflow:
         class Arguments(Section): ...
         def __init__(self, arguments, resources): ...
         async def __call__(self, ctx, task): ...
 
-One that may record no reward says so by `records_reward(arguments)`, for the reward `environment`.
+A class may have `check_job(job, arguments, field)`, which yields mistakes of a job, and
+`records_reward(arguments)`: whether its episodes record a reward for `reward.name: environment`.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from areal_async.config.job import JobConfig
 from areal_async.config.registry import TOOLS, WORKFLOWS, PartError, section_mistakes
 from areal_async.data.examples import tools_of
 from rollout_service.workflows.context import Context, EpisodeAborted, PolicyEngine, WorkflowResources
-from rollout_service.workflows.tools import Tool, ToolReply, load_tools, tool
+from rollout_service.workflows.tools import load_tools, tool
 from rollout_service.workflows.turns import Renderer, Reply, TemplateRewrites, TurnError, is_chat
 
 BUILT_IN = {
@@ -40,25 +44,8 @@ BUILT_IN = {
 }
 """Name → coroutine function or class; found by `areal_async.config.registry.WORKFLOWS`."""
 
-__all__ = [
-    "BUILT_IN",
-    "Context",
-    "EpisodeAborted",
-    "PolicyEngine",
-    "Renderer",
-    "Reply",
-    "TemplateRewrites",
-    "Tool",
-    "ToolReply",
-    "TurnError",
-    "Workflow",
-    "WorkflowError",
-    "WorkflowResources",
-    "load_workflow",
-    "tool",
-    "workflow",
-    "workflow_of",
-]
+__all__ = ["BUILT_IN", "Context", "EpisodeAborted", "PolicyEngine", "Renderer", "Reply", "TemplateRewrites"]
+__all__ += ["TurnError", "Workflow", "WorkflowError", "load_workflow", "tool", "workflow", "workflow_of"]
 
 Workflow = Callable[[Context, Task], Awaitable[None]]
 FIELD = "rollout.workflow_args"
@@ -74,11 +61,10 @@ F = TypeVar("F", bound=Callable[..., Awaitable[None]])
 def workflow(function: F) -> F:
     """Mark `async def name(ctx, task, *, …)` as a workflow. Raises `WorkflowError` where it is no coroutine
     function."""
-    is_coroutine: bool = inspect.iscoroutinefunction(function)
-    if not is_coroutine:
-        name = getattr(function, "__name__", function)
-        raise WorkflowError(f"the workflow {name!r} is no coroutine function: write `async def`.")
-    return function
+    if inspect.iscoroutinefunction(function):
+        return function
+    name = getattr(function, "__name__", function)
+    raise WorkflowError(f"the workflow {name!r} is no coroutine function: write `async def`.")
 
 
 async def single_turn(ctx: Context, task: Task) -> None:
@@ -92,7 +78,8 @@ single_turn.records_reward = lambda arguments: False  # type: ignore[attr-define
 
 
 def workflow_of(job: JobConfig) -> Workflow:
-    """The job's workflow. Raises `WorkflowError`, and what its tools, environment or verifier raise."""
+    """Return the job's workflow. Raises `WorkflowError`, and what its tools, environment or verifier
+    raise."""
     section = job.rollout
     return load_workflow(section.workflow, section.workflow_args, max_model_len=section.max_model_len)
 
@@ -100,8 +87,8 @@ def workflow_of(job: JobConfig) -> Workflow:
 def load_workflow(
     name: str, arguments: Mapping[str, Any] | None = None, *, max_model_len: int | None = None
 ) -> Workflow:
-    """The workflow called `name` (`areal_async.config.registry`) with its arguments. Runs the code of a
-    user's file.
+    """Return the workflow called `name` (`areal_async.config.registry`) with its arguments. Runs the code of
+    a user's file.
 
     Raises `WorkflowError`."""
     given = dict(arguments or {})
@@ -110,12 +97,8 @@ def load_workflow(
     except PartError as error:
         raise WorkflowError(str(error)) from error
     resources = WorkflowResources(load_tools(tuple(TOOLS.built_in)), max_model_len=max_model_len)
-    workflow: Workflow
-    if inspect.isclass(part):
-        workflow = _made(part, name, given, resources)
-    else:
-        _check_function(part, name, given)
-        workflow = functools.partial(part, **given)
+    make = _made if inspect.isclass(part) else _checked
+    workflow = make(part, name, given, resources)
 
     async def equipped(ctx: Context, task: Task) -> None:
         ctx.resources = resources
@@ -134,8 +117,9 @@ def _made(part: Any, name: str, given: Mapping[str, Any], resources: WorkflowRes
     return workflow
 
 
-def _check_function(part: Any, name: str, given: Mapping[str, Any]) -> None:
-    """Raises `WorkflowError` for what is no workflow, or does not take these arguments."""
+def _checked(part: Any, name: str, given: Mapping[str, Any], resources: WorkflowResources) -> Workflow:
+    """Return a function with its arguments. Raises `WorkflowError` if it is no workflow, or does not take
+    them."""
     attribute = name.rpartition(":")[2]
     if not inspect.iscoroutinefunction(part):
         raise WorkflowError(
@@ -151,6 +135,7 @@ def _check_function(part: Any, name: str, given: Mapping[str, Any]) -> None:
         )
     try:
         inspect.signature(part).bind(None, None, **given)
+        return functools.partial(part, **given)
     except TypeError as error:
         takes = ", ".join(p.name for p in parameters[2:]) or "none"
         raise WorkflowError(

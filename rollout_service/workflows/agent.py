@@ -114,7 +114,7 @@ def _load(name: str) -> Agent:
 
 
 def environment_of(session: Session) -> dict[str, str]:
-    """Where clients look for the address and the key, beside this process's own variables."""
+    """Return this process's variables with the address and the key, as clients look for them."""
     # A proxy for the world outside must not be asked for this machine.
     direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), LOOPBACK, "::1", "localhost")))
     return {
@@ -176,12 +176,6 @@ def _text(file: IO[bytes]) -> str:
 
 
 def task_json(task: Task) -> bytes:
-    """What a command reads: the task without its solution."""
-    shown = {
-        "task_id": task.task_id,
-        "prompt": task.prompt,
-        "data_source": task.data_source,
-        "ability": task.ability,
-        "extra_info": task.extra_info,
-    }
-    return msgspec.json.encode(shown)
+    """Return the input of a command: the task without its solution."""
+    shown = ("task_id", "prompt", "data_source", "ability", "extra_info")
+    return msgspec.json.encode({name: getattr(task, name) for name in shown})

@@ -1,4 +1,4 @@
-"""What a workflow works with: generation that records what the engine saw and said.
+"""The context of a workflow: generation that records the engine's input and output.
 
 Promise: every call of `generate` adds to the episode exactly the ids, log-probs, versions and epochs that
 the engine returned, after exactly the ids it was given. A path of the episode is never tokenised again: what
@@ -13,9 +13,9 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from areal_async.models.prompts import Tokenizer
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRequest, GenerateResult, Tell
-from rollout_service.workflows.tools import BlockingCalls, Tool, ToolAnswer, ToolReply, run_tool
+from rollout_service.workflows.tools import Tool, ToolAnswer, ToolReply, WorkflowResources, run_tool
 from rollout_service.workflows.turns import (
     Chat,
     Ids,
@@ -41,7 +41,6 @@ from rollout_service.workflows.turns import (
 )
 
 if TYPE_CHECKING:
-    from rollout_service.gateway import Gateway, Session
     from rollout_service.replicas import ReplicaSet
 
 
@@ -54,7 +53,7 @@ _LAST_TOKENS = 64  # Tokens of a path that hold the tag which it ends with
 
 
 def call_seed(group_seed: int, sample: int, attempt: int, call: int) -> int:
-    """63 bits for one call of one episode, a function of its arguments alone."""
+    """Return 63 bits for one call of one episode, a function of its arguments alone."""
     digest = hashlib.blake2b(_SEED_PARTS.pack(group_seed, sample, attempt, call), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -63,90 +62,63 @@ class EpisodeAborted(ArealError):
     """The engine ended a request before its answer was complete, so the episode is not what was asked for."""
 
 
-@dataclass
-class WorkflowResources:
-    """What the episodes of a worker share: made once, when the workflow is loaded."""
-
-    tools: Mapping[str, Tool] = field(default_factory=dict)
-    """The job's tools, by the names that `ctx.tool` takes."""
-    max_model_len: int | None = None
-    """Most tokens of a path."""
-    timeout_s: float = 10.0
-    """Deadline of one call of a tool."""
-    output_chars: int = 2000
-    """Longer answers of tools are cut."""
-    blocking: BlockingCalls = field(default_factory=BlockingCalls)
-
-
 @dataclass(frozen=True)
 class PolicyEngine:
-    """What answers for one policy."""
+    """The engine of one policy, with the job's parameters for it."""
 
     engine: ReplicaSet
     render: Renderer
     sampling: Sampling
-    """The job's parameters."""
     max_model_len: int | None = None
-    """Most tokens of a path; None: what the workflow's resources say."""
+    """Most tokens of a path; None: the limit of the workflow's resources."""
 
 
+class AgentAccess(Protocol):
+    """The gateway of a worker, as a context uses it (`rollout_service.gateway.Gateway`)."""
+
+    def session(self, episode: Context) -> AbstractAsyncContextManager[Any]: ...
+
+
+@dataclass(eq=False)
 class Context:
-    """One episode being made. `builder` is for what has no method here (metadata, flags …)."""
+    """One episode in the making. `builder` is for all that has no method here (metadata, flags …)."""
 
-    def __init__(
-        self,
-        engine: ReplicaSet,
-        render: Renderer,
-        builder: EpisodeBuilder,
-        *,
-        episode_id: str,
-        sampling: Sampling,
-        seed: int,
-        sample: int = 0,
-        attempt: int = 0,
-        lease_id: str = "",
-        priority: int = 0,
-        deadline_s: float | None = None,
-        gateway: Gateway | None = None,
-        others: Mapping[str, PolicyEngine] | None = None,
-        greedy: bool = False,
-        routes: bool = False,
-    ) -> None:
-        """`engine`, `render` and `sampling` (the job's) are of the builder's first policy, `others` has those
-        of the rest. `seed` is the group's. Whatever a `greedy` episode asks for is sampled greedily, and
-        nothing of it is trained. The lease is part of each request's id: an episode may be begun again while
-        the engine still ends what a lost lease had asked for. With `routes` the engine is asked for those of
-        all that it is given, and the episode has them. `priority` and `deadline_s` are those of its
-        requests (`GenerateRequest`)."""
-        self.builder = builder
-        self.episode_id = episode_id
-        self.sample = sample
-        self.attempt = attempt
-        self._greedy = greedy
-        self._routes = routes
-        self.seed = seed
-        self.engines = {builder.policies[0]: PolicyEngine(engine, render, sampling), **(others or {})}
-        """What answers for each policy, in the order in which the builder numbers them."""
-        self._request_prefix = f"{episode_id}/{lease_id}"
-        self._priority = priority
-        self._deadline_s = deadline_s
-        self._gateway = gateway
-        self._asked_s: dict[str, float] = {}  # When each request under way was sent to its engine
+    engines: Mapping[str, PolicyEngine]
+    """The engine of each policy, in the order in which the builder numbers them."""
+    builder: EpisodeBuilder
+    _: KW_ONLY
+    episode_id: str
+    seed: int
+    """Seed of the group."""
+    sample: int = 0
+    attempt: int = 0
+    lease_id: str = ""
+    """Part of each request's id: an episode may be begun again while the engine still ends the requests of a
+    lost lease."""
+    priority: int = 0
+    deadline_s: float | None = None
+    """Priority and deadline of its requests (`GenerateRequest`)."""
+    agents: AgentAccess | None = None
+    greedy: bool = False
+    """Sample everything greedily, and train on nothing of it."""
+    routes: bool = False
+    """Ask the engine for the routes of all tokens it is given, and record them."""
+
+    def __post_init__(self) -> None:
+        self._asked_s: dict[str, float] = {}  # Time at which each request in flight was sent to its engine
         self._cut_s = 0.0
         self.trouble: Exception | None = None
         """An error of the engines or of the gateway, which is not the episode's own fault."""
-        self._calls = 0
-        self._tool_calls = 0
-        self._tool_errors = 0
+        self._calls = self._tool_calls = self._tool_errors = 0
         self._anchor: str | bytes | None = None
         self._paths: dict[int, Ids | tuple[int, bytes]] = {}
         """The path down to each segment as ids, or its parent and its own ids until they are asked for."""
-        self._chats: dict[int, Chat] = {}  # The conversation up to each segment, where the path is one
-        self._policy: dict[int, str] = {}  # Whose tokens each segment is in
+        self._chats: dict[int, Chat] = {}  # The conversation up to each segment, if the path is one
+        self._policy: dict[int, str] = {}  # The policy of each segment's tokens
 
     @cached_property
     def resources(self) -> WorkflowResources:
-        """What the episodes of the worker share, where it has given any."""
+        """Tools and limits that the episodes of the worker share, if it has given any."""
         return WorkflowResources()
 
     @property
@@ -162,26 +134,26 @@ class Context:
     @sampling.setter
     def sampling(self, sampling: Sampling) -> None:
         first = self.policies[0]
-        self.engines[first] = replace(self.engines[first], sampling=sampling)
+        self.engines = {**self.engines, first: replace(self.engines[first], sampling=sampling)}
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """That of the first policy."""
+        """Tokenizer of the first policy."""
         return self.engines[self.policies[0]].render.tokenizer
 
     def agent(self, name: str, policy: str | None = None) -> int:
-        """The number of an agent for `agent=`, by its name; a new one speaks for `policy`, by default the
-        first. Of several policies each has an agent of its own name."""
+        """Return the number of an agent for `agent=`, by its name; a new one speaks for `policy`, by default
+        the first. Of several policies each has an agent of its own name."""
         return self.builder.agent(name, None if policy is None else self._number(policy))
 
     def _number(self, policy: str) -> int:
-        """The number of a policy. Raises ValueError where the job has none of that name."""
+        """Return the number of a policy. Raises ValueError if the job has none of that name."""
         if policy not in self.policies:
             raise ValueError(f"there is no policy {policy!r}; the job has {', '.join(self.policies)}")
         return self.policies.index(policy)
 
     def speaker(self, agent: int | None, policy: str | None) -> tuple[int, str]:
-        """The number of an agent, and its policy; either may be left out."""
+        """Return the number of an agent, and its policy; either may be left out."""
         if agent is None:
             agent = 0 if policy is None else self.builder.agent_of(self._number(policy))
         spoken_for = self.policies[self.builder.policy_of(agent)]
@@ -220,17 +192,9 @@ class Context:
         agent, policy = self.speaker(agent, policy)
         voice = self.engines[policy]
         if prompt is not None:
-            kind = SegmentKind.PROMPT if parent is None else SegmentKind.ENVIRONMENT
-            parent = self.observe(
-                kind,
-                prompt,
-                parent=parent,
-                agent=agent,
-                turn=turn,
-                tools=tools,
-                rewritten=rewritten,
-                policy=policy,
-            )
+            kind = SegmentKind.PROMPT if root else SegmentKind.ENVIRONMENT
+            where: Any = {"parent": parent, "agent": agent, "turn": turn, "policy": policy}
+            parent = self.observe(kind, prompt, tools=tools, rewritten=rewritten, **where)
         elif parent is None:
             raise ValueError("generate() needs a prompt, or a parent to go on from")
         if not self._calls:
@@ -249,25 +213,10 @@ class Context:
         result = await self.ask(policy, request)
         if result.finish_reason == "abort":
             raise EpisodeAborted(f"a request of episode {self.episode_id} was aborted")
-        segment = self.builder.sampled(
-            result.token_ids,
-            result.logprobs,
-            result.versions,
-            parent=parent,
-            sampling=asked,
-            finish_reason=result.finish_reason,
-            epoch=result.epochs,
-            agent=agent,
-            turn=turn,
-            logprobs_of=result.logprobs_of,
-            mask=self.mask_of(len(result.token_ids), train=train),
-        )
-        self.routed(segment, request, result)
-        self._paths[segment], self._policy[segment] = (parent, result.token_ids.tobytes()), policy
+        segment = self.answered(request, result, parent=parent, agent=agent, turn=turn, train=train)
         if chat := self._chats.get(parent):
-            self._chats[segment] = chat.said(
-                self.decoded(result.token_ids, policy), self._end(result, policy)
-            )
+            chat = chat.said(self.decoded(result.token_ids, policy), self._end(result, policy))
+        self._place(segment, (parent, result.token_ids.tobytes()), policy, chat)
         if anchor is not None:
             self.builder.anchor(segment, anchor)
         self.builder.text(response=result.text)
@@ -301,45 +250,60 @@ class Context:
         return max([self._cut_s, *(now_s - asked_s for asked_s in self._asked_s.values())])
 
     def drawn(self, sampling: Sampling) -> Sampling:
-        """How a call that asks for `sampling` is sampled in this episode."""
+        """Return the parameters of a call in this episode that asks for `sampling`."""
         greedily = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
-        return msgspec.structs.replace(sampling, **greedily) if self._greedy else sampling
+        return msgspec.structs.replace(sampling, **greedily) if self.greedy else sampling
 
-    def mask_of(self, n_units: int, *, train: bool = True) -> np.ndarray[Any, Any] | None:
-        """u8 [n_units]: the mask of an answer; None where all of it is trained."""
-        return None if train and not self._greedy else np.zeros(n_units, np.uint8)
-
-    def gateway(self) -> AbstractAsyncContextManager[Session]:
-        """`async with ctx.gateway() as session:` gives agents access over HTTP while the block lasts. What
-        is sampled for them is recorded in this episode. See docs/gateway.md."""
-        if self._gateway is None:
-            raise ArealError("this context was made without a gateway")
-        return self._gateway.session(self)
-
-    def routed(self, segment: int, request: GenerateRequest, result: GenerateResult) -> None:
-        """Add the routes that came with an answer, which is in `segment`."""
+    def answered(
+        self,
+        request: GenerateRequest,
+        result: GenerateResult,
+        *,
+        parent: int,
+        agent: int,
+        turn: int,
+        train: bool = True,
+    ) -> int:
+        """Add an answer, with the routes that came with it, after `parent`; returns its segment."""
+        trained = train and not self.greedy
+        segment = self.builder.sampled(
+            result.token_ids,
+            result.logprobs,
+            result.versions,
+            parent=parent,
+            sampling=request.sampling,
+            finish_reason=result.finish_reason,
+            epoch=result.epochs,
+            agent=agent,
+            turn=turn,
+            logprobs_of=result.logprobs_of,
+            mask=None if trained else np.zeros(len(result.token_ids), np.uint8),
+        )
         if result.routes is not None and request.routes_from is not None:
             self.builder.routes(segment, result.routes, request.routes_from)
+        return segment
+
+    def gateway(self) -> AbstractAsyncContextManager[Any]:
+        """`async with ctx.gateway() as session:` gives agents access over HTTP while the block lasts. The
+        answers sampled for them are recorded in this episode. See docs/gateway.md."""
+        if self.agents is None:
+            raise ArealError("this context was made without a gateway")
+        return self.agents.session(self)
 
     def request(
-        self,
-        name: str,
-        ids: Ids,
-        sampling: Sampling,
-        policy: str | None = None,
-        parent: int | None = None,
+        self, name: str, ids: Ids, sampling: Sampling, policy: str, parent: int | None
     ) -> GenerateRequest:
-        """A request to the engine of a policy for this episode; `name` tells it from the episode's others.
-        `ids` begin with the path of the segment `parent`."""
+        """Return a request to the engine of a policy for this episode; `name` tells it from the episode's
+        others. `ids` begin with the path of the segment `parent`."""
         return GenerateRequest(
-            f"{self._request_prefix}/{name}",
+            f"{self.episode_id}/{self.lease_id}/{name}",
             ids,
             sampling,
             session=self.episode_id,
-            began=self.builder.began(0 if policy is None else self._number(policy)),
-            routes_from=(0 if parent is None else self.builder.routed(parent)) if self._routes else None,
-            priority=self._priority,
-            deadline_s=self._deadline_s,
+            began=self.builder.began(self._number(policy)),
+            routes_from=(0 if parent is None else self.builder.routed(parent)) if self.routes else None,
+            priority=self.priority,
+            deadline_s=self.deadline_s,
         )
 
     # --- what no policy samples ------------------------------------------------------------------------
@@ -381,24 +345,13 @@ class Context:
         else:
             ids = np.asarray(content, np.int32)
         segment = self.builder.observed(kind, ids, parent, agent, turn)
-        self._paths[segment], self._policy[segment] = (parent, ids.tobytes()), policy
-        if chat is not None:
-            self._chats[segment] = chat
-        return segment
+        return self._place(segment, (parent, ids.tobytes()), policy, chat)
 
     async def call_tool(
         self, name: str | Tool, arguments: str | Mapping[str, Any], *, timeout_s: float | None = None
     ) -> ToolAnswer:
         """Call a tool and count it, without adding anything to the episode. Raises nothing of the tool's."""
-        resources = self.resources
-        answer = await run_tool(
-            resources.tools,
-            name,
-            arguments,
-            blocking=resources.blocking,
-            timeout_s=resources.timeout_s if timeout_s is None else timeout_s,
-            output_chars=resources.output_chars,
-        )
+        answer = await run_tool(self.resources, name, arguments, timeout_s)
         self._tool_calls += 1
         self._tool_errors += bool(answer.error)
         self.builder.meta(tool_calls=self._tool_calls, tool_errors=self._tool_errors)
@@ -436,9 +389,9 @@ class Context:
     # --- rewards and marks -----------------------------------------------------------------------------
 
     def reward(self, value: float, *, name: str = REWARD, segment: int | None = None) -> None:
-        """A reward that the workflow knows: of a segment, or of the whole episode under a name. The reward
-        called `reward` (without one, the sum over segments) is what the verifier `environment` scores the
-        episode with; other names are shown beside it. Raises ValueError for what is no finite number."""
+        """Record a reward that the workflow knows: of a segment, or of the whole episode under a name. The
+        reward called `reward` (without one, the sum over segments) is what the verifier `environment` scores
+        the episode with; other names are shown beside it. Raises ValueError for what is no finite number."""
         number = float(value)
         if not np.isfinite(number):
             raise ValueError(f"a reward is a finite number, not {value}")
@@ -458,16 +411,16 @@ class Context:
     # --- looking ---------------------------------------------------------------------------------------
 
     def room(self, segment: int) -> int:
-        """How many tokens may follow `segment` before the path is as long as the engine takes."""
+        """Return the number of tokens that may follow `segment` before the path has its greatest length."""
         limit = self.engines[self._policy[segment]].max_model_len or self.resources.max_model_len
         return max(0, limit - len(self._path(segment))) if limit is not None else 2**31 - 1
 
     def is_chat(self, segment: int) -> bool:
-        """Whether the path of `segment` began with messages."""
+        """Return whether the path of `segment` began with messages."""
         return segment in self._chats
 
     def as_user(self, text: str, segment: int) -> Prompt:
-        """`text` as what follows `segment`: a message of the user where the path is a chat."""
+        """Return `text` as a continuation of `segment`: a message of the user if the path is a chat."""
         return [{"role": "user", "content": text}] if self.is_chat(segment) else text
 
     def decoded(self, ids: Ids, policy: str | None = None) -> str:
@@ -498,8 +451,11 @@ class Context:
             ids = render.following(chat.render(render.tokenizer))
         else:
             ids = render(content).ids
-        segment = self.builder.observed(kind, ids, None, agent, turn)
-        self._paths[segment], self._policy[segment] = ids, policy
+        return self._place(self.builder.observed(kind, ids, None, agent, turn), ids, policy, chat)
+
+    def _place(self, segment: int, path: Ids | tuple[int, bytes], policy: str, chat: Chat | None) -> int:
+        """Note the path of a new segment."""
+        self._paths[segment], self._policy[segment] = path, policy
         if chat is not None:
             self._chats[segment] = chat
         return segment
@@ -515,14 +471,14 @@ class Context:
         return self._root(SegmentKind.PROMPT, chat.messages, chat, agent, turn, policy)
 
     def _prompt_text(self, prompt: Prompt | None, segment: int) -> str:
-        """What the model reads first, as text; a `prompt` that begins the path is remembered as such."""
+        """Return the first text that the model reads; a `prompt` that begins the path is remembered."""
         policy = self._policy[segment]
         known = self.engines[policy].render(prompt).text if prompt is not None else ""
         path = self._path(segment).tolist()
         return known or self.engines[policy].render.answers.text(path, whole=True)
 
     def _path(self, segment: int) -> Ids:
-        """The ids that the engine saw down to a segment, and those that it said in it."""
+        """Return the ids of the path down to a segment, its own included."""
         at, pieces = segment, []
         while isinstance(path := self._paths[at], tuple):
             at, ids = path

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from areal_async.base.mistakes import Mistake
 from areal_async.base.records import Task
@@ -14,7 +15,6 @@ from areal_async.config.job import JobConfig
 from areal_async.config.registry import ENVIRONMENTS
 from areal_async.trajectory import SegmentKind
 from rollout_service.environments import (
-    Environment,
     EnvironmentFactory,
     EnvironmentFailure,
     Step,
@@ -26,21 +26,21 @@ from rollout_service.workflows.tools import CallTimeout
 from rollout_service.workflows.turns import Rewritten
 
 
+@dataclass(eq=False)
 class World:
     """`async with World(factory, timeout_s, ctx) as world`: one environment for one episode.
 
     An environment without `blocking = False` is made and called in threads, each call with the deadline.
     Raises `EnvironmentFailure` for one that is late or answers with something else than the protocol says."""
 
-    def __init__(self, factory: EnvironmentFactory, timeout_s: float, ctx: Context) -> None:
-        self._factory = factory
-        self._timeout_s = timeout_s
-        self._ctx = ctx
-        self._environment: Any = None
-        self._late = False
+    factory: EnvironmentFactory
+    timeout_s: float
+    ctx: Context
+    _environment: Any = None
+    _late: bool = False
 
     async def __aenter__(self) -> World:
-        self._environment = await self._call("being made", self._factory)
+        self._environment = await self._call("being made", self.factory)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -50,16 +50,14 @@ class World:
             await self._call("close", close)
 
     async def reset(self, task: Task) -> str:
-        environment: Environment = self._environment
-        seed = group_seed(self._ctx.seed, task.task_id)
-        observation = await self._call("reset", environment.reset, seed, task)
+        seed = group_seed(self.ctx.seed, task.task_id)
+        observation = await self._call("reset", self._environment.reset, seed, task)
         if not isinstance(observation, str):
             raise EnvironmentFailure(f"reset() of the environment returned {observation!r:.80}, not a text")
         return observation
 
     async def step(self, action: str) -> Step:
-        environment: Environment = self._environment
-        result = await self._call("step", environment.step, action)
+        result = await self._call("step", self._environment.step, action)
         try:
             step = Step(*result)
             if not isinstance(step.observation, str):
@@ -75,10 +73,10 @@ class World:
         return str(state()) if callable(state) else None
 
     async def _call(self, what: str, function: Any, *arguments: Any) -> Any:
-        if not self._factory.blocking:
+        if not self.factory.blocking:
             return function(*arguments)
         try:
-            return await self._ctx.resources.blocking(function, *arguments, timeout_s=self._timeout_s)
+            return await self.ctx.resources.blocking(function, *arguments, timeout_s=self.timeout_s)
         except CallTimeout as error:
             self._late = True
             raise EnvironmentFailure(f"the environment's {what}: {error}") from error
@@ -87,8 +85,8 @@ class World:
 def opening(
     prompt: str | Sequence[dict[str, Any]], observation: str, first: str = "{prompt}{observation}"
 ) -> str | list[dict[str, Any]]:
-    """The task's prompt with what the environment shows first: joined as `first` says; or, of a chat, in its
-    last message if that is the user's, else as a message of the user's own."""
+    """Return the task's prompt with the first observation: joined as `first` says; or, of a chat, in its last
+    message if that is the user's, else as a message of the user's own."""
     if isinstance(prompt, str):
         return first.format(prompt=prompt, observation=observation)
     if not observation:
@@ -101,19 +99,15 @@ def opening(
 
 
 def environment_mistakes(arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-    """What is wrong with `environment` and `environment_args` among `arguments`. Files are read elsewhere."""
+    """Yield mistakes in `environment` and `environment_args` of `arguments`. Files are read elsewhere."""
     name = arguments.get("environment")
     if name is not None and ".py:" not in name:
-        yield from ENVIRONMENTS.mistakes(
-            name,
-            arguments.get("environment_args", {}),
-            field=f"{field}.environment",
-            args_field=f"{field}.environment_args",
-        )
+        given, field = arguments.get("environment_args", {}), f"{field}.environment"
+        yield from ENVIRONMENTS.mistakes(name, given, field=field, args_field=f"{field}_args")
 
 
 def check_format(text: str, *names: str) -> str:
-    """`text`, which `str.format` is to be given these names for. Raises ValueError."""
+    """Return `text` if `str.format` takes it with these names. Raises ValueError."""
     try:
         text.format(**dict.fromkeys(names, ""))
     except (KeyError, IndexError, ValueError, AttributeError):
@@ -139,26 +133,22 @@ class MultiTurn:
         reward: Literal["sum", "final"] = "sum"
         """The episode's reward: the sum of the turns' rewards, or that of the last turn."""
         first: str = "{prompt}{observation}"
-        """What the model sees first, where the task's prompt is text."""
+        """Format of the first text that the model sees, if the task's prompt is text."""
         turn: str = "{observation}"
-        """What it sees after each reply."""
+        """Format of the text that it sees after each reply."""
         stop: tuple[str, ...] = ()
         """Texts that end a reply, beside those of `rollout.sampling.stop`."""
         timeout_s: float = Field(default=30.0, gt=0)
         """Deadline of one call of the environment; past it the episode ends, and is scored
         `reward.on_fault.score` if an action brought that about."""
         rewritten: Rewritten = "root"
-        """Where the chat template renders earlier turns anew: begin a new root, or fail the episode."""
+        """If the chat template renders earlier turns anew: begin a new root, or fail the episode."""
 
-        @field_validator("first")
+        @field_validator("first", "turn")
         @classmethod
-        def _first(cls, text: str) -> str:
-            return check_format(text, "prompt", "observation")
-
-        @field_validator("turn")
-        @classmethod
-        def _turn(cls, text: str) -> str:
-            return check_format(text, "observation")
+        def _format(cls, text: str, info: ValidationInfo) -> str:
+            names = ("prompt", "observation") if info.field_name == "first" else ("observation",)
+            return check_format(text, *names)
 
     def __init__(self, arguments: Arguments, resources: WorkflowResources) -> None:
         self._arguments = arguments
@@ -190,14 +180,9 @@ class MultiTurn:
                 info, done = dict(step.info), step.done
                 if done or turn + 1 == arguments.max_turns:
                     break
-                text = arguments.turn.format(observation=step.observation)
-                segment = ctx.observe(
-                    SegmentKind.ENVIRONMENT,
-                    ctx.as_user(text, reply.segment),
-                    parent=reply.segment,
-                    turn=turn + 1,
-                    rewritten=arguments.rewritten,
-                )
+                user = ctx.as_user(arguments.turn.format(observation=step.observation), reply.segment)
+                how: Any = {"parent": reply.segment, "turn": turn + 1, "rewritten": arguments.rewritten}
+                segment = ctx.observe(SegmentKind.ENVIRONMENT, user, **how)
             total = sum(rewards) if arguments.reward == "sum" else (rewards or [0.0])[-1]
             ctx.reward(total)
             ctx.builder.meta(turns=len(rewards), done=done, info=info)

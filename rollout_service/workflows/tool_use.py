@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from areal_async.base.mistakes import Mistake
 from areal_async.base.records import Task
@@ -37,7 +37,7 @@ from rollout_service.gateway.toolcalls import (
 )
 from rollout_service.workflows.context import Context, WorkflowResources
 from rollout_service.workflows.multi_turn import World, check_format, environment_mistakes, opening
-from rollout_service.workflows.tools import load_tools
+from rollout_service.workflows.tools import ToolAnswer, load_tools
 from rollout_service.workflows.turns import Reply, Rewritten
 
 PLAIN_STOP = ")"
@@ -53,12 +53,12 @@ class ToolUse:
         tools: tuple[str, ...] = Field(min_length=1)
         """`path.py:name` of functions marked `@tool`, or names of those of installed packages."""
         format: Literal["plain", "json"] = "plain"
-        """How calls are written. `plain`: `name(text)` ends a reply; `json`: `<tool_call>{"name": …,
+        """Format of calls. `plain`: `name(text)` ends a reply; `json`: `<tool_call>{"name": …,
         "arguments": {…}}</tool_call>`."""
         max_calls: int = Field(default=8, ge=0)
         """Calls in one episode; what the model says after the last one is its answer."""
         answer: str = "={answer}\n"
-        """How a tool's answer is appended in the plain format."""
+        """Format of a tool's answer in the plain format."""
         error: str = "error: {error}"
         """The answer of a tool that failed."""
         timeout_s: float = Field(default=10.0, gt=0)
@@ -66,26 +66,21 @@ class ToolUse:
         output_chars: int = Field(default=2000, ge=1)
         """Longer answers are cut."""
         environment: str | None = None
-        """Where the question comes from and the final answer goes; none: the task's prompt, and
+        """Environment that gives the question and takes the final answer; none: the task's prompt, and
         `reward.name`."""
         environment_args: dict[str, Any] = Field(default_factory=dict)
         """Arguments of the environment."""
         rewritten: Rewritten = "root"
-        """Where the chat template renders earlier turns anew: begin a new root, or fail the episode."""
+        """If the chat template renders earlier turns anew: begin a new root, or fail the episode."""
 
-        @field_validator("answer")
+        @field_validator("answer", "error")
         @classmethod
-        def _answer(cls, text: str) -> str:
-            return check_format(text, "answer")
-
-        @field_validator("error")
-        @classmethod
-        def _error(cls, text: str) -> str:
-            return check_format(text, "error")
+        def _format(cls, text: str, info: ValidationInfo) -> str:
+            return check_format(text, str(info.field_name))
 
     @staticmethod
     def records_reward(arguments: Mapping[str, Any]) -> bool:
-        """Whether an episode gets a reward here: that of its environment."""
+        """Return whether an episode gets a reward here: that of its environment."""
         return bool(arguments.get("environment"))
 
     def __init__(self, arguments: Arguments, resources: WorkflowResources) -> None:
@@ -141,11 +136,10 @@ class ToolUse:
         arguments = self._arguments
         texts = []
         for call in calls:
-            error, text = call.problem, ""
-            if not error:
+            given = ToolAnswer("", call.problem)
+            if not call.problem:
                 given = await ctx.call_tool(call.name, call.arguments)
-                error, text = given.error, given.text
-            texts.append(arguments.error.format(error=error) if error else text)
+            texts.append(arguments.error.format(error=given.error) if given.error else given.text)
         content: Any = "".join(arguments.answer.format(answer=text) for text in texts)
         if ctx.is_chat(parent):
             named = zip(calls, texts, strict=True)
@@ -154,7 +148,8 @@ class ToolUse:
 
 
 async def _generate(ctx: Context, segment: int, turn: int, *, plain: bool, opened: bool) -> tuple[Reply, str]:
-    """A reply and its text. A plain one that a bracket stopped goes on, unless it is a call by then."""
+    """Return a reply and its text. A plain one that a bracket stopped goes on, unless it is a call by
+    then."""
     left = ctx.sampling.max_new_tokens
     stop = (*ctx.sampling.stop, PLAIN_STOP) if plain else ctx.sampling.stop
     reply = await ctx.generate(parent=segment, turn=turn, stop=stop)
@@ -162,9 +157,7 @@ async def _generate(ctx: Context, segment: int, turn: int, *, plain: bool, opene
     while plain and reply.finish_reason == "stop" and text.endswith(PLAIN_STOP):
         left -= len(reply.token_ids)
         said = spoken(text, opened=opened)
-        if (plain_call(said) is not None and not open_brackets(said)) or left < 1:
-            break
-        if ctx.room(reply.segment) < 1:
+        if (plain_call(said) and not open_brackets(said)) or min(left, ctx.room(reply.segment)) < 1:
             break
         reply = await ctx.generate(parent=reply.segment, turn=turn, stop=stop, max_new_tokens=left)
         text += ctx.decoded(reply.token_ids)
@@ -181,7 +174,7 @@ class RequestedCall:
 
 
 def open_brackets(text: str) -> int:
-    """How many of its brackets are not closed; never below 0."""
+    """Return the number of open brackets; never below 0."""
     depth = 0
     for character in text:
         depth = depth + 1 if character == "(" else max(0, depth - (character == ")"))
@@ -189,7 +182,7 @@ def open_brackets(text: str) -> int:
 
 
 def plain_call(text: str) -> RequestedCall | None:
-    """The call that ends `text`, if one does."""
+    """Return the call that ends `text`, if one does."""
     text = text.rstrip()
     if not text.endswith(")"):
         return None

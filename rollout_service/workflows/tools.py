@@ -17,7 +17,9 @@ import inspect
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_type_hints, overload
 
 from areal_async.base.errors import ArealError, InfrastructureFault
@@ -49,7 +51,8 @@ class BlockingCalls:
         self._places = asyncio.Semaphore(limit)
 
     async def __call__(self, function: Callable[..., T], *arguments: Any, timeout_s: float) -> T:
-        """`function(*arguments)`, with what it raises. Raises `CallTimeout` after `timeout_s` seconds."""
+        """Return `function(*arguments)`, or raise its error. Raises `CallTimeout` after `timeout_s`
+        seconds."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         try:
@@ -60,30 +63,20 @@ class BlockingCalls:
                 f"all {self._limit} threads for blocking calls were busy for {timeout_s:g} s: "
                 "what they run hangs"
             ) from None
-        outcome: asyncio.Future[T] = loop.create_future()
-
-        def deliver(result: T | None, error: BaseException | None) -> None:
-            self._places.release()
-            if outcome.done():
-                return
-            if error is None:
-                outcome.set_result(result)  # type: ignore[arg-type]
-            else:
-                outcome.set_exception(error)
+        outcome: Future[T] = Future()
+        outcome.set_running_or_notify_cancel()
 
         def run() -> None:
-            result, error = None, None
             try:
-                result = function(*arguments)
+                outcome.set_result(function(*arguments))
             except Exception as raised:
-                # A future cannot carry this one.
-                error = RuntimeError("StopIteration") if isinstance(raised, StopIteration) else raised
+                # An awaited future cannot carry a StopIteration.
+                stop = isinstance(raised, StopIteration)
+                outcome.set_exception(RuntimeError("StopIteration") if stop else raised)
             except BaseException as raised:  # SystemExit of a tool must not end the worker
-                error = RuntimeError(f"{type(raised).__name__}: {raised}")
-            try:
-                loop.call_soon_threadsafe(deliver, result, error)
-            except RuntimeError:
-                return  # the loop has closed meanwhile: nobody waits
+                outcome.set_exception(RuntimeError(f"{type(raised).__name__}: {raised}"))
+            with suppress(RuntimeError):  # the loop has closed meanwhile: nobody waits
+                loop.call_soon_threadsafe(self._places.release)
 
         try:
             threading.Thread(target=run, name="blocking-call", daemon=True).start()
@@ -92,9 +85,9 @@ class BlockingCalls:
             raise CallsBusy(f"this host starts no thread: {error}") from error
         try:
             async with asyncio.timeout_at(deadline_s):
-                return await outcome
+                return await asyncio.wrap_future(outcome)
         except TimeoutError:
-            if outcome.done() and not outcome.cancelled():
+            if outcome.done():
                 return outcome.result()  # it came with the deadline, or raised this itself
             raise CallTimeout(f"not back within {timeout_s:g} s") from None
 
@@ -147,7 +140,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What a call gave. `error` says what went wrong, and is empty otherwise."""
+    """The result of a call. `error` says what went wrong, and is empty otherwise."""
 
     text: str
     error: str = ""
@@ -184,7 +177,7 @@ def tool(function: Callable[..., Any] | None = None, /, *, name: str = "", inlin
 
 
 def load_tools(names: Iterable[str]) -> dict[str, Tool]:
-    """Tools by their own names (`areal_async.config.registry`). Raises `ToolError`."""
+    """Return tools by their own names (`areal_async.config.registry`). Raises `ToolError`."""
     tools: dict[str, Tool] = {}
     for name in names:
         try:
@@ -199,25 +192,40 @@ def load_tools(names: Iterable[str]) -> dict[str, Tool]:
     return tools
 
 
+@dataclass
+class WorkflowResources:
+    """Tools and limits that the episodes of a worker share: made once, when the workflow is loaded."""
+
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    """The job's tools, by the names that `ctx.tool` takes."""
+    max_model_len: int | None = None
+    """Most tokens of a path."""
+    timeout_s: float = 10.0
+    """Deadline of one call of a tool."""
+    output_chars: int = 2000
+    """Longer answers of tools are cut."""
+    blocking: BlockingCalls = field(default_factory=BlockingCalls)
+
+
+Arguments = str | Mapping[str, Any]
+
+
 async def run_tool(
-    tools: Mapping[str, Tool],
-    name: str | Tool,
-    arguments: str | Mapping[str, Any],
-    *,
-    blocking: BlockingCalls,
-    timeout_s: float,
-    output_chars: int,
+    resources: WorkflowResources, name: str | Tool, arguments: Arguments, timeout_s: float | None = None
 ) -> ToolAnswer:
-    """Call a tool; text is its one argument, a mapping its named ones. What the tool raises is its answer,
-    but for `InfrastructureFault`. `CallsBusy` is raised too."""
+    """Call a tool, with the resources' deadline if no other is given; text is its one argument, a mapping its
+    named ones. Errors of the tool are its answer, except `InfrastructureFault`. Raises `CallsBusy` too."""
+    tools, timeout_s = resources.tools, resources.timeout_s if timeout_s is None else timeout_s
+    output_chars = resources.output_chars
     called = name if isinstance(name, Tool) else tools.get(name)
     if called is None:
         metrics.TOOL_CALLS.labels("unknown", "error").inc()
         return ToolAnswer("", f"there is no tool {name!r:.100}. There are: {', '.join(tools)}")
     given, named = ((arguments,), {}) if isinstance(arguments, str) else ((), dict(arguments))
     try:
-        result = await contained(_call(called, given, named, blocking, timeout_s))
-        answer = ToolAnswer(cut(result if isinstance(result, str) else _as_text(result), output_chars))
+        result = await contained(_call(called, given, named, resources.blocking, timeout_s))
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        answer = ToolAnswer(cut(text, output_chars))
         outcome = "ok"
     except (CallsBusy, InfrastructureFault):  # no doing of the model's, which must not pay for it
         metrics.TOOL_CALLS.labels(called.name, "let_down").inc()
@@ -234,7 +242,7 @@ async def run_tool(
 
 
 def cut(text: str, limit: int) -> str:
-    """The first `limit` characters of `text`, with a note where more are missing."""
+    """Return the first `limit` characters of `text`, with a note where more are missing."""
     return text if len(text) <= limit else f"{text[:limit]}… (cut: {limit} of {len(text)} characters)"
 
 
@@ -247,10 +255,6 @@ async def _call(
     if called.inline:
         return called.function(*given, **named)
     return await blocking(lambda: called.function(*given, **named), timeout_s=timeout_s)
-
-
-def _as_text(result: Any) -> str:
-    return json.dumps(result, ensure_ascii=False, default=str)
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import msgspec
@@ -32,7 +33,7 @@ from areal_async.trajectory.layout import FinishReason
 
 Message = Mapping[str, Any]
 Rewritten = Literal["root", "error"]
-"""Where a template would change the past of a path: begin a new root, or fail."""
+"""If a template would change the past of a path: begin a new root, or fail."""
 
 
 class TurnError(ArealError):
@@ -68,22 +69,31 @@ class Spelled(NamedTuple):
     calls: Calls = ()
 
 
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A conversation as the engine is given it."""
+
+    text: str
+    """The rendering with the assistant's turn opened."""
+    before: str | None
+    """The rendering without it; None when the template does not merely append its opening."""
+
+
 def tail(
     rendered: str,
-    given: str,
-    before: str | None,
+    prompt: RenderedPrompt,
     said: SampledText,
     *,
     closing: str | None,
     past: Callable[[], str | None],
     spelled: Callable[[str], Spelled] = Spelled,
 ) -> str | None:
-    """Return the text after the ids of an answer that was sampled after `given`, in `rendered`, which shows
-    more; None where that does not show the history as it was.
+    """Return the text after the ids of an answer that was sampled after `prompt`, in `rendered`, which shows
+    more; None if that does not show the history as it was.
 
-    `before` is `given` without the header of the answer, None where the template has none. `closing` is what
-    the template puts after an answer, `past()` the rendering up to and including it, and `spelled` reads text
-    and tool calls of a rendered turn."""
+    `closing` is the text that the template puts after an answer, `past()` the rendering up to and including
+    it, and `spelled` reads text and tool calls of a rendered turn."""
+    given, before = prompt.text, prompt.before
     exact = given + said.raw
     if rendered.startswith(exact):
         rest = rendered[len(exact) :]
@@ -153,8 +163,7 @@ def continuation(tokenizer: Tokenizer, chat: Chat, new: Sequence[Message]) -> tu
     given, before, content = asked.render(tokenizer), _unopened(tokenizer, asked), str(reply["content"])
     text = tail(
         chat.then(new).render(tokenizer),
-        given,
-        before if before is not None and given.startswith(before) else None,
+        RenderedPrompt(given, before if before is not None and given.startswith(before) else None),
         SampledText(content + chat.end, content, end=chat.end),
         closing=turn_closing(tokenizer),
         past=lambda: _unopened(tokenizer, chat),
@@ -177,7 +186,7 @@ Ids = npt.NDArray[np.int32]
 
 
 def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
-    """Whether a prompt is chat messages, not text nor ids."""
+    """Return whether a prompt is chat messages, not text nor ids."""
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
 
 
@@ -199,36 +208,32 @@ class Renderer:
         self.tokenizer = tokenizer
         self.ends = frozenset(end_ids(tokenizer) if ends is None else ends)
         self.answers = Detokenizer(tokenizer, self.ends)
-        self._remember = remember
-        self._known: dict[tuple[str, str | bytes], Rendered] = {}
+        self._remembered = lru_cache(remember)(self._rendered)
 
     def __call__(self, prompt: Prompt) -> Rendered:
-        """What begins a path: special tokens that the tokenizer puts first are there."""
+        """Return the beginning of a path, with the special tokens that the tokenizer puts first."""
         if not isinstance(prompt, str) and not is_chat(prompt):
             return Rendered(np.asarray(prompt, np.int32), "")
-        return self._remembered("root", prompt)
+        return self._remembered("root", prompt if isinstance(prompt, str) else msgspec.msgpack.encode(prompt))
 
     def following(self, text: str) -> Ids:
-        """Ids of text that goes on with a path: no special token is put before it."""
+        """Return the ids of text that continues a path: no special token is put before it."""
         return self._remembered("more", text).ids
 
-    def _remembered(self, kind: str, prompt: Any) -> Rendered:
-        key = kind, prompt if isinstance(prompt, str) else msgspec.msgpack.encode(prompt)
-        if (known := self._known.get(key)) is None:
-            if kind == "root":
-                ids, text = prompt_ids(self.tokenizer, prompt), prompt_text(self.tokenizer, prompt)
-            else:
-                ids, text = text_ids(self.tokenizer, prompt, special=False), prompt
-            if len(self._known) >= self._remember:
-                del self._known[next(iter(self._known))]
-            known = self._known[key] = Rendered(np.asarray(ids, np.int32), text)
-            known.ids.setflags(write=False)  # it is given out again and again
-        return known
+    def _rendered(self, kind: str, key: str | bytes) -> Rendered:
+        prompt: Any = key if isinstance(key, str) else msgspec.msgpack.decode(key)
+        text = prompt if kind == "more" else prompt_text(self.tokenizer, prompt)
+        if kind == "more":
+            ids = np.asarray(text_ids(self.tokenizer, prompt, special=False), np.int32)
+        else:
+            ids = np.asarray(prompt_ids(self.tokenizer, prompt), np.int32)
+        ids.setflags(write=False)  # it is given out again and again
+        return Rendered(ids, text)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What one call generated. `segment` is its place in the episode: the `parent` of what follows it."""
+    """The answer of one call. `segment` is its place in the episode, and the `parent` of a continuation."""
 
     segment: int
     token_ids: Ids

@@ -1,4 +1,4 @@
-"""What one kind of inference server says differently from another, behind `HttpEngine`.
+"""The differences between kinds of inference servers, behind `HttpEngine`.
 
 A new kind is a `ServerAdapter` and an `EnginePart` that makes an `HttpEngine` of it: `vllm/__init__.py`
 is the shortest example. `sglang/` and `vllm/` have one layout: `adapter.py` has the command line too,
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from areal_async.base.addresses import interface_of
 from areal_async.base.versions import VersionTag
-from areal_async.config.devices import first_threads
+from areal_async.config.devices import first_threads, names_of
 from areal_async.config.engines import EngineMissing, find_engine_python, flag_name
 from areal_async.config.job import JobConfig
 from areal_async.config.routes import replayed_mixture
@@ -47,7 +47,7 @@ from rollout_service.engines.base import (
     UpdateMode,
     trim,
 )
-from rollout_service.engines.devices import gpu_names
+from rollout_service.engines.devices import own_gpus
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.keyed import VARIABLE as KEY_VARIABLE
 
@@ -66,7 +66,7 @@ class ModelFacts:
 
 
 def read_model(folder: Path) -> ModelFacts:
-    """The facts in `config.json`. Raises `EngineError`."""
+    """Return the facts in `config.json`. Raises `EngineError`."""
     config = read_config(folder)
     config = config.get("text_config") or config
     vocab_size = config.get("vocab_size")
@@ -76,7 +76,7 @@ def read_model(folder: Path) -> ModelFacts:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The model's configuration. Raises `EngineError`."""
+    """Return the model's configuration. Raises `EngineError`."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -90,7 +90,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_layout(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The tensors of all safetensors files. Raises `EngineError`, also for a file that is cut short."""
+    """Return the tensors of all safetensors files. Raises `EngineError`, also for a file that is cut
+    short."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -126,7 +127,7 @@ Flag = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """What it takes to call a server dead that may only be slow."""
+    """Conditions for taking a server for dead that may only be slow."""
 
     misses: int = 3
     """Probes in a row without an answer."""
@@ -136,7 +137,8 @@ class Patience:
     """Seconds between two probes."""
 
     def is_over(self, misses: int, silent_s: float) -> bool:
-        """Whether a server is given up after `misses` probes without an answer, the first `silent_s` ago."""
+        """Return whether a server is given up after `misses` probes without an answer, the first `silent_s`
+        ago."""
         return misses >= self.misses and silent_s >= self.span_s
 
 
@@ -154,8 +156,8 @@ class ServerSettings:
     update_mode: UpdateMode = "recompute"
     device: str = "cpu"
     gpus: tuple[str, ...] = ()
-    """What a server that is started here sees of the GPUs, as `CUDA_VISIBLE_DEVICES` names them; none: what
-    this process sees."""
+    """GPUs that a server started here sees, as `CUDA_VISIBLE_DEVICES` names them; none: all that this process
+    sees."""
     dtype: str = "float32"
     torch_threads: int = 1
     """CPU threads of a server that is started here, where it has a setting for them."""
@@ -164,8 +166,7 @@ class ServerSettings:
     url: str | None = None
     """Address of a server that runs already, to attach to."""
     key: str = field(default_factory=lambda: os.environ.get(KEY_VARIABLE, ""), repr=False)
-    """What the server asks for. Empty: one that is started here gets a key of its own, any other asks for
-    none."""
+    """Key of the server. Empty: a server that is started here gets a key of its own, any other has none."""
     python: Path | None = None
     """Interpreter of the environment in which to start a server."""
     arguments: Mapping[str, Flag] = field(default_factory=dict)
@@ -173,7 +174,7 @@ class ServerSettings:
     ready_s: float = 900.0
     """Seconds until it must serve."""
     mixture: Mixture | None = None
-    """Of a server that is to tell the routes of what it is asked for: what its model is made of."""
+    """The mixture of experts of the server's model, if the server is to tell routes."""
     must_route: bool = False
     """Whether one that runs already and tells no routes is refused."""
     interface: str = ""
@@ -191,7 +192,7 @@ class ServerSettings:
 def settings_of(
     job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int
 ) -> ServerSettings:
-    """The settings of the engine that the job names, which is a server. The arguments are those of
+    """Return the settings of the engine that the job names, which is a server. The arguments are those of
     `engines.make_engine`.
 
     Raises `EngineError` when the server's environment or GPU is not there, or none is named to attach to, and
@@ -209,7 +210,7 @@ def settings_of(
         max_model_len=rollout.max_model_len,
         update_mode=rollout.update_mode,
         device=rollout.device,
-        gpus=gpu_names(job, place, replica) if url is None else (),
+        gpus=names_of(own_gpus(job, place, replica), os.environ) if url is None else (),
         dtype=rollout.dtype,
         torch_threads=first_threads(rollout.torch_threads),
         activity=activity,
@@ -225,8 +226,8 @@ def settings_of(
 
 
 def attached_url(job: JobConfig, place: ServiceContext | None, replica: int) -> str | None:
-    """The server to attach to; None when one is to be started. Raises `EngineError` when the job names too
-    few, or the worker's name does not say which."""
+    """Return the server to attach to; None when one is to be started. Raises `EngineError` when the job names
+    too few, or the worker's name does not say which."""
     urls = job.rollout.server.urls
     if not urls:
         return None
@@ -260,7 +261,7 @@ class Directory:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a server is started with."""
+    """The start of a server."""
 
     settings: ServerSettings
     model: Path
@@ -282,18 +283,6 @@ class ServerLoad:
     """Share of its KV room in use, 0 to 1; the fullest one's where it has several."""
     decoded: int = 0
     """Units sampled since the server started, as far as it counts them on the way."""
-
-
-class StreamedAnswer(Protocol):
-    """A streamed answer that is put together while its units are told."""
-
-    def take(self, part: Any) -> None:
-        """Add the next part. Raises `RequestError` or `EngineError` for one that is a refusal."""
-        ...
-
-    def answer(self) -> Any:
-        """Return the whole answer. Raises `EngineError` where there is none."""
-        ...
 
 
 class AnswerReader:
@@ -337,7 +326,7 @@ class ServerAdapter(ABC):
     """Answers 200 at once on a server that lives, a paused one too."""
     generate_path: ClassVar[str]
     answer_type: ClassVar[type]
-    """What an answer, or a part of a streamed one, is decoded to."""
+    """Type to which an answer, or a part of a streamed one, is decoded."""
     watch_s: ClassVar[float]
     """Seconds between two readings of the load."""
 
@@ -386,8 +375,10 @@ class ServerAdapter(ABC):
         sampling values that this server alone cannot take."""
 
     @abstractmethod
-    def heard(self, tell: Tell) -> StreamedAnswer:
-        """Return an empty answer, whose units are told as they come."""
+    def heard(self, tell: Tell) -> Any:
+        """Return an empty streamed answer: `take(part)` adds its next part and tells its units, raising
+        `RequestError` or `EngineError` for a refusal; `answer()` returns the whole or raises
+        `EngineError`."""
 
     @abstractmethod
     def parse(self, answer: Any, sampling: Sampling) -> GenerateResult:

@@ -1,4 +1,4 @@
-"""Talking to an engine's server: JSON in and out, one session, typed errors; and the parts of an answer.
+"""The client of an engine's server: JSON in and out, one session, typed errors; and the parts of an answer.
 
 Each call ends in an answer or in one of three errors: `EngineLost` (no connection, or it broke, or no answer
 in time), `RequestError` (the server refused the request, in its own words), `EngineError` (it failed on it).
@@ -8,8 +8,8 @@ An answer may be made under several versions of the weights: the server says whi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn, TypeVar, cast
 
 import aiohttp
@@ -31,7 +31,7 @@ class VersionSpan(msgspec.Struct):
 
 
 def parse_tag(text: str) -> VersionTag:
-    """The tag that a server carries. Raises `EngineError` for a text that is no tag of ours."""
+    """Return the tag that a server carries. Raises `EngineError` for a text that is no tag of ours."""
     try:
         return VersionTag.parse(text)
     except ValueError:
@@ -43,8 +43,8 @@ def parse_tag(text: str) -> VersionTag:
 def stamp(
     n_units: int, spans: Sequence[VersionSpan], tag_of: Callable[[str], VersionTag] = parse_tag
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """(versions i32[n], epochs i32[n]) of the units. Raises `EngineError` unless the spans, in order, cover
-    each unit exactly once: a unit without a version could be trained at a wrong staleness."""
+    """Return versions and epochs of the units, i32[n] each. Raises `EngineError` unless the spans, in order,
+    cover each unit exactly once: a unit without a version could be trained at a wrong staleness."""
     versions, epochs = np.empty(n_units, np.int32), np.empty(n_units, np.int32)
     at = 0
     for span in spans:
@@ -78,17 +78,8 @@ def result_of(
     logprobs = np.array([logprob for _, logprob in units], np.float32)
     if not np.isfinite(logprobs).all():
         raise EngineError("the weights give logits that are not finite")
-    versions, epochs = stamp(len(ids), spans or (), tag_of)
-    return GenerateResult(
-        token_ids=np.array(ids, np.int32),
-        logprobs=logprobs,
-        versions=versions,
-        epochs=epochs,
-        finish_reason=cast(FinishReason, reason),
-        text="",
-        logprobs_of=logprobs_of,
-        cached_tokens=cached_tokens,
-    )
+    arrays = np.array(ids, np.int32), logprobs, *stamp(len(ids), spans or (), tag_of)
+    return GenerateResult(*arrays, cast(FinishReason, reason), "", logprobs_of, cached_tokens)
 
 
 T = TypeVar("T")
@@ -111,7 +102,7 @@ class ServerProblem(msgspec.Struct):
 
 
 class StreamFailure(msgspec.Struct):
-    """What a server sends in the middle of a stream, of which the status was 200."""
+    """An error in the middle of a stream that began with status 200."""
 
     error: ServerProblem
 
@@ -136,25 +127,23 @@ class ServerClient:
     async def request(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = CONTROL_TIMEOUT_S
     ) -> tuple[int, bytes]:
-        """Status and body, whatever the status. `timeout_s` None waits as long as the connection lives.
+        """Return status and body, whatever the status. `timeout_s` None waits as long as the connection
+        lives.
 
         Raises `EngineLost`."""
-        data = None if body is None else _encoder.encode(body)
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-        with self._reached(path, timeout_s):
-            async with self._session.request(method, self.url + path, data=data, timeout=timeout) as answer:
-                return answer.status, await answer.read()
+        async with self._asked(method, path, body, timeout_s) as answer:
+            return answer.status, await answer.read()
 
     async def post(
         self, path: str, body: Any, answer: type[T], *, timeout_s: float | None = CONTROL_TIMEOUT_S
     ) -> T:
-        """The answer to a POST, decoded. Raises `EngineLost`, `RequestError` for 4xx, `EngineError` for the
-        rest."""
+        """POST `body` and return the answer, decoded. Raises `EngineLost`, `RequestError` for 4xx,
+        `EngineError` for the rest."""
         status, content = await self.request("POST", path, body, timeout_s=timeout_s)
         return self._decoded(path, status, content, answer)
 
     async def get(self, path: str, answer: type[T], *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> T:
-        """The answer to a GET, decoded. Raises as `post`."""
+        """GET `path` and return the answer, decoded. Raises as `post`."""
         status, content = await self.request("GET", path, timeout_s=timeout_s)
         return self._decoded(path, status, content, answer)
 
@@ -163,38 +152,38 @@ class ServerClient:
         one. Waits as long as the connection lives.
 
         Raises as `post`, for an event that is an error too, and `EngineLost` for a stream that breaks off."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        data = _encoder.encode(body)
         ended = False
-        with self._reached(path, None):
-            async with self._session.post(self.url + path, data=data, timeout=timeout) as answer:
-                if answer.status != 200:
-                    self._refuse(path, answer.status, await answer.read())
-                # Read to its end, or the connection could not be used again.
-                async for event in events(answer.content.iter_any()):
-                    if event == END:
-                        ended = True
-                    else:
-                        take(self._part(path, event, part))
+        async with self._asked("POST", path, body, None) as answer:
+            if answer.status != 200:
+                self._refuse(path, answer.status, await answer.read())
+            # Read to its end, or the connection could not be used again.
+            async for event in events(answer.content.iter_any()):
+                if event == END:
+                    ended = True
+                else:
+                    take(self._part(path, event, part))
         if not ended:
             raise EngineLost(f"{self.name} broke off its answer to {path}")
 
     async def serves(self, path: str, *, timeout_s: float = 5.0) -> bool:
-        """Whether a GET of `path` answers 200."""
-        try:
-            status, _ = await self.request("GET", path, timeout_s=timeout_s)
-        except EngineLost:
-            return False
-        return status == 200
+        """Return whether a GET of `path` answers 200."""
+        with suppress(EngineLost):
+            return (await self.request("GET", path, timeout_s=timeout_s))[0] == 200
+        return False
 
     async def close(self) -> None:
         await self._session.close()
         await asyncio.sleep(0)  # lets the transports of closed connections go
 
-    @contextmanager
-    def _reached(self, path: str, timeout_s: float | None) -> Iterator[None]:
+    @asynccontextmanager
+    async def _asked(
+        self, method: str, path: str, body: Any, timeout_s: float | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        data = None if body is None else _encoder.encode(body)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
-            yield
+            async with self._session.request(method, self.url + path, data=data, timeout=timeout) as answer:
+                yield answer
         except TimeoutError as error:
             raise EngineLost(f"{self.name} did not answer {path} within {timeout_s} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -207,14 +196,11 @@ class ServerClient:
         raise kind(f"{self.name} answered {path} with status {status}: {words(content)}")
 
     def _part(self, path: str, event: bytes, part: type[T]) -> T:
-        try:
+        with suppress(ValueError, RecursionError):
             return msgspec.json.decode(event, type=part)
-        except (ValueError, RecursionError):
-            try:
-                failed = msgspec.json.decode(event, type=StreamFailure)
-            except (ValueError, RecursionError):
-                return self._decoded(path, 200, event, part)
-            self._refuse(path, failed.error.code, event)
+        with suppress(ValueError, RecursionError):
+            self._refuse(path, msgspec.json.decode(event, type=StreamFailure).error.code, event)
+        return self._decoded(path, 200, event, part)
 
     def _decoded(self, path: str, status: int, content: bytes, answer: type[T]) -> T:
         if status != 200:
@@ -228,7 +214,7 @@ class ServerClient:
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of each server-sent event in a body that comes in pieces of any size."""
+    """Yield the data of each server-sent event in a body that comes in pieces of any size."""
     rest = b""
     async for chunk in chunks:
         *whole, rest = (rest + chunk).split(b"\n\n")
@@ -237,7 +223,7 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def words(content: bytes) -> str:
-    """The message in an error body of a server, else its beginning."""
+    """Return the message in an error body of a server, else its beginning."""
     text = content.decode(errors="replace")
     try:
         value = msgspec.json.decode(content)

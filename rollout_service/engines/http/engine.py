@@ -16,11 +16,13 @@ import itertools
 import os
 import secrets
 from collections import deque
-from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal_async.base.log import get_logger
+from areal_async.base.metrics import busy
 from areal_async.base.versions import VersionTag
 from areal_async.trajectory.routes import stored_routes
 from rollout_service import metrics
@@ -33,6 +35,7 @@ from rollout_service.engines.base import (
     Tell,
     Weights,
     checked_request,
+    nothing_sampled,
 )
 from rollout_service.engines.http.adapter import (
     Directory,
@@ -43,7 +46,6 @@ from rollout_service.engines.http.adapter import (
     check_folder,
     read_layout,
 )
-from rollout_service.engines.http.calls import Account, Calls
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.process import Liveness, ServerProcess, attached, started
 
@@ -51,6 +53,138 @@ log = get_logger("engine")
 
 MAX_CACHED_VERSIONS = 1024
 """Versions whose sessions find their cache in mode `session`."""
+
+
+ABORT_AGAIN_S = 0.25  # An abort that found no request in the server is sent again after this time
+SETTLE_S = 5.0
+_HELD_BACK = EngineError("aborted before it was sent")
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    rid: str
+    task: asyncio.Task[GenerateResult] = field(init=False)
+    sent: bool = False
+    ending: bool = False
+    error: EngineError | None = None
+
+
+Answering = Callable[[], Coroutine[Any, Any, GenerateResult]]
+
+
+class Calls:
+    """The requests of a server engine that are in flight: counted, held, aborted, failed together.
+
+    Promises: each `run` ends, with the answer or in a typed error; a request is aborted whenever the abort
+    comes: held back here, on its way, or in the server (where an abort that overtakes its request is
+    forgotten: it is sent until the request ends). A caller that is cancelled leaves nothing running. While
+    requests are held the engine computes nothing, and is not busy. Counters never fall."""
+
+    def __init__(self, abort_rid: Callable[[str], Awaitable[None]], activity: str = "rollout") -> None:
+        """`abort_rid` asks the server to end a request, known there by its `rid`; the metrics have the busy
+        time under `activity`."""
+        self.tokens_total = self.requests_total = 0
+        self._abort_rid, self._activity, self._computing = abort_rid, activity, False
+        self._calls: dict[str, _Call] = {}
+        self._background: set[asyncio.Task[Any]] = set()
+        self._open = asyncio.Event()
+        self._open.set()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    async def run(self, request: GenerateRequest, rid: str, answer: Answering) -> GenerateResult:
+        """Return the outcome of `answer()`, which asks the server; while held, it is not begun.
+
+        A request that was aborted before it was begun has sampled nothing. Raises what `answer` raises, and
+        what `fail` was given."""
+        if request.request_id in self._calls:
+            raise EngineError(f"request {request.request_id!r} is in flight already")
+        call = _Call(rid)
+        call.task = asyncio.create_task(self._sent(call, answer))
+        self._calls[request.request_id] = call
+        self._keep_time()
+        try:
+            result = await asyncio.shield(call.task)
+        except asyncio.CancelledError:
+            if not call.task.cancelled() or call.error is None:
+                # The caller was cancelled: what it asked for is ended behind its back.
+                self._end(call)
+                raise
+            if call.error is _HELD_BACK:
+                return nothing_sampled()
+            raise call.error from None
+        finally:
+            del self._calls[request.request_id]
+            self.requests_total += 1
+            self._keep_time()
+        if result.finish_reason == "abort" and not call.ending:
+            raise EngineLost("the server ended a request that nobody aborted: send it again")
+        return result
+
+    def hold(self) -> None:
+        """Begin no request until `let_go`."""
+        self._open.clear()
+        self._keep_time()
+
+    def let_go(self) -> None:
+        self._open.set()
+        self._keep_time()
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests. Unknown ids have finished already."""
+        for request_id in request_ids:
+            if call := self._calls.get(request_id):
+                self._end(call)
+
+    def fail(self, error: EngineError) -> None:
+        """End everything in flight with `error`; nothing is held any more."""
+        for call in list(self._calls.values()):
+            call.error = error
+            call.task.cancel()
+        self.let_go()
+
+    async def settle(self) -> None:
+        """Wait for the aborts that run behind the callers' backs."""
+        for task in self._background:
+            task.cancel()
+        if self._background:
+            await asyncio.wait({*self._background}, timeout=SETTLE_S)
+
+    def _keep_time(self) -> None:
+        computing = bool(self._calls) and self._open.is_set()
+        if computing != self._computing:
+            (busy.begin if computing else busy.end)(self._activity)
+            self._computing = computing
+
+    async def _sent(self, call: _Call, answer: Answering) -> GenerateResult:
+        await self._open.wait()
+        call.sent = True
+        return await answer()
+
+    def _end(self, call: _Call) -> None:
+        if call.task.done() or call.ending:
+            return
+        call.ending = True
+        if not call.sent:
+            call.error = _HELD_BACK
+            call.task.cancel()
+            return
+        task = asyncio.create_task(self._abort_until_done(call))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _abort_until_done(self, call: _Call) -> None:
+        while not call.task.done():
+            # A lost connection is found by the request's own, or by the watch over the server.
+            with suppress(EngineLost):
+                await self._abort_rid(call.rid)
+            await asyncio.wait({call.task}, timeout=ABORT_AGAIN_S)
+        if not call.task.cancelled():
+            call.task.exception()  # looked at: its caller may be gone
+
+
+# --- the engine --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +202,14 @@ class HttpEngine:
 
     def __init__(self, adapter: ServerAdapter) -> None:
         self._adapter, self._settings = adapter, adapter.settings
-        self._account, self._calls = Account(adapter.settings.activity), Calls(self._abort)
+        self._calls = Calls(lambda rid: adapter.abort(self._client(), rid), adapter.settings.activity)
         self._prefix = ""
         self._numbers = itertools.count()
         self._server: _Server | None = None
         self._layout: Layout = {}
         self._served: Directory | None = None
         self._was_served: deque[VersionTag] = deque(maxlen=MAX_CACHED_VERSIONS)
-        """What this start of the server has served, the newest last."""
+        """Versions that this start of the server has served, the newest last."""
         self._paused = self._stopping = False
         self._lost: EngineLost | None = None
         self._load = ServerLoad()
@@ -116,17 +250,10 @@ class HttpEngine:
             await self._close_server()
             raise
         self._served = served
-        self._was_served.clear()
-        self._was_served.append(served.tag)
+        self._was_served = deque([served.tag], MAX_CACHED_VERSIONS)
         self._watcher = asyncio.create_task(self._watch(self._server))
-        log.info(
-            "engine serves",
-            engine=adapter.name,
-            release=release,
-            url=self.url,
-            version=served.tag.version,
-            max_model_len=adapter.max_model_len,
-        )
+        facts = {"engine": adapter.name, "release": release, "url": self.url, "version": served.tag.version}
+        log.info("engine serves", **facts, max_model_len=adapter.max_model_len)
 
     async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
         self._check_serving()
@@ -153,14 +280,13 @@ class HttpEngine:
                 result = replace(result, **cut)
             result = replace(result, text=adapter.reader.text(sampled, stop))
             result = self._routed(result, said, request, ids.size)
-            self._account.sampled(result.token_ids.size)
+            self._calls.tokens_total += result.token_ids.size
             if result.cached_tokens is not None:
                 metrics.PROMPT_TOKENS.inc(ids.size)
                 metrics.CACHED_TOKENS.inc(result.cached_tokens)
             return result
 
-        with self._account.call():
-            return await self._calls.run(request, rid, answer)
+        return await self._calls.run(request, rid, answer)
 
     async def pause(self) -> None:
         """The server stops between two steps: units of a step under way are still the old version's, and are
@@ -168,7 +294,6 @@ class HttpEngine:
         self._check_serving()
         self._calls.hold()
         self._paused = True
-        self._account.paused(True)
         await self._command(self._adapter.pause(self._client()))
 
     async def load(self, snapshot: Weights) -> None:
@@ -196,22 +321,21 @@ class HttpEngine:
         self._check_serving()
         await self._command(self._adapter.resume(self._client()))
         self._paused = False
-        self._account.paused(False)
         self._calls.let_go()
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         self._calls.abort(request_ids)
 
     def stats(self) -> EngineStats:
-        waiting = min(self._load.waiting, self._account.in_flight)
+        waiting = min(self._load.waiting, len(self._calls))
         return EngineStats(
-            running=self._account.in_flight - waiting,
+            running=len(self._calls) - waiting,
             waiting=waiting,
             capacity=self._adapter.capacity,
             kv_used=self._load.kv_used,
-            tokens_total=self._account.tokens_total,
-            requests_total=self._account.requests_total,
-            busy_s=self._account.busy_s,
+            tokens_total=self._calls.tokens_total,
+            requests_total=self._calls.requests_total,
+            busy_s=busy.seconds(self._settings.activity),
             decoded=self._load.decoded,
         )
 
@@ -220,14 +344,13 @@ class HttpEngine:
         self._calls.fail(EngineError("the engine has stopped"))
         await self._close_server()
         await self._adapter.close()
-        self._account.close()
 
     # --- requests ------------------------------------------------------------------------------------
 
     def _cache_of(self, request: GenerateRequest) -> VersionTag:
-        """The version under which the prefixes of a request are cached: the one served, or in mode `session`
-        the one that its session began under. Where this start of the server has not served that, it is the
-        first one after it: the session's prefix is computed once more, not again at each update."""
+        """Return the version under which the prefixes of a request are cached: the one served, or in mode
+        `session` the one that its session began under. Where this start of the server has not served that, it
+        is the first one after it: the session's prefix is computed once more, not again at each update."""
         if self._settings.update_mode == "session" and request.began is not None:
             epoch, version = request.began
             began = VersionTag(self.version.policy, epoch, version)
@@ -237,7 +360,7 @@ class HttpEngine:
     def _routed(
         self, result: GenerateResult, said: Any, request: GenerateRequest, prompt: int
     ) -> GenerateResult:
-        """The result with its routes, where they are wanted and the answer has them."""
+        """Return the result with its routes, if they are wanted and the answer has them."""
         mixture, start = self._settings.mixture, request.routes_from
         found = None if mixture is None or start is None else self._adapter.expert_ids(said)
         if found is None or mixture is None or start is None:
@@ -265,13 +388,10 @@ class HttpEngine:
                 raise
             raise self._lose(str(error)) from error
 
-    async def _abort(self, rid: str) -> None:
-        await self._adapter.abort(self._client(), rid)
-
     # --- the server ----------------------------------------------------------------------------------
 
     async def _connect(self, weights: Directory) -> _Server:
-        """A server that answers: the attached one, or one that is started."""
+        """Return a server that answers: the attached one, or one that is started."""
         adapter, settings, process = self._adapter, self._settings, None
         if settings.python is None:
             # Another client may have left it paused: then it is not ready, but it is there.
@@ -284,7 +404,7 @@ class HttpEngine:
                 lambda port: adapter.command(replace(launch, port=port)),
                 adapter.environment(launch, os.environ),
                 settings,
-                path=adapter.ready_path,
+                adapter.ready_path,
             )
         alive = adapter.alive_path
         return _Server(client, process, Liveness(lambda: client.serves(alive), process, settings.patience))
@@ -337,16 +457,13 @@ class HttpEngine:
             log.error("engine is lost", engine=self._adapter.name, error=why)
             self._lost = EngineLost(f"the engine {self._adapter.name} is lost: {why}")
             self._calls.fail(self._lost)
-            self._account.paused(False)
         return EngineLost(str(self._lost or why))
 
     def _check_serving(self) -> None:
-        if self._stopping:
-            raise EngineError("the engine has stopped")
-        if self._lost is not None:
+        if self._lost is not None and not self._stopping:
             raise EngineLost(str(self._lost))
-        if self._served is None:
-            raise EngineError("the engine has not started")
+        if self._stopping or self._served is None:
+            raise EngineError(f"the engine has {'stopped' if self._stopping else 'not started'}")
 
     def _client(self) -> ServerClient:
         if self._server is None:

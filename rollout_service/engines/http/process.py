@@ -15,6 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,9 @@ from rollout_service.engines.http.client import ServerClient
 
 log = get_logger("engine")
 
+Variables = Mapping[str, str]
+Argv = Callable[[int], Sequence[str]]  # The argument vector of a server on a port
+
 POLL_S = 0.1
 TAIL_LINES = 15
 LOG_BYTES = 256 << 10  # What is read of its log, from the end
@@ -39,8 +43,8 @@ UNAUTHORIZED = 401
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now. The server binds it some seconds later: should another be
-    faster, it ends, and is started again with another port."""
+    """Return a loopback port that nobody listens on now. The server binds it some seconds later: should
+    another be faster, it ends, and is started again with another port."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
@@ -49,9 +53,7 @@ def free_port() -> int:
 class ServerProcess(ChildProcess):
     """A started server, whose process group does not outlive this process. `name` is for messages."""
 
-    def __init__(
-        self, name: str, argv: Sequence[str], environment: Mapping[str, str], log_path: Path
-    ) -> None:
+    def __init__(self, name: str, argv: Sequence[str], environment: Variables, log_path: Path) -> None:
         """Start `argv` with exactly `environment`; its output is appended to `log_path`."""
         self.name = name
         self.log_path = log_path
@@ -63,14 +65,11 @@ class ServerProcess(ChildProcess):
             raise EngineError(f"{name} cannot be started: {error}") from error
 
     def tail(self) -> str:
-        """The last lines that this server wrote."""
-        return "\n".join(self._written().splitlines()[-TAIL_LINES:])
+        """Return the last lines that this server wrote."""
+        return "\n".join(self.written().splitlines()[-TAIL_LINES:])
 
-    def found_its_port_taken(self) -> bool:
-        """Whether it said so, of the port it was given or of one that it chose for processes of its own."""
-        return PORT_TAKEN in self._written()
-
-    def _written(self) -> str:
+    def written(self) -> str:
+        """Return the log of this server, or the end of a long one."""
         with self.log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_from, size - LOG_BYTES))
@@ -85,15 +84,11 @@ class ServerProcess(ChildProcess):
         board.waits("server", f"its {server} to load")
         try:
             while not await serves():
-                if not self.alive:
-                    raise EngineError(
-                        f"{self.name} ended before it served. The end of {self.log_path}:\n{self.tail()}"
-                    )
-                if time.monotonic() > until_s:
-                    raise EngineError(
-                        f"{self.name} does not serve after {ready_s:.0f} s (rollout.server.ready_s). "
-                        f"The end of {self.log_path}:\n{self.tail()}"
-                    )
+                late = time.monotonic() > until_s
+                if late or not self.alive:
+                    failed = f"does not serve after {ready_s:.0f} s (rollout.server.ready_s)"
+                    failed = failed if self.alive else "ended before it served"
+                    raise EngineError(f"{self.name} {failed}. The end of {self.log_path}:\n{self.tail()}")
                 await asyncio.sleep(POLL_S)
         except BaseException:
             self.kill()
@@ -102,28 +97,23 @@ class ServerProcess(ChildProcess):
             board.waits("server", "")
 
 
+@dataclass(eq=False)
 class Liveness:
-    """Whether one server lives, asked after something went wrong with it. `answers` probes it once, in
-    bounded time; `process` is None for one that is attached."""
+    """Tells whether one server lives, asked after something went wrong with it. `answers` probes it once, in
+    bounded time; `process` is None for an attached one."""
 
-    def __init__(
-        self,
-        answers: Callable[[], Awaitable[bool]],
-        process: ServerProcess | None,
-        patience: Patience = PATIENCE,
-    ) -> None:
-        self._answers = answers
-        self._process = process
-        self._patience = patience
-        self._examination: asyncio.Task[bool] | None = None
-        self._closed = False
+    answers: Callable[[], Awaitable[bool]]
+    process: ServerProcess | None
+    patience: Patience = PATIENCE
+    _examination: asyncio.Task[bool] | None = None
+    _closed: bool = False
 
     def ended(self) -> bool:
-        """Whether its process has ended."""
-        return self._process is not None and not self._process.alive
+        """Return whether its process has ended."""
+        return self.process is not None and not self.process.alive
 
     async def confirmed(self) -> bool:
-        """Whether the server lives. One examination for all who ask while it is under way."""
+        """Return whether the server lives. One examination serves all who ask while it is under way."""
         if self._examination is None or self._examination.done():
             self._examination = asyncio.create_task(self._examine())
         return await asyncio.shield(self._examination)
@@ -136,26 +126,21 @@ class Liveness:
         clock = asyncio.get_running_loop().time
         since_s, misses = clock(), 0
         while not self._closed and not self.ended():
-            if await self._answers():
+            if await self.answers():
                 return True
             misses += 1
-            if self._patience.is_over(misses, clock() - since_s):
+            if self.patience.is_over(misses, clock() - since_s):
                 return False
-            await asyncio.sleep(self._patience.pause_s)
+            await asyncio.sleep(self.patience.pause_s)
         return False
 
 
 async def started(
-    name: str,
-    argv: Callable[[int], Sequence[str]],
-    environment: Mapping[str, str],
-    settings: ServerSettings,
-    *,
-    path: str,
+    name: str, argv: Argv, environment: Variables, settings: ServerSettings, path: str
 ) -> tuple[ServerProcess, ServerClient]:
-    """A server that was started with `argv(port)` (`python … -m MODULE …`) and answers `path` with 200, but
-    nobody without the key that it was given. Raises `EngineError` for one that ends before it serves, does
-    not serve in time or answers strangers; nothing is left of it then."""
+    """Return a server that was started with `argv(port)` (`python … -m MODULE …`) and answers `path` with
+    200, but nobody without the key that it was given. Raises `EngineError` for one that ends before it
+    serves, does not serve in time or answers strangers; nothing is left of it then."""
     for attempt in range(1, STARTS + 1):
         port, key = free_port(), settings.key or secrets.token_hex(32)
         command = list(argv(port))
@@ -166,33 +151,29 @@ async def started(
         client = ServerClient(f"{name} at {url}", url, key=key)
         try:
             await process.wait_ready(partial(client.serves, path), settings.ready_s)
-            await _check_refusal(client, path)
+            stranger = ServerClient(client.name, client.url)
+            try:
+                status, _ = await stranger.request("GET", path)
+            finally:
+                await stranger.close()
+            if status != UNAUTHORIZED:
+                raise EngineError(
+                    f"{client.name} answers without its key (status {status}): this release of the server "
+                    "does not serve as this project expects. Use the release that `make engines` installs"
+                )
             return process, client
         except BaseException as error:
             await process.stop()
             await client.close()
-            taken = isinstance(error, EngineError) and process.found_its_port_taken()
+            taken = isinstance(error, EngineError) and PORT_TAKEN in process.written()
             if not taken or attempt == STARTS:
                 raise
     raise AssertionError("the last attempt returns or raises")
 
 
-async def _check_refusal(client: ServerClient, path: str) -> None:
-    stranger = ServerClient(client.name, client.url)
-    try:
-        status, _ = await stranger.request("GET", path)
-    finally:
-        await stranger.close()
-    if status != UNAUTHORIZED:
-        raise EngineError(
-            f"{client.name} answers without its key (status {status}): this release of the server does not "
-            "serve as this project expects. Use the release that `make engines` installs"
-        )
-
-
 async def attached(name: str, settings: ServerSettings, *, path: str) -> ServerClient:
-    """The server at `settings.url`, once it answers `path` with 200. Raises `EngineError` when it does not
-    in time."""
+    """Return the server at `settings.url`, once it answers `path` with 200. Raises `EngineError` when it does
+    not in time."""
     assert settings.url is not None
     client = ServerClient(f"{name} at {settings.url}", settings.url, key=settings.key)
     try:

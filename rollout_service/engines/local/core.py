@@ -11,16 +11,16 @@ Before a decode the rows in use are made dense, 0 … n-1.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from areal_async.base.versions import POLICY, VersionTag
 from areal_async.models.answers import Detokenizer
@@ -29,6 +29,7 @@ from rollout_service.engines.base import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
+    Ids,
     Weights,
     check_sampling,
     checked_ids,
@@ -38,7 +39,7 @@ from rollout_service.engines.base import (
 from rollout_service.engines.local.graphs import DecodeGraphs
 from rollout_service.engines.local.kv import Decode, Prefill, SlotKV
 from rollout_service.engines.local.model import LocalModel
-from rollout_service.engines.local.requests import RequestTable, draw, pad
+from rollout_service.engines.local.requests import RequestTable, Slots, draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,40 +48,33 @@ class Finished:
     outcome: GenerateResult | EngineError
 
 
+@dataclass(eq=False)
 class EngineCore:
     """`prefill_tokens`: most tokens, padding included, in one prefill pass; a longer prompt goes alone."""
 
-    def __init__(
-        self,
-        model: LocalModel,
-        *,
-        slots: int,
-        max_model_len: int,
-        update_mode: Literal["recompute", "keep"] = "recompute",
-        prefill_tokens: int = 4096,
-    ) -> None:
-        limit = getattr(model.model.config, "max_position_embeddings", max_model_len)
-        if max_model_len > limit:
+    model: LocalModel
+    _: KW_ONLY
+    slots: int
+    max_model_len: int
+    update_mode: Literal["recompute", "keep"] = "recompute"
+    prefill_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        limit = getattr(self.model.model.config, "max_position_embeddings", self.max_model_len)
+        if (length := self.max_model_len) > limit:
             raise EngineError(
-                f"rollout.max_model_len is {max_model_len}, but the model has {limit} positions: lower it"
+                f"rollout.max_model_len is {length}, but the model has {limit} positions: lower it"
             )
-        self.model = model
-        self.slots = slots
-        self.max_model_len = max_model_len
-        self.update_mode = update_mode
-        self.prefill_tokens = prefill_tokens
         self.tag = VersionTag(POLICY, 0, 0)
-        self.tokens_total = 0
+        self.tokens_total = self.requests_total = 0
         self.prompt_tokens_total = 0  # Computed for those that began, equal prompts once
-        self.requests_total = 0
         self.waiting: deque[GenerateRequest] = deque()
         """Smallest priority first, among equals in the order they came."""
-        self._checked: npt.NDArray[np.int32] | None = (
-            None  # The last prompt that holds and that nobody writes to
-        )
-        self._text = Detokenizer(model.tokenizer, model.eos_ids)
-        self._eos = np.zeros(model.vocab_size, np.bool_)
-        self._eos[[i for i in model.eos_ids if i < model.vocab_size]] = True
+        self._checked: Ids | None = None
+        """The last prompt that holds and that nobody writes to."""
+        self._text = Detokenizer(self.model.tokenizer, self.model.eos_ids)
+        self._eos = np.zeros(self.model.vocab_size, np.bool_)
+        self._eos[[i for i in self.model.eos_ids if i < self.model.vocab_size]] = True
         self._stale_kv = False
         self._reset()
 
@@ -95,7 +89,7 @@ class EngineCore:
     # --- requests ------------------------------------------------------------------------------------
 
     def checked(self, request: GenerateRequest) -> GenerateRequest:
-        """The request with its prompt as an int32 array. Raises `RequestError` for one that cannot be
+        """Return the request with its prompt as an int32 array. Raises `RequestError` for one that cannot be
         served. Safe on any thread."""
         check_sampling(request.sampling)
         prompt = request.prompt_ids
@@ -103,7 +97,7 @@ class EngineCore:
             return request
         ids = checked_ids(prompt, vocab_size=self.model.vocab_size, max_model_len=self.max_model_len)
         if ids is not prompt:
-            return dataclasses.replace(request, prompt_ids=ids)
+            return replace(request, prompt_ids=ids)
         self._checked = ids
         return request
 
@@ -135,11 +129,8 @@ class EngineCore:
             self.waiting.remove(request)
             done.append(Finished(request.request_id, nothing_sampled()))
         self.requests_total += len(done)
-        slots = [
-            slot
-            for slot in self._active.tolist()
-            if (held := self._table.requests[slot]) and held.request_id in wanted
-        ]
+        active = ((slot, self._table.requests[slot]) for slot in self._active.tolist())
+        slots = [slot for slot, held in active if held is not None and held.request_id in wanted]
         return done + self._finish(slots, ["abort"] * len(slots))
 
     def fail(self, error: EngineError) -> list[Finished]:
@@ -149,9 +140,9 @@ class EngineCore:
         self.requests_total += len(active)
         return [Finished(request.request_id, error) for request in active if request is not None]
 
-    def grown(self, told: dict[str, int]) -> list[tuple[str, npt.NDArray[np.int32]]]:
-        """What requests being computed have sampled beyond so many units, by request id. `told` then counts
-        that too."""
+    def grown(self, told: dict[str, int]) -> list[tuple[str, Ids]]:
+        """Return the units that requests have sampled beyond those counted in `told`, by request id, and
+        count them there."""
         pieces = []
         for slot in self._active.tolist():
             request = self._table.requests[slot]
@@ -216,7 +207,7 @@ class EngineCore:
         last_UE = hidden_UTE[torch.arange(len(distinct), device=hidden_UTE.device), newest]
         return self._sample(slots, self.model.logits(last_UE), source)
 
-    def _prefill(self, sequences: Sequence[npt.NDArray[np.int32]], rows: npt.NDArray[np.int64]) -> Tensor:
+    def _prefill(self, sequences: Sequence[Ids], rows: Slots) -> Tensor:
         """Compute sequences into rows of the cache, equal ones once. Hidden states of the U distinct ones, in
         the order in which they first occur, `[U, T, E]`."""
         distinct, source = _distinct(sequences)
@@ -224,7 +215,7 @@ class EngineCore:
         self._kv.reserve(length)
         device = self.model.device
         return self.model.hidden(
-            torch.from_numpy(pad(distinct, length)).to(device),
+            pad_sequence([torch.tensor(ids) for ids in distinct], batch_first=True).long().to(device),
             torch.arange(length, device=device).expand(len(distinct), -1),
             Prefill(self._kv, torch.from_numpy(rows).to(device), torch.from_numpy(source).to(device)),
         )
@@ -239,14 +230,7 @@ class EngineCore:
         self._went(slots, position, np.ones_like(slots), self._row[slots], 1)
         return self._sample(slots, self.model.logits(hidden[:, 0]), self._row[slots])
 
-    def _went(
-        self,
-        slots: npt.NDArray[np.int64],
-        start: npt.NDArray[np.int64],
-        n: npt.NDArray[np.int64],
-        source: npt.NDArray[np.int64],
-        length: int,
-    ) -> None:
+    def _went(self, slots: Slots, start: Slots, n: Slots, source: Slots, length: int) -> None:
         """Note where the last pass, over rows of `length` tokens, sent the `n` tokens of each slot from
         `start` on, which row `source` begins with. What is computed anew under other weights keeps the routes
         that it was sampled under."""
@@ -254,8 +238,8 @@ class EngineCore:
             by_row = torch.stack(self.model.experts, 1).unflatten(0, (-1, length))
             self._table.went(slots, start, n, by_row.cpu().numpy()[source])
 
-    def _hidden(self, ids: npt.NDArray[np.int64], position: npt.NDArray[np.int64], longest: int) -> Tensor:
-        """Last hidden states `[n, 1, E]` of one new unit of each of rows 0 … n-1."""
+    def _hidden(self, ids: Slots, position: Slots, longest: int) -> Tensor:
+        """Return the last hidden states `[n, 1, E]` of one new unit of each of rows 0 … n-1."""
         if self._graphs is not None:
             return self._graphs.hidden(ids, position, longest)
         device = self.model.device
@@ -263,7 +247,7 @@ class EngineCore:
         plan = Decode(self._kv, position_t, longest)
         return self.model.hidden(torch.from_numpy(ids).to(device)[:, None], position_t[:, None], plan)
 
-    def _split(self, ids: npt.NDArray[np.int64], position: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _split(self, ids: Slots, position: Slots) -> Slots:
         """Give each prefix among the active requests a row of its own, rows 0 … n-1; `ids` and `position` are
         their newest tokens. Returns for each row one of its requests, as an index of the active ones."""
         mixed = self._row[self._active] * self.model.vocab_size + ids
@@ -283,14 +267,12 @@ class EngineCore:
         by_row[row] = first
         return by_row
 
-    def _sample(
-        self, slots: npt.NDArray[np.int64], logits_RV: Tensor, source: npt.NDArray[np.int64]
-    ) -> list[Finished]:
+    def _sample(self, slots: Slots, logits_RV: Tensor, source: Slots) -> list[Finished]:
         """Draw a unit for each slot from its row of the logits, and finish the slots that end with it."""
         if len(source) != len(logits_RV) or (source[1:] < source[:-1]).any():
             logits_RV = logits_RV.index_select(0, torch.from_numpy(source).to(logits_RV.device))
         ids, logprobs = draw(logits_RV, self._table.draw(slots))
-        self._table.append(slots, ids, logprobs, self.tag.version, self.tag.epoch)
+        self._table.append(slots, ids, logprobs, self.tag)
         self.tokens_total += len(slots)
         stopped = self._eos[ids] | self._stop_strings(slots)
         broken = ~np.isfinite(logprobs)
@@ -303,7 +285,7 @@ class EngineCore:
         ]
         return self._finish(slots[at].tolist(), reasons)
 
-    def _stop_strings(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def _stop_strings(self, slots: Slots) -> npt.NDArray[np.bool_]:
         hit = np.zeros(len(slots), np.bool_)
         at = np.flatnonzero(self._table.stop_window[slots])
         if not at.size:
@@ -335,18 +317,17 @@ class EngineCore:
         return done
 
 
-def _distinct(
-    sequences: Sequence[npt.NDArray[np.int32]],
-) -> tuple[list[npt.NDArray[np.int32]], npt.NDArray[np.int64]]:
-    """The distinct ones among sequences, as they first occur, and for each sequence which of them it is."""
+def _distinct(sequences: Sequence[Ids]) -> tuple[list[Ids], Slots]:
+    """Return the distinct sequences in the order of their first occurrence, and the index of each sequence
+    among them."""
     index: dict[bytes, int] = {}
     source = [index.setdefault(ids.tobytes(), len(index)) for ids in sequences]
     return [np.frombuffer(ids, np.int32) for ids in index], np.array(source, np.int64)
 
 
 def _budget(sequences: Sequence[Any], most_tokens: int) -> int:
-    """How many sequences, in this order, fit one prefill pass when the distinct ones are padded to the
-    longest; at least one."""
+    """Return the number of sequences, in this order, that fit one prefill pass when the distinct ones are
+    padded to the longest; at least one."""
     seen: set[bytes] = set()
     longest = 0
     for count, ids in enumerate(sequences):

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -44,61 +45,50 @@ STOP_TIMEOUT_S = 2.0
 TERMS = 4
 
 
-class PassSums:
-    """What the engine's passes cost. A pass that samples n tokens and computes p tokens of prompts takes
-    about a + b·n + c·[p > 0] + d·p seconds of its thread's CPU time; kept is what least squares need for
-    a, b, c and d, so that two readings differ by the sums of the passes between them.
-
-    `sums`: the products of the terms (1, n, [p > 0], p), i ≤ j, in the order (0, 0), (0, 1), … (3, 3); then
-    each term times the seconds."""
-
-    def __init__(self) -> None:
-        self.sums = (0.0,) * (TERMS * (TERMS + 1) // 2 + TERMS)
-
-    def add(self, sampled: int, prompt_tokens: int, seconds: float) -> None:
-        """Count a pass."""
-        x = (1.0, float(sampled), float(prompt_tokens > 0), float(prompt_tokens))
-        products = [x[i] * x[j] for i in range(TERMS) for j in range(i, TERMS)]
-        added = (*products, *(term * seconds for term in x))
-        self.sums = tuple(a + b for a, b in zip(self.sums, added, strict=True))
+NO_PASSES = (0.0,) * (TERMS * (TERMS + 1) // 2 + TERMS)
 
 
+def with_pass(sums: tuple[float, ...], sampled: int, prompt_tokens: int, seconds: float) -> tuple[float, ...]:
+    """Return the sums of the engine's passes with one more.
+
+    A pass that samples n tokens and computes p tokens of prompts takes about a + b·n + c·[p > 0] + d·p
+    seconds of its thread's CPU time. The sums are those that least squares need for a, b, c and d, so that
+    two readings differ by the sums of the passes between them: the products of the terms (1, n, [p > 0], p),
+    i ≤ j, in the order (0, 0), (0, 1), … (3, 3); then each term times the seconds."""
+    x = (1.0, float(sampled), float(prompt_tokens > 0), float(prompt_tokens))
+    products = [x[i] * x[j] for i in range(TERMS) for j in range(i, TERMS)]
+    added = (*products, *(term * seconds for term in x))
+    return tuple(a + b for a, b in zip(sums, added, strict=True))
+
+
+@dataclass(eq=False)
 class LocalEngine:
     """One replica of the policy in this process. Implements `engines.base.Engine`, and tells what it
     samples unit by unit."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        slots: int,
-        max_model_len: int,
-        update_mode: Literal["recompute", "keep"] = "recompute",
-        device: str = "cpu",
-        dtype: str = "float32",
-        activity: str = "rollout",
-        mixture: Mixture | None = None,
-    ) -> None:
-        """`directory` gives architecture and tokenizer, snapshots give the weights; `slots` requests are
-        computed at once; `activity` names the engine's busy time in the metrics; `mixture` is what the model
-        is made of, where requests may ask for routes."""
-        self._directory = directory
-        self._slots = slots
-        self._max_model_len = max_model_len
-        self._update_mode: Literal["recompute", "keep"] = update_mode
-        self._device, self._dtype = device, dtype
-        self._activity = activity
-        self._mixture = mixture
-        self._computing = False
+    directory: Path
+    """Folder of the architecture and the tokenizer; snapshots give the weights."""
+    _: KW_ONLY
+    slots: int
+    """Requests computed at once."""
+    max_model_len: int
+    update_mode: Literal["recompute", "keep"] = "recompute"
+    device: str = "cpu"
+    dtype: str = "float32"
+    activity: str = "rollout"
+    """Name of the engine's busy time in the metrics."""
+    mixture: Mixture | None = None
+    """The model's mixture of experts, if requests may ask for routes."""
+
+    def __post_init__(self) -> None:
         self._calls: dict[str, asyncio.Future[GenerateResult]] = {}
         self._tells: dict[str, Tell] = {}
         self._told: dict[str, int] = {}  # Units that were told of each streamed request. The thread's
         self._outbox: list[Callable[[], None]] = []  # For the thread, once the loop has come round
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
-        self._paused = False
-        self._stopping = False
-        self._passes = PassSums()
+        self._computing = self._paused = self._stopping = False
+        self._passes = NO_PASSES
         self._core: EngineCore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -117,10 +107,9 @@ class LocalEngine:
         self._thread.start()
 
         def build() -> None:
-            model = LocalModel(self._directory, device=self._device, dtype=self._dtype, mixture=self._mixture)
-            core = EngineCore(
-                model, slots=self._slots, max_model_len=self._max_model_len, update_mode=self._update_mode
-            )
+            model = LocalModel(self.directory, device=self.device, dtype=self.dtype, mixture=self.mixture)
+            limits = {"slots": self.slots, "max_model_len": self.max_model_len}
+            core = EngineCore(model, **limits, update_mode=self.update_mode)
             core.swap(snapshot)
             model.check()
             self._core = core
@@ -176,12 +165,12 @@ class LocalEngine:
         return EngineStats(
             running=core.running,
             waiting=len(core.waiting),
-            capacity=self._slots,
+            capacity=self.slots,
             kv_used=core.kv_used,
             tokens_total=core.tokens_total,
             requests_total=core.requests_total,
-            busy_s=busy.seconds(self._activity),
-            passes=self._passes.sums,
+            busy_s=busy.seconds(self.activity),
+            passes=self._passes,
         )
 
     async def stop(self) -> None:
@@ -242,7 +231,7 @@ class LocalEngine:
         begun_s, before = time.thread_time(), (core.tokens_total, core.prompt_tokens_total)
         finished = core.step()
         sampled, prompts = core.tokens_total - before[0], core.prompt_tokens_total - before[1]
-        self._passes.add(sampled, prompts, time.thread_time() - begun_s)
+        self._passes = with_pass(self._passes, sampled, prompts, time.thread_time() - begun_s)
         self._deliver(finished)
         if self._told and (pieces := core.grown(self._told)):
             assert self._loop is not None
@@ -286,17 +275,17 @@ class LocalEngine:
             for command in self._inbox:
                 command()
             if self._computing:
-                busy.end(self._activity)
+                busy.end(self.activity)
 
     def _keep_time(self) -> None:
         """Count the time in which there is something to compute. Looked at before each wait and after."""
         computing = self._core is not None and not self._paused and not self._core.idle
         if computing != self._computing:
-            (busy.begin if computing else busy.end)(self._activity)
+            (busy.begin if computing else busy.end)(self.activity)
             self._computing = computing
 
     def _commands(self) -> list[Callable[[], None]]:
-        """What was posted; waits for something to do."""
+        """Return the posted commands; waits for something to do."""
         with self._wake:
             if not self._inbox and not self._stopping:
                 core = self._core

@@ -35,16 +35,16 @@ class DecodeGraphs:
         self._model, self._kv = model, kv
         self._ids_and_position = torch.zeros(2, kv.rows, dtype=torch.long, device=kv.device)
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, list[Tensor]] | None] = {}
-        """By rows and length; None for a shape that has run once. Its second pass is recorded: by then its
-        kernels are loaded, and a shape that comes once is not worth recording."""
+        """The recorded passes by rows and length; None for a shape that has run once. Its second pass is
+        recorded: by then its kernels are loaded, and a shape that comes once is not worth recording."""
         self._kv_length = 0
         self._stream = torch.cuda.Stream(kv.device)
         self._pool = torch.cuda.graph_pool_handle()
         self._able = True
 
     def hidden(self, ids: npt.NDArray[np.int64], position: npt.NDArray[np.int64], longest: int) -> Tensor:
-        """Last hidden states `[n, 1, E]` of one new unit of each of rows 0 … n-1; see `Decode`. They hold
-        until the next pass."""
+        """Return the last hidden states `[n, 1, E]` of one new unit of each of rows 0 … n-1; see `Decode`.
+        They hold until the next pass."""
         n = len(ids)
         rows = min(few(n), self._kv.rows)
         length = min(few(-(-longest // LENGTH_STEP)) * LENGTH_STEP, self._kv.length)
@@ -87,6 +87,7 @@ class DecodeGraphs:
 
 
 def few(count: int) -> int:
-    """The least of 1, 2, 3, 4, 6, 8, 12, 16, 24 … that is not below `count`: powers of two, and halfway."""
+    """Return the least of 1, 2, 3, 4, 6, 8, 12, 16, 24 … that is not below `count`: powers of two, and
+    halfway."""
     power = 1 << (count - 1).bit_length()
     return 3 * power // 4 if power > 2 and count <= 3 * power // 4 else power

@@ -52,7 +52,7 @@ class SlotKV:
         self.length = grown
 
     def layer(self, index: int, key_BKTD: Tensor, value_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each `[rows, K, length, D]`."""
+        """Return keys and values of a layer, each `[rows, K, length, D]`."""
         if index not in self.keys:
             for side, like in ((self.keys, key_BKTD), (self.values, value_BKTD)):
                 # Zeros, not empty: a masked position is multiplied by 0, and 0 times NaN is NaN.
@@ -111,7 +111,11 @@ class Decode:
         keys, values = self.kv.layer(layer, key, value)
         n, heads, _, width = query.shape
         n_kv = key.shape[1]
-        flat = self._flat_index(n_kv)
+        if (flat := self._flat.get(n_kv)) is None:
+            # The place of row r, head k, position `position[r]` with rows, heads and positions as one axis.
+            row_head = torch.arange(n * n_kv, device=self.position.device)
+            flat = row_head * self.kv.length + self.position.repeat_interleave(n_kv)
+            self._flat[n_kv] = flat
         keys.view(-1, keys.shape[3]).index_copy_(0, flat, key.reshape(n * n_kv, -1))
         values.view(-1, values.shape[3]).index_copy_(0, flat, value.reshape(n * n_kv, -1))
         # The query heads that share a key head become its queries: no key is repeated.
@@ -123,13 +127,6 @@ class Decode:
             scale=scale,
         )
         return out.reshape(n, 1, heads, -1)
-
-    def _flat_index(self, n_kv: int) -> Tensor:
-        """Where row r, head k, position `position[r]` lies when rows, heads and positions are one axis."""
-        if n_kv not in self._flat:
-            row_head = torch.arange(self.position.shape[0] * n_kv, device=self.position.device)
-            self._flat[n_kv] = row_head * self.kv.length + self.position.repeat_interleave(n_kv)
-        return self._flat[n_kv]
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """`[n, 1, 1, length]`: 0 where a row may look, -inf where it may not."""
@@ -144,7 +141,7 @@ class Decode:
 
 
 Slots = Prefill | Decode
-"""What one forward pass does with the cache; `attend` gives attention output `[B, T, H, D]`."""
+"""Use of the cache by one forward pass; `attend` gives attention output `[B, T, H, D]`."""
 
 
 def round_up(length: int) -> int:

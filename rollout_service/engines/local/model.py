@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,15 +33,10 @@ class LocalModel:
     """The model of a directory. All methods run on the engine's thread, in inference mode."""
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        device: str = "cpu",
-        dtype: str = "float32",
-        mixture: Mixture | None = None,
+        self, directory: Path, *, device: str = "cpu", dtype: str = "float32", mixture: Mixture | None = None
     ) -> None:
-        """Where it is given the `mixture` that the model is, each pass leaves in `experts` where routers sent
-        the tokens. Raises `EngineError` when the directory holds no causal language model."""
+        """With the `mixture` of the model, each pass leaves in `experts` the experts that the routers chose.
+        Raises `EngineError` when the directory holds no causal language model."""
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, dtype)
         try:
@@ -63,21 +58,21 @@ class LocalModel:
         self._head: Any = model.get_output_embeddings()
         self._tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self.experts: list[Tensor] = []
-        """Of the last pass over n tokens, padding included: i64 [n, K] of each layer of experts."""
+        """Experts of the last pass over n tokens, padding included: i64 [n, K] of each layer with experts."""
         self.mixture = mixture if mixture is not None and self._watched() else None
-        """What the model is made of, where `experts` are known."""
+        """The model's mixture, if `experts` are known."""
         self._shapes: Mapping[str, tuple[int, ...]] = {}
         self._storage: Mapping[str, Storage] = {}  # Of snapshots with tensors of these shapes
 
     def hidden(self, ids_BT: Tensor, position_BT: Tensor, slots: Slots) -> Tensor:
-        """Last hidden states `[B, T, E]` of a pass that reads and writes the cache through `slots`."""
+        """Return the last hidden states `[B, T, E]` of a pass that reads and writes the cache through
+        `slots`."""
         self.experts = []
         out = self._decoder(input_ids=ids_BT, position_ids=position_BT, use_cache=False, slots=slots)
-        hidden: Tensor = out.last_hidden_state
-        return hidden
+        return cast(Tensor, out.last_hidden_state)
 
     def _watched(self) -> bool:
-        """Have the routers leave what they choose, where that is understood."""
+        """Have the routers leave their choices, if their kind is known; return whether it is."""
         routers, config = routers_of(self.model), self.model.config.get_text_config()
         kinds = {type(router): router for router in routers}
         if not routers or any(tried(router, config) is None for router in kinds.values()):
@@ -89,8 +84,7 @@ class LocalModel:
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """float32 `[N, V]`."""
-        logits: Tensor = self._head(hidden_NE)
-        return logits.float()
+        return cast(Tensor, self._head(hidden_NE)).float()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take `tensors`, by their names in the files of a model. Nothing changes unless all fit; raises
@@ -129,9 +123,8 @@ class LocalModel:
                 step = Decode(kv, at[0, t : t + 1], t + 1)
                 mine.append(self.hidden(ids[:, t : t + 1], at[:, t : t + 1], step)[0])
             got = self.logits(torch.cat(mine))
-            self.model.set_attn_implementation(
-                "eager"
-            )  # Others drop what they do not know, such as soft caps.
+            # Other implementations drop what they do not know, such as soft caps.
+            self.model.set_attn_implementation("eager")
             want = self.model(input_ids=ids, use_cache=False).logits[0].float()
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(f"the local engine cannot run {type(self.model).__name__}: {error}") from error

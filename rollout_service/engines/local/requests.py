@@ -11,7 +11,6 @@ whoever its neighbours are and however often it is interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from areal_async.base.versions import VersionTag
 from areal_async.models.files import Mixture
+from areal_async.trajectory.layout import LogprobsOf
 from areal_async.trajectory.routes import route_type, stored_routes
 from rollout_service.engines.base import FinishReason, GenerateRequest, GenerateResult, stop_window
 
@@ -43,7 +44,7 @@ class Draw:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in (0, 1) per row, a pure function of (seed, counter).
+    """Return one number in (0, 1) per row, a pure function of (seed, counter).
 
     SplitMix64 (Steele, Lea, Flood 2014) over a mix of the two; the upper 32 bits, centred in their cell, so
     that neither 0 nor 1 can come out.
@@ -59,7 +60,7 @@ def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def draw(logits_NV: Tensor, how: Draw) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Ids and log-probs, one per row of `logits_NV` (float32, any device).
+    """Return ids and log-probs, one per row of `logits_NV` (float32, any device).
 
     A row with temperature 0 takes the argmax, and its log-prob is that of softmax(logits): the drawn
     distribution is a point, about which there is nothing to say. Any other row draws by inverse CDF from
@@ -94,7 +95,8 @@ def _inverse_cdf(logprobs_NV: Tensor, uniform: npt.NDArray[np.float64]) -> Tenso
 
 
 def _truncate(logits_NV: Tensor, how: Draw, rows: npt.NDArray[np.int64]) -> Tensor:
-    """`logits_NV` with -inf where top-k or top-p exclude an id, in the given rows; ties go to lower ids."""
+    """Return `logits_NV` with -inf for ids that top-k or top-p exclude, in the given rows; ties go to lower
+    ids."""
     index = torch.from_numpy(rows).to(logits_NV.device)
     top_k = torch.from_numpy(how.top_k[rows]).to(logits_NV.device)[:, None]
     top_p = torch.from_numpy(how.top_p[rows]).to(logits_NV.device)[:, None]
@@ -116,7 +118,7 @@ class RequestTable:
     """State of up to `slots` requests of at most `max_model_len` tokens each."""
 
     def __init__(self, slots: int, max_model_len: int, mixture: Mixture | None = None) -> None:
-        """Of a `mixture` the table has routes too."""
+        """The table has routes too if it is given a `mixture`."""
         self.max_model_len = max_model_len
         self.requests: list[GenerateRequest | None] = [None] * slots
         self.free = list(range(slots - 1, -1, -1))
@@ -129,7 +131,7 @@ class RequestTable:
         self._mixture = mixture
         width = 0 if mixture is None else len(mixture.layers) * mixture.chosen
         self.routes = np.empty((slots, max_model_len, width), route_type(mixture.experts if mixture else 1))
-        """Of each token those of the pass that fed it first; the newest was not fed yet."""
+        """Routes of each token in the pass that fed it first; the newest was not fed yet."""
         self.length = np.zeros(slots, np.int64)
         """Tokens known. The newest is not in the KV cache yet: position length - 1 is the next to compute."""
         self.prompt_len = np.zeros(slots, np.int64)
@@ -161,12 +163,12 @@ class RequestTable:
         self.free.append(slot)
 
     def next_input(self, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The newest token of each slot and its position."""
+        """Return the newest token of each slot and its position."""
         position = self.length[slots] - 1
         return self.ids[slots, position].astype(np.int64), position
 
     def draw(self, slots: Slots) -> Draw:
-        """How the next token of each slot is drawn."""
+        """Return the sampling parameters of each slot for its next token."""
         return Draw(
             temperature=self.temperature[slots],
             top_p=self.top_p[slots],
@@ -175,35 +177,28 @@ class RequestTable:
         )
 
     def append(
-        self,
-        slots: Slots,
-        ids: npt.NDArray[np.int64],
-        logprobs: npt.NDArray[np.float32],
-        version: int,
-        epoch: int,
+        self, slots: Slots, ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32], tag: VersionTag
     ) -> None:
-        """One sampled token for each slot."""
+        """Add one sampled token for each slot."""
         at = self.length[slots]
         self.ids[slots, at] = ids
         self.logprobs[slots, at] = logprobs
-        self.versions[slots, at] = version
-        self.epochs[slots, at] = epoch
+        self.versions[slots, at], self.epochs[slots, at] = tag.version, tag.epoch
         self.length[slots] = at + 1
 
     def went(self, slots: Slots, start: Slots, n: Slots, experts: npt.NDArray[np.int64]) -> None:
-        """Tokens `start` to `start + n` of each slot went to `experts` [slots, T, L, K], of which the first
-        `n` count."""
+        """Note that tokens `start` to `start + n` of each slot went to `experts` [slots, T, L, K], of which
+        the first `n` count."""
         if self._mixture is None:
             return
         for slot, begin, count, found in zip(slots, start, n, experts, strict=True):
             self.routes[slot, begin : begin + count] = stored_routes(found[:count], self._mixture.experts)
 
     def tail(self, slot: int, count: int) -> list[int]:
-        """The newest `count` sampled ids, or as many as there are."""
+        """Return the newest `count` sampled ids, or as many as there are."""
         end = int(self.length[slot])
         start = max(int(self.prompt_len[slot]), end - count)
-        tail: list[int] = self.ids[slot, start:end].tolist()
-        return tail
+        return list(self.ids[slot, start:end].tolist())
 
     def sampled(self, slot: int) -> list[int]:
         return self.tail(slot, self.max_model_len)
@@ -212,21 +207,8 @@ class RequestTable:
         span = slice(int(self.prompt_len[slot]), int(self.length[slot]))
         request = self.requests[slot]
         start = None if self._mixture is None or request is None else request.routes_from
-        return GenerateResult(
-            token_ids=self.ids[slot, span].copy(),
-            logprobs=self.logprobs[slot, span].copy(),
-            versions=self.versions[slot, span].copy(),
-            epochs=self.epochs[slot, span].copy(),
-            finish_reason=finish_reason,
-            text=text,
-            logprobs_of="raw" if self.temperature[slot] == 0 else "sampled",
-            routes=None if start is None else self.routes[slot, start : span.stop - 1].copy(),
-        )
-
-
-def pad(sequences: Sequence[npt.NDArray[np.int32]], length: int) -> npt.NDArray[np.int64]:
-    """`[B, length]`, padded on the right with 0."""
-    out = np.zeros((len(sequences), length), np.int64)
-    for row, ids in enumerate(sequences):
-        out[row, : len(ids)] = ids
-    return out
+        columns = (self.ids, self.logprobs, self.versions, self.epochs)
+        units = (column[slot, span].copy() for column in columns)
+        routes = None if start is None else self.routes[slot, start : span.stop - 1].copy()
+        drawn: LogprobsOf = "raw" if self.temperature[slot] == 0 else "sampled"
+        return GenerateResult(*units, finish_reason, text, drawn, routes=routes)

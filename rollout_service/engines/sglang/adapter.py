@@ -69,13 +69,8 @@ RESERVED = {
 """Flags that a job file may not give, and why or what to do instead."""
 INSIDE = Path(__file__).with_name("inside")
 """A plugin without which a server on a CPU keeps no routes."""
-DROPPED_VARIABLES = frozenset(
-    {
-        "PROMETHEUS_MULTIPROC_DIR",
-        # Log-probs would be of the logits before the temperature: not of what was sampled from.
-        "SGLANG_RETURN_ORIGINAL_LOGPROB",
-    }
-)
+# With the second, log-probs would be of the logits before the temperature: not of what was sampled from.
+DROPPED_VARIABLES = frozenset(("PROMETHEUS_MULTIPROC_DIR", "SGLANG_RETURN_ORIGINAL_LOGPROB"))
 
 
 def command(launch: Launch) -> list[str]:

@@ -1,4 +1,4 @@
-"""What is said to an SGLang server and what its answers mean; and `probe`, which finds out what it offers.
+"""Requests to an SGLang server and the reading of its answers; and `probe`, which checks its features.
 
 Each error of the probe names what is missing and what to do.
 """
@@ -14,12 +14,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.config.engines import flag_name, flags_that_are_on
+from areal_async.config.engines import engine_part, flag_name, flags_that_are_on
 from areal_async.models.files import Mixture
 from areal_async.trajectory.layout import LogprobsOf, Sampling
 from rollout_service.engines.base import EngineError, GenerateResult, RequestError, Tell, UpdateMode
 from rollout_service.engines.http.client import ServerClient, VersionSpan, result_of
-from rollout_service.engines.sglang import PART
 
 UnitLogprob = tuple[float | None, int, Any]
 """Log-prob, id, text."""
@@ -141,7 +140,8 @@ class SglangStream:
 
 
 def parse(answer: Generated, logprobs_of: LogprobsOf) -> GenerateResult:
-    """What was sampled. Raises `EngineError` for an answer that does not account for each of its units."""
+    """Return the sampled units. Raises `EngineError` for an answer that does not account for each of its
+    units."""
     meta, ids = answer.meta_info, answer.output_ids
     reason = meta.finish_reason.type if meta.finish_reason is not None else None
     units = [(i, math.nan if p is None else p) for p, i, _ in meta.output_token_logprobs or []]
@@ -156,18 +156,13 @@ def parse(answer: Generated, logprobs_of: LogprobsOf) -> GenerateResult:
         if (end := min(span.end, len(ids))) > span.start
     ]
     return result_of(
-        ids,
-        units,
-        spans,
-        reason=reason,
-        logprobs_of=logprobs_of,
-        cached_tokens=meta.cached_tokens,
+        ids, units, spans, reason=reason, logprobs_of=logprobs_of, cached_tokens=meta.cached_tokens
     )
 
 
 def expert_ids(answer: Generated, mixture: Mixture, layers: int) -> NDArray[np.int32] | None:
-    """i32 [tokens, layers, experts] of an answer that has them. A model's layers without experts have a place
-    too. Raises `EngineError`."""
+    """Return i32 [tokens, layers, experts] of an answer that has them. A model's layers without experts have
+    a place too. Raises `EngineError`."""
     said = answer.meta_info.routed_experts
     if said is None:
         return None
@@ -178,7 +173,7 @@ def expert_ids(answer: Generated, mixture: Mixture, layers: int) -> NDArray[np.i
 
 
 def logprobs_of(sampling: Sampling) -> LogprobsOf:
-    """What the log-probs are of: the temperature is in them, and no top-k or top-p."""
+    """Return the distribution of the log-probs: the temperature is in them, and no top-k or top-p."""
     truncated = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
     return "temperature" if truncated else "sampled"
 
@@ -190,7 +185,7 @@ RELEASES = frozenset({"0.5.23"})
 """Releases whose endpoints, pause modes and behaviour are verified. Another may count versions or keep a
 cache in another way, which nothing but its tests would show."""
 PAUSE_MODES: dict[UpdateMode, str] = {"recompute": "retract", "keep": "in_place", "session": "in_place"}
-"""What the server calls a pause for each update mode."""
+"""The server's name of a pause for each update mode."""
 COLD = 0.5  # Temperature of the probe of log-probs
 RATIO_TOLERANCE = 0.02
 FIX = "Run `make engines`, or name a supported server in rollout.server.environment or rollout.server.urls"
@@ -200,7 +195,6 @@ class ModelInfo(msgspec.Struct):
     """`/model_info`, the probe of liveness too: unlike `/health` it answers a paused server's."""
 
     weight_version: str
-    is_generation: bool = True
 
 
 class SglangInfo(msgspec.Struct):
@@ -216,7 +210,6 @@ class SglangInfo(msgspec.Struct):
     dtype: str = ""
     incremental_streaming_output: bool = False
     enable_return_routed_experts: bool = False
-    max_total_num_tokens: int | None = None
 
 
 async def probe(
@@ -228,55 +221,60 @@ async def probe(
     dtype: str,
     routes: bool = False,
 ) -> SglangInfo:
-    """Raises `EngineError` for a server that cannot do what the engine promises."""
+    """Check a server and return its information. Raises `EngineError` for a server that cannot do all that
+    the engine promises."""
     told = await client.get("/server_info", dict[str, Any])
     info = msgspec.convert(told, SglangInfo)
     if info.version not in RELEASES:
         raise EngineError(
             f"{client.name} is SGLang {info.version}; supported is {', '.join(sorted(RELEASES))}. {FIX}"
         )
-    for problem in _settings(info, update_mode, max_model_len, dtype):
+    for problem in _problems(info, update_mode, max_model_len, dtype):
         raise EngineError(f"{client.name} {problem}")
     if routes and not info.enable_return_routed_experts:
         raise EngineError(
             f"{client.name} tells no routes: start it with --enable-return-routed-experts, or set "
             "rollout.routes to off"
         )
-    for name, how in flags_that_are_on(told, PART.stale_flags):
+    for name, how in flags_that_are_on(told, engine_part("sglang").stale_flags):
         raise EngineError(f"{client.name} was started with --{flag_name(name)}: start it without, {how}")
     await _check_answers(client, vocab_size)
     return info
 
 
-def _settings(info: SglangInfo, update_mode: UpdateMode, max_model_len: int, dtype: str) -> list[str]:
-    """What is wrong with how a server was started (one that was attached: ours is started right)."""
-    problems = []
-    if info.context_length is not None and info.context_length < max_model_len + CONTEXT_MARGIN:
-        problems.append(
+def _problems(info: SglangInfo, update_mode: UpdateMode, max_model_len: int, dtype: str) -> list[str]:
+    """Return each problem of a server's settings (an attached server's: ours is started right)."""
+    needed = max_model_len + CONTEXT_MARGIN
+    problems = (
+        (
+            info.context_length is not None and info.context_length < needed,
             f"was started with --context-length {info.context_length}: rollout.max_model_len {max_model_len} "
-            f"needs {max_model_len + CONTEXT_MARGIN} (with SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 where "
-            "that is more than the model's own), or lower rollout.max_model_len"
-        )
-    if info.skip_tokenizer_init:
-        problems.append(
-            "was started with --skip-tokenizer-init: start it without, stop strings need the tokenizer"
-        )
-    if info.speculative_algorithm:
-        problems.append(
-            "drafts tokens: start it without --speculative-algorithm, the versions of drafts are unknown"
-        )
-    if info.tokenizer_worker_num != 1:
-        problems.append(
-            "was started with --tokenizer-worker-num: start it with 1, a pause must reach all requests"
-        )
-    if update_mode != "recompute" and not info.disable_overlap_schedule:
-        problems.append(
+            f"needs {needed} (with SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 where that is more than the "
+            "model's own), or lower rollout.max_model_len",
+        ),
+        (
+            info.skip_tokenizer_init,
+            "was started with --skip-tokenizer-init: start it without, stop strings need the tokenizer",
+        ),
+        (
+            info.speculative_algorithm,
+            "drafts tokens: start it without --speculative-algorithm, the versions of drafts are unknown",
+        ),
+        (
+            info.tokenizer_worker_num != 1,
+            "was started with --tokenizer-worker-num: start it with 1, a pause must reach all requests",
+        ),
+        (
+            update_mode != "recompute" and not info.disable_overlap_schedule,
             "overlaps its schedule, so an update in place would miscount one unit: start it with "
-            "--disable-overlap-schedule, or set rollout.update_mode to recompute"
-        )
-    if info.dtype not in ("", "auto", dtype):
-        problems.append(f"computes in {info.dtype}: start it with --dtype {dtype}, or set rollout.dtype")
-    return problems
+            "--disable-overlap-schedule, or set rollout.update_mode to recompute",
+        ),
+        (
+            info.dtype not in ("", "auto", dtype),
+            f"computes in {info.dtype}: start it with --dtype {dtype}, or set rollout.dtype",
+        ),
+    )
+    return [problem for wrong, problem in problems if wrong]
 
 
 async def _check_answers(client: ServerClient, vocab_size: int) -> None:

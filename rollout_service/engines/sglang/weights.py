@@ -22,6 +22,7 @@ import asyncio
 import math
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import metadata as packages
 from pathlib import Path
 
@@ -75,7 +76,7 @@ class Parallel(msgspec.Struct):
 
 
 class Answered(msgspec.Struct):
-    """What the server says of a change of its weights."""
+    """The server's answer to a change of its weights."""
 
     success: bool = False
     message: str = ""
@@ -106,19 +107,18 @@ async def load_directory(client: ServerClient, snapshot: Directory, *, flush: bo
     await _check_named(client, tag)
 
 
+@dataclass(eq=False)
 class TensorReceiver:
-    """The way of tensors into one engine's server. Belongs to one event loop."""
+    """Brings the tensors of updates into one engine's server. Belongs to one event loop."""
 
-    def __init__(self, trainer: Client, name: str, *, grace_s: float = GRACE_S) -> None:
-        """`name` is this engine's among all of the job."""
-        self._trainer = trainer
-        self._name = name
-        self._grace_s = grace_s
-        self._connected = False
-        self._ranks = 1
-        self._group = ""  # What the server and the trainer are members of, and in which nothing failed
-        self._failures = 0
-        self._break = 0  # Updates that are still taken from the directory before the next try
+    trainer: Client
+    name: str  # This engine's name among all of the job
+    grace_s: float = GRACE_S
+    _connected: bool = False
+    _ranks: int = 1
+    _group: str = ""  # The group of the server and the trainer, in which nothing failed
+    _failures: int = 0
+    _break: int = 0  # Updates that are still taken from the directory before the next try
 
     async def opened(self, client: ServerClient, python: Path | None) -> None:
         """A server has started; `python` is its environment's, None for an attached one. Raises `EngineError`
@@ -164,29 +164,37 @@ class TensorReceiver:
         await load_directory(client, snapshot, flush=flush, timeout_s=timeout_s)
 
     async def close(self) -> None:
-        await self._trainer.close()
+        await self.trainer.close()
 
     async def _take(self, client: ServerClient, snapshot: Directory, flush: bool) -> bool:
         """Whether the trainer had the tensors. With an error the server holds what it held, or a mixture; the
         group is gone and no session is open."""
-        answer = await self._ask(AskTensors(self._name, self._group, snapshot.tag, self._ranks))
+        answer = await self._ask(AskTensors(self.name, self._group, snapshot.tag, self._ranks))
         if isinstance(answer, SendsNothing):
             log.info("snapshot is loaded", version=snapshot.tag.version, reason=answer.reason)
             return False
-        timeout_s = answer.limit_ms / 1000 + self._grace_s + (answer.rank_offset - 1) * RANK_S
+        timeout_s = answer.limit_ms / 1000 + self.grace_s + (answer.rank_offset - 1) * RANK_S
         # However this ends, unless it ends well: the group is not to be used again.
         joined, self._group = self._group, ""
         try:
             if answer.group != joined:
                 await self._leave(client, joined)
                 await self._in_step(answer, snapshot, JOIN)
-                await self._join(client, answer, timeout_s)
+                body = {
+                    "master_address": answer.host,
+                    "master_port": answer.port,
+                    "rank_offset": answer.rank_offset,
+                    "world_size": answer.world_size,
+                    "group_name": answer.group,
+                    "backend": answer.backend,
+                }
+                await _post(client, "/init_weights_update_group", body, timeout_s)
             await self._receive(client, answer, snapshot, flush, timeout_s)
         except ArealError as error:
             if not isinstance(error, RpcTimeout):  # of a trainer that would not hear this either
                 with suppress(ArealError):
-                    why = BreakGroup(self._name, answer.group, str(error))
-                    await self._trainer.call(why, timeout_s=ASK_S)
+                    why = BreakGroup(self.name, answer.group, str(error))
+                    await self.trainer.call(why, timeout_s=ASK_S)
             if isinstance(error, EngineLost):
                 raise
             # Where none was open, the refusal says just that.
@@ -201,31 +209,20 @@ class TensorReceiver:
 
     async def _ask(self, question: AskTensors) -> SendsTensors | SendsNothing:
         if not self._connected:
-            await self._trainer.connect(ASK_S)
+            await self.trainer.connect(ASK_S)
             self._connected = True
-        return await self._trainer.call(question, timeout_s=ASK_S)
+        return await self.trainer.call(question, timeout_s=ASK_S)
 
     async def _in_step(self, plan: SendsTensors, snapshot: Directory, number: int) -> None:
         """Return when bucket `number` (`JOIN`: the place in the group) may be taken. Raises `EngineError`
         where the group is broken."""
-        question = TakeBucket(self._name, plan.group, snapshot.tag, number, STEP_MS)
+        question = TakeBucket(self.name, plan.group, snapshot.tag, number, STEP_MS)
         until_s = time.monotonic() + plan.limit_ms / 1000 + ASK_S
-        while isinstance(answer := await self._trainer.call(question, timeout_s=ASK_S), NoNews):
+        while isinstance(answer := await self.trainer.call(question, timeout_s=ASK_S), NoNews):
             if time.monotonic() > until_s:
                 raise EngineError(f"bucket {number} did not come within {plan.limit_ms / 1000:g} s")
         if isinstance(answer, SendsNothing):
             raise EngineError(f"the group broke: {answer.reason}")
-
-    async def _join(self, client: ServerClient, plan: SendsTensors, timeout_s: float) -> None:
-        body = {
-            "master_address": plan.host,
-            "master_port": plan.port,
-            "rank_offset": plan.rank_offset,
-            "world_size": plan.world_size,
-            "group_name": plan.group,
-            "backend": plan.backend,
-        }
-        await _post(client, "/init_weights_update_group", body, timeout_s)
 
     async def _leave(self, client: ServerClient, group: str) -> None:
         if group:
@@ -274,16 +271,11 @@ def release_of(version: str) -> str:
 
 
 async def torch_of(python: Path) -> str:
-    """The torch version in the environment of `python`. Raises `EngineError`."""
+    """Return the torch version in the environment of `python`. Raises `EngineError`."""
     asked = "import importlib.metadata; print(importlib.metadata.version('torch'))"
+    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(
-        str(python),
-        "-P",
-        "-c",
-        asked,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        python, "-P", "-c", asked, stdin=nothing, stdout=pipe, stderr=pipe
     )
     out, err = await process.communicate()
     if process.returncode != 0:

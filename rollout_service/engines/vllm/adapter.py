@@ -82,7 +82,7 @@ ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Its import path: on a CPU vLLM takes its short name for another."""
 INSIDE = Path(__file__).with_name("inside")
 EXTENSION = "areal_vllm_cpu.CpuReload"
-"""What is added to the server's worker on a CPU; its module lies in `INSIDE`."""
+"""Class that is mixed into the server's worker on a CPU; its module lies in `INSIDE`."""
 SEVERAL_RANKS = {"tensor-parallel-size", "pipeline-parallel-size"}  # Flags with which one process does not do
 
 
@@ -223,15 +223,9 @@ class VllmAdapter(ServerAdapter):
                 f"sampling.temperature is {request.sampling.temperature}; with vLLM it is 0 or at least "
                 f"{LEAST_TEMPERATURE}"
             )
-        return generate_body(
-            rid,
-            prompt,
-            request.sampling,
-            room,
-            cache_salt=label(tag, self._owner),
-            priority=request.priority,
-            ends=self.reader.ends,
-        )
+        salt, ends = label(tag, self._owner), self.reader.ends
+        how: Any = {"cache_salt": salt, "priority": request.priority, "ends": ends}
+        return generate_body(rid, prompt, request.sampling, room, **how)
 
     def heard(self, tell: Tell) -> VllmStream:
         return VllmStream(tell)
@@ -286,28 +280,23 @@ class VllmAdapter(ServerAdapter):
             raise EngineError("the server did not take the name of its weights")
 
     def _tidy(self) -> None:
-        """What was made for a load is in the server's memory by now."""
+        """Remove the files that were made for a load: the server has read them."""
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 async def _control(
-    client: ServerClient,
-    path: str,
-    answer: type[T],
-    body: object = None,
-    *,
-    timeout_s: float = CONTROL_TIMEOUT_S,
+    client: ServerClient, path: str, kind: type[T], body: Any = None, timeout_s: float = CONTROL_TIMEOUT_S
 ) -> T:
-    """A POST that is no request for units: a refusal is the engine's failure, not a request's."""
+    """POST a command: a refusal is the engine's failure, not a request's."""
     try:
-        return await client.post(path, body, answer, timeout_s=timeout_s)
+        return await client.post(path, body, kind, timeout_s=timeout_s)
     except RequestError as error:
         raise EngineError(str(error)) from error
 
 
 def parse_load(text: str) -> ServerLoad:
-    """The load in a server's `/metrics`, summed over its engines; the KV's share (the server's name for it
-    says per cent) is that of the fullest. What is not there is 0."""
+    """Return the load in a server's `/metrics`, summed over its engines; the KV's share (the server's name
+    for it says per cent) is that of the fullest. What is not there is 0."""
     values: dict[str, list[float]] = {WAITING: [], KV_USED: [], GENERATED: []}
     for line in text.splitlines():
         name, _, rest = line.partition("{")

@@ -1,4 +1,4 @@
-"""What is said to a vLLM server and what its answers mean; and `probe`, which finds out what it offers.
+"""Requests to a vLLM server and the reading of its answers; and `probe`, which checks its features.
 
 The server takes ids and gives ids, of each the log-prob, and the spans of the answer that were sampled under
 one label of the weights. Labels are this engine's own: `label` makes them, `tag_of` reads them back.
@@ -15,12 +15,11 @@ import msgspec
 import numpy as np
 
 from areal_async.base.versions import VersionTag
-from areal_async.config.engines import flag_name, flags_that_are_on
+from areal_async.config.engines import engine_part, flag_name, flags_that_are_on
 from areal_async.trajectory import Sampling
 from areal_async.trajectory.layout import LogprobsOf
 from rollout_service.engines.base import EngineError, EngineLost, GenerateResult, Tell
 from rollout_service.engines.http.client import ServerClient, VersionSpan, parse_tag, result_of
-from rollout_service.engines.vllm import PART
 from rollout_service.engines.vllm.weights import HEAD
 
 NOT_FINITE = -9998.0  # The server sends -9999 for a log-prob that is not finite
@@ -126,20 +125,20 @@ def generate_body(
 
 
 def server_seed(seed: int) -> int:
-    """A seed the server takes: -1 would mean none, and a CPU's generator looks at 32 bits only, so all 64 are
-    folded into those."""
+    """Return a seed that the server takes: -1 would mean none, and a CPU's generator looks at 32 bits only,
+    so all 64 are folded into those."""
     seed &= 0xFFFF_FFFF_FFFF_FFFF
     return (seed ^ (seed >> 32)) & 0xFFFF_FFFF
 
 
 def label(tag: VersionTag, owner: str) -> str:
-    """What the server is told to call the weights. `owner` is of one start of one engine: nobody else's
+    """Return the server's name for the weights. `owner` belongs to one start of one engine: nobody else's
     update, and no restart of the server, can pass for this one's. A cache salt may have no `/` and no `@`."""
     return f"{tag.label}.{owner}"
 
 
 def tag_of(text: str, owner: str) -> VersionTag:
-    """The inverse of `label`. Raises `EngineLost`: whose weights these are is not known."""
+    """Return the tag of a label. Raises `EngineLost`: whose weights these are is not known."""
     tag, _, whose = text.partition(".")
     if whose != owner:
         raise EngineLost(
@@ -185,7 +184,7 @@ ENDPOINTS = {
     ),
     "--enable-scale-out": ("/inference/v1/generate",),
 }
-"""What is used, by what switches it on."""
+"""Endpoints that are used, by the option that switches them on."""
 INFO_TIMEOUT_S = 120.0  # The server describes its whole machine, once
 
 
@@ -222,7 +221,7 @@ class Config(msgspec.Struct):
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The values of those of the flags `Vllm.stale_flags` that the server tells."""
+        """Values of the flags in `Vllm.stale_flags`, as far as the server tells them."""
         uva, prefetch = (self.offload_config.get(name) or {} for name in ("uva", "prefetch"))
         # What `--kv-offloading-size` makes of it finds KV by hashes that have the salt in them.
         connector = None if self.cache_config.get("kv_offloading_size") else self.kv_transfer_config
@@ -239,7 +238,7 @@ class Checksums(msgspec.Struct):
 
 
 async def probe(client: ServerClient, *, max_model_len: int, tied: bool) -> str:
-    """The server's release. `tied` says that the model's output layer is its embedding.
+    """Check a server and return its release. `tied` says that the model's output layer is its embedding.
 
     Raises `EngineError`, which says what is missing and with which flag or variable it is there."""
     release = (await client.get("/version", VllmRelease)).version
@@ -254,20 +253,22 @@ async def probe(client: ServerClient, *, max_model_len: int, tied: bool) -> str:
             raise EngineError(f"{client.name} does not offer {', '.join(missing)}: start it with {fix}")
     info = await client.get("/server_info?config_format=json", VllmInfo, timeout_s=INFO_TIMEOUT_S)
     config = info.vllm_config
-    _require(
-        client,
-        config.model_config,
-        "logprobs_mode",
-        "processed_logprobs",
-        "--logprobs-mode processed_logprobs",
-    )
-    _require(client, config.scheduler_config, "policy", "priority", "--scheduling-policy priority")
+    on_cpu = config.device_config.get("device") == "cpu"
+    needed: list[tuple[dict[str, Any], str, object, str]] = [
+        (config.model_config, "logprobs_mode", "processed_logprobs", "--logprobs-mode processed_logprobs"),
+        (config.scheduler_config, "policy", "priority", "--scheduling-policy priority"),
+    ]
+    if on_cpu:
+        needed += [(config.scheduler_config, "enable_chunked_prefill", False, "--no-enable-chunked-prefill")]
+    for section, name, value, flag in needed:
+        if section.get(name) != value:
+            raise EngineError(f"{client.name} has {name} {section.get(name)!r}: start it with {flag}")
     if config.speculative_config:
         raise EngineError(
             f"{client.name} drafts tokens: start it without --speculative-config, the versions of drafts are "
             "unknown"
         )
-    for name, how in flags_that_are_on(config.flags, PART.stale_flags):
+    for name, how in flags_that_are_on(config.flags, engine_part("vllm").stale_flags):
         raise EngineError(f"{client.name} was started with --{flag_name(name)}: start it without, {how}")
     models = await client.get("/v1/models", Models)
     served = next((model for model in models.data if model.id == MODEL_NAME), None)
@@ -280,26 +281,13 @@ async def probe(client: ServerClient, *, max_model_len: int, tied: bool) -> str:
             f"{client.name} takes {served.max_model_len} tokens, rollout.max_model_len is {max_model_len}: "
             f"start it with --max-model-len {max_model_len}, or lower rollout.max_model_len"
         )
-    if config.device_config.get("device") == "cpu":
-        _require(
-            client, config.scheduler_config, "enable_chunked_prefill", False, "--no-enable-chunked-prefill"
-        )
-        if tied:
-            await _check_untied(client)
+    if on_cpu and tied:
+        # There a reload does not reach an output layer that is tied (see `weights.py`).
+        names = (await client.post("/weight_checker", {"action": "checksum"}, Checksums)).checksums
+        if not any(name.endswith(HEAD) for name in names):
+            raise EngineError(
+                f"{client.name} runs on a CPU and has tied the model's output layer to its embedding, which "
+                "no update would reach: start it on a directory that stores lm_head.weight and whose "
+                "config.json has tie_word_embeddings: false"
+            )
     return release
-
-
-async def _check_untied(client: ServerClient) -> None:
-    """On a CPU a reload does not reach an output layer that is tied (see `weights.py`)."""
-    names = (await client.post("/weight_checker", {"action": "checksum"}, Checksums)).checksums
-    if not any(name.endswith(HEAD) for name in names):
-        raise EngineError(
-            f"{client.name} runs on a CPU and has tied the model's output layer to its embedding, which no "
-            "update would reach: start it on a directory that stores lm_head.weight and whose config.json "
-            "has tie_word_embeddings: false"
-        )
-
-
-def _require(client: ServerClient, section: dict[str, Any], name: str, value: object, flag: str) -> None:
-    if section.get(name) != value:
-        raise EngineError(f"{client.name} has {name} {section.get(name)!r}: start it with {flag}")

@@ -25,7 +25,7 @@ HEAD_FILE = "lm_head.safetensors"
 
 
 def is_tied(folder: Path) -> bool:
-    """Whether the output layer is the embedding, and no tensor of its own is stored."""
+    """Return whether the output layer is the embedding, and no tensor of its own is stored."""
     return bool(read_config(folder).get("tie_word_embeddings")) and HEAD not in read_layout(folder)
 
 

@@ -25,9 +25,9 @@ from areal_async.rpc.secret import RunSecret
 from areal_async.trajectory import EpisodeBuilder, Sampling
 from rollout_service.engines.base import GenerateRequest, GenerateResult, Tell, trim
 from rollout_service.gateway import Gateway
-from rollout_service.gateway.access import GatewaySetup
+from rollout_service.gateway.access import GatewaySetup, ServedModel
 from rollout_service.gateway.server import Front
-from rollout_service.workflows import Context, Renderer
+from rollout_service.workflows import Context, PolicyEngine, Renderer
 from tests.waiting import LIMIT_S, deadline_s
 
 DEADLINE_S = deadline_s(120)
@@ -164,8 +164,9 @@ class Talking(Scripted):
 def make_context(engine: Any, tokenizer: Any, gateway: Any, *, tokens: int = 128, **how: Any) -> Context:
     sample, attempt = how.setdefault("sample", 0), how.setdefault("attempt", 0)
     builder = how.pop("builder", None) or EpisodeBuilder("job", "t", "t#0", sample, attempt)
-    how |= {"sampling": Sampling(max_new_tokens=tokens), "seed": 5, "gateway": gateway}
-    return Context(engine, Renderer(tokenizer), builder, episode_id=f"t#{attempt}.{sample}", **how)
+    lead = PolicyEngine(engine, Renderer(tokenizer), Sampling(max_new_tokens=tokens))
+    engines = {builder.policies[0]: lead} | how.pop("others", {})
+    return Context(engines, builder, episode_id=f"t#{attempt}.{sample}", seed=5, agents=gateway, **how)
 
 
 def http_of(session: Any) -> httpx.AsyncClient:
@@ -221,10 +222,11 @@ def made_gateway(tokenizer: Any, **how: Any) -> Iterator[Gateway]:
         place = Path(folder)
         host = make_host("local", run_dir=place, socket_dir=place, shm_dir=place, address=address)
         keys = RunSecret.generate().of("rollout")
-        model = own.pop("model", Path()), own.pop("max_model_len", 4096)
+        model = ServedModel(str(own.pop("model", Path())), own.pop("max_model_len", 4096))
         models = dict.fromkeys(how.pop("policies", ("policy",)), model)
-        own = {"models": models, "start": started.start, **own}
-        gateway = Gateway(GatewaySection(**how), job="job", name="w", host=host, keys=keys, **own)
+        start = own.pop("start", started.start)
+        section = GatewaySection(**how).model_dump(mode="json")
+        gateway = Gateway(GatewaySetup("job", "w", host, keys, section, models, **own), start=start)
         gateway.started = started  # type: ignore[attr-defined]
         yield gateway
 

@@ -15,8 +15,9 @@ from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import HeartbeatAck, LeasedGroup, Leases, PutAck
 from areal_async.rpc.weights_messages import SnapshotNotice
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
+from rollout_service.process import sampling_of
 from rollout_service.worker import Worker, WorkerTiming
-from rollout_service.workflows import Renderer, load_workflow
+from rollout_service.workflows import PolicyEngine, Renderer, load_workflow
 from tests.callers import FakeCaller
 from tests.waiting import deadline_s
 
@@ -234,12 +235,13 @@ async def working(
     """A worker that runs, and is stopped at the end of the block, within a deadline. Should it end before, so
     does the block. Raises what the worker raises."""
     held, fake, stop = buffer or FakeBuffer(), engine or FakeEngine(), stop or asyncio.Event()
+    config = job(**rollout)
+    voice = PolicyEngine(fake, Renderer(LetterTokenizer()), sampling_of(config.rollout.sampling))
     worker = Worker(
         held,
-        fake,
+        {config.policy: voice},
         workflow or load_workflow("single_turn"),
-        Renderer(LetterTokenizer()),
-        job=job(**rollout),
+        job=config,
         name="rollout-0",
         timing=timing,
     )

@@ -12,7 +12,7 @@ from areal_async.base.records import Task
 from areal_async.base.versions import VersionTag
 from areal_async.trajectory import Episode, EpisodeBuilder, Sampling, SegmentKind
 from rollout_service.engines.base import GenerateRequest, GenerateResult
-from rollout_service.workflows import Context, Renderer
+from rollout_service.workflows import Context, PolicyEngine, Renderer
 from tests.unit.rollout.fakes import LetterTokenizer, said
 from tests.waiting import LIMIT_S
 
@@ -83,15 +83,9 @@ def play(
 
     async def main() -> Episode:
         builder = EpisodeBuilder("job", "t", "t#0", sample)
-        ctx = Context(
-            engine,  # type: ignore[arg-type]
-            Renderer(Letters(template)),
-            builder,
-            episode_id="t#0.0",
-            sampling=Sampling(max_new_tokens=max_new_tokens),
-            seed=seed,
-            sample=sample,
-        )
+        sampling = Sampling(max_new_tokens=max_new_tokens)
+        lead: Any = PolicyEngine(engine, Renderer(Letters(template)), sampling)  # type: ignore[arg-type]
+        ctx = Context({"policy": lead}, builder, episode_id="t#0.0", seed=seed, sample=sample)
         async with asyncio.timeout(LIMIT_S):
             await workflow(ctx, task or Task("hash:0:0", "Q:"))
         return builder.build()

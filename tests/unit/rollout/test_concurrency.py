@@ -9,14 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.engines.base import EngineStats
-from rollout_service.replicas.replica import (
-    BUSY,
-    OVERLOAD,
-    PrefixAffinity,
-    ReplicaLoad,
-    StallDetector,
-    choose,
-)
+from rollout_service.replicas.placement import BUSY, OVERLOAD, PrefixAffinity, ReplicaLoad, choose
+from rollout_service.replicas.replica_set import StallDetector
 from rollout_service.worker.concurrency import FALL, KV_CALM, KV_FULL, LOOK_S, SETTLE_S, ConcurrencyLimit
 
 

@@ -32,7 +32,7 @@ from rollout_service.evaluator import EvaluationError, Evaluator, engine_job, fo
 from rollout_service.replicas import ReplicaGone, ReplicaSet
 from rollout_service.tools.generate import Talker
 from rollout_service.tools.serving import lone_evaluator, target_of
-from rollout_service.workflows import Renderer, load_workflow
+from rollout_service.workflows import PolicyEngine, Renderer, load_workflow
 from tests.contexts import context_for_test
 from tests.unit.rollout.fakes import ScriptedSource, notice
 from tests.waiting import LIMIT_S
@@ -311,7 +311,8 @@ async def test_answers_to_one_prompt_are_samples_of_their_own_and_a_seed_repeats
     render, sampling = Renderer(AutoTokenizer.from_pretrained(endless.directory)), Sampling(max_new_tokens=5)
 
     async def answers(seed: int) -> list[str]:
-        talker = Talker(replicas, render, sampling, request=AnswersRequest("a model", raw=True, seed=seed))
+        voice = PolicyEngine(replicas, render, sampling)
+        talker = Talker(voice, AnswersRequest("a model", raw=True, seed=seed))
         return [answer["text"] for answer in await talker.answers("1+1=", 6)]
 
     await replicas.start(endless.weights(0))

@@ -14,7 +14,7 @@ import pytest
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, RequestError
 from rollout_service.engines.local.core import EngineCore
-from rollout_service.engines.local.engine import LocalEngine, PassSums
+from rollout_service.engines.local.engine import NO_PASSES, LocalEngine, with_pass
 from rollout_service.engines.local.model import LocalModel
 from tests.unit.rollout.fakes import eventually
 from tests.waiting import deadline_s
@@ -210,6 +210,5 @@ async def test_a_piece_is_told_at_every_step_and_updates_fall_between(endless, m
 
 
 def test_the_costs_of_passes_are_kept_as_the_sums_that_least_squares_need() -> None:
-    passes = PassSums()
-    passes.add(3, 5, 2.0)
-    assert passes.sums == (1, 3, 1, 5, 9, 3, 15, 1, 5, 25, 2, 6, 2, 10)
+    passes = with_pass(NO_PASSES, 3, 5, 2.0)
+    assert passes == (1, 3, 1, 5, 9, 3, 15, 1, 5, 25, 2, 6, 2, 10)

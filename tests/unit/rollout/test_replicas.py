@@ -11,11 +11,12 @@ import pytest
 
 from areal_async.base.errors import RpcTimeout
 from areal_async.base.versions import VersionTag
+from areal_async.trajectory import Sampling
 from rollout_service.engines.base import DeadlinePassed, EngineError, EngineLost
 from rollout_service.metrics import EngineMetrics
-from rollout_service.replicas import ReplicaGone, replica, replica_set
+from rollout_service.replicas import ReplicaGone, replica_set
 from rollout_service.worker import Worker
-from rollout_service.workflows import Renderer, load_workflow
+from rollout_service.workflows import PolicyEngine, Renderer, load_workflow
 from tests.unit.rollout.fakes import FakeBuffer, LetterTokenizer, eventually, group, job, working
 from tests.unit.rollout.fleet import Fleet, Snapshot, driven
 
@@ -73,21 +74,6 @@ async def test_a_request_that_is_given_up_while_it_waits_takes_no_place() -> Non
         fleet.server(0).answer("stays")
         await asyncio.gather(*first, stays)
         assert fleet.set.replicas[0].given == 0
-
-
-async def test_an_abort_reaches_what_runs_and_what_waits() -> None:
-    async with driven(capacity=1) as fleet:
-        running = await fleet.begin(*(f"r{n}" for n in range(2)))
-        waiting = [fleet.ask(f"w{n}") for n in range(3)]
-        await asyncio.sleep(0)
-        await fleet.set.abort(["r0", "w1"])
-        assert fleet.server(0).journal[-1] in ("abort r0 w1", "abort w1 r0")
-        result = await waiting[1]
-        assert (result.finish_reason, len(result.token_ids)) == ("abort", 0)
-        assert fleet.set.stats().waiting == 1 + 2
-        fleet.let_go()
-        await asyncio.gather(*running, waiting[0], waiting[2])
-        assert fleet.where("w1") == []
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -153,7 +139,7 @@ async def test_what_an_engine_serves_is_written_down_before_it_samples_from_it(m
             assert (event, policy, epoch) == ("served", "policy", 0)
             fleet.server(replica).journal.append(f"served {version}")
 
-        monkeypatch.setattr(replica, "record", write)
+        monkeypatch.setattr(replica_set, "record", write)
         await fleet.set.start(Snapshot(0))
         await fleet.set.exchange(Snapshot(1))
         for index in range(2):
@@ -404,8 +390,8 @@ async def test_leases_outlive_the_death_of_the_engine() -> None:
 async def test_a_worker_whose_engine_is_dead_for_good_ends_with_the_last_words_of_its_server() -> None:
     async with driven() as fleet:
         buffer = FakeBuffer([group(0)])
-        render = Renderer(LetterTokenizer())
-        worker = Worker(buffer, fleet.set, load_workflow("single_turn"), render, job=job(), name="rollout-0")
+        voice = PolicyEngine(fleet.set, Renderer(LetterTokenizer()), Sampling())
+        worker = Worker(buffer, {"policy": voice}, load_workflow("single_turn"), job=job(), name="rollout-0")
         running = asyncio.ensure_future(worker.run(asyncio.Event(), fleet.set.watch()))
         await eventually(lambda: begun(fleet) == 4)
         fleet.start_errors += [EngineError("it ended. The end of its log:\nno kernel image")] * 9

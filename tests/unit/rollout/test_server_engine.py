@@ -29,8 +29,7 @@ from rollout_service.engines.base import (
     UpdateMode,
 )
 from rollout_service.engines.http.adapter import Patience, ServerSettings
-from rollout_service.engines.http.calls import Calls
-from rollout_service.engines.http.engine import HttpEngine
+from rollout_service.engines.http.engine import Calls, HttpEngine
 from rollout_service.engines.http.process import attached
 from rollout_service.engines.sglang.adapter import SGLangAdapter
 from rollout_service.replicas import exchange

@@ -16,7 +16,7 @@ import pytest
 
 from areal_async.rpc.board import board
 from rollout_service.engines.base import EngineError
-from rollout_service.engines.http.process import Liveness, Patience, ServerProcess
+from rollout_service.engines.http.process import PORT_TAKEN, Liveness, Patience, ServerProcess
 from tests.processes import is_gone
 from tests.unit.rollout.fakes import eventually
 from tests.waiting import deadline_s
@@ -80,7 +80,7 @@ async def test_a_server_that_ends_early_shows_the_end_of_its_log_and_whose_its_p
     async with server(tmp_path, code) as process:
         with pytest.raises(EngineError, match=r"(?s)ended before.*a line of a long trace") as caught:
             await process.wait_ready(never, DEADLINE_S)
-        assert process.found_its_port_taken() == ("in use" in said)
+        assert (PORT_TAKEN in process.written()) == ("in use" in said)
     assert "earlier" not in str(caught.value)
 
 

@@ -20,6 +20,7 @@ from rollout_service.workflows.tools import (
     Tool,
     ToolAnswer,
     ToolError,
+    WorkflowResources,
     load_tools,
     run_tool,
 )
@@ -30,7 +31,7 @@ def call(function: Any, arguments: Any = "x", *, timeout_s: float = 5.0) -> Tool
     async def main() -> ToolAnswer:
         called = tool(function) if callable(function) and not isinstance(function, Tool) else function
         how: Any = {"blocking": BlockingCalls(), "timeout_s": timeout_s, "output_chars": 100}
-        return await run_tool({"calc": calc}, called, arguments, **how)
+        return await run_tool(WorkflowResources({"calc": calc}, **how), called, arguments)
 
     return asyncio.run(main())
 
@@ -122,7 +123,7 @@ def test_a_host_that_starts_no_thread_is_no_answer_of_a_tool(monkeypatch: Any) -
 
     async def once() -> Any:
         how: Any = {"blocking": calls, "timeout_s": LIMIT_S, "output_chars": 100}
-        return await run_tool({"calc": calc}, tool(lambda text: text), "x", **how)
+        return await run_tool(WorkflowResources({"calc": calc}, **how), tool(lambda text: text), "x")
 
     async def main() -> None:
         with monkeypatch.context() as patched:

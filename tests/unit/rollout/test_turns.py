@@ -14,7 +14,7 @@ from areal_async.base.records import Task
 from areal_async.base.versions import VersionTag
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, training_rows
 from rollout_service.engines.base import GenerateResult
-from rollout_service.workflows import Context, Renderer, TemplateRewrites, TurnError
+from rollout_service.workflows import Context, PolicyEngine, Renderer, TemplateRewrites, TurnError
 from rollout_service.workflows.turns import Chat, continuation
 from tests.unit.rollout.fakes import said
 from tests.unit.rollout.recited import byte_tokenizer
@@ -153,8 +153,8 @@ def test_a_tokenizer_that_begins_sequences_with_a_token_does_so_only_at_roots() 
 
     def made(flow: Any) -> list[str]:
         builder = EpisodeBuilder("job", "t", "t#0", 0)
-        how: Any = {"episode_id": "e", "sampling": Sampling(max_new_tokens=8), "seed": 1}
-        ctx = Context(engine, Renderer(tokenizer), builder, **how)
+        lead = PolicyEngine(engine, Renderer(tokenizer), Sampling(max_new_tokens=8))
+        ctx = Context({"policy": lead}, builder, episode_id="e", seed=1)
         asyncio.run(flow(ctx))
         episode = builder.build()
         starts, lengths = episode.segments.offset.tolist(), episode.segments.length.tolist()

@@ -68,7 +68,7 @@ def test_every_episode_travels_exactly_once_unless_its_lease_is_dropped(events: 
     for kind, number, wait_s in [*events, ("s", 0, 0), ("s", 1, 0), *[("t", 0, 9.0), ("s", 0, 0)] * 4]:
         now_s += wait_s
         lease = f"L{number}"
-        if kind == "a" and lease in box:
+        if kind == "a" and lease in box.leases:
             sample = added[lease] = added.get(lease, -1) + 1
             box.add(lease, sample, b"x", now_s)
         elif kind == "t" and (batch := box.take(now_s)):

@@ -139,8 +139,8 @@ def test_a_groups_prompt_is_rendered_once_and_memory_is_bounded() -> None:
 
 def context(engine: Any, tokenizer: Any, **how: Any) -> Context:
     builder = EpisodeBuilder("job", "t", "t#0", 0)
-    how = {"episode_id": "t#0.0", "sampling": Sampling(max_new_tokens=6), "seed": 5} | how
-    return Context(engine, Renderer(tokenizer), builder, **how)
+    lead = PolicyEngine(engine, Renderer(tokenizer), how.pop("sampling", Sampling(max_new_tokens=6)))
+    return Context({"policy": lead}, builder, **({"episode_id": "t#0.0", "seed": 5} | how))
 
 
 async def test_a_path_is_exactly_what_the_engine_saw(endless: Any, tokenizer: Any) -> None:
@@ -248,8 +248,8 @@ async def test_each_policy_answers_by_its_own_engine_tokenizer_and_parameters(en
     other = PolicyEngine(engines[1], render if alike else Renderer(tokenizer), Sampling(max_new_tokens=2))
     names = ("coder", "tester")
     builder = EpisodeBuilder("job", "t", "t#0", 0, policies=names, agents=[("coder", 0), ("tester", 1)])
-    how = {"episode_id": "t#0.0", "sampling": Sampling(max_new_tokens=4), "seed": 5}
-    ctx = Context(engines[0], render, builder, others={"tester": other}, **how)
+    lead = PolicyEngine(engines[0], render, Sampling(max_new_tokens=4))
+    ctx = Context({"coder": lead, "tester": other}, builder, episode_id="t#0.0", seed=5)
     said = await ctx.generate("1+2=")
     tested = await ctx.generate("=7", policy="tester")
     await ctx.generate("+1", parent=tested.segment, agent=1, max_new_tokens=3)

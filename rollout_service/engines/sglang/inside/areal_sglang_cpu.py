@@ -1,4 +1,4 @@
-"""What is added to SGLang on a CPU, as a plugin of its own kind (an entry point in the group
+"""An addition to SGLang on a CPU, as a plugin of its own kind (an entry point in the group
 `sglang.srt.plugins`). It runs in the server's environment, and imports nothing of ours.
 
 With `--enable-return-routed-experts` SGLang 0.5.23 keeps the experts of each token in host memory that it

@@ -1,4 +1,4 @@
-"""What is added to vLLM's worker on a CPU. It runs in the server's environment, and imports nothing of ours.
+"""An addition to vLLM's worker on a CPU. It runs in the server's environment, and imports nothing of ours.
 
 A mixture's experts are packed for the kernel when they are first loaded. vLLM 0.32.0 does not pack them again
 when weights are reloaded, but copies the plain ones over the packed, which the kernel then reads as packed:
