@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 import msgspec
 
@@ -34,6 +34,7 @@ from reward_service.signatures import adapted
 
 if TYPE_CHECKING:
     from areal_async.config.base import Section
+    from areal_async.rpc.schema import Task
     from areal_async.trajectory import Episode
 
 __all__ = ["BUILT_IN", "Abstain", "Parts", "RewardInput", "RewardLoadError", "Score", "load_reward", "reward"]
@@ -66,6 +67,8 @@ BUILT_IN = {
 (reward_service.backends) that is scored elsewhere than in the pool."""
 
 MARK = "__areal_reward__"
+OF_TASK = ("ground_truth", "data_source", "ability", "reward_style", "extra_info")
+"""Fields of an input that are those of its task."""
 
 
 class RewardLoadError(ArealError):
@@ -102,6 +105,12 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
     """Why the episode ended early, by the fault of its answers; always empty where a reward is asked."""
     blob: bytes = b""
     """The episode's codec blob; empty where a caller has only texts."""
+
+    @classmethod
+    def to(cls, task: Task, **given: Any) -> Self:
+        """Return the input about an answer to `task`; `given` are its other fields."""
+        shared = {name: getattr(task, name) for name in OF_TASK}
+        return cls(is_chat=not isinstance(task.prompt, str), **shared, **given)
 
     @cached_property
     def spoken(self) -> str:

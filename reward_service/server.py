@@ -307,15 +307,10 @@ def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:
     """What a reward is given: the texts of the episode, the truth of its task. The rest of the episode, which
     the buffer has checked, is read only if the reward asks for it. Raises TrajectoryError."""
     header, n_sampled = glance(blob)
-    return RewardInput(
+    return RewardInput.to(
+        item.task,
         prompt=header.prompt_text,
-        is_chat=not isinstance(item.task.prompt, str),
         response=header.response_text,
-        ground_truth=item.task.ground_truth,
-        data_source=item.task.data_source,
-        ability=item.task.ability,
-        reward_style=item.task.reward_style,
-        extra_info=item.task.extra_info,
         metadata=header.metadata,
         response_tokens=n_sampled,
         truncated=bool(header.calls) and header.calls[-1].finish_reason == "length",

@@ -197,54 +197,28 @@ def _native(name: str, source: str, compilers: tuple[str, ...], *flags: str) -> 
     return Language(name, source, ("./program",), command, ("program",), binds=_prefix(compiler))
 
 
-@functools.cache
-def _c() -> Language:
-    return _native("c", "main.c", ("gcc", "cc", "clang"), "-std=gnu11", "-lm")
-
-
-@functools.cache
-def _cpp() -> Language:
-    return _native("cpp", "main.cpp", ("g++", "c++", "clang++"), "-std=gnu++17")
-
-
 STACK_KB = 120 << 10
 """Stack of Node.js, which keeps a limit of its own."""
 
 
-@functools.cache
 def _javascript() -> Language:
     path = _found(("node", "nodejs"), "javascript")
-    return Language(
-        "javascript",
-        "main.js",
-        (path, "--max-old-space-size=384", f"--stack-size={STACK_KB}", "main.js"),
-        binds=_prefix(path),
-        address_space=False,
-        processes=24,
-    )
+    command = (path, "--max-old-space-size=384", f"--stack-size={STACK_KB}", "main.js")
+    return Language("javascript", "main.js", command, binds=_prefix(path), address_space=False, processes=24)
 
 
 LANGUAGES: dict[str, Callable[[], Language]] = {
     "python": _python,
-    "c": _c,
-    "cpp": _cpp,
+    "c": lambda: _native("c", "main.c", ("gcc", "cc", "clang"), "-std=gnu11", "-lm"),
+    "cpp": lambda: _native("cpp", "main.cpp", ("g++", "c++", "clang++"), "-std=gnu++17"),
     "javascript": _javascript,
 }
-ALIASES = {
-    "py": "python",
-    "pypy": "python",
-    "cpython": "python",
-    "c++": "cpp",
-    "cc": "cpp",
-    "cxx": "cpp",
-    "gnu++": "cpp",
-    "js": "javascript",
-    "mjs": "javascript",
-    "es": "javascript",
-    "ecmascript": "javascript",
-    "node": "javascript",
-    "nodejs": "javascript",
+_ALIASES = {
+    "python": "py pypy cpython",
+    "cpp": "c++ cc cxx gnu++",
+    "javascript": "js mjs es ecmascript node nodejs",
 }
+ALIASES = {alias: name for name, aliases in _ALIASES.items() for alias in aliases.split()}
 VERSION = re.compile(r"[-_.]?\d[\d.]*$")
 
 
