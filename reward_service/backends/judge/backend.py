@@ -9,7 +9,6 @@ judge grades a neutral one to the same task, and a `Failure` of the infrastructu
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import time
@@ -17,29 +16,28 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import msgspec
-from pydantic import ValidationError
 
 from areal_async.base.log import get_logger
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.trajectory.verdicts import Failure, FaultOf, Timeout, Verdict
 from reward_service import metrics
-from reward_service.backends import Call, MissingText, OnVerdicts, fill
+from reward_service.backends import Call, MissingText, OnVerdicts, arguments_of, fill, set_within
 from reward_service.backends.judge import JudgeArguments
 from reward_service.backends.judge.replies import (
+    ADVICE,
     CUT_BY,
-    Endpoint,
     JudgeReply,
     NoGrade,
     Parser,
     Trouble,
-    advice,
+    ask,
     clipped,
     field_of,
     quoted,
     verdict_of,
 )
-from reward_service.backends.servers import ServerState, choose
+from reward_service.backends.servers import ClientLimits, HttpClient, ServerState, choose
 from reward_service.sdk import RewardInput, RewardLoadError
 from reward_service.verifiers import NEUTRAL
 
@@ -47,6 +45,7 @@ log = get_logger("judge")
 
 MAX_QUEUED = 8192
 START_PAUSE_S = 0.5
+LIMITS = ClientLimits(most_bytes=4 << 20, connect_s=10.0, keepalive_s=2.0)  # Servers close theirs after 5 s
 GREETING = "1 + 1 ="
 """The request that shows at the start that a server answers. Not cut short: some servers refuse that."""
 
@@ -58,24 +57,20 @@ class Judge:
 
     def __init__(self, spec: RewardSpec, section: RewardSection, *, start_s: float = 30.0) -> None:
         """Raises `RewardLoadError` for arguments that are wrong."""
-        try:
-            self._arguments = JudgeArguments.model_validate(spec.args)
-        except ValidationError as error:
-            raise RewardLoadError(f"the reward 'judge' cannot take these arguments: {error}") from error
-        given = self._arguments
+        self._arguments = given = arguments_of(spec, JudgeArguments)
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
         self._timeout_s = spec.timeout_s
         self._start_s = start_s
         self._parse = Parser(given.parse, given.scale, given.grades)
         rng = random.Random()
-        self._servers = [ServerState(url, rng) for url in given.base_url]
+        self._servers = [ServerState(url, rng) for url in dict.fromkeys(given.base_url)]
         self._changed = asyncio.Event()
         self._slots = asyncio.Semaphore(given.max_in_flight)
         self._waiting: asyncio.Queue[tuple[int, Call, OnVerdicts]] = asyncio.Queue(MAX_QUEUED)
         self._closed = False
         self._structured = False  # Whether its servers take a schema for the reply
         self._runners: list[asyncio.Task[None]] = []
-        self._endpoint = Endpoint(self._key())
+        self._http = HttpClient(self._key(), LIMITS)
         self._requests_most = given.votes
         self._trouble: Trouble | None = None  # The last one of any request, until a request succeeds
         self.call_seconds = 1.0
@@ -94,7 +89,7 @@ class Judge:
         try:
             await self._greet()
         except BaseException:
-            await self._endpoint.close()
+            await self._http.close()
             raise
         most = self._arguments.max_in_flight
         self._runners = [asyncio.create_task(self._run(), name="judge") for _ in range(most)]
@@ -108,7 +103,7 @@ class Judge:
         await asyncio.gather(*self._runners, return_exceptions=True)
         self._runners = []
         self._refuse_waiting()
-        await self._endpoint.close()
+        await self._http.close()
 
     def _key(self) -> str:
         name = self._arguments.api_key_env
@@ -143,9 +138,8 @@ class Judge:
             troubles = [trouble for trouble in found if isinstance(trouble, Trouble)]
             for trouble in troubles:
                 if not trouble.passes or trouble.status == 200:
-                    raise RewardLoadError(
-                        f"the reward 'judge' is refused: {trouble}. {advice(trouble.status)}"
-                    )
+                    mend = ADVICE.get(trouble.status, "Correct reward.args.")
+                    raise RewardLoadError(f"the reward 'judge' is refused: {trouble}. {mend}")
                 log.warning("a judge's server does not take requests", error=str(trouble))
             # A server that limits the rate is there.
             if len(troubles) < len(found) or any(trouble.status == 429 for trouble in troubles):
@@ -165,7 +159,7 @@ class Judge:
             async with asyncio.timeout(self._start_s):
                 if self._parse.form(structured=True) and await self._takes_schema(url):
                     return True
-                await self._endpoint.ask(url, self._body(GREETING, "", 0))
+                await ask(self._http, url, self._body(GREETING, "", 0))
         except TimeoutError:
             return Trouble("unreachable", f"{url} did not answer within {self._start_s:g} s", passes=True)
         except Trouble as trouble:
@@ -175,7 +169,7 @@ class Judge:
     async def _takes_schema(self, url: str) -> bool:
         """Raises `Trouble` that may pass: it says nothing of schemas."""
         try:
-            field_of((await self._endpoint.ask(url, self._body(GREETING, "", 0, structured=True))).text)
+            field_of((await ask(self._http, url, self._body(GREETING, "", 0, structured=True))).text)
         except (NoGrade, Trouble) as error:
             if isinstance(error, Trouble) and error.passes:
                 raise
@@ -278,15 +272,13 @@ class Judge:
                 choice.begin()
                 return choice
             self._changed.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(choice):
-                    await self._changed.wait()
+            await set_within(self._changed, choice)
 
     async def _ask(self, server: ServerState, body: bytes) -> JudgeReply:
         """One request, after `begin()` of its server. Raises `Trouble`."""
         began_s = time.monotonic()
         try:
-            reply = await self._endpoint.ask(server.url, body)
+            reply = await ask(self._http, server.url, body)
         except Trouble as trouble:
             if trouble.passes:
                 server.failed(began_s, time.monotonic(), trouble.told_s)

@@ -3,30 +3,20 @@ a verdict."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
-import ssl
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from hashlib import blake2b
 from typing import Any, Literal
 
-import aiohttp
-
 from areal_async.models.answers import THOUGHTS
 from areal_async.trajectory.verdicts import Abstain, Failure, Score, Timeout, Verdict
+from reward_service.backends.servers import HttpClient, NoAnswer, retry_after_s
 
-MOST_BYTES = 4 << 20
-CONNECT_TIMEOUT_S = 10.0
-KEEPALIVE_S = 2.0
-"""An idle connection is closed from this side: servers close theirs after 5 s, and a request on one that is
-just being closed would fail for nothing."""
 MOST_SHOWN = 300  # Characters of an answer that an error repeats
 LONGEST_REPLY = 20_000  # Characters at the end of a reply in which the grade is looked for
 MOST_QUOTED = 120  # Characters of a reply that an error repeats
@@ -35,6 +25,10 @@ END_OF_THOUGHT = re.compile("|".join(re.escape(closing) for _, closing in THOUGH
 BROKEN_OFF = ("abort", "error")  # Reasons to finish that say that the server failed
 CUT_BY = ("length", "content_filter")  # Reasons to finish of a reply that lacks its end
 PASSES = frozenset({408, 409, 425, 429})  # Statuses below 500 that may pass
+_KEY = "Set api_key_env in reward.args to the variable that holds the key."
+_NAME = "Correct base_url (it ends in /v1 with most servers) or model in reward.args."
+ADVICE = {401: _KEY, 403: _KEY, 200: _NAME, 404: _NAME}
+"""Ways to mend a status that refuses for good."""
 
 Aggregate = Literal["mean", "majority", "median"]
 Quote = Literal["tags", "json", "none"]
@@ -61,53 +55,16 @@ class JudgeReply:
     finish_reason: str = ""
 
 
-class Endpoint:
-    """Asks servers for chat completions. To be made inside an event loop, and closed."""
-
-    def __init__(self, key: str) -> None:
-        self._session = aiohttp.ClientSession(
-            # What is in flight is bounded by the judge.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-        )
-
-    async def ask(self, url: str, body: bytes) -> JudgeReply:
-        """The reply to one request, without a time limit of its own. Raises `Trouble`."""
-        return choice_of(url, await self._post(f"{url}/chat/completions", body))
-
-    async def close(self) -> None:
-        await self._session.close()
-        await asyncio.sleep(0)  # lets the transports of closed connections go
-
-    async def _post(self, url: str, body: bytes) -> bytes:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        try:
-            async with self._session.post(
-                url,
-                data=body,
-                headers={"Content-Type": "application/json"},
-                timeout=timeout,
-                # Followed, a redirect would carry the key and the texts to a server that nobody named.
-                allow_redirects=False,
-            ) as answer:
-                content = await _read(answer)
-                if answer.status == 200:
-                    return content
-                raise _refusal(url, answer.status, answer.headers, content)
-        except (aiohttp.ClientError, TimeoutError, ssl.SSLError, OSError) as error:
-            raise Trouble(
-                "unreachable", f"{url} is not to be reached: {error or repr(error)}", passes=True
-            ) from error
-
-
-async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    content = bytearray()
-    async for chunk in answer.content.iter_any():
-        content += chunk
-        if len(content) > MOST_BYTES:
-            answer.close()
-            raise Trouble("judge", f"{answer.url} answered with more than {MOST_BYTES} bytes", passes=False)
-    return bytes(content)
+async def ask(http: HttpClient, url: str, body: bytes) -> JudgeReply:
+    """Return the reply to one request, without a time limit of its own. Raises `Trouble`."""
+    try:
+        answer = await http.ask(f"{url}/chat/completions", body)
+    except NoAnswer as error:
+        passes = error.kind != "broken"
+        raise Trouble("unreachable" if passes else "judge", f"{url}: {error}", passes=passes) from error
+    if answer.status != 200:
+        raise _refusal(url, answer.status, answer.headers, answer.content)
+    return choice_of(url, answer.content)
 
 
 def choice_of(url: str, content: bytes) -> JudgeReply:
@@ -140,24 +97,10 @@ def choice_of(url: str, content: bytes) -> JudgeReply:
 
 def _refusal(url: str, status: int, headers: Mapping[str, str], content: bytes) -> Trouble:
     message = f"{url} answered with status {status}: {words(content)}"
-    if status == 429:
-        return Trouble("rate_limited", message, passes=True, told_s=retry_after_s(headers), status=status)
-    if status >= 500 or status in PASSES:
-        return Trouble("unreachable", message, passes=True, told_s=retry_after_s(headers), status=status)
-    return Trouble("judge", message, passes=False, status=status)
-
-
-def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> float | None:
-    """What `Retry-After` asks for, given in seconds or as a date; None when it is missing or unreadable."""
-    text = headers.get("Retry-After", "").strip()
-    try:
-        seconds = float(text)
-    except ValueError:
-        try:
-            seconds = (parsedate_to_datetime(text) - (now or datetime.now(UTC))).total_seconds()
-        except (ValueError, TypeError):
-            return None
-    return max(0.0, seconds) if seconds == seconds else None
+    passes = status >= 500 or status in PASSES
+    kind = "rate_limited" if status == 429 else "unreachable" if passes else "judge"
+    told_s = retry_after_s(headers) if passes else None
+    return Trouble(kind, message, passes=passes, told_s=told_s, status=status)
 
 
 def words(content: bytes) -> str:
@@ -171,17 +114,6 @@ def words(content: bytes) -> str:
         if isinstance(value, dict) and key in value:
             value = value[key]
     return (value if isinstance(value, str) else text)[:MOST_SHOWN]
-
-
-def advice(status: int) -> str:
-    """What to do about a status that refuses for good."""
-    match status:
-        case 401 | 403:
-            return "Set api_key_env in reward.args to the variable that holds the key."
-        case 200 | 404:
-            return "Correct base_url (it ends in /v1 with most servers) or model in reward.args."
-        case _:
-            return "Correct reward.args."
 
 
 # --- what a reply is worth --------------------------------------------------------------------------

@@ -13,8 +13,6 @@ A call may be scored twice, where the answer to the first time was lost; one ver
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import random
 import time
 from collections import deque
@@ -31,7 +29,7 @@ from areal_async.config.reward_routing import RewardSpec
 from areal_async.trajectory import TrajectoryError
 from areal_async.trajectory.verdicts import Failure, FaultOf, Timeout, Verdict
 from reward_service import metrics
-from reward_service.backends import Call, OnVerdicts
+from reward_service.backends import Call, OnVerdicts, set_within
 from reward_service.backends.remote import RemoteArguments
 from reward_service.backends.remote.connection import RemoteError, RemoteServer
 from reward_service.backends.remote.schema import NOT_RUN, to_wire
@@ -43,6 +41,7 @@ log = get_logger("reward")
 
 VERDICT_DECODER = msgspec.json.Decoder(Verdict)
 MAX_QUEUED = 8192
+CLOSED = "the connection to the reward servers was closed"
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0  # Before a server that has no time is asked again, where it does not say when
 TICK_S = 0.25  # How often it is looked whether calls have waited too long for a server
@@ -126,7 +125,7 @@ class RemoteBackend:
                 await self._room.wait()
             self._open.add(pending)
             if self._closed:
-                self._fail(pending, "pool", "the connection to the reward servers was closed")
+                self._fail(pending, "pool", CLOSED)
             else:
                 self._queue.append(pending)
                 self._news.set()
@@ -139,7 +138,7 @@ class RemoteBackend:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         while self._open:
-            self._fail(next(iter(self._open)), "pool", "the connection to the reward servers was closed")
+            self._fail(next(iter(self._open)), "pool", CLOSED)
         self._queue.clear()
         self._room.set()
         while self.replicas:
@@ -149,18 +148,18 @@ class RemoteBackend:
 
     async def _await_first(self) -> None:
         """Wait until one server is ready, or all say that they cannot be used, or the limit is up."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._arguments.connect_s):
-                while not self.alive and not all(replica.unfit for replica in self.replicas):
-                    self._news.clear()
-                    await self._news.wait()
+        until_s = time.monotonic() + self._arguments.connect_s
+        while not self.alive and not (unfit := all(replica.unfit for replica in self.replicas)):
+            self._news.clear()
+            if not await set_within(self._news, until_s - time.monotonic()):
+                break
         if not self.alive:
-            told = "; ".join(f"{replica.url}: {replica.trouble}" for replica in self.replicas)
-            raise RewardLoadError(
-                f"the reward remote: none of its servers can be used. {told}. Start one "
-                "(`areal-async reward serve`), or correct reward.args.",
-                may_pass=not all(replica.unfit for replica in self.replicas),
-            )
+            told = f"the reward remote: none of its servers can be used. {self._troubles()}."
+            mend = "Start one (`areal-async reward serve`), or correct reward.args."
+            raise RewardLoadError(f"{told} {mend}", may_pass=not unfit)
+
+    def _troubles(self) -> str:
+        return "; ".join(f"{replica.url}: {replica.trouble}" for replica in self.replicas)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -193,9 +192,7 @@ class RemoteBackend:
             if len(self._queue) < MAX_QUEUED:
                 self._room.set()
             # Rests and breakers end by the clock, not by an event.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S if self._queue else None):
-                    await self._news.wait()
+            await set_within(self._news, TICK_S if self._queue else None)
 
     def _cut(self, replica: RemoteServer) -> tuple[list[Pending], list[msgspec.Raw]]:
         """The next calls for `replica`, as many as a request may hold, and their inputs as it wants them."""
@@ -239,16 +236,14 @@ class RemoteBackend:
             raise
         elapsed_s = time.monotonic() - began_s
         self.call_seconds += 0.2 * (elapsed_s - self.call_seconds)
-        verdicts = iter(read_verdicts(answered, [one for call in batch for one in call.inputs]))
-        unknown = []
-        for call in batch:
-            own = list(itertools.islice(verdicts, len(call.inputs)))
+        verdicts = read_verdicts(answered, [one for call in batch for one in call.inputs])
+        # Backwards: what is sent again goes to the head of the queue, in the order it had.
+        for call in reversed(batch):
+            own, verdicts = verdicts[-len(call.inputs) :], verdicts[: -len(call.inputs)]
             if any(isinstance(verdict, Failure) and verdict.kind == NOT_RUN for verdict in own):
-                unknown.append(call)
+                self._wait(call, NOT_RUN, "the server did not get to it in time")
             else:
                 self._end(call, own, elapsed_s * 1000)
-        for call in reversed(unknown):
-            self._wait(call, NOT_RUN, "the server did not get to it in time")
 
     async def _after_error(
         self, replica: RemoteServer, batch: list[Pending], error: RemoteError, elapsed_ms: float
@@ -266,12 +261,9 @@ class RemoteBackend:
                 case "late":
                     limit_ms = round(self._spec.timeout_s * 1000)
                     self._end(call, [Timeout(limit_ms)] * len(call.inputs), elapsed_ms)
-                case "too_large" if self._fits_without_answers(replica, call):
-                    self._fail(call, "remote", told, elapsed_ms, FaultOf.ANSWER)
-                case "invalid" if await self._takes_neutral(replica, call):
-                    self._fail(call, "remote", told, elapsed_ms, FaultOf.ANSWER)
                 case "broken" | "invalid" | "too_large":
-                    self._fail(call, "remote", told, elapsed_ms)
+                    fault = await self._fault(error, replica, call)
+                    self._fail(call, "remote", told, elapsed_ms, fault)
                 case _:  # Lost; or it has become another one, and is asked again what it is.
                     call.lost += 1
                     call.alone = True
@@ -316,13 +308,16 @@ class RemoteBackend:
         failure = Failure(kind, clip(message), fault=fault)
         self._end(call, [failure] * len(call.inputs), elapsed_ms)
 
-    def _fits_without_answers(self, replica: RemoteServer, call: Pending) -> bool:
-        """Return whether the server would take the task: then the answers alone are too large for it."""
-        size_bytes = sum(map(len, _with_answers(call, "")))
-        return size_bytes <= replica.limits.max_body_bytes - REQUEST_ROOM_BYTES
+    async def _fault(self, error: RemoteError, replica: RemoteServer, call: Pending) -> FaultOf:
+        """Return the fault of a refused call: the answers', if the server would take the task with others."""
+        if error.kind == "too_large":
+            size_bytes = sum(map(len, _with_answers(call, "")))
+            takes = size_bytes <= replica.limits.max_body_bytes - REQUEST_ROOM_BYTES
+        else:
+            takes = error.kind == "invalid" and await self._takes_neutral(replica, call)
+        return FaultOf.ANSWER if takes else FaultOf.INFRASTRUCTURE
 
     async def _takes_neutral(self, replica: RemoteServer, call: Pending) -> bool:
-        """Return whether the server scores neutral answers to the task: then it refuses these alone."""
         replica.state.begin()
         try:
             await replica.score(_with_answers(call, NEUTRAL))
@@ -335,12 +330,11 @@ class RemoteBackend:
         if self.alive or any(replica.state.in_flight for replica in self.replicas):
             self._away_since_s = None
             return
-        if self._away_since_s is None:
-            self._away_since_s = now_s
+        self._away_since_s = now_s if self._away_since_s is None else self._away_since_s
         limit_s = self._arguments.outage_s
-        told = "; ".join(f"{replica.url}: {replica.trouble}" for replica in self.replicas)
         while self._queue and now_s - max(self._away_since_s, self._queue[0].queued_s) > limit_s:
-            self._fail(self._queue.popleft(), "unreachable", f"no reward server for {limit_s:g} s: {told}")
+            told = f"no reward server for {limit_s:g} s: {self._troubles()}"
+            self._fail(self._queue.popleft(), "unreachable", told)
 
 
 def _with_answers(call: Pending, response: str) -> list[msgspec.Raw]:
@@ -352,12 +346,11 @@ def _with_answers(call: Pending, response: str) -> list[msgspec.Raw]:
 def read_verdicts(answered: Sequence[msgspec.Raw], inputs: Sequence[RewardInput]) -> list[Verdict]:
     """The verdict for each of `inputs`, checked as those of the pool are. One that is none is an error of the
     kind `remote`, and spoils no other. Of the same length as `inputs`."""
-    verdicts: list[Verdict] = []
-    for raw, given in zip(answered, inputs, strict=True):
-        try:
-            verdict = VERDICT_DECODER.decode(raw)
-        except (ValueError, RecursionError) as error:
-            verdicts.append(Failure("remote", clip(f"the server's verdict is none: {error}")))
-        else:
-            verdicts.append(as_verdict(verdict, given))
-    return verdicts
+    return [_read_verdict(*each) for each in zip(answered, inputs, strict=True)]
+
+
+def _read_verdict(raw: msgspec.Raw, given: RewardInput) -> Verdict:
+    try:
+        return as_verdict(VERDICT_DECODER.decode(raw), given)
+    except (ValueError, RecursionError) as error:
+        return Failure("remote", clip(f"the server's verdict is none: {error}"))

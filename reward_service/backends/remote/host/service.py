@@ -24,7 +24,7 @@ from areal_async.config.reward_routing import RewardSpec
 from areal_async.config.rewardcheck import part_of, runs_in_pool, scope_in_file, scopes_of
 from areal_async.trajectory.verdicts import Failure, Verdict
 from reward_service import metrics
-from reward_service.backends import Call
+from reward_service.backends import Call, set_within
 from reward_service.backends.remote.schema import (
     NOT_RUN,
     PROTOCOL,
@@ -53,7 +53,7 @@ class ServedReward(NamedTuple):
 
     name: str
     spec: RewardSpec
-    """What it is loaded by, with the arguments and the deadline of a call that it has here."""
+    """Its way to be loaded, with the arguments and the deadline of a call that it has here."""
     wants: tuple[Extra, ...] = ()
 
     def info(self) -> RewardInfo:
@@ -96,9 +96,7 @@ def _offer(target: str, wants: tuple[Extra, ...], args: dict[str, Any], timeout_
         part = part_of(target)
         if part is None or not runs_in_pool(part):
             names = ", ".join(name for name in REWARDS.names if runs_in_pool(part_of(name)))
-            raise RewardLoadError(
-                f"there is no reward {target!r}. Write path.py:function, or one of {names}."
-            )
+            raise RewardLoadError(f"there is no reward {target!r}. Use path.py:function, or one of {names}.")
         scope: Scope = "episode" if "episode" in scopes_of(part) else "group"
         return ServedReward(target, RewardSpec(target, args, scope, timeout_s), wants)
     name = target.rpartition(":")[2]
@@ -145,11 +143,7 @@ class ScoringService:
     async def drain(self, limit_s: float) -> None:
         """Take nothing more, and wait for what is under way, at most `limit_s`."""
         self._draining = True
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return
+        await set_within(self._idle, limit_s)
 
     async def score(self, request: ScoreRequest) -> list[Verdict]:
         """One verdict for each input. Raises `RequestRefused`. Without inputs a client only asks whether it
@@ -188,35 +182,30 @@ class ScoringService:
     # --- admission -----------------------------------------------------------------------------------
 
     def _check(self, request: ScoreRequest) -> RewardSpec:
-        if request.protocol != PROTOCOL:
-            raise RequestRefused(
-                "protocol", f"the request speaks version {request.protocol}, this server {PROTOCOL}"
-            )
-        offer = self._offers.get(request.reward)
-        if offer is None:
-            names = ", ".join(self._offers)
-            raise RequestRefused(
-                "unknown_reward", f"there is no reward {request.reward!r} here; there is: {names}"
-            )
-        spec = offer.spec
-        if request.scope != spec.scope:
-            raise RequestRefused(
-                "invalid", f"the reward {offer.name!r} has the scope {spec.scope}, not {request.scope}"
-            )
+        name, given, limit = request.reward, request.inputs, self.limits.max_inputs
+        spec = self._offers[name].spec if name in self._offers else RewardSpec(name)
         own = spec.args
-        if others := [key for key, value in request.args.items() if key not in own or value != own[key]]:
-            raise RequestRefused(
-                "invalid",
-                f"only the server may set {', '.join(others[:10])} of the reward {offer.name!r}: leave it "
-                "out, and give it to the server (`--args`)",
+        others = [key for key, value in request.args.items() if key not in own or value != own[key]]
+        mend = "leave it out, and give it to the server (`--args`)"
+        kind: RefusalKind = "invalid"
+        why = ""
+        if request.protocol != PROTOCOL:
+            kind, why = "protocol", f"the request speaks version {request.protocol}, this server {PROTOCOL}"
+        elif name not in self._offers:
+            kind, why = (
+                "unknown_reward",
+                f"there is no reward {name!r} here; it has: {', '.join(self._offers)}",
             )
-        if request.deadline_ms <= 0 or request.timeout_ms <= 0:
-            raise RequestRefused("invalid", "timeout_ms and deadline_ms are milliseconds: at least 1")
-        if len(request.inputs) > self.limits.max_inputs:
-            raise RequestRefused(
-                "too_large",
-                f"{len(request.inputs)} inputs in one request; the most are {self.limits.max_inputs}",
-            )
+        elif request.scope != spec.scope:
+            why = f"the reward {name!r} has the scope {spec.scope}, not {request.scope}"
+        elif others:
+            why = f"only the server may set {', '.join(others[:10])} of the reward {name!r}: {mend}"
+        elif request.deadline_ms <= 0 or request.timeout_ms <= 0:
+            why = "timeout_ms and deadline_ms are milliseconds: at least 1"
+        elif len(given) > limit:
+            kind, why = "too_large", f"{len(given)} inputs in one request; the most are {limit}"
+        if why:
+            raise RequestRefused(kind, why)
         return spec
 
     def _admit(self, n_inputs: int, deadline_s: float) -> None:
