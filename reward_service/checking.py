@@ -1,4 +1,4 @@
-"""What a reward returned or raised, as a verdict: validated, finite, of bounded size. Pure.
+"""Verdicts from what rewards return or raise: validated, finite, of bounded size. Pure.
 
 Imports no numpy: only a reward that names parts of an episode pays for having the episode read.
 """
@@ -10,11 +10,12 @@ import os
 import sysconfig
 import traceback
 from numbers import Real
+from pathlib import Path
 
-import areal_async
+from areal_async.trajectory import verdicts
 from areal_async.trajectory.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
 from reward_service import signatures
-from reward_service.sdk import RewardInput
+from reward_service.inputs import RewardInput
 
 LONGEST_MESSAGE = 1000  # Characters of an error's text that travel
 LONGEST_NAME = 100  # Characters of the name of a component, an agent, a kind or a sandbox
@@ -22,14 +23,14 @@ MOST_COMPONENTS = 64
 LIBRARIES = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
     f"{os.path.dirname(__file__)}/",
-    f"{os.path.dirname(areal_async.__file__)}/",
+    f"{Path(verdicts.__file__).parents[1]}/",
     "<frozen ",
 )
 """Folders of code that is not the user's."""
 
 
 class NoVerdict(Exception):
-    """What was returned is no verdict; the one to give instead."""
+    """The result is no verdict; `verdict` is to be given instead."""
 
     def __init__(self, message: str, kind: str = "return_type") -> None:
         super().__init__(message)

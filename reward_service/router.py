@@ -153,6 +153,13 @@ class Router:
             self.broken.set_result(broken.result())
 
 
+def watch(working: Router | WorkerPool) -> None:
+    """Have the gauges of the processes show `working` from now on."""
+    metrics.WORKERS_ALIVE.set_function(lambda: working.alive)
+    metrics.WORKERS_BUSY.set_function(lambda: working.busy)
+    metrics.QUEUED.set_function(lambda: working.queued)
+
+
 def _sendable(given: RewardInput) -> RewardInput:
     """Return `given` with no half of a surrogate pair in its answer: nothing can send that."""
     response = given.response.encode(errors="replace").decode()

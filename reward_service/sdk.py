@@ -20,29 +20,26 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import msgspec
 
 from areal_async.base.errors import ArealError
 from areal_async.config.registry import MARK_REWARD, run_user_file
-from areal_async.models.answers import opens_thought, spoken
 from areal_async.trajectory.verdicts import Abstain, Parts, Score
+from reward_service.inputs import RewardInput
 from reward_service.signatures import adapted
 
 if TYPE_CHECKING:
     from areal_async.config.base import Section
-    from areal_async.rpc.schema import Task
-    from areal_async.trajectory import Episode
 
 __all__ = ["BUILT_IN", "Abstain", "Parts", "RewardInput", "RewardLoadError", "Score", "load_reward", "reward"]
 
 _ends_s: ContextVar[float] = ContextVar("_ends_s", default=math.inf)
 
 Result = float | Score | Abstain
-RewardFunction = Callable[["RewardInput"], Result | Awaitable[Result]]
+RewardFunction = Callable[[RewardInput], Result | Awaitable[Result]]
 Scope = Literal["episode", "group"]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -67,8 +64,6 @@ BUILT_IN = {
 (reward_service.backends) that is scored elsewhere than in the pool."""
 
 MARK = "__areal_reward__"
-OF_TASK = ("ground_truth", "data_source", "ability", "reward_style", "extra_info")
-"""Fields of an input that are those of its task."""
 
 
 class RewardLoadError(ArealError):
@@ -78,56 +73,6 @@ class RewardLoadError(ArealError):
     def __init__(self, message: str, *, may_pass: bool = False) -> None:
         super().__init__(message)
         self.may_pass = may_pass
-
-
-class RewardInput(msgspec.Struct, kw_only=True, dict=True):
-    """What a reward function is given about one episode."""
-
-    prompt: str = ""
-    """The prompt as the model saw it, as text."""
-    is_chat: bool = False
-    """True where the task's prompt is a list of messages."""
-    response: str = ""
-    """What the model answered, as text."""
-    ground_truth: Any = None
-    """`reward_model.ground_truth` of the task's row."""
-    data_source: str = ""
-    ability: str = ""
-    reward_style: str = ""
-    extra_info: dict[str, Any] = {}
-    metadata: dict[str, Any] = {}
-    """What the workflow noted about the episode."""
-    response_tokens: int = 0
-    """Tokens that the model sampled."""
-    truncated: bool = False
-    """Whether the last answer ended at its length limit."""
-    fault: str = ""
-    """Why the episode ended early, by the fault of its answers; always empty where a reward is asked."""
-    blob: bytes = b""
-    """The episode's codec blob; empty where a caller has only texts."""
-
-    @classmethod
-    def to(cls, task: Task, **given: Any) -> Self:
-        """Return the input about an answer to `task`; `given` are its other fields."""
-        shared = {name: getattr(task, name) for name in OF_TASK}
-        return cls(is_chat=not isinstance(task.prompt, str), **shared, **given)
-
-    @cached_property
-    def spoken(self) -> str:
-        """The response without what was thought in it: between `<think>` and `</think>`, before a `</think>`
-        that opens nowhere, and after a `<think>` that never closes, which may stand at the prompt's end."""
-        return spoken(self.response, opened=opens_thought(self.prompt))
-
-    @cached_property
-    def episode(self) -> Episode:
-        """The whole trajectory: segments, tokens, log-probs, versions, metadata; decoded when first asked
-        for. Raises ValueError when only texts were given, TrajectoryError for a damaged blob."""
-        if not self.blob:
-            raise ValueError("this input has no episode: only its texts were given")
-        # Imported here: it brings numpy, which a reward of texts need not pay for.
-        from areal_async.trajectory import unpack
-
-        return unpack(self.blob)
 
 
 def time_left_s() -> float:
@@ -146,7 +91,7 @@ def deadline_in(timeout_s: float) -> Iterator[None]:
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """What `@reward` notes on a function."""
+    """The note of `@reward` on a function."""
 
     batch: int = 0
     """Most inputs of one call; 0: one input, not a list."""

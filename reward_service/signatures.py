@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from areal_async.trajectory.verdicts import Abstain, Score
-
-if TYPE_CHECKING:
-    from reward_service.sdk import RewardInput
+from reward_service.inputs import RewardInput
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 ANSWER_COLUMNS = ("ground_truth", "solution", "answer", "final_answer", "target", "label")

@@ -183,7 +183,7 @@ class WorkerPool:
 
         Where none can be blamed (a reward may spoil the marker itself) each of them goes round alone, and a
         call that loses a worker that had nothing else to do is the one."""
-        number, began_ns = slot.running()
+        number, began_ns = slot.marker.running()
         alone = len(slot.inflight) == 1 and next(iter(slot.inflight.values())).suspect
         if alone:
             number = next(iter(slot.inflight))
@@ -277,12 +277,12 @@ class WorkerPool:
             await asyncio.sleep(min(TICK_S, shortest_s / 4))
             now_s = time.monotonic()
             for slot in list(self._workers.slots):
-                if slot.process is not None and slot.loaded and not slot.doomed:
+                if slot.loaded and not slot.doomed:
                     self._look_at(slot, now_s)
             self._workers.look_after(now_s)
 
     def _look_at(self, slot: WorkerSlot, now_s: float) -> None:
-        number, began_ns = slot.running()
+        number, began_ns = slot.marker.running()
         if number != slot.seen:
             slot.seen, slot.moved_s = number, now_s
             return
@@ -306,14 +306,12 @@ class WorkerPool:
                 self._recall(slot, number)
             case "nothing" if still_for_s > RECALL_AFTER_S:
                 limit = self._limits.memory_bytes
-                assert slot.process is not None
                 slot.over_memory = bool(limit) and slot.process.memory_bytes() > limit
                 if slot.over_memory:
                     slot.kill()
 
     def _recall(self, slot: WorkerSlot, number: int) -> None:
         """Take back what waits behind a slow call, which has more than the time that it was given."""
-        assert slot.marker is not None
         slow = slot.inflight[number]
         more_s = max(0.0, RECALL_AFTER_S - slow.charged_s)
         slow.reward.used_s += more_s

@@ -20,12 +20,12 @@ from areal_async.base.mistakes import ConfigError, Mistake, as_typed
 from areal_async.base.yaml_file import parse_yaml
 from areal_async.cli.tools import ServeRequest, print_json, run_tool
 from areal_async.config.registry import REWARDS
-from reward_service import metrics
 from reward_service.backends.remote import read_token
 from reward_service.backends.remote.host.http import http_server, http_socket, tls_of
 from reward_service.backends.remote.host.service import ScoringService, ServedReward, read_offers, version_of
 from reward_service.backends.remote.schema import Extra, RequestLimits
 from reward_service.pool.pool import WorkerPool
+from reward_service.router import watch
 
 DRAIN_LIMIT_S = 5.0
 WAITING_PER_WORKER = 256
@@ -66,7 +66,7 @@ async def serve(request: ServeRequest) -> None:
         pool = await stack.enter_async_context(WorkerPool(specs, workers=request.workers))
         limits = RequestLimits(max_inputs=request.batch, max_in_flight=max(8, 2 * request.workers))
         service = ScoringService(pool, offers, limits=limits, max_waiting=waiting)
-        metrics.watch(pool)
+        watch(pool)
         server = http_server(service, token, listening, tls)
         server.start()
         stack.push_async_callback(server.close)
