@@ -18,7 +18,7 @@ from contextvars import ContextVar
 
 from areal_async.base.log import get_logger
 from areal_async.base.processes import ChildProcess
-from reward_service.pool.protocol import FrameError, FrameReader, framed
+from reward_service.pool.protocol import FrameReader, framed
 
 log = get_logger("pool")
 
@@ -34,7 +34,7 @@ def _log_print(pid: int, text: str) -> None:
 
 
 on_print: ContextVar[Callable[[int, str], None]] = ContextVar("on_print", default=_log_print)
-"""What is done with the lines that a process prints; processes started in this context do it so."""
+"""Function that takes the lines of a process; the context in which a process is started names it."""
 
 
 class FramedProcess:
@@ -108,14 +108,11 @@ class FramedProcess:
 
     def _write(self) -> None:
         try:
-            sent = self._link.send(self._unsent)
+            del self._unsent[: self._link.send(self._unsent)]
         except BlockingIOError:
-            sent = 0
+            pass
         except OSError:
-            # The process has gone; its exit tells the rest.
-            self._unsent.clear()
-            sent = 0
-        del self._unsent[:sent]
+            self._unsent.clear()  # the process has gone; its exit tells the rest
         if self._unsent:
             self._loop.add_writer(self._link, self._write)
         else:
@@ -129,18 +126,15 @@ class FramedProcess:
             return False
         except OSError:
             data = b""
-        if not data:
-            self._loop.remove_reader(self._link)
-            return False
         try:
             for payload in self._frames.feed(data):
                 self._on_frame(payload)
-        except (FrameError, ValueError, RecursionError) as error:
-            self._fault = f"it broke the protocol: {error}"
-            self._loop.remove_reader(self._link)
+        except (ValueError, RecursionError) as error:
+            self._fault, data = f"it broke the protocol: {error}", b""
             self.kill()
-            return False
-        return True
+        if not data:
+            self._loop.remove_reader(self._link)
+        return bool(data)
 
     def _read_output(self) -> None:
         if not self._output.read():
@@ -162,7 +156,7 @@ class FramedProcess:
 
 
 class ProcessOutput:
-    """What a process prints to standard output and error: passed on up to a rate, the end kept."""
+    """The standard output and error of a process: passed on up to a rate, the end kept."""
 
     def __init__(self, fd: int, pid: int) -> None:
         os.set_blocking(fd, False)
@@ -215,13 +209,10 @@ class ProcessOutput:
         return " | ".join(line.strip() for line in lines[-3:])
 
 
+SIGNALS = {one.value: one.name for one in signal.Signals}
+
+
 def describe_exit(status: int, output: str) -> str:
-    """`signal SIGSEGV; last output: …` or `exit status 3`."""
-    if status < 0:
-        try:
-            how = f"signal {signal.Signals(-status).name}"
-        except ValueError:
-            how = f"signal {-status}"
-    else:
-        how = f"exit status {status}"
+    """Return `signal SIGSEGV; last output: …` or `exit status 3`."""
+    how = f"exit status {status}" if status >= 0 else f"signal {SIGNALS.get(-status, -status)}"
     return f"{how}; last output: {output[-500:]}" if output else how

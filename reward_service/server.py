@@ -12,7 +12,6 @@ Does not decide what becomes of a verdict that is no score: that is the buffer's
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import math
 import time
@@ -31,7 +30,7 @@ from areal_async.rpc.messages import Claim, ClaimedEpisode, EpisodeVerdict, PutV
 from areal_async.trajectory import TrajectoryError, glance
 from areal_async.trajectory.verdicts import Failure, Score, Verdict
 from reward_service import metrics
-from reward_service.backends import Call
+from reward_service.backends import Call, set_within
 from reward_service.router import Router
 from reward_service.sdk import RewardInput
 
@@ -49,7 +48,7 @@ VALUE_BYTES = 9  # A float in msgpack
 
 
 class RewardState:
-    """What the service holds of one reward, and what it has learnt of it."""
+    """Calls of one reward that the service has, and figures of those that it had."""
 
     def __init__(self, spec: RewardSpec) -> None:
         self.spec = spec
@@ -116,20 +115,14 @@ class RewardServer:
                 if task.done():
                     task.result()
             claiming.cancel()
-            await self._finish()
+            await set_within(self._idle, STOP_LIMIT_S)
+            if self.pending:
+                log.info("stopped with episodes unscored", episodes=self.pending)
         finally:
             tasks += self._submitting
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _finish(self) -> None:
-        """Wait a little for what is under way."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_LIMIT_S):
-                await self._idle.wait()
-        if self.pending:
-            log.info("stopped with episodes unscored", episodes=self.pending)
 
     # --- in ------------------------------------------------------------------------------------------
 
@@ -304,7 +297,7 @@ def _calls(
 
 
 def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:
-    """What a reward is given: the texts of the episode, the truth of its task. The rest of the episode, which
+    """Return the input of a reward: texts of the episode, truth of its task. The rest of the episode, which
     the buffer has checked, is read only if the reward asks for it. Raises TrajectoryError."""
     header, n_sampled = glance(blob)
     return RewardInput.to(
@@ -353,7 +346,7 @@ DEADLINE_SHARE = 0.25
 
 @dataclass(frozen=True)
 class ClaimLoad:
-    """What the service holds of one reward, and what it has learnt of it so far."""
+    """Calls of one reward that the service has and had, as far as claiming depends on them."""
 
     workers: int
     """Episodes that are worked on at once: under scope `group` a worker has a whole group."""
@@ -369,7 +362,7 @@ class ClaimLoad:
 
 
 def episodes_to_claim(loads: Sequence[ClaimLoad]) -> int:
-    """How many episodes to claim now: at most `MAX_CLAIM`, and 0 when enough is held.
+    """Return the number of episodes to claim now: at most `MAX_CLAIM`, and 0 when enough is held.
 
     Which reward an episode is for is known only once it is claimed. So as much is claimed as the reward wants
     that has least to do, until one has all that it can be given: a slow reward does not starve a quick one,

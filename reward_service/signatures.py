@@ -39,17 +39,14 @@ def adapted(function: Any) -> Callable[..., Any] | None:
         if each.default is each.empty and each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
     ]
     free = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    shape: tuple[Any, tuple[str, ...], Collection[str], Collection[str]]
     if "solution_str" in known:
-        fill: Any = _verl
-        scopes: tuple[str, ...] = ("episode",)
-        filled: Collection[str] = VERL
-        others = needed
+        shape = _verl, ("episode",), VERL, needed
     elif "completions" in known:
-        fill, scopes = _trl, ("episode", "group")
-        filled, others = ("completions", "prompts"), []  # any may be a column
+        shape = _trl, ("episode", "group"), ("completions", "prompts"), ()  # any other may be a column
     else:
         return None
-
+    fill, scopes, filled, others = shape
     called = f"the reward {getattr(function, '__name__', function)!r}"
 
     def reward(given: RewardInput | list[RewardInput], **arguments: Any) -> Any:
@@ -108,13 +105,12 @@ async def _awaited(result: Awaitable[Any], outcomes: Callable[[Any], Any]) -> An
 
 def _of_list(results: Any, wanted: int, called: str) -> list[Any]:
     """Return what a reward of TRL gave each completion. Raises ValueError for what is no list of as many."""
-    if not isinstance(results, list | tuple) or len(results) != wanted:
-        is_list = isinstance(results, list | tuple)
+    is_list = isinstance(results, list | tuple)
+    if not is_list or len(results) != wanted:
         got = f"{len(results)} scores" if is_list else f"{results!r:.80}, which is no list"
-        raise ValueError(
-            f"{called} returned {got} for {wanted} completion{'s' if wanted > 1 else ''}. A reward with a "
-            "parameter `completions` returns a list with one number for each, as TRL wants it."
-        )
+        told = f"{called} returned {got} for {wanted} completion{'s' if wanted > 1 else ''}"
+        mend = "A reward with a parameter `completions` returns a list with one number for each, as for TRL."
+        raise ValueError(f"{told}. {mend}")
     return [_outcome(result) for result in results]
 
 

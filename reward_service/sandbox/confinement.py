@@ -1,4 +1,4 @@
-"""How this machine can confine a program: each way is tried with a small program, never guessed."""
+"""Ways to confine a program on this machine: each is tried with a small program, never guessed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from reward_service.sandbox.isolation import messages
 from reward_service.sandbox.isolation.launcher import FIRST_UIDS
 from reward_service.sandbox.languages import Language, language
 from reward_service.sandbox.program import CannotIsolate, CompilerMissing, Level, RunLimits, SandboxError
 
 START = "import sys; sys.path.append(sys.argv.pop()); from isolation.launcher import main; main()"
-"""What the launcher's interpreter runs. The last argument is the folder of the package `isolation`."""
+"""Text that the launcher's interpreter runs. The last argument is the folder of the package `isolation`."""
 FOLDER = str(Path(__file__).resolve().parent)
 ANSWER_GRACE_S = 40.0  # Time beyond the limit by the clock: making the jail, ending it, sending what it said
 
@@ -40,12 +42,11 @@ class LauncherClient:
 
     def ask(self, head: dict[str, Any], body: bytes, clock_s: float) -> tuple[dict[str, Any], bytes]:
         """Raises SandboxError when there is no answer."""
-        self.begin(head, body, clock_s)
-        try:
-            return self.answer()
-        except LauncherDied:
+        with contextlib.suppress(LauncherDied):
             self.begin(head, body, clock_s)
             return self.answer()
+        self.begin(head, body, clock_s)
+        return self.answer()
 
     def begin(self, head: dict[str, Any], body: bytes, clock_s: float, link: int | None = None) -> None:
         """Send a request, with the descriptor that is to be the program's link, if any. `answer` comes next.
@@ -61,16 +62,15 @@ class LauncherClient:
             raise LauncherDied(f"the launcher takes no request: {error}") from error
 
     def answer(self) -> tuple[dict[str, Any], bytes]:
-        """The answer to the request that was begun. Raises SandboxError."""
+        """Return the answer to the request that was begun. Raises SandboxError."""
         try:
-            answer = messages.receive(self.connection)
+            if (answer := messages.receive(self.connection)) is not None:
+                return answer
         except (OSError, ValueError) as error:
             self.close()
             raise SandboxError(f"the launcher does not answer: {error}") from error
-        if answer is None:
-            self.close()
-            raise LauncherDied("the launcher died. Look for its message on the standard error of the service")
-        return answer
+        self.close()
+        raise LauncherDied("the launcher died. Look for its message on the standard error of the service")
 
     def end(self) -> None:
         """Have the run that was begun ended at once; its answer comes all the same."""
@@ -160,8 +160,8 @@ class Confinement(NamedTuple):
     proc: bool = True  # Whether a jail has a `/proc`, which some containers refuse
 
     def request(self, argv: tuple[str, ...], limits: RunLimits, spoken: Language = COMMAND) -> dict[str, Any]:
-        """What the launcher is asked, without files and input. Raises CompilerMissing where no interpreter
-        can be the first process."""
+        """Return the request to the launcher, without files and input. Raises CompilerMissing if no
+        interpreter can be the first process."""
         python = language("python", for_others=self.as_another)
         isolated = self.level == "isolated"
         folders = [f"{PACKAGES}/{n}" if isolated else one.path for n, one in enumerate(spoken.packages)]
@@ -180,7 +180,7 @@ class Confinement(NamedTuple):
                 for name in folder.names or ("",)
             ],
             "binds": list(dict.fromkeys((*SYSTEM_FOLDERS, *spoken.binds, *python.binds, *SYSTEM_FILES))),
-            "limits": {name: getattr(limits, name) for name in limits.__struct_fields__},
+            "limits": msgspec.structs.asdict(limits),
             "files": [],
             "collect": [],
             "stdin": [0],
@@ -210,8 +210,7 @@ def find(launcher: LauncherClient) -> Confinement:
     )
     for uid_base, proc in product(FIRST_UIDS if offered["root"] else (None,), (True, False)):
         found = Confinement("isolated", guards, uid_base, proc)
-        why = missing or _try(launcher, found)
-        if not why:
+        if not (why := missing or _try(launcher, found)):
             return found
         reasons.append(why)
     told = "; ".join(dict.fromkeys(reasons))

@@ -82,7 +82,7 @@ async def serve(request: ServeRequest) -> None:
 
 
 def arguments_in(text: str | None) -> dict[str, Any]:
-    """What `--args` gives a reward. Raises `ConfigError` for a text that is no mapping."""
+    """Return the arguments in the text of `--args`. Raises `ConfigError` for a text that is no mapping."""
     try:
         found = parse_yaml(text) if text else {}
     except yaml.YAMLError:
@@ -93,21 +93,27 @@ def arguments_in(text: str | None) -> dict[str, Any]:
     return found
 
 
+ANNOUNCED = """\
+{served}
+serves {url}
+In the job file:
+  reward:
+    name: remote
+    args:
+      urls: [{url}]
+      reward: {name}{token}
+Ctrl-C ends it."""
+TOKEN = "\n      token_env: REWARD_TOKEN   # or token_file: an absolute path"
+
+
 def announce(offers: Sequence[ServedReward], url: str, workers: int, *, guarded: bool) -> None:
-    """Say what is served where, and what a job file says to use it."""
-    console = Console(soft_wrap=True, highlight=False)
-    for offer in offers:
-        console.print(
-            f"reward [bold]{offer.name}[/] ({offer.spec.name}), version {version_of(offer.spec.name)}, "
-            f"{workers} worker{'s' if workers > 1 else ''}"
-        )
-    console.print(f"serves {url}")
-    console.print("In the job file:", style="dim")
-    console.print("  reward:\n    name: remote\n    args:", markup=False)
-    console.print(f"      urls: [{url}]\n      reward: {offers[0].name}", markup=False)
-    if guarded:
-        console.print("      token_env: REWARD_TOKEN   # or token_file: an absolute path", markup=False)
-    console.print("Ctrl-C ends it.", style="dim")
+    """Print what is served, and the lines of a job file that use it."""
+    each = f"{workers} worker{'s' if workers > 1 else ''}"
+    versions = [(one.name, one.spec.name, version_of(one.spec.name)) for one in offers]
+    served = (f"reward {name} ({target}), version {version}, {each}" for name, target, version in versions)
+    token = TOKEN if guarded else ""
+    text = ANNOUNCED.format(served="\n".join(served), url=url, name=offers[0].name, token=token)
+    Console(soft_wrap=True, highlight=False).print(text, markup=False)
 
 
 def token_in(path: Path) -> str:

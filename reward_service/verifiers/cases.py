@@ -65,22 +65,16 @@ class Cases(msgspec.Struct, frozen=True):
 
 def read_cases(truth: Any) -> Cases:
     """Raises ValueError for what is none of the forms: the task is wrong, not the model."""
+    truth = _result(truth)
     if isinstance(truth, str):
-        try:
-            truth = json.loads(truth)
-        except ValueError:
-            return code_cases([truth])
-        if isinstance(truth, str):
-            return code_cases([truth])
+        return code_cases([truth])
     if isinstance(truth, list):
         return _of_list(truth)
     if not isinstance(truth, dict):
         raise ValueError(f"a ground truth of type {type(truth).__name__} holds no cases (docs/sandbox.md)")
     if "inputs" in truth and "outputs" in truth:
         return _of_columns(truth)
-    if "test_list" in truth:
-        return _of_checks(truth, truth["test_list"])
-    for key in ("test", "tests", "functional"):
+    for key in ("test_list", "test", "tests", "functional"):
         if key in truth:
             return _of_checks(truth, truth[key])
     raise ValueError(f"a ground truth with {sorted(map(str, truth))[:8]} holds no cases (docs/sandbox.md)")
@@ -93,9 +87,8 @@ def _of_list(truth: list[Any]) -> Cases:
         columns = {"inputs": [one["input"] for one in truth], "outputs": [one["output"] for one in truth]}
         names = {one.get("fn_name") for one in truth} - {None, ""}
         return _of_columns({**columns, "fn_name": names.pop() if len(names) == 1 else None})
-    raise ValueError(
-        "a list of cases holds assertions, or objects with `input` and `output` (docs/sandbox.md)"
-    )
+    forms = "assertions, or objects with `input` and `output` (docs/sandbox.md)"
+    raise ValueError(f"a list of cases holds {forms}")
 
 
 def _of_columns(truth: dict[str, Any]) -> Cases:
@@ -148,21 +141,16 @@ def _code_cases(texts: list[str], setup: str, entry_point: str) -> Cases:
             codes.append(f"{text}\ncheck({CANDIDATE})")
             continue
         own: list[str] = []
-        others: list[str] = []
         for node in body:
             if isinstance(node, ast.Assert):
                 own.append(ast.unparse(node))
-                continue
-            others.append(ast.unparse(node))
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and not node.args.args:
+            elif isinstance(node, ast.FunctionDef) and node.name.startswith("test") and not node.args.args:
                 own.append(f"{node.name}()")
-        if own:
+        if own or all(isinstance(node, DEFINITIONS) for node in body):
             codes += own
-            before += others
-        elif not all(isinstance(node, DEFINITIONS) for node in body):
-            codes.append(text)
+            before += [ast.unparse(node) for node in body if not isinstance(node, ast.Assert)]
         else:
-            before += others
+            codes.append(text)
     if not codes:
         raise ValueError("the tests hold nothing to run: no assertion, function test…() or check(candidate)")
     return _with_names(codes, before, entry_point)
@@ -218,21 +206,20 @@ def _text(value: Any) -> str:
 
 def _arguments(value: Any) -> list[Any]:
     """A list holds the arguments; a text holds one of them a line, as JSON."""
-    if isinstance(value, str):
-        try:
-            return [json.loads(line) for line in value.splitlines() if line.strip()]
-        except ValueError as error:
-            raise ValueError(f"the arguments {value!r:.60} are not JSON, line by line") from error
-    return list(value) if isinstance(value, list) else [value]
+    if not isinstance(value, str):
+        return list(value) if isinstance(value, list) else [value]
+    try:
+        return [json.loads(line) for line in value.splitlines() if line.strip()]
+    except ValueError as error:
+        raise ValueError(f"the arguments {value!r:.60} are not JSON, line by line") from error
 
 
 def _result(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
+    """Return the value of a text that is JSON; anything else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 # --- what the tests take from the program ------------------------------------------------------------
@@ -274,7 +261,7 @@ class Names(NamedTuple):
     free: list[str]
     """Names that are used, and are neither the texts' own nor Python's nor the library's."""
     imports: list[str]
-    """What supplies the names of the library."""
+    """Imports that supply the names of the library."""
     star: bool
 
 
@@ -344,9 +331,8 @@ class _Uses(ast.NodeVisitor):
             self._results |= {target.id for target in node.targets if isinstance(target, ast.Name)}
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        if self._is_result(node.value):
-            stored = not isinstance(node.ctx, ast.Load)
-            self.live = self.live or stored or node.attr not in PLAIN_ATTRIBUTES
+        plain = isinstance(node.ctx, ast.Load) and node.attr in PLAIN_ATTRIBUTES
+        self.live = self.live or (self._is_result(node.value) and not plain)
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:

@@ -247,8 +247,9 @@ def _matrices(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool 
         cells = [cell for row in alone[1] for cell in row]
         line = alone[0] == "" and 1 < len(cells) == max(len(alone[1]), len(alone[1][0]))
         point = _split(other) if line else None
-        is_point = point is not None and (point.opening, point.closing) == ("(", ")")
-        return is_point and _all_same(cells, point.items, tolerance, depth)
+        if point is None or (point.opening, point.closing) != ("(", ")"):
+            return False
+        return _all_same(cells, point.items, tolerance, depth)
     rows = zip(wanted[1], given[1], strict=False)
     alike = wanted[0] == given[0] and len(wanted[1]) == len(given[1])
     return alike and all(_all_same(*pair, tolerance, depth) for pair in rows)

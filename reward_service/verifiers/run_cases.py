@@ -8,6 +8,7 @@ call is ours, so where that ends a run there is no score (`Overloaded`).
 from __future__ import annotations
 
 import ast
+import contextlib
 import decimal
 import functools
 import json
@@ -51,7 +52,7 @@ Compare = Literal["tokens", "lines", "exact"]
 
 
 class SandboxArguments(Section):
-    """Where and within which limits programs run, and what their tests may ask of them."""
+    """The sandbox of programs, and their limits."""
 
     sandbox: Level = "isolated"
     """`isolated` (docs/sandbox.md): the job is refused where programs cannot be isolated. `none`: they are
@@ -79,7 +80,7 @@ class SandboxArguments(Section):
 
 
 class Result(msgspec.Struct):
-    """What became of the cases."""
+    """The results of the cases."""
 
     passed: list[bool]
     """One for each case; false for those that were not run."""
@@ -306,23 +307,19 @@ def modules_away(modules: Collection[str], arguments: SandboxArguments) -> list[
     )
     outcome = runner(arguments.sandbox).run(program)
     if not outcome.ok:
-        raise SandboxError(
-            f"the modules of {arguments.environment or 'Python'} are not known: {outcome.describe()}"
-        )
+        name = arguments.environment or "Python"
+        raise SandboxError(f"the modules of {name} are not known: {outcome.describe()}")
     return outcome.stdout.decode().split()
 
 
 def answers(outcome: RunOutcome) -> list[dict[str, Any]]:
-    """The lines of the tests' side, as far as they are whole."""
-    found = []
-    for line in outcome.stdout.splitlines():
-        try:
-            one = json.loads(line)
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(one, dict):
-            break
-        found.append(one)
+    """Return the lines of the tests' side, as far as they are whole."""
+    found: list[dict[str, Any]] = []
+    with contextlib.suppress(ValueError, RecursionError):
+        for line in outcome.stdout.splitlines():
+            if not isinstance(one := json.loads(line), dict):
+                break
+            found.append(one)
     return found
 
 
@@ -363,8 +360,5 @@ def _same_token(got: str, expected: str, tolerance: float) -> bool:
         return False
 
 
-def _lines(text: str) -> list[str]:
-    lines = [line.rstrip() for line in text.splitlines()]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+def _lines(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip("\n")

@@ -131,7 +131,7 @@ class Judge:
             on_verdicts(index, _closed(call), 0.0)
 
     async def _greet(self) -> None:
-        """One request to each server: key, model and path are right, and at least one answers."""
+        """Send one request to each server: key, model and path are right, and at least one answers."""
         until_s = time.monotonic() + self._start_s
         while True:
             found = await asyncio.gather(*(self._hello(one.url) for one in self._servers))
@@ -147,34 +147,29 @@ class Judge:
                 self._structured = bool(there) and all(there)
                 return
             if time.monotonic() >= until_s:
-                message = (
-                    f"no server takes requests: {troubles[0]}. Start it, or correct base_url in reward.args."
-                )
-                raise RewardLoadError(f"the reward 'judge': {message}", may_pass=True)
+                told = f"the reward 'judge': no server takes requests: {troubles[0]}"
+                raise RewardLoadError(f"{told}. Start it, or correct base_url in reward.args.", may_pass=True)
             await asyncio.sleep(START_PAUSE_S)
 
     async def _hello(self, url: str) -> Trouble | bool:
         """Return whether a server takes a schema for the reply; or why it takes no requests."""
         try:
             async with asyncio.timeout(self._start_s):
-                if self._parse.form(structured=True) and await self._takes_schema(url):
-                    return True
-                await ask(self._http, url, self._body(GREETING, "", 0))
+                for structured in (True, False) if self._parse.form(structured=True) else (False,):
+                    body = self._body(GREETING, "", 0, structured=structured)
+                    try:
+                        reply = await ask(self._http, url, body)
+                        if structured:
+                            field_of(reply.text)
+                        return structured
+                    except NoGrade:
+                        continue
+                    except Trouble as trouble:
+                        if trouble.passes or not structured:
+                            return trouble
         except TimeoutError:
             return Trouble("unreachable", f"{url} did not answer within {self._start_s:g} s", passes=True)
-        except Trouble as trouble:
-            return trouble
         return False
-
-    async def _takes_schema(self, url: str) -> bool:
-        """Raises `Trouble` that may pass: it says nothing of schemas."""
-        try:
-            field_of((await ask(self._http, url, self._body(GREETING, "", 0, structured=True))).text)
-        except (NoGrade, Trouble) as error:
-            if isinstance(error, Trouble) and error.passes:
-                raise
-            return False
-        return True
 
     # --- calls ---------------------------------------------------------------------------------------
 

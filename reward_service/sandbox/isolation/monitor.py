@@ -76,13 +76,8 @@ class RunMonitor:
         self._output = {fd: bytearray() for fd in self._streams}
         self._printed = dict.fromkeys(self._streams, 0)
         self._limit = ""
-        self._report: dict[str, Any] = {
-            "status": None,
-            "cpu_ms": 0.0,
-            "ran_ms": 0.0,
-            "waited_ms": 0.0,
-            "artifacts": [],
-        }
+        self._report: dict[str, Any] = {"status": None, "artifacts": []}
+        self._report |= dict.fromkeys(("cpu_ms", "ran_ms", "waited_ms"), 0.0)
         self._cpu_ms = 0.0
         self._waits = process_tree.WaitMeter()
         self._most_processes = 0
@@ -151,19 +146,9 @@ class RunMonitor:
             waited_ms = max(waited_ms, self._report["waited_ms"])
         ran_ms = self._report["ran_ms"] or wall_ms
         spent_ms = max(ran_ms - waited_ms - self._cpu_beside_ms(), cpu_ms)
-        self._runs.append(
-            {
-                "kind": self._limit,
-                "status": self._report["status"],
-                "wall_ms": wall_ms,
-                "waited_ms": waited_ms,
-                "spent_ms": spent_ms,
-                "cpu_ms": cpu_ms,
-                "peak_mb": self._peak_bytes / (1 << 20),
-                "stdout": len(out),
-                "stderr": len(err),
-            }
-        )
+        times = {"wall_ms": wall_ms, "waited_ms": waited_ms, "spent_ms": spent_ms, "cpu_ms": cpu_ms}
+        sizes = {"peak_mb": self._peak_bytes / (1 << 20), "stdout": len(out), "stderr": len(err)}
+        self._runs.append({"kind": self._limit, "status": self._report["status"], **times, **sizes})
         self._printed_before += out + err
         self._spent_before_s += spent_ms / 1000
 
@@ -217,10 +202,8 @@ class RunMonitor:
             if self._work_fd is None:
                 inside = f"/proc/{self._root}/root{self._folder}"
                 self._work_fd = os.open(inside, os.O_PATH | os.O_CLOEXEC)
-        except (FileNotFoundError, ProcessLookupError):
-            return 0, 0
-        except PermissionError:
-            if process_tree.alive(self._root):
+        except (FileNotFoundError, ProcessLookupError, PermissionError) as error:
+            if isinstance(error, PermissionError) and process_tree.alive(self._root):
                 raise
             return 0, 0
         about = os.fstatvfs(self._work_fd)
@@ -254,10 +237,9 @@ class RunMonitor:
 
     def _told(self) -> bool:
         """Take one message of the jail's first process; False when there will be no more."""
-        try:
+        message = None
+        with contextlib.suppress(ConnectionResetError):  # killed before it had read all that it was told
             message = messages.receive(self._control)
-        except ConnectionResetError:
-            return False  # it was killed before it had read all that it was told
         if message is None:
             return False
         head, body = message
