@@ -5,6 +5,7 @@ Imports no numpy: only a reward that names parts of an episode pays for having t
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import sysconfig
@@ -12,7 +13,6 @@ import traceback
 from numbers import Real
 from pathlib import Path
 
-from areal_async.trajectory import verdicts
 from areal_async.trajectory.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
 from reward_service import signatures
 from reward_service.inputs import RewardInput
@@ -23,7 +23,7 @@ MOST_COMPONENTS = 64
 LIBRARIES = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
     f"{os.path.dirname(__file__)}/",
-    f"{Path(verdicts.__file__).parents[1]}/",
+    f"{Path(inspect.getfile(Score)).parents[1]}/",
     "<frozen ",
 )
 """Folders of code that is not the user's."""

@@ -33,6 +33,10 @@ OnVerdicts = Callable[[int, list[Verdict], float], None]
 the call itself took)."""
 
 
+def inputs_of(call: Call) -> list[RewardInput]:
+    return call if isinstance(call, list) else [call]
+
+
 class ScoringBackend(Protocol):
     """Scores the calls of one reward (of several, where the pool does). All methods belong to one event loop.
 

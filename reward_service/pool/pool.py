@@ -26,7 +26,7 @@ import msgspec
 from areal_async.base.log import get_logger
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.trajectory.verdicts import Failure, Timeout, Verdict
-from reward_service.backends import Call, OnVerdicts
+from reward_service.backends import Call, OnVerdicts, inputs_of
 from reward_service.pool.protocol import Assignment, FinishedUnit, WorkUnit
 from reward_service.pool.queue import (
     RECALL_AFTER_S,
@@ -120,7 +120,7 @@ class WorkerPool:
         reward = self._by_key[(spec or self._specs[0]).key]
         encode = msgspec.msgpack.Encoder().encode
         for index, given in enumerate(calls):
-            inputs = given if isinstance(given, list) else [given]
+            inputs = inputs_of(given)
             try:
                 payloads = [encode(one) for one in inputs]
             except (TypeError, ValueError, OverflowError) as error:
@@ -145,9 +145,8 @@ class WorkerPool:
             self._watch.cancel()
         self._workers.stop()
         for slot in self._workers.slots:
-            for running in slot.inflight.values():
-                for call in running.calls:
-                    self._refuse(call)
+            for call in (call for unit in slot.inflight.values() for call in unit.calls):
+                self._refuse(call)
             slot.inflight.clear()
         self._refuse_queued()
         with contextlib.suppress(TimeoutError):
@@ -167,14 +166,12 @@ class WorkerPool:
             elapsed_s = done.elapsed_ms / 1000
             self._account(unit, elapsed_s)
             calls = unit.calls
-            if len(calls) == 1:
-                calls[0].on_verdicts(calls[0].index, done.verdicts, done.elapsed_ms)
-            elif done.raised:
+            if done.raised and len(calls) > 1:
                 self._separate(calls)
-            else:
-                share_ms = done.elapsed_ms / len(calls)
-                for call, verdict in zip(calls, done.verdicts, strict=True):
-                    call.on_verdicts(call.index, [verdict], share_ms)
+                continue
+            each = [done.verdicts] if len(calls) == 1 else [[verdict] for verdict in done.verdicts]
+            for call, verdicts in zip(calls, each, strict=True):
+                call.on_verdicts(call.index, verdicts, done.elapsed_ms / len(calls))
         self._dispatch()
 
     def on_lost(self, slot: WorkerSlot, cause: str) -> None:
@@ -330,10 +327,8 @@ class WorkerPool:
         return not self._closed and not self.broken.done()
 
     def _refuse(self, call: QueuedCall) -> None:
-        failure = Failure("pool", "the pool was closed")
-        if self.broken.done():
-            failure = Failure("pool", str(self.broken.result()))
-        call.on_verdicts(call.index, [failure] * len(call.payloads), 0.0)
+        why = str(self.broken.result()) if self.broken.done() else "the pool was closed"
+        call.on_verdicts(call.index, [Failure("pool", why)] * len(call.payloads), 0.0)
 
     def _refuse_queued(self) -> None:
         for call in self._queue.drain():

@@ -5,7 +5,7 @@ describe each.
     composed                 of other rewards
     code_rewards             of programs
 
-`answers` says where in a response an answer stands, `equality`, `formulas` and `writing` what maths is the
+`answers` says where in a response an answer stands, `equality`, `formulas` and `latex` what maths is the
 same. Importing a module loads no library that only judging needs (sympy), since a job file
 is checked by it.
 

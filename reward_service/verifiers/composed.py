@@ -83,9 +83,9 @@ class WeightedPart(Section):
     name: str
     """A built-in reward that runs in the pool, or `path.py:name`."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """What it takes, by name, like `reward.args`."""
+    """Its arguments, by name, like `reward.args`."""
     weight: float = 1.0
-    """What its score is multiplied by."""
+    """Factor of its score."""
     label: str | None = Field(default=None, min_length=1)
     """Its name among the components, where two parts have the same reward."""
 
@@ -112,7 +112,7 @@ class WeightedPart(Section):
 
 class WeightedArguments(Section):
     parts: tuple[WeightedPart, ...] = Field(min_length=1)
-    """What is added up."""
+    """Parts of the sum."""
 
     @model_validator(mode="after")
     def _can_be_told_apart(self) -> WeightedArguments:
@@ -124,7 +124,7 @@ class WeightedArguments(Section):
 
     @staticmethod
     def rewards_inside(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-        """Where arguments that nobody has checked yet name rewards, each with its name and its arguments."""
+        """Yield the places, names and arguments of rewards in arguments that nobody has checked yet."""
         parts = arguments.get("parts")
         for index, part in enumerate(parts if isinstance(parts, list | tuple) else ()):
             given = part.get("args", {}) if isinstance(part, Mapping) else None
@@ -158,7 +158,7 @@ async def weighted(given: RewardInput, arguments: WeightedArguments) -> Verdict:
 
 
 async def _verdict_of(part: WeightedPart, given: RewardInput) -> Verdict:
-    """What the part says of `given`, with its name in front of the message of what is no score."""
+    """Call the part with `given`. If the result is not a score, its message names the part."""
     label, function = part.known_as, part.load()
     try:
         result = function(given)

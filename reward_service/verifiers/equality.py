@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from reward_service.verifiers.formulas import preload as preload
 from reward_service.verifiers.formulas import same_formula
-from reward_service.verifiers.writing import (
+from reward_service.verifiers.latex import (
     GREEK,
     Quantity,
     based,

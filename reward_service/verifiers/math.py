@@ -19,7 +19,7 @@ from reward_service.sdk import Abstain, RewardInput, Score
 from reward_service.verifiers import TooCostly, verifier, within
 from reward_service.verifiers.answers import BOX, Where, accepted, answer_of, closing, last_match
 from reward_service.verifiers.equality import preload, same
-from reward_service.verifiers.writing import last_maths, said_maths, tidy
+from reward_service.verifiers.latex import last_maths, said_maths, tidy
 
 LONGEST_ANSWER = 2_000  # Characters; a longer one is no answer
 LAST_CHARACTERS = 20_000  # The answer is looked for in so many characters at the end

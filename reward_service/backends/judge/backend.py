@@ -22,7 +22,7 @@ from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.trajectory.verdicts import Failure, FaultOf, Timeout, Verdict
 from reward_service import metrics
-from reward_service.backends import Call, MissingText, OnVerdicts, arguments_of, fill, set_within
+from reward_service.backends import Call, MissingText, OnVerdicts, arguments_of, fill, inputs_of, set_within
 from reward_service.backends.judge import JudgeArguments
 from reward_service.backends.judge.replies import (
     ADVICE,
@@ -118,8 +118,7 @@ class Judge:
     async def submit(self, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
         """Queue calls; waits while the queue is full."""
         for index, call in enumerate(calls):
-            episodes = len(call) if isinstance(call, list) else 1
-            self._requests_most = max(self._requests_most, self._arguments.votes * episodes)
+            self._requests_most = max(self._requests_most, self._arguments.votes * len(inputs_of(call)))
             await self._waiting.put((index, call, on_verdicts))
             if self._closed:
                 self._refuse_waiting()
@@ -176,7 +175,7 @@ class Judge:
     async def _run(self) -> None:
         while True:
             index, call, on_verdicts = await self._waiting.get()
-            inputs = call if isinstance(call, list) else [call]
+            inputs = inputs_of(call)
             begun_s: list[float] = []
             try:
                 scoring = (self._score(given, begun_s) for given in inputs)
@@ -305,4 +304,4 @@ class Judge:
 
 
 def _closed(call: Call) -> list[Verdict]:
-    return [Failure("pool", "the judge was closed")] * (len(call) if isinstance(call, list) else 1)
+    return [Failure("pool", "the judge was closed")] * len(inputs_of(call))

@@ -29,7 +29,7 @@ from areal_async.config.reward_routing import RewardSpec
 from areal_async.trajectory import TrajectoryError
 from areal_async.trajectory.verdicts import Failure, FaultOf, Timeout, Verdict
 from reward_service import metrics
-from reward_service.backends import Call, OnVerdicts, set_within
+from reward_service.backends import Call, OnVerdicts, inputs_of, set_within
 from reward_service.backends.remote import RemoteArguments
 from reward_service.backends.remote.connection import RemoteError, RemoteServer
 from reward_service.backends.remote.schema import NOT_RUN, to_wire
@@ -119,7 +119,7 @@ class RemoteBackend:
     async def submit(self, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
         """Queue calls; waits while the queue is full. `on_verdicts` must not raise."""
         for index, call in enumerate(calls):
-            pending = Pending(index, call if isinstance(call, list) else [call], on_verdicts)
+            pending = Pending(index, inputs_of(call), on_verdicts)
             while len(self._queue) >= MAX_QUEUED and not self._closed:
                 self._room.clear()
                 await self._room.wait()

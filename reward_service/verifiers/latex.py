@@ -168,7 +168,7 @@ def one_spaced(text: str) -> str:
 
 
 def formulas(text: str) -> Iterator[tuple[int, str]]:
-    """Where each formula between `$…$`, `$$…$$`, `\\(…\\)` or `\\[…\\]` ends, and what it is, in order."""
+    """Yield the end and the text of each formula between `$…$`, `$$…$$`, `\\(…\\)` or `\\[…\\]`, in order."""
     position = 0
     unclosed: set[str] = set()
     while (sign := MATHS_SIGN.search(text, position)) is not None:
@@ -330,7 +330,7 @@ LONG_NAMES = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """What is left of a text without its unit and percent sign, and these."""
+    """A text without its unit and percent sign, and these."""
 
     body: str
     unit: MeasureUnit | None = None
