@@ -135,7 +135,7 @@ class ServerState:
         return max(self.resting_until_s, self.told_until_s) - now_s
 
     def takes(self, now_s: float) -> bool:
-        """Whether a request may begin now."""
+        """Return whether a request may begin now."""
         return self.rests_s(now_s) <= 0 and not (self.failures > self.tolerated and self.in_flight)
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""What a pool and its worker processes say to each other: msgpack frames, and a marker.
+"""The messages of a pool and its worker processes: msgpack frames, and a marker.
 
 The marker is 24 bytes of shared memory in which a worker notes which unit it runs since when. It survives the
 worker, so the pool knows whose fault a death was; it costs a worker less than a microsecond a unit, where a

@@ -1,5 +1,5 @@
-"""What waits for a worker, whose turn it is, how much a worker is handed, and what is done about a call that
-takes long. No I/O.
+"""The calls that wait for workers: whose turn it is, how much a worker is handed, when it is killed.
+No I/O.
 
 Rewards share the time of the workers, not their number of calls: the turn goes to the reward that has used
 the least. One that had nothing to do does not come back with a claim to all the time it did not use.
@@ -99,7 +99,7 @@ class QueuedCall:
 
 @dataclass(slots=True)
 class Invocation:
-    """What a worker runs as one: a call, or several of a reward that takes many at a time."""
+    """A unit of a worker's work: a call, or several of a reward that takes many at a time."""
 
     reward: PooledReward
     calls: list[QueuedCall]
@@ -197,9 +197,9 @@ class FairQueue:
 def next_action(
     limit_s: float, *, running_for_s: float | None, still_for_s: float, waiting: int
 ) -> Literal["kill_call", "kill_stuck", "recall", "nothing"]:
-    """What is done about a worker that has `waiting` calls, the running one included. `running_for_s`: age of
-    the call it runs, None when the one it began last has been reported. `still_for_s`: time since it last
-    began or reported a call, or was given one while idle.
+    """Return what to do about a worker that has `waiting` calls, the running one included. `running_for_s`:
+    age of the call it runs, None when the one it began last has been reported. `still_for_s`: time since it
+    last began or reported a call, or was given one while idle.
 
     `kill_call`: the running call is past its deadline. `kill_stuck`: the worker begins no call, so none can
     be blamed. `recall`: take back what waits behind a slow call."""

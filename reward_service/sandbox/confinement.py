@@ -191,7 +191,7 @@ class Confinement(NamedTuple):
 
     @property
     def as_another(self) -> bool:
-        """Whether everything a run needs must be open to a user that owns nothing."""
+        """Return whether everything a run needs must be open to a user that owns nothing."""
         return self.uid_base is not None
 
 

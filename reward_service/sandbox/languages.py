@@ -93,7 +93,7 @@ def language(name: str, *, for_others: bool = False, environment: str = "") -> L
 
 
 def open_to_all(path: str) -> bool:
-    """Whether any user may reach and run it."""
+    """Return whether any user may reach and run it."""
     real = Path(path).resolve()
     return all(part.stat().st_mode & 0o001 for part in (real, *real.parents))
 

@@ -196,5 +196,5 @@ HEDGES = frozenset(f"{SECOND} {DENIED} {NUMBERS}".split())
 
 
 def hedged(words: str) -> bool:
-    """Whether words that stand beside a number are more than its unit, as `or six` or `dozen` are."""
+    """Return whether words that stand beside a number are more than its unit, as `or six` or `dozen` are."""
     return any(word.replace("’", "'") in HEDGES for word in WORD.findall(words.lower()))

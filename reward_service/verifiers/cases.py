@@ -296,8 +296,8 @@ def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 
 
 def needs_live_objects(texts: Iterable[str], entries: Iterable[str]) -> bool:
-    """Whether tests do with a result of the program what no plain data lets them: set an attribute, get one
-    that plain data does not have, call it, take its items one by one."""
+    """Return whether tests do with a result of the program what no plain data lets them: set an attribute,
+    get one that plain data does not have, call it, take its items one by one."""
     uses = _Uses(set(entries) - {"Solution"})
     for text in texts:
         uses.visit(ast.parse(text))

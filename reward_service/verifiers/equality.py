@@ -91,7 +91,8 @@ class Bracketed(NamedTuple):
 
 
 def same(truth: str, answer: str, tolerance: Fraction, depth: int = 0) -> bool:
-    """Whether two tidied texts are the same. `tolerance` is relative, for numbers, one of them a decimal."""
+    """Return whether two tidied texts are the same. `tolerance` is relative, for numbers, one of them a
+    decimal."""
     if not answer or not truth:
         return False
     if truth == answer or _as_words(truth) == _as_words(answer) != "":
@@ -202,7 +203,7 @@ def _result(answer: str, tolerance: Fraction, depth: int, *, named: bool = False
 
 
 def _quantities(truth: Quantity, answer: Quantity, tolerance: Fraction) -> bool | None:
-    """Whether the values are the same, when both are numbers; False for units that cannot agree."""
+    """Return whether the values are the same, when both are numbers; False for units that cannot agree."""
     units = [quantity.unit for quantity in (truth, answer) if quantity.unit and quantity.unit.kind]
     if len({unit.kind for unit in units}) > 1:
         return False
@@ -371,7 +372,7 @@ def _in_order(parts: Bracketed, others: Bracketed) -> Bracketed:
 
 
 def _matched(wanted: list[str], given: list[str], tolerance: Fraction, depth: int) -> bool:
-    """Whether each has its like among the others, whatever their order."""
+    """Return whether each has its like among the others, whatever their order."""
     left = [item.strip() for item in given]
     for item in wanted:
         if (found := next((one for one in left if same(item.strip(), one, tolerance, depth)), None)) is None:

@@ -27,7 +27,7 @@ LAST_CHARACTERS = 20_000  # The answer is looked for in so many characters at th
 
 class MathArguments(Section):
     where: Where = "any"
-    """Where the answer stands."""
+    """Place of the answer."""
     tolerance: float = Field(default=5e-6, ge=0, lt=1)
     """Relative difference that two numbers may have when one of them is a decimal."""
     budget_s: float = Field(default=2.0, gt=0, le=60)
@@ -79,6 +79,6 @@ def find(response: str, where: Where = "any") -> str | None:
 
 
 def _cut_off(text: str) -> bool:
-    """Whether the last box is never closed: what it would have held is not known."""
+    """Return whether the last box is never closed: what it would have held is not known."""
     last = last_match(BOX, text)
     return last is not None and text[last.end()] == "{" and closing(text, last.end()) is None

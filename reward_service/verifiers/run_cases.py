@@ -327,7 +327,8 @@ def answers(outcome: RunOutcome) -> list[dict[str, Any]]:
 
 
 def same_output(got: bytes, expected: str, *, compare: Compare, tolerance: float) -> bool:
-    """Whether a program's output is what was expected, as `CodeStdioArguments.compare` describes it."""
+    """Return whether a program's output is what was expected, as `CodeStdioArguments.compare` describes
+    it."""
     if compare == "exact":
         return got == expected.encode("utf-8", "replace")
     text = got.decode("utf-8", "replace")
@@ -344,8 +345,8 @@ WIDE = decimal.Context(prec=50, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
 
 
 def _same_token(got: str, expected: str, tolerance: float) -> bool:
-    """Whether they are equal, or numbers near each other where a decimal is expected: `3` is no `3.5`, and
-    `7` no `7a`."""
+    """Return whether they are equal, or numbers near each other where a decimal is expected: `3` is no `3.5`,
+    and `7` no `7a`."""
     if got == expected:
         return True
     if "." not in expected and "e" not in expected.lower():

@@ -164,7 +164,7 @@ def _once(text: str, tag: str) -> bool:
 
 
 def _in_order(text: str, tags: Sequence[str], *, outside: bool, empty: bool) -> bool:
-    """Whether each tag begins behind the one before it; every one is there once."""
+    """Return whether each tag begins behind the one before it; every one is there once."""
     position = 0
     for tag in tags:
         start, end = text.index(f"<{tag}>"), text.index(f"</{tag}>")

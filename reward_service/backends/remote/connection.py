@@ -113,7 +113,7 @@ class RemoteServer:
         await self._http.close()
 
     def ready(self, now_s: float) -> bool:
-        """Whether calls may be sent to it, apart from those that it has."""
+        """Return whether calls may be sent to it, apart from those that it has."""
         return self._ready and self.state.rests_s(now_s) <= 0
 
     @property
@@ -122,7 +122,7 @@ class RemoteServer:
         return max(1, min(self._arguments.max_in_flight, self.limits.max_in_flight))
 
     def has_room(self, now_s: float) -> bool:
-        """Whether it may get a request now."""
+        """Return whether it may get a request now."""
         return self._ready and self.state.takes(now_s) and self.state.in_flight < self.slots
 
     async def score(self, inputs: list[msgspec.Raw]) -> list[msgspec.Raw]:

@@ -243,9 +243,9 @@ def same_result(got: Any, expected: Any, tolerance: float, *, wrapped: bool) -> 
 
 
 def same_value(got: Any, expected: Any, tolerance: float) -> bool:
-    """Whether content and kind agree. `expected` comes from JSON, which has no tuples: these count as lists,
-    and nothing else does. An integer is exact, a decimal is met up to `tolerance`, relative or absolute; True
-    is no 1. Keys of a dictionary keep their types."""
+    """Return whether content and kind agree. `expected` comes from JSON, which has no tuples: these count as
+    lists, and nothing else does. An integer is exact, a decimal is met up to `tolerance`, relative or
+    absolute; True is no 1. Keys of a dictionary keep their types."""
     if isinstance(got, bool) or isinstance(expected, bool):
         return got is expected
     if isinstance(got, int | float) and isinstance(expected, int | float):

@@ -79,7 +79,7 @@ class MemoryGroup:
             _write(path, limit)
 
     def over(self) -> bool:
-        """Whether the kernel has killed for the limit since `begin`."""
+        """Return whether the kernel has killed for the limit since `begin`."""
         return self._kills() > self._killed
 
     def used_bytes(self) -> int:

@@ -211,7 +211,7 @@ class RunMonitor:
         return files, (about.f_blocks - about.f_bfree) * about.f_frsize
 
     def _too_much(self, used: process_tree.TreeUsage, files_bytes: int) -> bool:
-        """Whether the run holds more memory than it may."""
+        """Return whether the run holds more memory than it may."""
         most = self._limits["memory_mb"] << 20
         if self._group is not None:
             self._peak_bytes = max(self._peak_bytes, self._group.used_bytes())

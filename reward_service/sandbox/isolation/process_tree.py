@@ -75,7 +75,7 @@ def end_children(limit_s: float) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there and has not ended, waited for or not."""
+    """Return whether a process is there and has not ended, waited for or not."""
     state = read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1]
     return state not in ([], ["Z"], ["X"])
 
