@@ -47,13 +47,11 @@ def as_verdict(result: object, given: RewardInput | None = None) -> Verdict:
             case Abstain():
                 return Abstain(clip(str(result.reason)), _name(result.sandbox, "the sandbox"))
             case Failure():
-                sandbox = _name(result.sandbox, "the sandbox")
-                kind = _name(result.kind, "the kind")
+                kind, sandbox = _name(result.kind, "the kind"), _name(result.sandbox, "the sandbox")
                 return Failure(kind, clip(str(result.message)), sandbox, _fault(result.fault))
             case Timeout():
-                return Timeout(
-                    int(_finite(result.limit_ms, "limit_ms")), _name(result.sandbox, "the sandbox")
-                )
+                limit_ms = int(_finite(result.limit_ms, "limit_ms"))
+                return Timeout(limit_ms, _name(result.sandbox, "the sandbox"))
         return Score(_finite(result, "the score"))
     except NoVerdict as refused:
         return refused.verdict
@@ -63,10 +61,8 @@ def as_verdicts(results: object, inputs: list[RewardInput]) -> list[Verdict]:
     """The verdicts for the list that a batched or group reward returned."""
     if not isinstance(results, list | tuple) or len(results) != len(inputs):
         got = f"{len(results)}" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
-        message = (
-            f"it must return a list with one result for each of its {len(inputs)} inputs, not {clip(got)}"
-        )
-        return [Failure("return_type", message)] * len(inputs)
+        wanted = f"a list with one result for each of its {len(inputs)} inputs"
+        return [Failure("return_type", f"it must return {wanted}, not {clip(got)}")] * len(inputs)
     return [as_verdict(result, given) for result, given in zip(results, inputs, strict=True)]
 
 
@@ -110,9 +106,8 @@ def _parts_exist(parts: Parts, given: RewardInput) -> None:
     if wrong:
         raise NoVerdict(f"there is no segment {clip(repr(wrong[0]))}: the episode has {segments}")
     names = {agent.name for agent in episode.header.agents}
-    for name in parts.agents:
-        if name not in names:
-            raise NoVerdict(f"there is no agent {clip(str(name))!r}: it has {', '.join(names)}")
+    for name in parts.agents.keys() - names:
+        raise NoVerdict(f"there is no agent {clip(str(name))!r}: it has {', '.join(names)}")
     if parts.units and len(parts.units) != units:
         raise NoVerdict(f"parts.units holds {len(parts.units)} numbers, and the episode {units} units")
 

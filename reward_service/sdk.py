@@ -131,33 +131,27 @@ def reward(
     Raises TypeError for what cannot be called with one positional argument, ValueError for a batch below 0 or
     one together with the scope of a group."""
     if batch < 0 or (batch and scope == "group"):
-        raise ValueError(
-            f"@reward(batch={batch}, scope={scope!r}): give a batch above 0, or the scope of a group"
-        )
+        asked = f"@reward(batch={batch}, scope={scope!r})"
+        raise ValueError(f"{asked}: give a batch above 0, or the scope of a group")
 
     def mark(marked: F) -> F:
-        return _marked(marked, Mark(batch, scope), arguments)
+        if not callable(marked):
+            raise TypeError(f"@reward marks a function, not {type(marked).__name__}")
+        try:
+            signature = inspect.signature(marked)
+            rest = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+            signature.replace(parameters=rest).bind(None)
+        except TypeError:
+            name = getattr(marked, "__name__", marked)
+            raise TypeError(f"the reward {name!r} must take one argument, the RewardInput") from None
+        setattr(marked, MARK, Mark(batch, scope))
+        # Read by the checks of a job file (areal_async.config.registry).
+        marked.scopes = (scope,)  # type: ignore[attr-defined]
+        if arguments is not None:
+            marked.Arguments = arguments  # type: ignore[attr-defined]
+        return marked
 
     return mark(function) if function is not None else mark
-
-
-def _marked(function: F, mark: Mark, arguments: type[Section] | None) -> F:
-    if not callable(function):
-        raise TypeError(f"@reward marks a function, not {type(function).__name__}")
-    try:
-        signature = inspect.signature(function)
-        rest = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-        signature.replace(parameters=rest).bind(None)
-    except TypeError:
-        raise TypeError(
-            f"the reward {getattr(function, '__name__', function)!r} must take one argument, the RewardInput"
-        ) from None
-    setattr(function, MARK, mark)
-    # What the checks of a job file read of a part (areal_async.config.registry).
-    function.scopes = (mark.scope,)  # type: ignore[attr-defined]
-    if arguments is not None:
-        function.Arguments = arguments  # type: ignore[attr-defined]
-    return function
 
 
 def load_reward(name: str, *, source: bytes | None = None) -> RewardFunction:
@@ -181,15 +175,12 @@ def load_reward(name: str, *, source: bytes | None = None) -> RewardFunction:
         return function
     module = run_user_file(Path(path_text), kind="reward", name=name, error=RewardLoadError, source=source)
     found = getattr(module, attribute, None)
-    marked = sorted(
-        key for key, value in vars(module).items() if isinstance(getattr(value, MARK, None), Mark)
-    )
+    marked = sorted(key for key, one in vars(module).items() if isinstance(getattr(one, MARK, None), Mark))
     choice = f"It has: {', '.join(marked)}." if marked else "It has no function marked @reward."
     if found is None:
         raise RewardLoadError(f"the reward {name!r}: {path_text} defines no {attribute!r}. {choice}")
     if not isinstance(getattr(found, MARK, None), Mark) and (found := adapted(found)) is None:
-        raise RewardLoadError(
-            f"the reward {name!r}: {attribute!r} in {path_text} is not marked. {MARK_REWARD}. {choice}"
-        )
+        told = f"the reward {name!r}: {attribute!r} in {path_text} is not marked"
+        raise RewardLoadError(f"{told}. {MARK_REWARD}. {choice}")
     loaded: RewardFunction = found
     return loaded

@@ -293,17 +293,13 @@ class WorkerPool:
             max(limits_s), running_for_s=running_for_s, still_for_s=still_for_s, waiting=len(slot.inflight)
         ):
             case "kill_call":
-                slot.overdue = number
-                slot.kill()
-            case "kill_stuck":
-                if not slot.loading:
-                    slot.overdue = -1
-                    slot.kill()
+                slot.kill(overdue=number)
+            case "kill_stuck" if not slot.loading:
+                slot.kill(overdue=-1)
             case "recall":
                 self._recall(slot, number)
             case "nothing" if still_for_s > RECALL_AFTER_S:
-                limit = self._limits.memory_bytes
-                slot.over_memory = bool(limit) and slot.process.memory_bytes() > limit
+                slot.over_memory = 0 < self._limits.memory_bytes < slot.process.memory_bytes()
                 if slot.over_memory:
                     slot.kill()
 

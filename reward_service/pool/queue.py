@@ -79,22 +79,21 @@ class PooledReward:
         return LoadReward(self.number, spec.name, spec.args, spec.scope, source, worker_class, timeout_s)
 
 
+@dataclass(slots=True, eq=False)
 class QueuedCall:
     """One call on its way to its verdicts."""
 
-    __slots__ = ("index", "on_verdicts", "payloads", "reward", "single", "size_bytes", "suspect")
+    reward: PooledReward
+    index: int
+    payloads: list[bytes]
+    on_verdicts: OnVerdicts
+    single: bool = False  # It failed together with others: it runs in an invocation of its own
+    suspect: bool = False
+    """It lost a worker whose death nobody could be blamed for: it runs alone on its worker."""
+    size_bytes: int = 0
 
-    def __init__(
-        self, reward: PooledReward, index: int, payloads: list[bytes], on_verdicts: OnVerdicts
-    ) -> None:
-        self.reward = reward
-        self.index = index
-        self.payloads = payloads
-        self.size_bytes = sum(map(len, payloads))
-        self.on_verdicts = on_verdicts
-        self.single = False  # It failed together with others: it runs in an invocation of its own
-        self.suspect = False
-        """It lost a worker whose death nobody could be blamed for: it runs alone on its worker."""
+    def __post_init__(self) -> None:
+        self.size_bytes = sum(map(len, self.payloads))
 
 
 @dataclass(slots=True)

@@ -101,8 +101,9 @@ class WorkerSlot:
             self.expected_s = self.expected_s - invocation.charged_s if self.inflight else 0.0
         return invocation
 
-    def kill(self) -> None:
-        self.doomed = True
+    def kill(self, overdue: int | None = None) -> None:
+        """Kill it, for the unit `overdue` that it runs for too long, if any; for -1 it began none."""
+        self.doomed, self.overdue = True, self.overdue if overdue is None else overdue
         self.process.kill()
 
 
@@ -219,7 +220,10 @@ class Workers:
     def _on_loaded(self, slot: WorkerSlot) -> None:
         slot.loaded_bytes = slot.process.memory_bytes()
         if 0 < self._limits.memory_bytes < slot.loaded_bytes:
-            self._too_large(slot)
+            takes = f"once loaded it takes {slot.loaded_bytes >> 20} MiB, and reward.worker_memory_mb is"
+            message = f"{takes} {self._limits.memory_bytes >> 20}. Raise that, or load less."
+            for reward in list(self._rewards.values()):
+                self._not_loaded(slot, reward, f"the reward {reward.spec.name!r}: {message}")
             return
         slot.loaded = True
         slot.failed_starts = 0
@@ -228,14 +232,6 @@ class Workers:
             reward.loaded_once = True
         self.changed.set()
         self._owner.on_ready()
-
-    def _too_large(self, slot: WorkerSlot) -> None:
-        message = (
-            f"once loaded it takes {slot.loaded_bytes >> 20} MiB, and reward.worker_memory_mb is "
-            f"{self._limits.memory_bytes >> 20}. Raise that, or load less."
-        )
-        for reward in list(self._rewards.values()):
-            self._not_loaded(slot, reward, f"the reward {reward.spec.name!r}: {message}")
 
     def _not_loaded(self, slot: WorkerSlot, reward: PooledReward, message: str) -> None:
         if slot.doomed:
@@ -289,10 +285,8 @@ class Workers:
         """Begin to renew a worker that has grown too much."""
         limit_bytes = self._limits.memory_bytes
         for slot in self.slots if limit_bytes else ():
-            if not slot.ready:
-                continue
             soft_bytes = slot.loaded_bytes + SOFT_SHARE * max(0, limit_bytes - slot.loaded_bytes)
-            if slot.process.memory_bytes() > soft_bytes:
+            if slot.ready and slot.process.memory_bytes() > soft_bytes:
                 metrics.RENEWED.inc()
                 log.info("worker is renewed", pid=slot.process.pid)
                 slot.leaving = True

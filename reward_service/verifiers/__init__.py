@@ -126,7 +126,7 @@ class BudgetSpent(BaseException):
 
 
 def within(cpu_s: float, work: Callable[[], T]) -> T:
-    """Return the result of `work`. Raises `TooCostly` once this thread has spent `cpu_s` on it, in CPU time."""
+    """Return the result of `work`. Raises `TooCostly` once this thread has spent `cpu_s` of CPU time."""
     finished, lock = threading.Event(), threading.Lock()
     thread = threading.get_ident()
     clock = time.pthread_getcpuclockid(thread)
