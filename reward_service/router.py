@@ -228,8 +228,8 @@ class WatchedBackend:
             return
         self._asked.remove(asked)
         if len(verdicts) != asked.episodes:
-            message = f"{len(verdicts)} verdicts came for {asked.episodes} episodes"
-            verdicts = [Failure("remote", message)] * asked.episodes
+            failure = Failure("remote", f"{len(verdicts)} verdicts came for {asked.episodes} episodes")
+            verdicts = [failure] * asked.episodes
         asked.on_verdicts(asked.index, verdicts, elapsed_ms)
 
     async def _look_after(self) -> None:

@@ -26,9 +26,9 @@ from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.rpc.client import Client
-from areal_async.rpc.messages import Claim, ClaimedEpisode, EpisodeVerdict, PutVerdicts, VerdictAck
+from areal_async.rpc.messages import Claim, ClaimedEpisode, EpisodeVerdict, PutVerdicts
 from areal_async.trajectory import TrajectoryError, glance
-from areal_async.trajectory.verdicts import Failure, Score, Verdict
+from areal_async.trajectory.verdicts import Failure, Score, Verdict, kind_of
 from reward_service import metrics
 from reward_service.backends import Call, set_within
 from reward_service.router import Router
@@ -169,8 +169,13 @@ class RewardServer:
             held = self._of[self._router.routing.of(episodes[0][0].task).key]
             if held.spec.scope == "group":
                 held.per_call = max(held.per_call, len(episodes))
+            self._idle.clear()
             for item, blob in episodes:
-                self._begin(held, item, len(blob))
+                self._held[item.claim_id] += 1
+                self._deadline_s = item.deadline_ms / 1000
+                self._pending_bytes += len(blob)
+            held.pending += len(episodes)
+            self.pending += len(episodes)
             try:
                 inputs = [as_input(item, bytes(blob)) for item, blob in episodes]
             except TrajectoryError as error:
@@ -214,14 +219,6 @@ class RewardServer:
             # A backend that cannot take calls leaves claims without an end: the service must not go on.
             self._failed.set_exception(error)
 
-    def _begin(self, held: RewardState, item: ClaimedEpisode, size_bytes: int) -> None:
-        self._idle.clear()
-        self._held[item.claim_id] += 1
-        self._deadline_s = item.deadline_ms / 1000
-        held.pending += 1
-        self.pending += 1
-        self._pending_bytes += size_bytes
-
     def _end(
         self, held: RewardState, item: ClaimedEpisode, size_bytes: int, verdict: Verdict, elapsed_ms: float
     ) -> None:
@@ -248,12 +245,14 @@ class RewardServer:
                     break
                 except (RpcTimeout, FaultError) as error:
                     await self._wait_out(error, "verdicts")
+            refused = {refusal.item: refusal.reason for refusal in ack.refused}
             if recording():
-                _note_acked(verdicts, ack)
-            if ack.refused:
-                metrics.REFUSED.inc(len(ack.refused))
-                first = ack.refused[0]
-                log.info("verdicts refused", n=len(ack.refused), item=first.item, reason=first.reason)
+                taken = [[one.episode_id, one.claim_id] for one in verdicts if one.episode_id not in refused]
+                record("verdicts_acked", items=taken, refused=[list(pair) for pair in refused.items()])
+            if refused:
+                metrics.REFUSED.inc(len(refused))
+                item, reason = next(iter(refused.items()))
+                log.info("verdicts refused", n=len(refused), item=item, reason=reason)
             del self._outbox[: len(batch)]
             if not self._outbox:
                 self._news.clear()
@@ -276,24 +275,19 @@ class RewardServer:
 
 def _as_event(item: EpisodeVerdict) -> list[str | float | None]:
     score = item.verdict.value if isinstance(item.verdict, Score) else None
-    return [item.episode_id, item.claim_id, item.verdict.__struct_config__.tag, score]
-
-
-def _note_acked(verdicts: list[EpisodeVerdict], ack: VerdictAck) -> None:
-    refused = {refusal.item for refusal in ack.refused}
-    taken = [[item.episode_id, item.claim_id] for item in verdicts if item.episode_id not in refused]
-    record("verdicts_acked", items=taken, refused=[[refusal.item, refusal.reason] for refusal in ack.refused])
+    return [item.episode_id, item.claim_id, kind_of(item.verdict), score]
 
 
 def _calls(
     items: list[ClaimedEpisode], blobs: Sequence[memoryview]
 ) -> Iterator[list[tuple[ClaimedEpisode, memoryview]]]:
     """The episodes that are judged together: one by one, or those of one claim under scope `group`."""
-    pairs = list(zip(items, blobs, strict=True))
-    for _, run in itertools.groupby(
-        enumerate(pairs), key=lambda p: p[1][0].claim_id if p[1][0].scope == "group" else p[0]
-    ):
-        yield [pair for _, pair in run]
+
+    def call(pair: tuple[ClaimedEpisode, memoryview]) -> str | int:
+        return pair[0].claim_id if pair[0].scope == "group" else id(pair[0])
+
+    for _, run in itertools.groupby(zip(items, blobs, strict=True), call):
+        yield list(run)
 
 
 def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:

@@ -147,9 +147,7 @@ def load(order: LoadReward) -> LoadedReward:
     if order.scope in getattr(function, "scopes", ()):
         mark = msgspec.structs.replace(mark, scope=order.scope)
     if order.scope == "group" and mark.scope != "group":
-        told = (
-            f"the reward {order.name!r} judges one episode at a time, and the scope is `group`"
-        )
+        told = f"the reward {order.name!r} judges one episode at a time, and the scope is `group`"
         raise RewardLoadError(f'{told}. Mark it @reward(scope="group"), or set the scope to episode.')
     if order.scope != "group" and mark.scope == "group":
         told = f"the reward {order.name!r} judges whole groups"

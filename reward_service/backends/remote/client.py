@@ -265,13 +265,12 @@ class RemoteBackend:
                     fault = await self._fault(error, replica, call)
                     self._fail(call, "remote", told, elapsed_ms, fault)
                 case _:  # Lost; or it has become another one, and is asked again what it is.
-                    call.lost += 1
-                    call.alone = True
-                    if call.lost > self._arguments.retries:
-                        kind = "unreachable" if error.kind == "gone" else "remote"
-                        self._fail(call, kind, f"{told} (for the {call.lost}. time)")
-                    else:
+                    call.lost, call.alone = call.lost + 1, True
+                    if call.lost <= self._arguments.retries:
                         self._again(call, error.kind)
+                        continue
+                    kind = "unreachable" if error.kind == "gone" else "remote"
+                    self._fail(call, kind, f"{told} (for the {call.lost}. time)")
         if error.kind in ("busy", "unavailable"):
             tries = min(call.refused for call in batch)
             pause = pause_s(tries, self._rng, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)

@@ -159,9 +159,8 @@ class RemoteServer:
             inputs=inputs,
         )
         answer = await self._ask("score", Verdicts, limit_s, msgspec.json.encode(request))
-        if len(answer.verdicts) != len(inputs):
-            told = f"the server answered {len(inputs)} inputs with {len(answer.verdicts)} verdicts"
-            raise RemoteError("broken", told)
+        if (found := len(answer.verdicts)) != len(inputs):
+            raise RemoteError("broken", f"the server answered {len(inputs)} inputs with {found} verdicts")
         if answer.request_id not in ("", request.request_id):
             raise RemoteError("broken", "the server's answer is that to another request")
         return answer.verdicts
@@ -281,8 +280,9 @@ def read_answer(answer: HttpAnswer, kind: type[T]) -> T:
     told = content[:200].decode(errors="replace").strip()
     message = f"status {status}" + (f": {told}" if told else "")
     if 300 <= status < 400:
-        told = f"it answers with a redirection ({message}): give the address it points to"
-        raise RemoteError("broken", told)
+        raise RemoteError(
+            "broken", f"it redirects ({message}): give the address it points to"
+        )
     refused: RefusalKind = "unavailable" if status in GATEWAY_STATUSES else "internal"
     if 400 <= status < 500:
         refused = next((kind for kind, code in STATUS_OF.items() if code == status), "invalid")
