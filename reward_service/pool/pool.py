@@ -180,7 +180,7 @@ class WorkerPool:
 
         Where none can be blamed (a reward may spoil the marker itself) each of them goes round alone, and a
         call that loses a worker that had nothing else to do is the one."""
-        number, began_ns = slot.marker.running()
+        number, began_ns = slot.process.marker.running()
         alone = len(slot.inflight) == 1 and next(iter(slot.inflight.values())).suspect
         if alone:
             number = next(iter(slot.inflight))
@@ -279,7 +279,7 @@ class WorkerPool:
             self._workers.look_after(now_s)
 
     def _look_at(self, slot: WorkerSlot, now_s: float) -> None:
-        number, began_ns = slot.marker.running()
+        number, began_ns = slot.process.marker.running()
         if number != slot.seen:
             slot.seen, slot.moved_s = number, now_s
             return
@@ -310,7 +310,7 @@ class WorkerPool:
         slow.reward.used_s += more_s
         slow.charged_s += more_s
         slot.expected_s += more_s
-        slot.marker.recall(slot.last_number)
+        slot.process.marker.recall(slot.last_number)
         for other in [other for other in reversed(slot.inflight) if other != number]:
             unit = slot.remove(other)
             assert unit is not None

@@ -8,11 +8,11 @@ again before it is given up.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -21,9 +21,7 @@ from areal_async.base.log import get_logger
 from areal_async.base.retry import pause_s
 from reward_service import metrics
 from reward_service.pool.protocol import (
-    MAX_REPORT_BYTES,
     FinishedUnit,
-    Marker,
     RewardLoaded,
     RewardNotLoaded,
     UnitsFinished,
@@ -31,7 +29,7 @@ from reward_service.pool.protocol import (
     WorkerReport,
 )
 from reward_service.pool.queue import Invocation, PooledReward
-from reward_service.processes import FramedProcess
+from reward_service.processes import WorkerProcess
 
 log = get_logger("pool")
 
@@ -55,11 +53,10 @@ class WorkerLimits:
 class WorkerSlot:
     """One worker, and what is known of it. After its death another one takes its place."""
 
-    marker: Marker
     loading: set[int]
     """Rewards that it was told to load and has said nothing about yet."""
     failed_starts: int = 0
-    process: FramedProcess = field(init=False)
+    process: WorkerProcess = field(init=False)
     started_s: float = field(default_factory=time.monotonic)
     loaded: bool = False  # It has loaded every reward that it was started with
     doomed: bool = False  # It was killed, or has ended
@@ -184,21 +181,8 @@ class Workers:
 
     def _start(self, failed_starts: int = 0) -> WorkerSlot:
         """Start a process. Raises OSError."""
-        slot = WorkerSlot(Marker.create(), set(self._rewards), failed_starts)
-        try:
-            slot.process = FramedProcess(
-                "reward_service.pool.worker",
-                ["--marker-fd", str(slot.marker.fd)],
-                most_bytes=MAX_REPORT_BYTES,
-                on_frame=lambda payload: self._on_frame(slot, payload),
-                on_exit=lambda cause: self._on_exit(slot, cause),
-                # One thread each for numerical libraries: the pool is the parallelism.
-                environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **os.environ},
-                pass_fds=(slot.marker.fd,),
-            )
-        except OSError:
-            slot.marker.close()
-            raise
+        slot = WorkerSlot(set(self._rewards), failed_starts)
+        slot.process = WorkerProcess(partial(self._on_frame, slot), partial(self._on_exit, slot))
         for reward in self._rewards.values():
             slot.order(reward.load_order())
         return slot
@@ -250,7 +234,6 @@ class Workers:
             cause = f"it grew beyond reward.worker_memory_mb = {self._limits.memory_bytes >> 20}"
         slot.doomed = True
         self._owner.on_lost(slot, cause)
-        slot.marker.close()
         self.changed.set()
         if not slot.loaded:
             self._failed_to_start(slot, f"a worker ended while loading its rewards: {slot.trouble or cause}")

@@ -56,9 +56,8 @@ async def serve(request: ServeRequest) -> None:
         raise ArealError(f"--{str(error).replace('_', '-')}") from error
     waiting = min(MOST_WAITING, max(LEAST_WAITING, WAITING_PER_WORKER * request.workers))
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with contextlib.AsyncExitStack() as stack:
         listening = http_socket(request.listen, token)
         stack.callback(listening.close)

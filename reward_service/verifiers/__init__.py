@@ -59,8 +59,7 @@ def verifier(
 
         def checked(given: Any, **values: Any) -> Any:
             # Checking them takes ten times as long as comparing two texts, and calls repeat them.
-            key = repr(values)
-            if key not in parsed_of:
+            if (key := repr(values)) not in parsed_of:
                 if len(parsed_of) >= MOST_PARSED:
                     parsed_of.clear()
                 parsed_of[key] = arguments.model_validate(values)
@@ -127,8 +126,7 @@ class BudgetSpent(BaseException):
 
 def within(cpu_s: float, work: Callable[[], T]) -> T:
     """Return the result of `work`. Raises `TooCostly` once this thread has spent `cpu_s` of CPU time."""
-    finished, lock = threading.Event(), threading.Lock()
-    thread = threading.get_ident()
+    finished, lock, thread = threading.Event(), threading.Lock(), threading.get_ident()
     clock = time.pthread_getcpuclockid(thread)
     end_s = time.clock_gettime(clock) + cpu_s
 

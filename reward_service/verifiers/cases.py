@@ -97,14 +97,12 @@ def _of_columns(truth: dict[str, Any]) -> Cases:
         raise ValueError("`inputs` and `outputs` must be lists of the same length")
     if not inputs:
         raise ValueError("`inputs` is empty: there is nothing to test with")
-    pairs = zip(inputs, outputs, strict=True)
-    if name:
-        expected = [_typed(_result(one)) for one in outputs]
-        wrapped = all(isinstance(one, list) and len(one) == 1 for one in expected)
-        arguments = [_typed(_arguments(one)) for one in inputs]
-        calls = zip(arguments, expected, strict=True)
-        return Cases(calls=[CallCase(_entry_point(name), one, two, wrapped) for one, two in calls])
-    return Cases(stdio=[StdioCase(_text(one), _text(two)) for one, two in pairs])
+    if not name:
+        return Cases(stdio=list(map(StdioCase, map(_text, inputs), map(_text, outputs))))
+    expected = [_typed(_result(one)) for one in outputs]
+    wrapped = all(isinstance(one, list) and len(one) == 1 for one in expected)
+    calls = zip((_typed(_arguments(one)) for one in inputs), expected, strict=True)
+    return Cases(calls=[CallCase(_entry_point(name), one, two, wrapped) for one, two in calls])
 
 
 def _of_checks(truth: dict[str, Any], tests: Any) -> Cases:
@@ -168,23 +166,19 @@ def _with_names(codes: list[str], setup: list[str], entry_point: str) -> Cases:
     taken = [declared] if entry_point else names.free
     unknown = [name for name in names.free if name not in taken]
     if unknown and not names.star:
+        why = f"which neither they define nor is the entry point {entry_point!r}"
         raise ValueError(
-            f"the tests use {unknown[0]!r}, which they do not define and which is not the entry point "
-            f"{entry_point!r}: define it in the tests or in `test_setup_code`"
+            f"the tests use {unknown[0]!r}, {why}: define it in the tests or in `test_setup_code`"
         )
     entries = {name: name for name in taken if name in names.free}
     if checked:
         entries[CANDIDATE] = entry_point
     if not entries:
-        raise ValueError(
-            "the tests use nothing of the program: every name in them is their own, Python's or a "
-            "library's. Give the function's name as `entry_point`"
-        )
+        why = "every name in them is their own, Python's or a library's"
+        raise ValueError(f"the tests use nothing of the program: {why}. Give its function as `entry_point`")
     if needs_live_objects(texts, entries):
-        raise ValueError(
-            "the tests use objects of the program (attributes, calls or items of what it returns), which "
-            "could answer for themselves: write tests that compare plain data"
-        )
+        why = "(attributes, calls or items of what it returns), which could answer for themselves"
+        raise ValueError(f"the tests use objects of the program {why}: write tests that compare plain data")
     return Cases(codes=codes, setup=[*names.imports, *setup], entries=entries)
 
 
@@ -273,12 +267,10 @@ def names_of(texts: Iterable[str], declared: str = "") -> Names:
     star = False
     for text in texts:
         tree = ast.walk(ast.parse(text))
-        star = star or any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree)
+        star |= any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree)
         for table in _tables(symtable.symtable(text, "tests", "exec")):
             top = table.get_type() == "module"
-            for symbol in table.get_symbols():
-                if not top and not symbol.is_global():
-                    continue
+            for symbol in (one for one in table.get_symbols() if top or one.is_global()):
                 if symbol.is_referenced():
                     used[symbol.get_name()] = None
                 if symbol.is_assigned() or symbol.is_imported() or (top and symbol.is_namespace()):

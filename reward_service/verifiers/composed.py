@@ -16,15 +16,16 @@ segments, agents or units, those are weighted and added too.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from areal_async.base.mistakes import Mistake
 from areal_async.config.base import Section
@@ -49,15 +50,13 @@ def environment(given: RewardInput, _: NoArguments) -> Score | Abstain:
     named = dict(episode.header.rewards)
     of_segments = [value for value in episode.segments.reward.tolist() if not math.isnan(value)]
     if ENVIRONMENT_REWARD in named:
-        value = named.pop(ENVIRONMENT_REWARD)
-    elif of_segments:
-        value = math.fsum(of_segments)
-    elif named:
-        names = ", ".join(sorted(named))
-        return Abstain(f"the workflow recorded {names}, but no reward called {ENVIRONMENT_REWARD!r}")
-    else:
+        return Score(named.pop(ENVIRONMENT_REWARD), named)
+    if of_segments:
+        return Score(math.fsum(of_segments), named)
+    if not named:
         return Abstain("the workflow recorded no reward (ctx.reward)")
-    return Score(value, named)
+    names = ", ".join(sorted(named))
+    return Abstain(f"the workflow recorded {names}, but no reward called {ENVIRONMENT_REWARD!r}")
 
 
 def _check_environment(job: JobConfig, _: Mapping[str, Any], field: str) -> Iterator[Mistake]:
@@ -77,10 +76,19 @@ environment.check_job = _check_environment  # type: ignore[attr-defined]
 # --- a weighted sum ----------------------------------------------------------------------------------
 
 
+def _runs_in_the_pool(name: str) -> str:
+    elsewhere = False
+    with contextlib.suppress(PartError):  # that it is unknown is said where its arguments are looked at
+        elsewhere = ".py:" not in name and isinstance(REWARDS.find(name), type)
+    if elsewhere:
+        raise ValueError(f"`{name}` cannot be a part: it is not computed in the pool")
+    return name
+
+
 class WeightedPart(Section):
     """A reward that is part of another."""
 
-    name: str
+    name: Annotated[str, AfterValidator(_runs_in_the_pool)]
     """A built-in reward that runs in the pool, or `path.py:name`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Its arguments, by name, like `reward.args`."""
@@ -88,17 +96,6 @@ class WeightedPart(Section):
     """Factor of its score."""
     label: str | None = Field(default=None, min_length=1)
     """Its name among the components, where two parts have the same reward."""
-
-    @field_validator("name")
-    @classmethod
-    def _runs_in_the_pool(cls, name: str) -> str:
-        try:
-            elsewhere = ".py:" not in name and isinstance(REWARDS.find(name), type)
-        except PartError:
-            return name  # that it is unknown is said where its arguments are looked at
-        if elsewhere:
-            raise ValueError(f"`{name}` cannot be a part: it is not computed in the pool")
-        return name
 
     @property
     def known_as(self) -> str:

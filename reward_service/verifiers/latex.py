@@ -175,12 +175,11 @@ def formulas(text: str) -> Iterator[tuple[int, str]]:
         opening, position = sign[0], sign.end()
         ending = CLOSED_BY.get(opening)
         if ending is not None and ending not in unclosed:
-            end = text.find(ending, position + 1)
-            if end < 0:
+            if (end := text.find(ending, position + 1)) < 0:
                 unclosed.add(ending)
-            else:
-                yield end + len(ending), text[position:end]
-                position = end + len(ending)
+                continue
+            yield end + len(ending), text[position:end]
+            position = end + len(ending)
         elif opening == "$" and (inline := INLINE.match(text, position)) is not None:
             yield inline.end(), text[position : inline.end() - 1]
             position = inline.end()
@@ -394,12 +393,8 @@ def unit_of(words: str, power: str | None = None) -> MeasureUnit:
 
 
 def _short(word: str) -> str:
-    for form in (word, word.removesuffix("s"), word.lower(), word.lower().removesuffix("s")):
-        if form in UNITS:
-            return form
-        if form in LONG_NAMES:
-            return LONG_NAMES[form]
-    return word
+    forms = (word, word.removesuffix("s"), word.lower(), word.lower().removesuffix("s"))
+    return next((LONG_NAMES.get(form, form) for form in forms if form in UNITS or form in LONG_NAMES), word)
 
 
 def number(text: str) -> Fraction | None:
@@ -435,14 +430,9 @@ def _plain(text: str) -> Fraction | None:
     if match is None:
         return None
     sign, whole, decimals, bare, exponent = match.groups()
-    rest = text[match.end() :]
-    power = int(exponent or 0)
-    if rest:
-        times = POWER_OF_TEN.fullmatch(rest)
-        if times is None:
-            return None
-        power += int(times[1] or times[2])
-    if abs(power) > LARGEST_EXPONENT:
+    times = POWER_OF_TEN.fullmatch(rest := text[match.end() :])
+    power = int(exponent or 0) + (int(times[1] or times[2]) if times else 0)
+    if (rest and times is None) or abs(power) > LARGEST_EXPONENT:
         return None
     digits = (whole or "0").replace(",", "") + (decimals or bare or "")
     value = Fraction(digits.rstrip(".")) * Fraction(10) ** power

@@ -137,11 +137,10 @@ class Budget:
 
     def overloaded(self, run: int) -> Overloaded:
         spent_s = self._arguments.budget_s - self.left_s
-        return Overloaded(
-            f"the deadline of the call came after {run} of {self._cases} cases, for which the program itself "
-            f"had taken {spent_s:.1f} s: the machine is busy, or there are too many cases. Raise "
-            "reward.timeout_s, lower reward.workers or set max_cases"
-        )
+        when = f"after {run} of {self._cases} cases, for which the program itself had taken {spent_s:.1f} s"
+        why = "the machine is busy, or there are too many cases"
+        mend = "Raise reward.timeout_s, lower reward.workers or set max_cases"
+        return Overloaded(f"the deadline of the call came {when}: {why}. {mend}")
 
     @property
     def is_over(self) -> bool:
@@ -199,12 +198,9 @@ def _outcomes(
     while done < len(cases):
         together = cases[done : done + min(done + 1, MOST_TOGETHER)]
         longest = max(len(case.stdout.encode("utf-8", "replace")) for case in together)
+        limits, environment = budget.limits(done, output_bytes=longest), budget.environment
         program = Program(
-            source=source,
-            language=language,
-            environment=budget.environment,
-            limits=budget.limits(done, output_bytes=longest),
-            within_s=budget.left_s,
+            source=source, language=language, environment=environment, limits=limits, within_s=budget.left_s
         )
         for outcome in sandbox.run_each(program, [one.stdin.encode("utf-8", "replace") for one in together]):
             if outcome.kind == "clock":
@@ -218,12 +214,8 @@ def _run_tests(
 ) -> None:
     """Function tests: one run for all of them, the tests in a jail of their own."""
     tests = [_call(case) for case in cases.calls] + [{"code": _marked(one)} for one in cases.codes]
-    task = {
-        "entries": cases.entries,
-        "setup": [_marked(text) for text in cases.setup],
-        "tests": tests,
-        "tolerance": tolerance,
-    }
+    setup = [_marked(text) for text in cases.setup]
+    task = {"entries": cases.entries, "setup": setup, "tests": tests, "tolerance": tolerance}
     limits = budget.limits(0, cases=len(tests), output_bytes=ANSWER_BYTES * len(tests))
 
     def side(name: str, files: dict[str, bytes], limits: RunLimits, stdin: bytes = b"") -> Program:
@@ -281,14 +273,13 @@ def missing_module(said: str) -> str:
 
 def modules_of(cases: Cases) -> set[str]:
     """Modules that the tests import, by the first part of their names."""
-    found: set[str] = set()
-    for text in (*cases.setup, *cases.codes):
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.partition(".")[0])
-    return found
+    found: list[str] = []
+    for node in (node for text in (*cases.setup, *cases.codes) for node in ast.walk(ast.parse(text))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.append(node.module)
+    return {name.partition(".")[0] for name in found}
 
 
 LOOK_FOR = """

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from areal_async.config.base import Section
 from reward_service.backends import BackendReward, check_template, check_url
@@ -30,6 +30,22 @@ def _several(value: object) -> object:
 Url = Annotated[str, AfterValidator(partial(check_url, instead="api_key_env"))]
 
 
+def _pattern(value: str) -> str:
+    try:
+        pattern = re.compile(value)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from error
+    if pattern.groups > 1:
+        raise ValueError(f"it has {pattern.groups} groups; keep one, and write the others as (?:…)")
+    return value
+
+
+def _scale(value: tuple[float, float]) -> tuple[float, float]:
+    if value[0] == value[1]:
+        raise ValueError("the grades for 0 and for 1 are the same")
+    return value
+
+
 class JudgeArguments(Section):
     """A language model behind an OpenAI-compatible server."""
 
@@ -48,12 +64,12 @@ class JudgeArguments(Section):
     of the template."""
     system: str = ""
     """System message of a chat; none where it is empty. Filled in as `template`."""
-    parse: str = ""
+    parse: Annotated[str, AfterValidator(_pattern)] = ""
     """Regular expression of the last line of the reply, which it must match as a whole; the grade is its one
     group, or the line. Empty: the grade is a field of JSON if the servers take a schema (`response_format`),
     else the last line is `Grade: <grade>`. Nothing else in a reply counts, and a second such line makes it
     none."""
-    scale: tuple[float, float] = (0.0, 10.0)
+    scale: Annotated[tuple[float, float], AfterValidator(_scale)] = (0.0, 10.0)
     """Grades that stand for the rewards 0 and 1; others follow in proportion, and a grade outside of them is
     none. The first may be the larger."""
     grades: dict[str, float] = Field(default_factory=dict)
@@ -79,24 +95,6 @@ class JudgeArguments(Section):
     connection, inside `reward.timeout_s`."""
     api_key_env: str = ""
     """Name of the environment variable that holds the key."""
-
-    @field_validator("parse")
-    @classmethod
-    def _is_a_pattern(cls, value: str) -> str:
-        try:
-            pattern = re.compile(value)
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from error
-        if pattern.groups > 1:
-            raise ValueError(f"it has {pattern.groups} groups; keep one, and write the others as (?:…)")
-        return value
-
-    @field_validator("scale")
-    @classmethod
-    def _has_two_ends(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if value[0] == value[1]:
-            raise ValueError("the grades for 0 and for 1 are the same")
-        return value
 
     @model_validator(mode="after")
     def _votes_can_differ(self) -> JudgeArguments:

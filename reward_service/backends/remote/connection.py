@@ -280,9 +280,7 @@ def read_answer(answer: HttpAnswer, kind: type[T]) -> T:
     told = content[:200].decode(errors="replace").strip()
     message = f"status {status}" + (f": {told}" if told else "")
     if 300 <= status < 400:
-        raise RemoteError(
-            "broken", f"it redirects ({message}): give the address it points to"
-        )
+        raise RemoteError("broken", f"it redirects ({message}): give the address it points to")
     refused: RefusalKind = "unavailable" if status in GATEWAY_STATUSES else "internal"
     if 400 <= status < 500:
         refused = next((kind for kind, code in STATUS_OF.items() if code == status), "invalid")

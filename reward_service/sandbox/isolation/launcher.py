@@ -86,9 +86,7 @@ class SandboxLauncher:
             ends = [os.pipe(), os.pipe()]
             reading = [held.enter_context(open(fd, "rb", buffering=0)) for fd, _ in ends]
             writing = [held.enter_context(open(fd, "wb", buffering=0)) for _, fd in ends]
-            control, theirs = socket.socketpair()
-            held.enter_context(control)
-            held.enter_context(theirs)
+            control, theirs = map(held.enter_context, socket.socketpair())
             if self._group is not None:
                 self._group.begin(int(request["limits"]["memory_mb"]) << 20)
             launcher = os.getpid()

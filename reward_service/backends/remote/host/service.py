@@ -81,8 +81,7 @@ def read_offers(
 
 def version_of(target: str) -> str:
     """Changes when the code behind `target` does: the hash of its own file, or our version."""
-    file = own_file(target)
-    if file is None:
+    if (file := own_file(target)) is None:
         return package_version("areal-async")
     try:
         return blake2b(file.read_bytes(), digest_size=8).hexdigest()
@@ -160,17 +159,18 @@ class ScoringService:
         unknown = Failure(NOT_RUN, f"no verdict within {request.deadline_ms} ms of the request's arrival")
         verdicts: list[Verdict] = [unknown] * len(inputs)
         calls: list[Call] = [inputs] if spec.scope == "group" else list(inputs)
-        unanswered, done = len(calls), asyncio.Event()
+        unanswered, done = set(range(len(calls))), asyncio.Event()
 
         def take(index: int, given: list[Verdict], elapsed_ms: float) -> None:
-            nonlocal unanswered
             metrics.CALL_SECONDS.labels(spec.label).observe(elapsed_ms / 1000)
             for verdict in given:
                 metrics.count(spec.label, verdict)
             verdicts[index : index + len(given)] = given
-            self._end(len(given))
-            unanswered -= 1
-            if unanswered == 0:
+            self._in_flight -= len(given)
+            if self._in_flight == 0:
+                self._idle.set()
+            unanswered.discard(index)
+            if not unanswered:
                 done.set()
 
         with contextlib.suppress(TimeoutError):
@@ -217,11 +217,6 @@ class ScoringService:
         if self._in_flight and (full or ahead_s > deadline_s / 2):
             rest_ms = round(1000 * min(LONGEST_REST_S, max(SHORTEST_REST_S, ahead_s / 2)))
             raise RequestRefused("busy", f"{self._in_flight} inputs are under way already", rest_ms)
-
-    def _end(self, n_inputs: int) -> None:
-        self._in_flight -= n_inputs
-        if self._in_flight == 0:
-            self._idle.set()
 
 
 def _read(raw: msgspec.Raw, at: int) -> Input:
