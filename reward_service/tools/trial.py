@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import re
+import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -46,7 +47,6 @@ KINDS = ("score", "timeout", "error", "abstain")
 STYLES = {"timeout": "bold red", "error": "bold red", "abstain": "yellow"}
 MOST_SHOWN = 8
 MOST_COMPONENTS = 4  # Columns beside an answer; the table of components has all of them
-SLOWEST = 5
 
 
 class SamplesError(ArealError):
@@ -83,8 +83,10 @@ def main(request: TrialRequest) -> int:
         return 1 if wrong else 0
     console = Console(highlight=False)
     workers = f"{section.workers} worker{'s' if section.workers > 1 else ''}"
-    console.print(Text(f"{Path(section.name).name}, {len(judged)} answers from {source}, {workers}\n"))
-    for make in (by_source, components, shown, remarks, slowest):
+    told = f"{Path(section.name).name}, {len(judged)} answers from {source}, {workers}"
+    median_ms = statistics.median([one.elapsed_ms for one in judged] or [0.0])
+    console.print(Text(f"{told}, median time of a call {median_ms:.3g} ms\n"))
+    for make in (by_source, components, shown, remarks):
         table = make(judged)
         if table.row_count:
             console.print(table)
@@ -290,16 +292,6 @@ def remarks(judged: Sequence[JudgedAnswer]) -> Table:
         count, row = str(1 + len(others)), str(first.sample.row)
         table.add_row(short(label), count, row, short(message_of(first.verdict), 300))
     table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
-    return table
-
-
-def slowest(judged: Sequence[JudgedAnswer]) -> Table:
-    """Show the median time of a call, and the slowest calls."""
-    times = sorted(one.elapsed_ms for one in judged)
-    table = _table("time of a call", "row", "answer")
-    table.add_row(f"{times[len(times) // 2]:.3g} ms", "", "(the median)")
-    for one in sorted(judged, key=lambda one: -one.elapsed_ms)[:SLOWEST]:
-        table.add_row(f"{one.elapsed_ms:.3g} ms", str(one.sample.row), short(one.sample.given.response))
     return table
 
 
