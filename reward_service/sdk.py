@@ -154,14 +154,19 @@ def reward(
     return mark(function) if function is not None else mark
 
 
+def own_file(name: str) -> Path | None:
+    """Return the file of a reward of one's own; None for any other."""
+    path_text, _, attribute = name.rpartition(":")
+    return Path(path_text) if attribute and path_text.endswith(".py") else None
+
+
 def load_reward(name: str, *, source: bytes | None = None) -> RewardFunction:
     """The reward called `name`: a built-in one, `path.py:function`, or one of an installed package. Runs the
     file's own code; with `source` that text in place of what the file holds now.
 
     The file's folder is put on the import path, so it may import its neighbours. Raises `RewardLoadError`.
     """
-    path_text, _, attribute = name.rpartition(":")
-    if not path_text.endswith(".py") or not attribute:
+    if (path := own_file(name)) is None:
         # Imported here: a scoring process of a reward of one's own need not pay for it.
         from areal_async.config.registry import REWARDS, PartError
 
@@ -173,14 +178,15 @@ def load_reward(name: str, *, source: bytes | None = None) -> RewardFunction:
             raise RewardLoadError(f"the reward {name!r} is no function: it is not computed in the pool.")
         function: RewardFunction = part
         return function
-    module = run_user_file(Path(path_text), kind="reward", name=name, error=RewardLoadError, source=source)
+    module = run_user_file(path, kind="reward", name=name, error=RewardLoadError, source=source)
+    attribute = name.rpartition(":")[2]
     found = getattr(module, attribute, None)
     marked = sorted(key for key, one in vars(module).items() if isinstance(getattr(one, MARK, None), Mark))
     choice = f"It has: {', '.join(marked)}." if marked else "It has no function marked @reward."
     if found is None:
-        raise RewardLoadError(f"the reward {name!r}: {path_text} defines no {attribute!r}. {choice}")
+        raise RewardLoadError(f"the reward {name!r}: {path} defines no {attribute!r}. {choice}")
     if not isinstance(getattr(found, MARK, None), Mark) and (found := adapted(found)) is None:
-        told = f"the reward {name!r}: {attribute!r} in {path_text} is not marked"
+        told = f"the reward {name!r}: {attribute!r} in {path} is not marked"
         raise RewardLoadError(f"{told}. {MARK_REWARD}. {choice}")
     loaded: RewardFunction = found
     return loaded

@@ -53,10 +53,8 @@ def adapted(function: Any) -> Callable[..., Any] | None:
         values = fill(given if isinstance(given, list) else [given])
         taken = {name: each for name, each in values.items() if free or name in known} | arguments
         if missing := [name for name in needed if name not in taken]:
-            raise ValueError(
-                f"{called} needs {missing[0]!r}, which is no column of the task's extra_info. Put it "
-                f"there, or give it as reward.args.{missing[0]}."
-            )
+            why = f"{called} needs {missing[0]!r}, which is no column of the task's extra_info"
+            raise ValueError(f"{why}. Put it there, or give it as reward.args.{missing[0]}.")
         result = function(**taken)
 
         def outcomes(result: Any) -> Any:
@@ -109,7 +107,7 @@ def _of_list(results: Any, wanted: int, called: str) -> list[Any]:
     if not is_list or len(results) != wanted:
         got = f"{len(results)} scores" if is_list else f"{results!r:.80}, which is no list"
         told = f"{called} returned {got} for {wanted} completion{'s' if wanted > 1 else ''}"
-        mend = "A reward with a parameter `completions` returns a list with one number for each, as for TRL."
+        mend = "A reward of `completions` returns a list with one number for each, as TRL wants it."
         raise ValueError(f"{told}. {mend}")
     return [_outcome(result) for result in results]
 

@@ -86,10 +86,8 @@ class BackendReward:
     def make(cls, spec: RewardSpec, section: RewardSection) -> ScoringBackend:
         """The backend of the reward `spec` of a job's section. Raises `RewardLoadError`."""
         module, _, name = cls.implementation.partition(":")
-        make: Callable[[RewardSpec, RewardSection], ScoringBackend] = getattr(
-            importlib.import_module(module), name
-        )
-        return make(spec, section)
+        backend: ScoringBackend = getattr(importlib.import_module(module), name)(spec, section)
+        return backend
 
 
 async def set_within(event: asyncio.Event, limit_s: float | None) -> bool:

@@ -19,7 +19,7 @@ from areal_async.config.reward_routing import RewardSpec
 from areal_async.config.rewardcheck import part_of
 from reward_service.backends import OnVerdicts
 from reward_service.pool.protocol import LoadReward
-from reward_service.sdk import RewardLoadError
+from reward_service.sdk import RewardLoadError, own_file
 
 MAX_QUEUED = 8192
 MAX_ASSIGNED_BYTES = 4 << 20  # Inputs sent to a worker ahead of its calls; a single larger one goes alone
@@ -210,12 +210,6 @@ def next_action(
     elif waiting and still_for_s > limit_s + STUCK_GRACE_S:
         return "kill_stuck"
     return "nothing"
-
-
-def own_file(name: str) -> Path | None:
-    """The file of a reward of one's own; None for any other."""
-    path_text, _, attribute = name.rpartition(":")
-    return Path(path_text) if attribute and path_text.endswith(".py") else None
 
 
 def _read_source(name: str, file: Path) -> bytes:

@@ -166,10 +166,8 @@ def _with_names(codes: list[str], setup: list[str], entry_point: str) -> Cases:
     taken = [declared] if entry_point else names.free
     unknown = [name for name in names.free if name not in taken]
     if unknown and not names.star:
-        why = f"which neither they define nor is the entry point {entry_point!r}"
-        raise ValueError(
-            f"the tests use {unknown[0]!r}, {why}: define it in the tests or in `test_setup_code`"
-        )
+        why = f"which they do not define and which is not the entry point {entry_point!r}"
+        raise ValueError(f"the tests use {unknown[0]!r}, {why}: define it there or in `test_setup_code`")
     entries = {name: name for name in taken if name in names.free}
     if checked:
         entries[CANDIDATE] = entry_point

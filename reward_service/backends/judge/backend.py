@@ -109,10 +109,8 @@ class Judge:
         name = self._arguments.api_key_env
         key = os.environ.get(name, "") if name else ""
         if name and not key:
-            raise RewardLoadError(
-                f"the reward 'judge': api_key_env names the variable {name}, which is not set where the "
-                "reward service runs. Set it to the key, or remove api_key_env."
-            )
+            why = f"api_key_env names {name}, which is not set where the reward service runs"
+            raise RewardLoadError(f"the reward 'judge': {why}. Set it to the key, or remove api_key_env.")
         return key
 
     async def submit(self, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:

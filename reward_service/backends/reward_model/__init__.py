@@ -62,9 +62,7 @@ class RewardModelArguments(Section):
     @model_validator(mode="after")
     def _one_output_or_several(self) -> RewardModelArguments:
         if self.label is not None and self.activation != "none":
-            raise ValueError(
-                "`label` is for models with several classes, `activation` for those with one output"
-            )
+            raise ValueError("`label` is for models with several classes, `activation` for one output")
         return self
 
 

@@ -40,8 +40,7 @@ from reward_service.backends.remote.schema import (
     Status,
 )
 from reward_service.pool.pool import WorkerPool
-from reward_service.pool.queue import own_file
-from reward_service.sdk import RewardInput, RewardLoadError
+from reward_service.sdk import RewardInput, RewardLoadError, own_file
 
 LONGEST_DEADLINE_S = 3600.0
 SHORTEST_REST_S = 0.05
@@ -192,10 +191,7 @@ class ScoringService:
         if request.protocol != PROTOCOL:
             kind, why = "protocol", f"the request speaks version {request.protocol}, this server {PROTOCOL}"
         elif name not in self._offers:
-            kind, why = (
-                "unknown_reward",
-                f"there is no reward {name!r} here; it has: {', '.join(self._offers)}",
-            )
+            kind, why = "unknown_reward", f"there is no reward {name!r} here, only {', '.join(self._offers)}"
         elif request.scope != spec.scope:
             why = f"the reward {name!r} has the scope {spec.scope}, not {request.scope}"
         elif others:
