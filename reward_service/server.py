@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +47,10 @@ MAX_BYTES = 16 << 20
 VALUE_BYTES = 9  # A float in msgpack
 
 
+ClaimedCall = list[tuple[ClaimedEpisode, RewardInput]]
+"""One call: its episodes, each with its input."""
+
+
 class RewardState:
     """Calls of one reward that the service has, and figures of those that it had."""
 
@@ -62,14 +66,6 @@ class RewardState:
     def age_s(self) -> float:
         """Age of the oldest call without verdicts, in seconds."""
         return time.monotonic() - next(iter(self.waiting.values()), math.inf) if self.waiting else 0.0
-
-
-@dataclass(frozen=True)
-class ClaimedCall:
-    """One call: its episodes with the size of each."""
-
-    items: list[tuple[ClaimedEpisode, int]]
-    inputs: list[RewardInput]
 
 
 class RewardServer:
@@ -100,26 +96,25 @@ class RewardServer:
         `FaultError` that no retry cures."""
         for held in self._of.values():
             metrics.QUEUE_AGE.labels(held.spec.label).set_function(held.age_s)
-        claiming = asyncio.create_task(self._claim(), name="claim")
-        sending = asyncio.create_task(self._send(), name="send")
+        loops = [
+            asyncio.create_task(self._claim(), name="claim"),
+            asyncio.create_task(self._send(), name="send"),
+        ]
         stopping = asyncio.create_task(stop.wait(), name="stop")
-        tasks: list[asyncio.Task[Any]] = [claiming, sending, stopping]
         try:
-            ends = (*tasks, self._router.broken, self._failed)
+            ends = (*loops, stopping, self._router.broken, self._failed)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self._router.broken.done():
                 raise self._router.broken.result()
-            if self._failed.done():
-                self._failed.result()
-            for task in (claiming, sending):
-                if task.done():
-                    task.result()
-            claiming.cancel()
+            for one in (self._failed, *loops):
+                if one.done():
+                    one.result()
+            loops[0].cancel()
             await set_within(self._idle, STOP_LIMIT_S)
             if self.pending:
                 log.info("stopped with episodes unscored", episodes=self.pending)
         finally:
-            tasks += self._submitting
+            tasks: list[asyncio.Task[Any]] = [*loops, stopping, *self._submitting]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -164,7 +159,7 @@ class RewardServer:
 
     def _take(self, items: list[ClaimedEpisode], blobs: Sequence[memoryview]) -> None:
         """Hand claimed episodes to what scores them; one that cannot be read gets its verdict at once."""
-        calls: dict[str, list[ClaimedCall]] = {}
+        calls: defaultdict[str, list[ClaimedCall]] = defaultdict(list)
         for episodes in _calls(items, blobs):
             held = self._of[self._router.routing.of(episodes[0][0].task).key]
             if held.spec.scope == "group":
@@ -182,8 +177,8 @@ class RewardServer:
                 for item, blob in episodes:
                     self._end(held, item, len(blob), Failure("episode", str(error)), 0.0)
             else:
-                taken = ClaimedCall([(item, len(blob)) for item, blob in episodes], inputs)
-                calls.setdefault(held.spec.key, []).append(taken)
+                items_of_call = (item for item, _ in episodes)
+                calls[held.spec.key].append(list(zip(items_of_call, inputs, strict=True)))
         for key, taken_calls in calls.items():
             submitting = asyncio.create_task(self._submit(self._of[key], taken_calls))
             self._submitting.add(submitting)
@@ -202,14 +197,14 @@ class RewardServer:
             self._calls_open -= 1
             if self._calls_open == 0:
                 busy.end("score")
-            for (item, size_bytes), verdict in zip(calls[index].items, verdicts, strict=True):
-                self._end(held, item, size_bytes, verdict, elapsed_ms)
+            for (item, given), verdict in zip(calls[index], verdicts, strict=True):
+                self._end(held, item, len(given.blob), verdict, elapsed_ms)
 
         if self._calls_open == 0:
             busy.begin("score")
         self._calls_open += len(calls)
         is_group = held.spec.scope == "group"
-        inputs: list[Call] = [call.inputs if is_group else call.inputs[0] for call in calls]
+        inputs: list[Call] = [[one for _, one in call] if is_group else call[0][1] for call in calls]
         await self._router.submit(held.spec, inputs, on_verdicts)
 
     def _submitted(self, task: asyncio.Task[None]) -> None:
