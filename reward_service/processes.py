@@ -33,11 +33,9 @@ THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """One thread each for numerical libraries: the pool is the parallelism."""
 
 
-def _log_print(pid: int, text: str) -> None:
-    log.info("reward printed", pid=pid, text=text)
-
-
-on_print: ContextVar[Callable[[int, str], None]] = ContextVar("on_print", default=_log_print)
+on_print: ContextVar[Callable[[int, str], None]] = ContextVar(
+    "on_print", default=lambda pid, text: log.info("reward printed", pid=pid, text=text)
+)
 """Function that takes the lines of a process; the context in which a process is started names it."""
 
 

@@ -25,7 +25,7 @@ from areal_async.config.reward_routing import RewardSpec, Routing
 from areal_async.config.rewardcheck import part_of, runs_in_pool
 from areal_async.trajectory.verdicts import Failure, FaultOf, Timeout, Verdict, settled
 from reward_service import metrics
-from reward_service.backends import BackendReward, Call, OnVerdicts, ScoringBackend, inputs_of
+from reward_service.backends import Call, OnVerdicts, ScoringBackend, inputs_of
 from reward_service.pool.inline import InlinePool
 from reward_service.pool.pool import WorkerPool
 from reward_service.pool.workers import WorkerLimits
@@ -62,8 +62,11 @@ class Router:
                 part = part_of(spec.name)
                 if part is None or runs_in_pool(part):
                     functions.append(spec)
-                else:
-                    await self._add_backend(spec, part)
+                    continue
+                backend = await self._stack.enter_async_context(part.make(spec, self._section))
+                backend.broken.add_done_callback(self._break)
+                watched = await self._stack.enter_async_context(WatchedBackend(spec, backend))
+                self._backends[spec.key] = watched
             if functions:
                 limits = WorkerLimits(self._section.worker_memory_mb << 20)
                 self.pool = InlinePool(functions)
@@ -136,11 +139,6 @@ class Router:
     def _the_pool(self) -> WorkerPool | InlinePool:
         assert self.pool is not None
         return self.pool
-
-    async def _add_backend(self, spec: RewardSpec, part: type[BackendReward]) -> None:
-        backend = await self._stack.enter_async_context(part.make(spec, self._section))
-        self._backends[spec.key] = await self._stack.enter_async_context(WatchedBackend(spec, backend))
-        backend.broken.add_done_callback(self._break)
 
     def _break(self, broken: asyncio.Future[RewardLoadError]) -> None:
         if not broken.cancelled() and not self.broken.done():

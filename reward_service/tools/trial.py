@@ -71,8 +71,10 @@ class JudgedAnswer(msgspec.Struct, frozen=True):
 def main(request: TrialRequest) -> int:
     section, data = target(request)
     samples, source = read_samples(data, request.column, request.limit)
-    missing = missing_modules(section, samples)
-    for problem in missing:
+    modules = ImportedModules(section)
+    for given in {sample.row: sample.given for sample in samples}.values():
+        modules.note(given, given.ground_truth)
+    for problem in (missing := modules.missing()):
         print(f"warning: {problem}", file=sys.stderr)
     with shown_prints():
         judged = asyncio.run(judge(section, samples))
@@ -164,14 +166,6 @@ def read_samples(tasks: Path, column: str, limit: int) -> tuple[list[AnswerSampl
         samples += [AnswerSample(row, RewardInput.to(task, prompt=prompt, response=text)) for text in texts]
     drawn_by = f", {limit} of {len(table)} rows drawn at random (--limit)" if len(table) > limit else ""
     return samples, source + drawn_by
-
-
-def missing_modules(section: RewardSection, samples: Sequence[AnswerSample]) -> list[str]:
-    """Return a sentence for each module that tests import and do not have."""
-    modules = ImportedModules(section)
-    for given in {sample.row: sample.given for sample in samples}.values():
-        modules.note(given, given.ground_truth)
-    return modules.missing()
 
 
 def _as_text(value: Any) -> str:

@@ -99,9 +99,11 @@ def same(truth: str, answer: str, tolerance: Fraction, depth: int = 0) -> bool:
         return True
     if depth > DEEPEST:
         return False
-    wanted_region, given_region = _region(truth), _region(answer)
-    if wanted_region and given_region and _same_region(wanted_region, given_region, tolerance, depth + 1):
-        return True
+    if (one := _region(truth)) and (other := _region(answer)):
+        names = {one.unknown, other.unknown} - {""}
+        plain = not names and len(one.pieces) == len(other.pieces) == 1
+        if not plain and len(names) < 2 and _matched(one.pieces, other.pieces, tolerance, depth + 1):
+            return True
     if _says_more(truth, answer):
         return False
     wanted, given = _without_name(truth, answer, tolerance, depth + 1)
@@ -149,7 +151,8 @@ def _without_name(truth: str, answer: str, tolerance: Fraction, depth: int) -> t
     """Both without the `x =` that only one of them has, or that both have alike."""
     truth, answer = _by_names(truth), _by_names(answer)
     wanted, given = ASSIGNED.match(truth), ASSIGNED.match(answer)
-    if any(len(_at_commas(text)) > 1 for text in (truth, answer)) or _names_differ(wanted, given):
+    others = wanted and given and wanted[1].replace(" ", "") != given[1].replace(" ", "")
+    if others or any(len(_at_commas(text)) > 1 for text in (truth, answer)):
         return truth, answer
     if wanted and (given or not RELATION.search(answer)) and _in_their_order(wanted[1]):
         truth = truth[wanted.end() :]
@@ -160,10 +163,6 @@ def _without_name(truth: str, answer: str, tolerance: Fraction, depth: int) -> t
     elif "=" in answer and "," not in answer and not RELATION.search(truth):
         answer = _result(answer, tolerance, depth)
     return truth, answer
-
-
-def _names_differ(wanted: re.Match[str] | None, given: re.Match[str] | None) -> bool:
-    return bool(wanted and given and wanted[1].replace(" ", "") != given[1].replace(" ", ""))
 
 
 def _by_names(text: str) -> str:
@@ -296,12 +295,6 @@ def _region(text: str) -> Region | None:
     unknowns = {unknown for unknown, _ in found}
     pieces = [piece for _, intervals in found for piece in intervals]
     return Region(unknowns.pop(), pieces) if len(unknowns) == 1 and all(pieces) else None
-
-
-def _same_region(wanted: Region, given: Region, tolerance: Fraction, depth: int) -> bool:
-    names = {name for name in (wanted.unknown, given.unknown) if name}
-    plain = not names and len(wanted.pieces) == len(given.pieces) == 1
-    return not plain and len(names) < 2 and _matched(wanted.pieces, given.pieces, tolerance, depth)
 
 
 def _interval(text: str) -> tuple[str, list[str]]:

@@ -66,8 +66,9 @@ def math(given: RewardInput, arguments: MathArguments) -> Score | Abstain:
 def find(response: str, where: Where = "any") -> str | None:
     """The answer in a response, tidied; None when there is none."""
     tail = spoken(response)[-LAST_CHARACTERS:]
-    if _cut_off(tail):
-        return None
+    last = last_match(BOX, tail)
+    if last is not None and tail[last.end()] == "{" and closing(tail, last.end()) is None:
+        return None  # the last box is never closed: what it would have held is not known
     marked = answer_of(tail, "marked" if where == "any" else where)
     if marked is not None and where in ("any", "marked", "said") and marked == answer_of(tail, "said"):
         marked = said_maths(marked)
@@ -76,9 +77,3 @@ def find(response: str, where: Where = "any") -> str | None:
     if marked is None or not 0 < len(marked) <= LONGEST_ANSWER:
         return None
     return tidy(marked) or None
-
-
-def _cut_off(text: str) -> bool:
-    """Return whether the last box is never closed: what it would have held is not known."""
-    last = last_match(BOX, text)
-    return last is not None and text[last.end()] == "{" and closing(text, last.end()) is None

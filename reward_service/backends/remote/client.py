@@ -236,7 +236,8 @@ class RemoteBackend:
             raise
         elapsed_s = time.monotonic() - began_s
         self.call_seconds += 0.2 * (elapsed_s - self.call_seconds)
-        verdicts = read_verdicts(answered, [one for call in batch for one in call.inputs])
+        asked = [one for call in batch for one in call.inputs]
+        verdicts = [_read_verdict(*each) for each in zip(answered, asked, strict=True)]
         # Backwards: what is sent again goes to the head of the queue, in the order it had.
         for call in reversed(batch):
             own, verdicts = verdicts[-len(call.inputs) :], verdicts[: -len(call.inputs)]
@@ -342,13 +343,9 @@ def _with_answers(call: Pending, response: str) -> list[msgspec.Raw]:
     return [msgspec.Raw(msgspec.json.encode(to_wire(given, ()))) for given in bare]
 
 
-def read_verdicts(answered: Sequence[msgspec.Raw], inputs: Sequence[RewardInput]) -> list[Verdict]:
-    """The verdict for each of `inputs`, checked as those of the pool are. One that is none is an error of the
-    kind `remote`, and spoils no other. Of the same length as `inputs`."""
-    return [_read_verdict(*each) for each in zip(answered, inputs, strict=True)]
-
-
 def _read_verdict(raw: msgspec.Raw, given: RewardInput) -> Verdict:
+    """Return a verdict, checked as those of the pool are. One that is none is an error of the kind `remote`,
+    and spoils no other."""
     try:
         return as_verdict(VERDICT_DECODER.decode(raw), given)
     except (ValueError, RecursionError) as error:
