@@ -128,14 +128,8 @@ class LauncherClient:
 
 
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-SYSTEM_FILES = (
-    "/etc/ld.so.cache",
-    "/etc/alternatives",
-    "/etc/passwd",
-    "/etc/nsswitch.conf",
-    "/etc/localtime",
-    "/etc/ssl/openssl.cnf",
-)
+_FILES = "ld.so.cache alternatives passwd nsswitch.conf localtime ssl/openssl.cnf"
+SYSTEM_FILES = [f"/etc/{name}" for name in _FILES.split()]
 NAMESPACES = ("user", "pid", "mount", "net", "ipc", "uts", "cgroup")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": ".", "TMPDIR": "."}
 PACKAGES = "/packages"
@@ -201,13 +195,9 @@ def find(launcher: LauncherClient) -> Confinement:
     offered, _ = launcher.ask({"probe": True}, b"", 5.0)
     missing = "bwrap is not installed" if shutil.which("bwrap") is None else offered["no_filter"]
     reasons: list[str] = []
-    guards = (
-        *NAMESPACES,
-        *(("uid",) if offered["root"] else ()),
-        "seccomp",
-        "memory group" if offered["group"] else "memory sum",
-        "bubblewrap",
-    )
+    uid = ("uid",) if offered["root"] else ()
+    memory = "memory group" if offered["group"] else "memory sum"
+    guards = (*NAMESPACES, *uid, "seccomp", memory, "bubblewrap")
     for uid_base, proc in product(FIRST_UIDS if offered["root"] else (None,), (True, False)):
         found = Confinement("isolated", guards, uid_base, proc)
         if not (why := missing or _try(launcher, found)):

@@ -112,13 +112,8 @@ def _no_score(**components: float) -> Score:
 
 
 def _score_of(result: Result, *, partial: bool) -> Score:
-    components = {
-        "extracted": 1.0,
-        "compiled": float(result.compiled),
-        "passed": result.share,
-        "out_of_time": float(result.out_of_time),
-        "spent_s": result.spent_s,
-    }
+    figures = (1.0, float(result.compiled), result.share, float(result.out_of_time), result.spent_s)
+    components = dict(zip(COMPONENTS, figures, strict=True))
     value = result.share if partial else float(all(result.passed))
     detail = ""
     if name := result.missing:

@@ -75,11 +75,8 @@ class ModelScorer:
         self._own_pad: int | None = self._config.pad_token_id
         self.label = self._label(arguments.label)
         self.dtype = str(self._model.dtype).removeprefix("torch.")
-        limits = [
-            arguments.max_tokens,
-            getattr(self._config, "max_position_embeddings", None),
-            self._tokenizer.model_max_length,
-        ]
+        readable = getattr(self._config, "max_position_embeddings", None)
+        limits = [arguments.max_tokens, readable, self._tokenizer.model_max_length]
         self.max_tokens = min(limit for limit in limits if isinstance(limit, int) and limit > 0)
 
     def tokenize(self, texts: Sequence[tuple[str, str] | Failure]) -> list[TokenizedText | Failure]:
