@@ -13,7 +13,7 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 
@@ -217,17 +217,17 @@ class Judge:
 
     def _body(self, text: str, system: str, vote: int, *, structured: bool = False) -> bytes:
         given = self._arguments
-        body: dict[str, Any] = {"model": given.model}
         messages = [{"role": "system", "content": system}] if system else []
-        body["messages"] = [*messages, {"role": "user", "content": text}]
-        body["max_tokens"] = given.max_tokens
-        body["temperature"] = given.temperature
-        if given.seed is not None:
-            body["seed"] = given.seed + vote
-        if structured:
-            body["response_format"] = self._parse.schema
-        body |= given.extra_body
-        return msgspec.json.encode({name: value for name, value in body.items() if value is not None})
+        body = {
+            "model": given.model,
+            "messages": [*messages, {"role": "user", "content": text}],
+            "max_tokens": given.max_tokens,
+            "temperature": given.temperature,
+            "seed": None if given.seed is None else given.seed + vote,
+            "response_format": self._parse.schema if structured else None,
+        }
+        sent = {name: value for name, value in (body | given.extra_body).items() if value is not None}
+        return msgspec.json.encode(sent)
 
     # --- requests ------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ A call may be scored twice, where the answer to the first time was lost; one ver
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import deque
@@ -41,7 +42,7 @@ log = get_logger("reward")
 
 VERDICT_DECODER = msgspec.json.Decoder(Verdict)
 MAX_QUEUED = 8192
-CLOSED = "the connection to the reward servers was closed"
+CLOSED = Failure("pool", "the connection to the reward servers was closed")
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0  # Before a server that has no time is asked again, where it does not say when
 TICK_S = 0.25  # How often it is looked whether calls have waited too long for a server
@@ -125,7 +126,7 @@ class RemoteBackend:
                 await self._room.wait()
             self._open.add(pending)
             if self._closed:
-                self._fail(pending, "pool", CLOSED)
+                self._fail(pending, CLOSED)
             else:
                 self._queue.append(pending)
                 self._news.set()
@@ -138,7 +139,7 @@ class RemoteBackend:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         while self._open:
-            self._fail(next(iter(self._open)), "pool", CLOSED)
+            self._fail(next(iter(self._open)), CLOSED)
         self._queue.clear()
         self._room.set()
         while self.replicas:
@@ -208,10 +209,12 @@ class RemoteBackend:
                 wants = replica.reward.wants
                 written = [msgspec.Raw(msgspec.json.encode(to_wire(g, wants))) for g in call.inputs]
             except TrajectoryError as error:
-                self._fail(self._queue.popleft(), "episode", str(error))
+                self._fail(self._queue.popleft(), Failure("episode", clip(str(error))))
                 continue
             except (TypeError, ValueError, OverflowError) as error:
-                self._fail(self._queue.popleft(), "input", f"the input cannot be sent: {error}")
+                self._fail(
+                    self._queue.popleft(), Failure("input", clip(f"the input cannot be sent: {error}"))
+                )
                 continue
             size_bytes = sum(len(one) for one in written)
             if size_bytes > room_bytes and batch:
@@ -232,7 +235,7 @@ class RemoteBackend:
             return
         except Exception:  # a fault of this side's: each call has its verdict all the same
             for call in batch:
-                self._fail(call, "pool", "the request to the reward server was broken off")
+                self._fail(call, Failure("pool", "the request to the reward server was broken off"))
             raise
         elapsed_s = time.monotonic() - began_s
         self.call_seconds += 0.2 * (elapsed_s - self.call_seconds)
@@ -249,7 +252,7 @@ class RemoteBackend:
     async def _after_error(
         self, replica: RemoteServer, batch: list[Pending], error: RemoteError, elapsed_ms: float
     ) -> None:
-        told = f"the server {replica.url}: {error}"
+        told = clip(f"the server {replica.url}: {error}")
         # Backwards: what is sent again goes to the head of the queue, in the order it had.
         for call in reversed(batch):
             match error.kind:
@@ -264,14 +267,14 @@ class RemoteBackend:
                     self._end(call, [Timeout(limit_ms)] * len(call.inputs), elapsed_ms)
                 case "broken" | "invalid" | "too_large":
                     fault = await self._fault(error, replica, call)
-                    self._fail(call, "remote", told, elapsed_ms, fault)
+                    self._fail(call, Failure("remote", told, fault=fault), elapsed_ms)
                 case _:  # Lost; or it has become another one, and is asked again what it is.
                     call.lost, call.alone = call.lost + 1, True
                     if call.lost <= self._arguments.retries:
                         self._again(call, error.kind)
                         continue
                     kind = "unreachable" if error.kind == "gone" else "remote"
-                    self._fail(call, kind, f"{told} (for the {call.lost}. time)")
+                    self._fail(call, Failure(kind, f"{told} (for the {call.lost}. time)"))
         if error.kind in ("busy", "unavailable"):
             tries = min(call.refused for call in batch)
             pause = pause_s(tries, self._rng, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
@@ -284,7 +287,7 @@ class RemoteBackend:
         call.refused += 1
         call.refused_s = call.refused_s or now_s
         if now_s - call.refused_s > self._arguments.outage_s:
-            self._fail(call, "rate_limited", f"{told} (for {self._arguments.outage_s:g} s)")
+            self._fail(call, Failure("rate_limited", f"{told} (for {self._arguments.outage_s:g} s)"))
         else:
             self._again(call, cause)
 
@@ -297,33 +300,21 @@ class RemoteBackend:
         self._open.discard(call)
         call.on_verdicts(call.index, verdicts, elapsed_ms)
 
-    def _fail(
-        self,
-        call: Pending,
-        kind: str,
-        message: str,
-        elapsed_ms: float = 0.0,
-        fault: FaultOf = FaultOf.INFRASTRUCTURE,
-    ) -> None:
-        failure = Failure(kind, clip(message), fault=fault)
+    def _fail(self, call: Pending, failure: Failure, elapsed_ms: float = 0.0) -> None:
         self._end(call, [failure] * len(call.inputs), elapsed_ms)
 
     async def _fault(self, error: RemoteError, replica: RemoteServer, call: Pending) -> FaultOf:
         """Return the fault of a refused call: the answers', if the server would take the task with others."""
         if error.kind == "too_large":
             size_bytes = sum(map(len, _with_answers(call, "")))
-            takes = size_bytes <= replica.limits.max_body_bytes - REQUEST_ROOM_BYTES
-        else:
-            takes = error.kind == "invalid" and await self._takes_neutral(replica, call)
-        return FaultOf.ANSWER if takes else FaultOf.INFRASTRUCTURE
-
-    async def _takes_neutral(self, replica: RemoteServer, call: Pending) -> bool:
-        replica.state.begin()
-        try:
-            await replica.score(_with_answers(call, NEUTRAL))
-        except RemoteError:
-            return False
-        return True
+            if size_bytes <= replica.limits.max_body_bytes - REQUEST_ROOM_BYTES:
+                return FaultOf.ANSWER
+        if error.kind == "invalid":
+            replica.state.begin()
+            with contextlib.suppress(RemoteError):
+                await replica.score(_with_answers(call, NEUTRAL))
+                return FaultOf.ANSWER
+        return FaultOf.INFRASTRUCTURE
 
     def _note_outage(self, now_s: float) -> None:
         """Give what waits its verdict when no server could be asked for `outage_s`."""
@@ -333,8 +324,8 @@ class RemoteBackend:
         self._away_since_s = now_s if self._away_since_s is None else self._away_since_s
         limit_s = self._arguments.outage_s
         while self._queue and now_s - max(self._away_since_s, self._queue[0].queued_s) > limit_s:
-            told = f"no reward server for {limit_s:g} s: {self._troubles()}"
-            self._fail(self._queue.popleft(), "unreachable", told)
+            told = clip(f"no reward server for {limit_s:g} s: {self._troubles()}")
+            self._fail(self._queue.popleft(), Failure("unreachable", told))
 
 
 def _with_answers(call: Pending, response: str) -> list[msgspec.Raw]:
