@@ -85,8 +85,8 @@ class InlinePool:
     async def _watched(self, spec: RewardSpec, work: Callable[[], T]) -> T:
         running = asyncio.ensure_future(_on_the_thread(work))
         if not (await asyncio.wait({running}, timeout=spec.timeout_s))[0]:
-            detail = f"{spec.label}, {spec.timeout_s:g} s"
-            log.warning("a reward is late; inline nothing ends it", reward=spec.label, detail=detail)
+            about = {"reward": spec.label, "detail": f"{spec.label}, {spec.timeout_s:g} s"}
+            log.warning("a reward is past its deadline; inline nothing ends it", **about)
         return await running
 
 
