@@ -102,7 +102,7 @@ class RewardServer:
         ]
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
-            ends = (*loops, stopping, self._router.broken, self._failed)
+            ends: list[asyncio.Future[Any]] = [*loops, stopping, self._router.broken, self._failed]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self._router.broken.done():
                 raise self._router.broken.result()

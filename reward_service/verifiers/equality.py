@@ -217,7 +217,7 @@ def _quantities(truth: Quantity, answer: Quantity, tolerance: Fraction) -> bool 
     if _near(wanted, given, slack):
         return True
     shares = [n / 100 if one.percent else n for n, one in ((wanted, truth), (given, answer))]
-    return truth.percent != answer.percent and _near(*shares, slack)
+    return truth.percent != answer.percent and _near(shares[0], shares[1], slack)
 
 
 def _near(left: Fraction, right: Fraction, tolerance: Fraction) -> bool:

@@ -235,7 +235,7 @@ def _same(wanted: Any, given: Any, tolerance: Fraction) -> bool:
     if both(sympy.Interval):
         open_ends = [(one.left_open, one.right_open) for one in (wanted, given)]
         ends = [(one.start, one.end) for one in (wanted, given)]
-        return open_ends[0] == open_ends[1] and _all_same(*ends, tolerance)
+        return open_ends[0] == open_ends[1] and _all_same(ends[0], ends[1], tolerance)
     if both(sympy.Expr):
         return _same_value(wanted, given, tolerance)
     if both(sympy.Tuple):

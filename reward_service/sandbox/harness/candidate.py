@@ -94,7 +94,7 @@ class Candidate:
         return decode(data, self.referred)
 
     def referred(self, kind: str, content: list[Any]) -> Any:
-        made = {
+        made: dict[str, Any] = {
             "entry": self.entry,
             "held": self.held.__getitem__,
             "builtin": lambda name: getattr(builtins, name),

@@ -61,7 +61,8 @@ def encode(value: Any, refer: Callable[[Any, bool], Any], depth: int = 0) -> Any
     for base, written in WRITTEN.items():
         if isinstance(value, base):
             return written(value)
-    for base in (list, tuple, set, frozenset, _of("collections", "deque")):
+    bases: tuple[Any, ...] = (list, tuple, set, frozenset, _of("collections", "deque"))
+    for base in bases:
         if isinstance(value, base):
             return [base.__name__, *items(base.__iter__(value))]
     if isinstance(value, dict):
@@ -103,8 +104,8 @@ def _rarer(value: Any, items: Callable[[Iterable[Any]], list[Any]]) -> list[Any]
     for (module, name), parts in PARTS.items():
         if kind is _of(module, name):
             return [name, *parts(value)]
-    if kind is type and TYPES.get(value.__name__) is value:
-        return ["type", value.__name__]
+    if kind is type and TYPES.get(name := value.__name__) is value:
+        return ["type", name]
     for name in VIEWS:
         if kind is type(getattr({}, name)()):
             return [name, *items((part for pair in value for part in pair) if name == "items" else value)]
