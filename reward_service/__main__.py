@@ -13,7 +13,7 @@ from areal_async.rpc.messages import Arrived
 from areal_async.service.context import ServiceContext
 from areal_async.service.main import run_service
 from reward_service import metrics
-from reward_service.router import Router
+from reward_service.router import Router, watch
 from reward_service.sdk import RewardLoadError
 from reward_service.server import RewardServer
 
@@ -32,7 +32,7 @@ async def main(ctx: ServiceContext) -> None:
             if error.may_pass and ctx.served_before:
                 error.restart_helps = True
             raise
-        metrics.watch(router)
+        watch(router)
         board.figures = lambda: ServiceFigures(
             workers_alive=router.alive, sums={"calls": sums_of(metrics.CALL_SECONDS)}
         )

@@ -1,20 +1,21 @@
-"""What a reward returned or raised, as a verdict: validated, finite, of bounded size. Pure.
+"""Verdicts from what rewards return or raise: validated, finite, of bounded size. Pure.
 
 Imports no numpy: only a reward that names parts of an episode pays for having the episode read.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import sysconfig
 import traceback
 from numbers import Real
+from pathlib import Path
 
-import areal_async
 from areal_async.trajectory.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
 from reward_service import signatures
-from reward_service.sdk import RewardInput
+from reward_service.inputs import RewardInput
 
 LONGEST_MESSAGE = 1000  # Characters of an error's text that travel
 LONGEST_NAME = 100  # Characters of the name of a component, an agent, a kind or a sandbox
@@ -22,14 +23,14 @@ MOST_COMPONENTS = 64
 LIBRARIES = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
     f"{os.path.dirname(__file__)}/",
-    f"{os.path.dirname(areal_async.__file__)}/",
+    f"{Path(inspect.getfile(Score)).parents[1]}/",
     "<frozen ",
 )
 """Folders of code that is not the user's."""
 
 
 class NoVerdict(Exception):
-    """What was returned is no verdict; the one to give instead."""
+    """The result is no verdict; `verdict` is to be given instead."""
 
     def __init__(self, message: str, kind: str = "return_type") -> None:
         super().__init__(message)
@@ -46,13 +47,11 @@ def as_verdict(result: object, given: RewardInput | None = None) -> Verdict:
             case Abstain():
                 return Abstain(clip(str(result.reason)), _name(result.sandbox, "the sandbox"))
             case Failure():
-                sandbox = _name(result.sandbox, "the sandbox")
-                kind = _name(result.kind, "the kind")
+                kind, sandbox = _name(result.kind, "the kind"), _name(result.sandbox, "the sandbox")
                 return Failure(kind, clip(str(result.message)), sandbox, _fault(result.fault))
             case Timeout():
-                return Timeout(
-                    int(_finite(result.limit_ms, "limit_ms")), _name(result.sandbox, "the sandbox")
-                )
+                limit_ms = int(_finite(result.limit_ms, "limit_ms"))
+                return Timeout(limit_ms, _name(result.sandbox, "the sandbox"))
         return Score(_finite(result, "the score"))
     except NoVerdict as refused:
         return refused.verdict
@@ -62,10 +61,8 @@ def as_verdicts(results: object, inputs: list[RewardInput]) -> list[Verdict]:
     """The verdicts for the list that a batched or group reward returned."""
     if not isinstance(results, list | tuple) or len(results) != len(inputs):
         got = f"{len(results)}" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
-        message = (
-            f"it must return a list with one result for each of its {len(inputs)} inputs, not {clip(got)}"
-        )
-        return [Failure("return_type", message)] * len(inputs)
+        wanted = f"a list with one result for each of its {len(inputs)} inputs"
+        return [Failure("return_type", f"it must return {wanted}, not {clip(got)}")] * len(inputs)
     return [as_verdict(result, given) for result, given in zip(results, inputs, strict=True)]
 
 
@@ -109,9 +106,8 @@ def _parts_exist(parts: Parts, given: RewardInput) -> None:
     if wrong:
         raise NoVerdict(f"there is no segment {clip(repr(wrong[0]))}: the episode has {segments}")
     names = {agent.name for agent in episode.header.agents}
-    for name in parts.agents:
-        if name not in names:
-            raise NoVerdict(f"there is no agent {clip(str(name))!r}: it has {', '.join(names)}")
+    for name in parts.agents.keys() - names:
+        raise NoVerdict(f"there is no agent {clip(str(name))!r}: it has {', '.join(names)}")
     if parts.units and len(parts.units) != units:
         raise NoVerdict(f"parts.units holds {len(parts.units)} numbers, and the episode {units} units")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.trajectory.verdicts import Verdict
-from reward_service.backends import Call, OnVerdicts
 from reward_service.router import Router
 from reward_service.sdk import RewardInput
 
@@ -35,36 +35,26 @@ class LocalScorer(Router):
         """`score`, each verdict with the milliseconds that its call took; `judged` is called at each."""
         results: dict[int, tuple[Verdict, float]] = {}
         done = asyncio.Event()
+        calls: dict[str, dict[Hashable, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for place, given in enumerate(inputs):
+            spec = self.routing.of(given)
+            group: Hashable = groups[place] if groups is not None and spec.scope == "group" else (place,)
+            calls[spec.key][group].append(place)
 
-        def taker(calls: list[list[int]]) -> OnVerdicts:
+        async def ask(spec: RewardSpec, places: list[list[int]]) -> None:
             def take(index: int, verdicts: list[Verdict], elapsed_ms: float) -> None:
-                for place, verdict in zip(calls[index], verdicts, strict=True):
+                for place, verdict in zip(places[index], verdicts, strict=True):
                     results[place] = (verdict, elapsed_ms)
                     judged()
                 if len(results) == len(inputs):
                     done.set()
 
-            return take
+            together = [[inputs[place] for place in call] for call in places]
+            await self.submit(spec, together if spec.scope == "group" else [one for (one,) in together], take)
 
-        for spec, calls in self._calls(inputs, groups):
-            given: list[Call] = [
-                [inputs[place] for place in call] if spec.scope == "group" else inputs[call[0]]
-                for call in calls
-            ]
-            await self.submit(spec, given, taker(calls))
+        for spec in self.specs:
+            if spec.key in calls:
+                await ask(spec, list(calls[spec.key].values()))
         if inputs:
             await done.wait()
         return [results[place] for place in range(len(inputs))]
-
-    def _calls(
-        self, inputs: Sequence[RewardInput], groups: Sequence[Hashable] | None
-    ) -> list[tuple[RewardSpec, list[list[int]]]]:
-        """The calls of each reward, each as the places of its inputs."""
-        calls: dict[str, dict[Hashable, list[int]]] = {}
-        specs: dict[str, RewardSpec] = {}
-        for place, given in enumerate(inputs):
-            spec = self.routing.of(given)
-            specs[spec.key] = spec
-            group: Hashable = groups[place] if groups is not None and spec.scope == "group" else (place,)
-            calls.setdefault(spec.key, {}).setdefault(group, []).append(place)
-        return [(specs[key], list(of_spec.values())) for key, of_spec in calls.items()]

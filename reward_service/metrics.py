@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import cache
-from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from areal_async.trajectory.verdicts import Failure, Score, Verdict, kind_of
-
-if TYPE_CHECKING:
-    from reward_service.pool.pool import WorkerPool
-    from reward_service.router import Router
 
 VERDICTS = Counter(
     "areal_reward_verdicts",
@@ -81,13 +76,6 @@ def count(label: str, verdict: Verdict) -> None:
         if len(kind) <= LONGEST_KIND and len(kinds) < MOST_KINDS:
             kinds.add(kind)
         ERRORS.labels(label, kind if kind in kinds else "other").inc()
-
-
-def watch(working: Router | WorkerPool) -> None:
-    """Have the gauges of the processes show `working` from now on."""
-    WORKERS_ALIVE.set_function(lambda: working.alive)
-    WORKERS_BUSY.set_function(lambda: working.busy)
-    QUEUED.set_function(lambda: working.queued)
 
 
 JUDGE_REQUESTS = Counter(

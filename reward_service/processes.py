@@ -13,12 +13,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 
 from areal_async.base.log import get_logger
 from areal_async.base.processes import ChildProcess
-from reward_service.pool.protocol import FrameError, FrameReader, framed
+from reward_service.pool.protocol import MAX_REPORT_BYTES, FrameReader, Marker, framed
 
 log = get_logger("pool")
 
@@ -29,57 +29,48 @@ OUTPUT_BYTES_PER_S = 4096
 OUTPUT_BURST_BYTES = 32 << 10
 
 
-def _log_print(pid: int, text: str) -> None:
-    log.info("reward printed", pid=pid, text=text)
+THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""One thread each for numerical libraries: the pool is the parallelism."""
 
 
-on_print: ContextVar[Callable[[int, str], None]] = ContextVar("on_print", default=_log_print)
-"""What is done with the lines that a process prints; processes started in this context do it so."""
+on_print: ContextVar[Callable[[int, str], None]] = ContextVar(
+    "on_print", default=lambda pid, text: log.info("reward printed", pid=pid, text=text)
+)
+"""Function that takes the lines of a process; the context in which a process is started names it."""
 
 
-class FramedProcess:
-    """A running `python -m MODULE --link-fd FD …`. Needs the event loop it was made in. Raises OSError."""
+class WorkerProcess:
+    """A running `reward_service.pool.worker`. Needs the event loop it was made in. Raises OSError."""
 
-    def __init__(
-        self,
-        module: str,
-        arguments: Sequence[str] = (),
-        *,
-        most_bytes: int,
-        on_frame: Callable[[bytes], None],
-        on_exit: Callable[[str], None],
-        environment: Mapping[str, str],
-        pass_fds: Sequence[int] = (),
-    ) -> None:
-        """`most_bytes` bounds a frame of the process. Either callback runs in the loop; `on_frame` may raise
-        `FrameError` or `msgspec.DecodeError` for what breaks the protocol, which ends the process."""
+    def __init__(self, on_frame: Callable[[bytes], None], on_exit: Callable[[str], None]) -> None:
+        """Either callback runs in the loop. If `on_frame` raises ValueError, the process has broken the
+        protocol and is killed."""
         self._loop = asyncio.get_running_loop()
-        self._on_frame = on_frame
-        self._on_exit = on_exit
+        self._on_frame, self._on_exit = on_frame, on_exit
         self._fault = ""
-        self._frames = FrameReader(most_bytes)
+        self._frames = FrameReader(MAX_REPORT_BYTES)
         self._unsent = bytearray()
         self.ended = asyncio.Event()
+        self.marker = Marker.create()
         self._link, theirs = socket.socketpair()
         read_fd, write_fd = os.pipe()
-        link_fd = theirs.fileno()
-        command = [sys.executable, "-P", "-m", module, "--link-fd", str(link_fd), *arguments]
-        try:
-            # Unbuffered: prints before a crash are seen.
-            self._child = ChildProcess(
-                command,
-                environment={**environment, "PYTHONUNBUFFERED": "1"},
-                output=write_fd,
-                pass_fds=(link_fd, *pass_fds),
-                on_orphaned="kill",
-            )
-        except BaseException:
-            self._link.close()
-            os.close(read_fd)
-            raise
-        finally:
-            theirs.close()
-            os.close(write_fd)
+        passed = {"--link-fd": theirs.fileno(), "--marker-fd": self.marker.fd}
+        words = [str(word) for pair in passed.items() for word in pair]
+        with theirs, open(write_fd, "wb"):
+            try:
+                self._child = ChildProcess(
+                    [sys.executable, "-P", "-m", "reward_service.pool.worker", *words],
+                    # Unbuffered: prints before a crash are seen.
+                    environment={**THREADS, **os.environ, "PYTHONUNBUFFERED": "1"},
+                    output=write_fd,
+                    pass_fds=list(passed.values()),
+                    on_orphaned="kill",
+                )
+            except BaseException:
+                self._link.close()
+                self.marker.close()
+                os.close(read_fd)
+                raise
         self.pid = self._child.pid
         self._output = ProcessOutput(read_fd, self.pid)
         self._link.setblocking(False)
@@ -108,14 +99,11 @@ class FramedProcess:
 
     def _write(self) -> None:
         try:
-            sent = self._link.send(self._unsent)
+            del self._unsent[: self._link.send(self._unsent)]
         except BlockingIOError:
-            sent = 0
+            pass
         except OSError:
-            # The process has gone; its exit tells the rest.
-            self._unsent.clear()
-            sent = 0
-        del self._unsent[:sent]
+            self._unsent.clear()  # the process has gone; its exit tells the rest
         if self._unsent:
             self._loop.add_writer(self._link, self._write)
         else:
@@ -129,18 +117,15 @@ class FramedProcess:
             return False
         except OSError:
             data = b""
-        if not data:
-            self._loop.remove_reader(self._link)
-            return False
         try:
             for payload in self._frames.feed(data):
                 self._on_frame(payload)
-        except (FrameError, ValueError, RecursionError) as error:
-            self._fault = f"it broke the protocol: {error}"
-            self._loop.remove_reader(self._link)
+        except (ValueError, RecursionError) as error:
+            self._fault, data = f"it broke the protocol: {error}", b""
             self.kill()
-            return False
-        return True
+        if not data:
+            self._loop.remove_reader(self._link)
+        return bool(data)
 
     def _read_output(self) -> None:
         if not self._output.read():
@@ -159,10 +144,11 @@ class FramedProcess:
         os.close(self._output.fd)
         self.ended.set()
         self._on_exit(self._fault or describe_exit(status, self._output.tail()))
+        self.marker.close()
 
 
 class ProcessOutput:
-    """What a process prints to standard output and error: passed on up to a rate, the end kept."""
+    """The standard output and error of a process: passed on up to a rate, the end kept."""
 
     def __init__(self, fd: int, pid: int) -> None:
         os.set_blocking(fd, False)
@@ -215,13 +201,10 @@ class ProcessOutput:
         return " | ".join(line.strip() for line in lines[-3:])
 
 
+SIGNALS = {one.value: one.name for one in signal.Signals}
+
+
 def describe_exit(status: int, output: str) -> str:
-    """`signal SIGSEGV; last output: …` or `exit status 3`."""
-    if status < 0:
-        try:
-            how = f"signal {signal.Signals(-status).name}"
-        except ValueError:
-            how = f"signal {-status}"
-    else:
-        how = f"exit status {status}"
+    """Return `signal SIGSEGV; last output: …` or `exit status 3`."""
+    how = f"exit status {status}" if status >= 0 else f"signal {SIGNALS.get(-status, -status)}"
     return f"{how}; last output: {output[-500:]}" if output else how

@@ -25,7 +25,7 @@ from areal_async.config.reward_routing import RewardSpec, Routing
 from areal_async.config.rewardcheck import part_of, runs_in_pool
 from areal_async.trajectory.verdicts import Failure, FaultOf, Timeout, Verdict, settled
 from reward_service import metrics
-from reward_service.backends import BackendReward, Call, OnVerdicts, ScoringBackend
+from reward_service.backends import Call, OnVerdicts, ScoringBackend, inputs_of
 from reward_service.pool.inline import InlinePool
 from reward_service.pool.pool import WorkerPool
 from reward_service.pool.workers import WorkerLimits
@@ -62,17 +62,18 @@ class Router:
                 part = part_of(spec.name)
                 if part is None or runs_in_pool(part):
                     functions.append(spec)
-                else:
-                    await self._add_backend(spec, part)
+                    continue
+                backend = await self._stack.enter_async_context(part.make(spec, self._section))
+                backend.broken.add_done_callback(self._break)
+                watched = await self._stack.enter_async_context(WatchedBackend(spec, backend))
+                self._backends[spec.key] = watched
             if functions:
-                section = self._section
-                limits = WorkerLimits(section.worker_memory_mb << 20)
-                if self._inline:
-                    self.pool = await self._stack.enter_async_context(InlinePool(functions))
-                else:
-                    pool = WorkerPool(functions, workers=self._workers, limits=limits)
-                    self.pool = await self._stack.enter_async_context(pool)
-                    pool.broken.add_done_callback(self._break)
+                limits = WorkerLimits(self._section.worker_memory_mb << 20)
+                self.pool = InlinePool(functions)
+                if not self._inline:
+                    self.pool = WorkerPool(functions, workers=self._workers, limits=limits)
+                await self._stack.enter_async_context(self.pool)
+                self.pool.broken.add_done_callback(self._break)
         except BaseException:
             await self._stack.aclose()
             raise
@@ -96,22 +97,18 @@ class Router:
             settle(index, [next(came) if one is None else one for one in all_of_call], elapsed_ms)
 
         for index, call in enumerate(calls):
-            call = [_sendable(given) for given in call] if isinstance(call, list) else _sendable(call)
-            failed = [_failed(given) for given in (call if isinstance(call, list) else [call])]
-            left = [given for given in call if not given.fault] if isinstance(call, list) else call
-            if None in failed:
-                asked.append(left)
+            inputs = [_sendable(given) for given in inputs_of(call)]
+            failed = [_failed(given) for given in inputs]
+            left = [given for given in inputs if not given.fault]
+            if left:
+                asked.append(left if isinstance(call, list) else left[0])
                 known.append((index, failed))
             else:
                 settle(index, [one for one in failed if one is not None], 0.0)
-        if asked:
-            await self._ask(spec, asked, take)
-
-    async def _ask(self, spec: RewardSpec, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
-        if (watched := self._backends.get(spec.key)) is not None:
-            await watched.submit(calls, on_verdicts)
-        else:
-            await self._the_pool.submit(calls, on_verdicts, spec=spec)
+        if asked and (watched := self._backends.get(spec.key)) is not None:
+            await watched.submit(asked, take)
+        elif asked:
+            await self._the_pool.submit(asked, take, spec=spec)
 
     def capacity(self, spec: RewardSpec) -> int:
         """Calls of a reward that are worked on at once."""
@@ -125,7 +122,7 @@ class Router:
 
     @property
     def alive(self) -> int:
-        """What is ready to score now, workers of the pool and places of the backends together."""
+        """Number of calls that can begin now, in workers of the pool and places of the backends."""
         pool = 0 if self.pool is None else self.pool.alive
         return pool + sum(watched.backend.alive for watched in self._backends.values())
 
@@ -143,14 +140,16 @@ class Router:
         assert self.pool is not None
         return self.pool
 
-    async def _add_backend(self, spec: RewardSpec, part: type[BackendReward]) -> None:
-        backend = await self._stack.enter_async_context(part.make(spec, self._section))
-        self._backends[spec.key] = await self._stack.enter_async_context(WatchedBackend(spec, backend))
-        backend.broken.add_done_callback(self._break)
-
     def _break(self, broken: asyncio.Future[RewardLoadError]) -> None:
         if not broken.cancelled() and not self.broken.done():
             self.broken.set_result(broken.result())
+
+
+def watch(working: Router | WorkerPool) -> None:
+    """Have the gauges of the processes show `working` from now on."""
+    metrics.WORKERS_ALIVE.set_function(lambda: working.alive)
+    metrics.WORKERS_BUSY.set_function(lambda: working.busy)
+    metrics.QUEUED.set_function(lambda: working.queued)
 
 
 def _sendable(given: RewardInput) -> RewardInput:
@@ -202,10 +201,8 @@ class WatchedBackend:
         now_s = time.monotonic()
         batch: list[OpenCall] = []
         for index, call in enumerate(calls):
-            episodes = len(call) if isinstance(call, list) else 1
-            asked = OpenCall(index, episodes, on_verdicts, now_s, len(self._asked))
-            self._asked.add(asked)
-            batch.append(asked)
+            batch.append(OpenCall(index, len(inputs_of(call)), on_verdicts, now_s, len(self._asked)))
+            self._asked.add(batch[-1])
         self._put_off(batch)
 
         def take(index: int, verdicts: list[Verdict], elapsed_ms: float) -> None:
@@ -229,8 +226,8 @@ class WatchedBackend:
             return
         self._asked.remove(asked)
         if len(verdicts) != asked.episodes:
-            message = f"{len(verdicts)} verdicts came for {asked.episodes} episodes"
-            verdicts = [Failure("remote", message)] * asked.episodes
+            failure = Failure("remote", f"{len(verdicts)} verdicts came for {asked.episodes} episodes")
+            verdicts = [failure] * asked.episodes
         asked.on_verdicts(asked.index, verdicts, elapsed_ms)
 
     async def _look_after(self) -> None:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -28,20 +27,19 @@ import msgspec
 
 from areal_async.base.errors import ArealError
 from areal_async.config.registry import MARK_REWARD, run_user_file
-from areal_async.models.answers import opens_thought, spoken
 from areal_async.trajectory.verdicts import Abstain, Parts, Score
+from reward_service.inputs import RewardInput
 from reward_service.signatures import adapted
 
 if TYPE_CHECKING:
     from areal_async.config.base import Section
-    from areal_async.trajectory import Episode
 
 __all__ = ["BUILT_IN", "Abstain", "Parts", "RewardInput", "RewardLoadError", "Score", "load_reward", "reward"]
 
 _ends_s: ContextVar[float] = ContextVar("_ends_s", default=math.inf)
 
 Result = float | Score | Abstain
-RewardFunction = Callable[["RewardInput"], Result | Awaitable[Result]]
+RewardFunction = Callable[[RewardInput], Result | Awaitable[Result]]
 Scope = Literal["episode", "group"]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -77,50 +75,6 @@ class RewardLoadError(ArealError):
         self.may_pass = may_pass
 
 
-class RewardInput(msgspec.Struct, kw_only=True, dict=True):
-    """What a reward function is given about one episode."""
-
-    prompt: str = ""
-    """The prompt as the model saw it, as text."""
-    is_chat: bool = False
-    """True where the task's prompt is a list of messages."""
-    response: str = ""
-    """What the model answered, as text."""
-    ground_truth: Any = None
-    """`reward_model.ground_truth` of the task's row."""
-    data_source: str = ""
-    ability: str = ""
-    reward_style: str = ""
-    extra_info: dict[str, Any] = {}
-    metadata: dict[str, Any] = {}
-    """What the workflow noted about the episode."""
-    response_tokens: int = 0
-    """Tokens that the model sampled."""
-    truncated: bool = False
-    """Whether the last answer ended at its length limit."""
-    fault: str = ""
-    """Why the episode ended early, by the fault of its answers; always empty where a reward is asked."""
-    blob: bytes = b""
-    """The episode's codec blob; empty where a caller has only texts."""
-
-    @cached_property
-    def spoken(self) -> str:
-        """The response without what was thought in it: between `<think>` and `</think>`, before a `</think>`
-        that opens nowhere, and after a `<think>` that never closes, which may stand at the prompt's end."""
-        return spoken(self.response, opened=opens_thought(self.prompt))
-
-    @cached_property
-    def episode(self) -> Episode:
-        """The whole trajectory: segments, tokens, log-probs, versions, metadata; decoded when first asked
-        for. Raises ValueError when only texts were given, TrajectoryError for a damaged blob."""
-        if not self.blob:
-            raise ValueError("this input has no episode: only its texts were given")
-        # Imported here: it brings numpy, which a reward of texts need not pay for.
-        from areal_async.trajectory import unpack
-
-        return unpack(self.blob)
-
-
 def time_left_s() -> float:
     """Seconds until the deadline of the call that runs a reward; infinite where nothing ends the call."""
     return _ends_s.get() - time.monotonic()
@@ -137,7 +91,7 @@ def deadline_in(timeout_s: float) -> Iterator[None]:
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """What `@reward` notes on a function."""
+    """The note of `@reward` on a function."""
 
     batch: int = 0
     """Most inputs of one call; 0: one input, not a list."""
@@ -177,33 +131,33 @@ def reward(
     Raises TypeError for what cannot be called with one positional argument, ValueError for a batch below 0 or
     one together with the scope of a group."""
     if batch < 0 or (batch and scope == "group"):
-        raise ValueError(
-            f"@reward(batch={batch}, scope={scope!r}): give a batch above 0, or the scope of a group"
-        )
+        asked = f"@reward(batch={batch}, scope={scope!r})"
+        raise ValueError(f"{asked}: give a batch above 0, or the scope of a group")
 
     def mark(marked: F) -> F:
-        return _marked(marked, Mark(batch, scope), arguments)
+        if not callable(marked):
+            raise TypeError(f"@reward marks a function, not {type(marked).__name__}")
+        try:
+            signature = inspect.signature(marked)
+            rest = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+            signature.replace(parameters=rest).bind(None)
+        except TypeError:
+            name = getattr(marked, "__name__", marked)
+            raise TypeError(f"the reward {name!r} must take one argument, the RewardInput") from None
+        setattr(marked, MARK, Mark(batch, scope))
+        # Read by the checks of a job file (areal_async.config.registry).
+        marked.scopes = (scope,)  # type: ignore[attr-defined]
+        if arguments is not None:
+            marked.Arguments = arguments  # type: ignore[attr-defined]
+        return marked
 
     return mark(function) if function is not None else mark
 
 
-def _marked(function: F, mark: Mark, arguments: type[Section] | None) -> F:
-    if not callable(function):
-        raise TypeError(f"@reward marks a function, not {type(function).__name__}")
-    try:
-        signature = inspect.signature(function)
-        rest = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-        signature.replace(parameters=rest).bind(None)
-    except TypeError:
-        raise TypeError(
-            f"the reward {getattr(function, '__name__', function)!r} must take one argument, the RewardInput"
-        ) from None
-    setattr(function, MARK, mark)
-    # What the checks of a job file read of a part (areal_async.config.registry).
-    function.scopes = (mark.scope,)  # type: ignore[attr-defined]
-    if arguments is not None:
-        function.Arguments = arguments  # type: ignore[attr-defined]
-    return function
+def own_file(name: str) -> Path | None:
+    """Return the file of a reward of one's own; None for any other."""
+    path_text, _, attribute = name.rpartition(":")
+    return Path(path_text) if attribute and path_text.endswith(".py") else None
 
 
 def load_reward(name: str, *, source: bytes | None = None) -> RewardFunction:
@@ -212,8 +166,7 @@ def load_reward(name: str, *, source: bytes | None = None) -> RewardFunction:
 
     The file's folder is put on the import path, so it may import its neighbours. Raises `RewardLoadError`.
     """
-    path_text, _, attribute = name.rpartition(":")
-    if not path_text.endswith(".py") or not attribute:
+    if (path := own_file(name)) is None:
         # Imported here: a scoring process of a reward of one's own need not pay for it.
         from areal_async.config.registry import REWARDS, PartError
 
@@ -225,17 +178,15 @@ def load_reward(name: str, *, source: bytes | None = None) -> RewardFunction:
             raise RewardLoadError(f"the reward {name!r} is no function: it is not computed in the pool.")
         function: RewardFunction = part
         return function
-    module = run_user_file(Path(path_text), kind="reward", name=name, error=RewardLoadError, source=source)
+    module = run_user_file(path, kind="reward", name=name, error=RewardLoadError, source=source)
+    attribute = name.rpartition(":")[2]
     found = getattr(module, attribute, None)
-    marked = sorted(
-        key for key, value in vars(module).items() if isinstance(getattr(value, MARK, None), Mark)
-    )
+    marked = sorted(key for key, one in vars(module).items() if isinstance(getattr(one, MARK, None), Mark))
     choice = f"It has: {', '.join(marked)}." if marked else "It has no function marked @reward."
     if found is None:
-        raise RewardLoadError(f"the reward {name!r}: {path_text} defines no {attribute!r}. {choice}")
+        raise RewardLoadError(f"the reward {name!r}: {path} defines no {attribute!r}. {choice}")
     if not isinstance(getattr(found, MARK, None), Mark) and (found := adapted(found)) is None:
-        raise RewardLoadError(
-            f"the reward {name!r}: {attribute!r} in {path_text} is not marked. {MARK_REWARD}. {choice}"
-        )
+        told = f"the reward {name!r}: {attribute!r} in {path} is not marked"
+        raise RewardLoadError(f"{told}. {MARK_REWARD}. {choice}")
     loaded: RewardFunction = found
     return loaded

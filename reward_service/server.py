@@ -12,11 +12,10 @@ Does not decide what becomes of a verdict that is no score: that is the buffer's
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +26,11 @@ from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.rpc.client import Client
-from areal_async.rpc.messages import Claim, ClaimedEpisode, EpisodeVerdict, PutVerdicts, VerdictAck
+from areal_async.rpc.messages import Claim, ClaimedEpisode, EpisodeVerdict, PutVerdicts
 from areal_async.trajectory import TrajectoryError, glance
-from areal_async.trajectory.verdicts import Failure, Score, Verdict
+from areal_async.trajectory.verdicts import Failure, Score, Verdict, kind_of
 from reward_service import metrics
-from reward_service.backends import Call
+from reward_service.backends import Call, set_within
 from reward_service.router import Router
 from reward_service.sdk import RewardInput
 
@@ -48,8 +47,12 @@ MAX_BYTES = 16 << 20
 VALUE_BYTES = 9  # A float in msgpack
 
 
+ClaimedCall = list[tuple[ClaimedEpisode, RewardInput]]
+"""One call: its episodes, each with its input."""
+
+
 class RewardState:
-    """What the service holds of one reward, and what it has learnt of it."""
+    """Calls of one reward that the service has, and figures of those that it had."""
 
     def __init__(self, spec: RewardSpec) -> None:
         self.spec = spec
@@ -63,14 +66,6 @@ class RewardState:
     def age_s(self) -> float:
         """Age of the oldest call without verdicts, in seconds."""
         return time.monotonic() - next(iter(self.waiting.values()), math.inf) if self.waiting else 0.0
-
-
-@dataclass(frozen=True)
-class ClaimedCall:
-    """One call: its episodes with the size of each."""
-
-    items: list[tuple[ClaimedEpisode, int]]
-    inputs: list[RewardInput]
 
 
 class RewardServer:
@@ -101,35 +96,28 @@ class RewardServer:
         `FaultError` that no retry cures."""
         for held in self._of.values():
             metrics.QUEUE_AGE.labels(held.spec.label).set_function(held.age_s)
-        claiming = asyncio.create_task(self._claim(), name="claim")
-        sending = asyncio.create_task(self._send(), name="send")
+        loops = [
+            asyncio.create_task(self._claim(), name="claim"),
+            asyncio.create_task(self._send(), name="send"),
+        ]
         stopping = asyncio.create_task(stop.wait(), name="stop")
-        tasks: list[asyncio.Task[Any]] = [claiming, sending, stopping]
         try:
-            ends = (*tasks, self._router.broken, self._failed)
+            ends: list[asyncio.Future[Any]] = [*loops, stopping, self._router.broken, self._failed]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self._router.broken.done():
                 raise self._router.broken.result()
-            if self._failed.done():
-                self._failed.result()
-            for task in (claiming, sending):
-                if task.done():
-                    task.result()
-            claiming.cancel()
-            await self._finish()
+            for one in (self._failed, *loops):
+                if one.done():
+                    one.result()
+            loops[0].cancel()
+            await set_within(self._idle, STOP_LIMIT_S)
+            if self.pending:
+                log.info("stopped with episodes unscored", episodes=self.pending)
         finally:
-            tasks += self._submitting
+            tasks: list[asyncio.Task[Any]] = [*loops, stopping, *self._submitting]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _finish(self) -> None:
-        """Wait a little for what is under way."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_LIMIT_S):
-                await self._idle.wait()
-        if self.pending:
-            log.info("stopped with episodes unscored", episodes=self.pending)
 
     # --- in ------------------------------------------------------------------------------------------
 
@@ -171,21 +159,26 @@ class RewardServer:
 
     def _take(self, items: list[ClaimedEpisode], blobs: Sequence[memoryview]) -> None:
         """Hand claimed episodes to what scores them; one that cannot be read gets its verdict at once."""
-        calls: dict[str, list[ClaimedCall]] = {}
+        calls: defaultdict[str, list[ClaimedCall]] = defaultdict(list)
         for episodes in _calls(items, blobs):
             held = self._of[self._router.routing.of(episodes[0][0].task).key]
             if held.spec.scope == "group":
                 held.per_call = max(held.per_call, len(episodes))
+            self._idle.clear()
             for item, blob in episodes:
-                self._begin(held, item, len(blob))
+                self._held[item.claim_id] += 1
+                self._deadline_s = item.deadline_ms / 1000
+                self._pending_bytes += len(blob)
+            held.pending += len(episodes)
+            self.pending += len(episodes)
             try:
                 inputs = [as_input(item, bytes(blob)) for item, blob in episodes]
             except TrajectoryError as error:
                 for item, blob in episodes:
                     self._end(held, item, len(blob), Failure("episode", str(error)), 0.0)
             else:
-                taken = ClaimedCall([(item, len(blob)) for item, blob in episodes], inputs)
-                calls.setdefault(held.spec.key, []).append(taken)
+                items_of_call = (item for item, _ in episodes)
+                calls[held.spec.key].append(list(zip(items_of_call, inputs, strict=True)))
         for key, taken_calls in calls.items():
             submitting = asyncio.create_task(self._submit(self._of[key], taken_calls))
             self._submitting.add(submitting)
@@ -204,14 +197,14 @@ class RewardServer:
             self._calls_open -= 1
             if self._calls_open == 0:
                 busy.end("score")
-            for (item, size_bytes), verdict in zip(calls[index].items, verdicts, strict=True):
-                self._end(held, item, size_bytes, verdict, elapsed_ms)
+            for (item, given), verdict in zip(calls[index], verdicts, strict=True):
+                self._end(held, item, len(given.blob), verdict, elapsed_ms)
 
         if self._calls_open == 0:
             busy.begin("score")
         self._calls_open += len(calls)
         is_group = held.spec.scope == "group"
-        inputs: list[Call] = [call.inputs if is_group else call.inputs[0] for call in calls]
+        inputs: list[Call] = [[one for _, one in call] if is_group else call[0][1] for call in calls]
         await self._router.submit(held.spec, inputs, on_verdicts)
 
     def _submitted(self, task: asyncio.Task[None]) -> None:
@@ -220,14 +213,6 @@ class RewardServer:
         if error is not None and not self._failed.done():
             # A backend that cannot take calls leaves claims without an end: the service must not go on.
             self._failed.set_exception(error)
-
-    def _begin(self, held: RewardState, item: ClaimedEpisode, size_bytes: int) -> None:
-        self._idle.clear()
-        self._held[item.claim_id] += 1
-        self._deadline_s = item.deadline_ms / 1000
-        held.pending += 1
-        self.pending += 1
-        self._pending_bytes += size_bytes
 
     def _end(
         self, held: RewardState, item: ClaimedEpisode, size_bytes: int, verdict: Verdict, elapsed_ms: float
@@ -255,12 +240,14 @@ class RewardServer:
                     break
                 except (RpcTimeout, FaultError) as error:
                     await self._wait_out(error, "verdicts")
+            refused = {refusal.item: refusal.reason for refusal in ack.refused}
             if recording():
-                _note_acked(verdicts, ack)
-            if ack.refused:
-                metrics.REFUSED.inc(len(ack.refused))
-                first = ack.refused[0]
-                log.info("verdicts refused", n=len(ack.refused), item=first.item, reason=first.reason)
+                taken = [[one.episode_id, one.claim_id] for one in verdicts if one.episode_id not in refused]
+                record("verdicts_acked", items=taken, refused=[list(pair) for pair in refused.items()])
+            if refused:
+                metrics.REFUSED.inc(len(refused))
+                item, reason = next(iter(refused.items()))
+                log.info("verdicts refused", n=len(refused), item=item, reason=reason)
             del self._outbox[: len(batch)]
             if not self._outbox:
                 self._news.clear()
@@ -283,39 +270,29 @@ class RewardServer:
 
 def _as_event(item: EpisodeVerdict) -> list[str | float | None]:
     score = item.verdict.value if isinstance(item.verdict, Score) else None
-    return [item.episode_id, item.claim_id, item.verdict.__struct_config__.tag, score]
-
-
-def _note_acked(verdicts: list[EpisodeVerdict], ack: VerdictAck) -> None:
-    refused = {refusal.item for refusal in ack.refused}
-    taken = [[item.episode_id, item.claim_id] for item in verdicts if item.episode_id not in refused]
-    record("verdicts_acked", items=taken, refused=[[refusal.item, refusal.reason] for refusal in ack.refused])
+    return [item.episode_id, item.claim_id, kind_of(item.verdict), score]
 
 
 def _calls(
     items: list[ClaimedEpisode], blobs: Sequence[memoryview]
 ) -> Iterator[list[tuple[ClaimedEpisode, memoryview]]]:
     """The episodes that are judged together: one by one, or those of one claim under scope `group`."""
-    pairs = list(zip(items, blobs, strict=True))
-    for _, run in itertools.groupby(
-        enumerate(pairs), key=lambda p: p[1][0].claim_id if p[1][0].scope == "group" else p[0]
-    ):
-        yield [pair for _, pair in run]
+
+    def call(pair: tuple[ClaimedEpisode, memoryview]) -> str | int:
+        return pair[0].claim_id if pair[0].scope == "group" else id(pair[0])
+
+    for _, run in itertools.groupby(zip(items, blobs, strict=True), call):
+        yield list(run)
 
 
 def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:
-    """What a reward is given: the texts of the episode, the truth of its task. The rest of the episode, which
+    """Return the input of a reward: texts of the episode, truth of its task. The rest of the episode, which
     the buffer has checked, is read only if the reward asks for it. Raises TrajectoryError."""
     header, n_sampled = glance(blob)
-    return RewardInput(
+    return RewardInput.to(
+        item.task,
         prompt=header.prompt_text,
-        is_chat=not isinstance(item.task.prompt, str),
         response=header.response_text,
-        ground_truth=item.task.ground_truth,
-        data_source=item.task.data_source,
-        ability=item.task.ability,
-        reward_style=item.task.reward_style,
-        extra_info=item.task.extra_info,
         metadata=header.metadata,
         response_tokens=n_sampled,
         truncated=bool(header.calls) and header.calls[-1].finish_reason == "length",
@@ -358,7 +335,7 @@ DEADLINE_SHARE = 0.25
 
 @dataclass(frozen=True)
 class ClaimLoad:
-    """What the service holds of one reward, and what it has learnt of it so far."""
+    """Calls of one reward that the service has and had, as far as claiming depends on them."""
 
     workers: int
     """Episodes that are worked on at once: under scope `group` a worker has a whole group."""
@@ -374,7 +351,7 @@ class ClaimLoad:
 
 
 def episodes_to_claim(loads: Sequence[ClaimLoad]) -> int:
-    """How many episodes to claim now: at most `MAX_CLAIM`, and 0 when enough is held.
+    """Return the number of episodes to claim now: at most `MAX_CLAIM`, and 0 when enough is held.
 
     Which reward an episode is for is known only once it is claimed. So as much is claimed as the reward wants
     that has least to do, until one has all that it can be given: a slow reward does not starve a quick one,

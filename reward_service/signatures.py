@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from areal_async.trajectory.verdicts import Abstain, Score
-
-if TYPE_CHECKING:
-    from reward_service.sdk import RewardInput
+from reward_service.inputs import RewardInput
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 ANSWER_COLUMNS = ("ground_truth", "solution", "answer", "final_answer", "target", "label")
@@ -41,27 +39,22 @@ def adapted(function: Any) -> Callable[..., Any] | None:
         if each.default is each.empty and each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
     ]
     free = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    shape: tuple[Any, tuple[str, ...], Collection[str], Collection[str]]
     if "solution_str" in known:
-        fill: Any = _verl
-        scopes: tuple[str, ...] = ("episode",)
-        filled: Collection[str] = VERL
-        others = needed
+        shape = _verl, ("episode",), VERL, needed
     elif "completions" in known:
-        fill, scopes = _trl, ("episode", "group")
-        filled, others = ("completions", "prompts"), []  # any may be a column
+        shape = _trl, ("episode", "group"), ("completions", "prompts"), ()  # any other may be a column
     else:
         return None
-
+    fill, scopes, filled, others = shape
     called = f"the reward {getattr(function, '__name__', function)!r}"
 
     def reward(given: RewardInput | list[RewardInput], **arguments: Any) -> Any:
         values = fill(given if isinstance(given, list) else [given])
         taken = {name: each for name, each in values.items() if free or name in known} | arguments
         if missing := [name for name in needed if name not in taken]:
-            raise ValueError(
-                f"{called} needs {missing[0]!r}, which is no column of the task's extra_info. Put it "
-                f"there, or give it as reward.args.{missing[0]}."
-            )
+            why = f"{called} needs {missing[0]!r}, which is no column of the task's extra_info"
+            raise ValueError(f"{why}. Put it there, or give it as reward.args.{missing[0]}.")
         result = function(**taken)
 
         def outcomes(result: Any) -> Any:
@@ -110,13 +103,12 @@ async def _awaited(result: Awaitable[Any], outcomes: Callable[[Any], Any]) -> An
 
 def _of_list(results: Any, wanted: int, called: str) -> list[Any]:
     """Return what a reward of TRL gave each completion. Raises ValueError for what is no list of as many."""
-    if not isinstance(results, list | tuple) or len(results) != wanted:
-        is_list = isinstance(results, list | tuple)
+    is_list = isinstance(results, list | tuple)
+    if not is_list or len(results) != wanted:
         got = f"{len(results)} scores" if is_list else f"{results!r:.80}, which is no list"
-        raise ValueError(
-            f"{called} returned {got} for {wanted} completion{'s' if wanted > 1 else ''}. A reward with a "
-            "parameter `completions` returns a list with one number for each, as TRL wants it."
-        )
+        told = f"{called} returned {got} for {wanted} completion{'s' if wanted > 1 else ''}"
+        mend = "A reward of `completions` returns a list with one number for each, as TRL wants it."
+        raise ValueError(f"{told}. {mend}")
     return [_outcome(result) for result in results]
 
 

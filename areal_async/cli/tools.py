@@ -120,7 +120,7 @@ class ServeRequest(ToolRequest, frozen=True):
     ]
     args: Annotated[
         str | None,
-        typer.Option(metavar="YAML", help="What the reward takes, e.g. '{most: 100}'; jobs may change it."),
+        typer.Option(metavar="YAML", help="Arguments of the reward, e.g. '{most: 100}'; no job sets them."),
     ] = None
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to serve; port 0 picks one.")] = (
         f"{LOOPBACK}:8700"

@@ -1,4 +1,4 @@
-"""What scores calls: the pool of processes, remote servers, models. One protocol for all.
+"""The protocol of all backends, which score calls: the pool of processes, remote servers, models.
 
 A call is one `RewardInput`, or under scope `group` the list of those of one group.
 """
@@ -6,14 +6,17 @@ A call is one `RewardInput`, or under scope `group` the list of those of one gro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
+from pydantic import ValidationError
 
-from areal_async.config.base import Section
+from areal_async.config.base import Section, refuse_password
 from areal_async.trajectory.verdicts import Verdict
 from reward_service.sdk import RewardInput, RewardLoadError
 
@@ -23,10 +26,15 @@ if TYPE_CHECKING:
 
 PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth|data_source|ability|extra_info\.[^{}]+)\}")
 
+S = TypeVar("S", bound=Section)
 Call = RewardInput | list[RewardInput]
 OnVerdicts = Callable[[int, list[Verdict], float], None]
 """Called with (index among the submitted calls, one verdict for each episode of the call, milliseconds that
 the call itself took)."""
+
+
+def inputs_of(call: Call) -> list[RewardInput]:
+    return call if isinstance(call, list) else [call]
 
 
 class ScoringBackend(Protocol):
@@ -78,10 +86,47 @@ class BackendReward:
     def make(cls, spec: RewardSpec, section: RewardSection) -> ScoringBackend:
         """The backend of the reward `spec` of a job's section. Raises `RewardLoadError`."""
         module, _, name = cls.implementation.partition(":")
-        make: Callable[[RewardSpec, RewardSection], ScoringBackend] = getattr(
-            importlib.import_module(module), name
-        )
-        return make(spec, section)
+        backend: ScoringBackend = getattr(importlib.import_module(module), name)(spec, section)
+        return backend
+
+
+async def set_within(event: asyncio.Event, limit_s: float | None) -> bool:
+    """Wait for an event, at most `limit_s` (None: without a limit), and return whether it is set."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await event.wait()
+    return event.is_set()
+
+
+def arguments_of(spec: RewardSpec, kind: type[S]) -> S:
+    """Return the arguments of a reward as `kind`. Raises `RewardLoadError`."""
+    try:
+        return kind.model_validate(spec.args)
+    except ValidationError as error:
+        raise RewardLoadError(f"the reward {spec.name!r} cannot take these arguments: {error}") from error
+
+
+def check_url(url: str, instead: str) -> str:
+    """Return `url` without a slash at its end. Raises ValueError that says how a server's address is written,
+    and to use `instead` of a password in it."""
+    refuse_password(url, instead)
+    try:
+        parts = urlsplit(url)
+        whole = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        whole = False
+    if not whole:
+        raise ValueError(f"{url!r} is not an address: write http://host:port or https://host")
+    if parts.query or parts.fragment:
+        raise ValueError(f"{url!r} must end with its path")
+    return url.rstrip("/")
+
+
+def check_template(template: str) -> str:
+    """Return `template` as it is. Raises ValueError for one without the response."""
+    if "{response}" not in template:
+        raise ValueError("the template has no {response}, so every response would score the same")
+    return template
 
 
 class MissingText(ValueError):

@@ -1,24 +1,122 @@
-"""When a server is asked again: the one retry policy of reward servers and judges. Pure: the clock and the
-chance are the caller's.
+"""Servers that score: the one HTTP client and the one retry policy of reward servers and judges.
 
-A server that fails more often in a row than is tolerated rests, longer each time and not always equally long,
-so that many clients do not return together. When its rest is over it gets one request, and others only once
-that was answered. A server that says how long to wait (Retry-After) rests so long."""
+The policy is pure: the clock and the chance are the caller's. A server that fails more often in a row than is
+tolerated rests, longer each time and not always equally long, so that many clients do not return together.
+When its rest is over it gets one request, and others only once that was answered. A server that says how long
+to wait (Retry-After) rests so long.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Sequence
+import ssl
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import aiohttp
 
 from areal_async.base.retry import pause_s
 
 LONGEST_TOLD_REST_S = 120.0  # A server that asks for more is asked again after this
 
 
+class NoAnswer(Exception):
+    """A request without an answer. `kind`: `gone` (not reachable, or lost under the request), `late` (no
+    answer in time over a connection that stands), `broken` (an answer that is too long)."""
+
+    def __init__(self, kind: Literal["gone", "late", "broken"], message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class HttpAnswer(NamedTuple):
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
+class ClientLimits(NamedTuple):
+    """Bounds of an `HttpClient`."""
+
+    most_bytes: int
+    """Size of an answer."""
+    connect_s: float
+    keepalive_s: float
+    """Time after which an idle connection is closed from this side. A server closes it too, and a request on
+    one that is just being closed fails for nothing."""
+
+
+class HttpClient:
+    """Requests to servers. To be made inside an event loop, and closed."""
+
+    def __init__(self, token: str, limits: ClientLimits, ca_file: Path | None = None) -> None:
+        self._limits = limits
+        secure: ssl.SSLContext | bool = ssl.create_default_context(cafile=ca_file) if ca_file else True
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=limits.keepalive_s, ssl=secure),
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+            auto_decompress=False,
+        )
+
+    async def ask(self, url: str, body: bytes | None = None, limit_s: float | None = None) -> HttpAnswer:
+        """Post the JSON `body`, or get without one. Raises `NoAnswer`."""
+        most_bytes, connect_s, _ = self._limits
+        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=connect_s)
+        headers = {"Content-Type": "application/json"} if body is not None else None
+        method = "GET" if body is None else "POST"
+        try:
+            # Followed, a redirect would carry the token and the texts to a server that nobody named.
+            async with self._session.request(
+                method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as answer:
+                content = bytearray()
+                async for chunk in answer.content.iter_any():
+                    content += chunk
+                    if len(content) > most_bytes:
+                        answer.close()
+                        raise NoAnswer("broken", f"the answer has more than {most_bytes} bytes")
+                return HttpAnswer(answer.status, answer.headers, bytes(content))
+        except aiohttp.ClientConnectorCertificateError as error:
+            why = f"its certificate is not to be trusted: {error.certificate_error}"
+            raise NoAnswer("gone", why) from error
+        except aiohttp.ClientConnectorError as error:
+            why = f"cannot connect: {error.os_error.strerror or error.os_error}"
+            raise NoAnswer("gone", why) from error
+        except aiohttp.ConnectionTimeoutError as error:
+            raise NoAnswer("gone", f"cannot connect within {connect_s:g} s") from error
+        except TimeoutError as error:
+            raise NoAnswer("late", f"no answer within {limit_s or 0:.1f} s") from error
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the session was closed
+            raise NoAnswer("gone", f"the connection was lost: {str(error) or repr(error)}") from error
+
+    async def close(self) -> None:
+        await self._session.close()
+        await asyncio.sleep(0)  # lets the transports of closed connections go
+
+
+def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> float | None:
+    """Return the wait that `Retry-After` asks for, in seconds or as a date; None if it is missing or
+    unreadable."""
+    text = headers.get("Retry-After", "").strip()
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            seconds = (parsedate_to_datetime(text) - (now or datetime.now(UTC))).total_seconds()
+        except (ValueError, TypeError):
+            return None
+    return max(0.0, seconds) if seconds == seconds else None
+
+
 @dataclass
 class ServerState:
-    """What is known of one server by how requests to it ended."""
+    """State of one server, known by how requests to it ended."""
 
     url: str
     rng: random.Random
@@ -33,11 +131,11 @@ class ServerState:
     """End of the wait that the server asked for; a success of another request does not shorten it."""
 
     def rests_s(self, now_s: float) -> float:
-        """How long it is not to be asked; at most 0: it may be."""
+        """Return the seconds for which it is not to be asked; at most 0: it may be."""
         return max(self.resting_until_s, self.told_until_s) - now_s
 
     def takes(self, now_s: float) -> bool:
-        """Whether a request may begin now."""
+        """Return whether a request may begin now."""
         return self.rests_s(now_s) <= 0 and not (self.failures > self.tolerated and self.in_flight)
 
     def begin(self) -> None:

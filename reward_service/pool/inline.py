@@ -21,7 +21,7 @@ import msgspec
 
 from areal_async.base.log import get_logger
 from areal_async.config.reward_routing import RewardSpec
-from reward_service.backends import Call, OnVerdicts
+from reward_service.backends import Call, OnVerdicts, inputs_of
 from reward_service.pool.protocol import LoadReward
 from reward_service.pool.queue import LatencyEstimate, PooledReward
 from reward_service.pool.worker import LoadedReward, load
@@ -68,9 +68,7 @@ class InlinePool:
         self.queued += len(calls)
         for first in range(0, len(calls), size):
             together = calls[first : first + size]
-            counts = [len(call) if isinstance(call, list) else 1 for call in together]
-            inputs = [one for call in together for one in (call if isinstance(call, list) else [call])]
-            payloads = [msgspec.msgpack.encode(one) for one in inputs]
+            payloads = [msgspec.msgpack.encode(one) for call in together for one in inputs_of(call)]
             async with self._turn:
                 self.queued, self.busy = self.queued - len(together), 1
                 began_s = time.monotonic()
@@ -80,18 +78,15 @@ class InlinePool:
                     self.busy = 0
             share_s = (time.monotonic() - began_s) / len(together)
             latency.note(share_s)
-            for index, count in enumerate(counts):
-                on_verdicts(first + index, verdicts[:count], share_s * 1000)
-                del verdicts[:count]
+            for index, call in enumerate(together, first):
+                own = [verdicts.pop(0) for _ in inputs_of(call)]
+                on_verdicts(index, own, share_s * 1000)
 
     async def _watched(self, spec: RewardSpec, work: Callable[[], T]) -> T:
         running = asyncio.ensure_future(_on_the_thread(work))
         if not (await asyncio.wait({running}, timeout=spec.timeout_s))[0]:
-            log.warning(
-                "a reward is past its deadline; inline nothing ends it",
-                reward=spec.label,
-                detail=f"{spec.label}, {spec.timeout_s:g} s",
-            )
+            about = {"reward": spec.label, "detail": f"{spec.label}, {spec.timeout_s:g} s"}
+            log.warning("a reward is past its deadline; inline nothing ends it", **about)
         return await running
 
 
@@ -101,14 +96,13 @@ that closes they are forgotten, so that the next run in this process loads a fil
 
 
 def _load_once(key: str, order: LoadReward) -> LoadedReward:
-    found = _loaded.get(key)
-    if found is None:
-        found = _loaded[key] = load(order)
-    return found
+    if key not in _loaded:
+        _loaded[key] = load(order)
+    return _loaded[key]
 
 
 async def _on_the_thread(work: Callable[[], T]) -> T:
-    """What `work` comes to on the one thread of this process that runs rewards."""
+    """Run `work` on the one thread of this process that runs rewards, and return its result."""
     result: Future[T] = Future()
     _waiting().put((work, result))
     return await asyncio.wrap_future(result)

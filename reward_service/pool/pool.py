@@ -26,7 +26,7 @@ import msgspec
 from areal_async.base.log import get_logger
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.trajectory.verdicts import Failure, Timeout, Verdict
-from reward_service.backends import Call, OnVerdicts
+from reward_service.backends import Call, OnVerdicts, inputs_of
 from reward_service.pool.protocol import Assignment, FinishedUnit, WorkUnit
 from reward_service.pool.queue import (
     RECALL_AFTER_S,
@@ -120,7 +120,7 @@ class WorkerPool:
         reward = self._by_key[(spec or self._specs[0]).key]
         encode = msgspec.msgpack.Encoder().encode
         for index, given in enumerate(calls):
-            inputs = given if isinstance(given, list) else [given]
+            inputs = inputs_of(given)
             try:
                 payloads = [encode(one) for one in inputs]
             except (TypeError, ValueError, OverflowError) as error:
@@ -145,9 +145,8 @@ class WorkerPool:
             self._watch.cancel()
         self._workers.stop()
         for slot in self._workers.slots:
-            for running in slot.inflight.values():
-                for call in running.calls:
-                    self._refuse(call)
+            for call in (call for unit in slot.inflight.values() for call in unit.calls):
+                self._refuse(call)
             slot.inflight.clear()
         self._refuse_queued()
         with contextlib.suppress(TimeoutError):
@@ -167,14 +166,12 @@ class WorkerPool:
             elapsed_s = done.elapsed_ms / 1000
             self._account(unit, elapsed_s)
             calls = unit.calls
-            if len(calls) == 1:
-                calls[0].on_verdicts(calls[0].index, done.verdicts, done.elapsed_ms)
-            elif done.raised:
+            if done.raised and len(calls) > 1:
                 self._separate(calls)
-            else:
-                share_ms = done.elapsed_ms / len(calls)
-                for call, verdict in zip(calls, done.verdicts, strict=True):
-                    call.on_verdicts(call.index, [verdict], share_ms)
+                continue
+            each = [done.verdicts] if len(calls) == 1 else [[verdict] for verdict in done.verdicts]
+            for call, verdicts in zip(calls, each, strict=True):
+                call.on_verdicts(call.index, verdicts, done.elapsed_ms / len(calls))
         self._dispatch()
 
     def on_lost(self, slot: WorkerSlot, cause: str) -> None:
@@ -183,7 +180,7 @@ class WorkerPool:
 
         Where none can be blamed (a reward may spoil the marker itself) each of them goes round alone, and a
         call that loses a worker that had nothing else to do is the one."""
-        number, began_ns = slot.running()
+        number, began_ns = slot.process.marker.running()
         alone = len(slot.inflight) == 1 and next(iter(slot.inflight.values())).suspect
         if alone:
             number = next(iter(slot.inflight))
@@ -277,12 +274,12 @@ class WorkerPool:
             await asyncio.sleep(min(TICK_S, shortest_s / 4))
             now_s = time.monotonic()
             for slot in list(self._workers.slots):
-                if slot.process is not None and slot.loaded and not slot.doomed:
+                if slot.loaded and not slot.doomed:
                     self._look_at(slot, now_s)
             self._workers.look_after(now_s)
 
     def _look_at(self, slot: WorkerSlot, now_s: float) -> None:
-        number, began_ns = slot.running()
+        number, began_ns = slot.process.marker.running()
         if number != slot.seen:
             slot.seen, slot.moved_s = number, now_s
             return
@@ -296,30 +293,24 @@ class WorkerPool:
             max(limits_s), running_for_s=running_for_s, still_for_s=still_for_s, waiting=len(slot.inflight)
         ):
             case "kill_call":
-                slot.overdue = number
-                slot.kill()
-            case "kill_stuck":
-                if not slot.loading:
-                    slot.overdue = -1
-                    slot.kill()
+                slot.kill(overdue=number)
+            case "kill_stuck" if not slot.loading:
+                slot.kill(overdue=-1)
             case "recall":
                 self._recall(slot, number)
             case "nothing" if still_for_s > RECALL_AFTER_S:
-                limit = self._limits.memory_bytes
-                assert slot.process is not None
-                slot.over_memory = bool(limit) and slot.process.memory_bytes() > limit
+                slot.over_memory = 0 < self._limits.memory_bytes < slot.process.memory_bytes()
                 if slot.over_memory:
                     slot.kill()
 
     def _recall(self, slot: WorkerSlot, number: int) -> None:
         """Take back what waits behind a slow call, which has more than the time that it was given."""
-        assert slot.marker is not None
         slow = slot.inflight[number]
         more_s = max(0.0, RECALL_AFTER_S - slow.charged_s)
         slow.reward.used_s += more_s
         slow.charged_s += more_s
         slot.expected_s += more_s
-        slot.marker.recall(slot.last_number)
+        slot.process.marker.recall(slot.last_number)
         for other in [other for other in reversed(slot.inflight) if other != number]:
             unit = slot.remove(other)
             assert unit is not None
@@ -332,10 +323,8 @@ class WorkerPool:
         return not self._closed and not self.broken.done()
 
     def _refuse(self, call: QueuedCall) -> None:
-        failure = Failure("pool", "the pool was closed")
-        if self.broken.done():
-            failure = Failure("pool", str(self.broken.result()))
-        call.on_verdicts(call.index, [failure] * len(call.payloads), 0.0)
+        why = str(self.broken.result()) if self.broken.done() else "the pool was closed"
+        call.on_verdicts(call.index, [Failure("pool", why)] * len(call.payloads), 0.0)
 
     def _refuse_queued(self) -> None:
         for call in self._queue.drain():

@@ -1,5 +1,5 @@
-"""What waits for a worker, whose turn it is, how much a worker is handed, and what is done about a call that
-takes long. No I/O.
+"""The calls that wait for workers: whose turn it is, how much a worker is handed, when it is killed.
+No I/O.
 
 Rewards share the time of the workers, not their number of calls: the turn goes to the reward that has used
 the least. One that had nothing to do does not come back with a claim to all the time it did not use.
@@ -19,7 +19,7 @@ from areal_async.config.reward_routing import RewardSpec
 from areal_async.config.rewardcheck import part_of
 from reward_service.backends import OnVerdicts
 from reward_service.pool.protocol import LoadReward
-from reward_service.sdk import RewardLoadError
+from reward_service.sdk import RewardLoadError, own_file
 
 MAX_QUEUED = 8192
 MAX_ASSIGNED_BYTES = 4 << 20  # Inputs sent to a worker ahead of its calls; a single larger one goes alone
@@ -79,27 +79,26 @@ class PooledReward:
         return LoadReward(self.number, spec.name, spec.args, spec.scope, source, worker_class, timeout_s)
 
 
+@dataclass(slots=True, eq=False)
 class QueuedCall:
     """One call on its way to its verdicts."""
 
-    __slots__ = ("index", "on_verdicts", "payloads", "reward", "single", "size_bytes", "suspect")
+    reward: PooledReward
+    index: int
+    payloads: list[bytes]
+    on_verdicts: OnVerdicts
+    single: bool = False  # It failed together with others: it runs in an invocation of its own
+    suspect: bool = False
+    """It lost a worker whose death nobody could be blamed for: it runs alone on its worker."""
+    size_bytes: int = 0
 
-    def __init__(
-        self, reward: PooledReward, index: int, payloads: list[bytes], on_verdicts: OnVerdicts
-    ) -> None:
-        self.reward = reward
-        self.index = index
-        self.payloads = payloads
-        self.size_bytes = sum(map(len, payloads))
-        self.on_verdicts = on_verdicts
-        self.single = False  # It failed together with others: it runs in an invocation of its own
-        self.suspect = False
-        """It lost a worker whose death nobody could be blamed for: it runs alone on its worker."""
+    def __post_init__(self) -> None:
+        self.size_bytes = sum(map(len, self.payloads))
 
 
 @dataclass(slots=True)
 class Invocation:
-    """What a worker runs as one: a call, or several of a reward that takes many at a time."""
+    """A unit of a worker's work: a call, or several of a reward that takes many at a time."""
 
     reward: PooledReward
     calls: list[QueuedCall]
@@ -197,9 +196,9 @@ class FairQueue:
 def next_action(
     limit_s: float, *, running_for_s: float | None, still_for_s: float, waiting: int
 ) -> Literal["kill_call", "kill_stuck", "recall", "nothing"]:
-    """What is done about a worker that has `waiting` calls, the running one included. `running_for_s`: age of
-    the call it runs, None when the one it began last has been reported. `still_for_s`: time since it last
-    began or reported a call, or was given one while idle.
+    """Return what to do about a worker that has `waiting` calls, the running one included. `running_for_s`:
+    age of the call it runs, None when the one it began last has been reported. `still_for_s`: time since it
+    last began or reported a call, or was given one while idle.
 
     `kill_call`: the running call is past its deadline. `kill_stuck`: the worker begins no call, so none can
     be blamed. `recall`: take back what waits behind a slow call."""
@@ -211,12 +210,6 @@ def next_action(
     elif waiting and still_for_s > limit_s + STUCK_GRACE_S:
         return "kill_stuck"
     return "nothing"
-
-
-def own_file(name: str) -> Path | None:
-    """The file of a reward of one's own; None for any other."""
-    path_text, _, attribute = name.rpartition(":")
-    return Path(path_text) if attribute and path_text.endswith(".py") else None
 
 
 def _read_source(name: str, file: Path) -> bytes:

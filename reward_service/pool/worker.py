@@ -92,11 +92,11 @@ class UnitRunner:
 
     def _report(self, done: list[FinishedUnit]) -> None:
         payload = msgspec.msgpack.encode(UnitsFinished(done))
+        if len(payload) > MAX_REPORT_BYTES and len(done) > 1:
+            for finished in done:
+                self._report([finished])
+            return
         if len(payload) > MAX_REPORT_BYTES:
-            if len(done) > 1:
-                for finished in done:
-                    self._report([finished])
-                return
             large = Failure("return_type", f"its verdicts take more than {MAX_REPORT_BYTES >> 20} MiB")
             done[0].verdicts = [large] * len(done[0].verdicts)
             payload = msgspec.msgpack.encode(UnitsFinished(done))
@@ -147,20 +147,16 @@ def load(order: LoadReward) -> LoadedReward:
     if order.scope in getattr(function, "scopes", ()):
         mark = msgspec.structs.replace(mark, scope=order.scope)
     if order.scope == "group" and mark.scope != "group":
-        raise RewardLoadError(
-            f"the reward {order.name!r} judges one episode at a time, and is asked for with the scope "
-            '`group`. Mark it @reward(scope="group"), or set the scope to episode.'
-        )
+        told = f"the reward {order.name!r} judges one episode at a time, and the scope is `group`"
+        raise RewardLoadError(f'{told}. Mark it @reward(scope="group"), or set the scope to episode.')
     if order.scope != "group" and mark.scope == "group":
-        raise RewardLoadError(
-            f"the reward {order.name!r} judges whole groups. Set the scope (beside its name) to group."
-        )
+        told = f"the reward {order.name!r} judges whole groups"
+        raise RewardLoadError(f"{told}. Set the scope (beside its name) to group.")
     try:
         inspect.signature(function).bind(None, **order.args)
     except TypeError as error:
         raise RewardLoadError(f"the reward {order.name!r} and reward.args: {error}") from None
-    preload = getattr(function, "preload", None)
-    if preload is not None:
+    if (preload := getattr(function, "preload", None)) is not None:
         preload(**order.args)
     return LoadedReward(functools.partial(function, **order.args) if order.args else function, mark)
 

@@ -8,19 +8,20 @@ again before it is given up.
 from __future__ import annotations
 
 import asyncio
-import os
+import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Protocol
 
 import msgspec
 
 from areal_async.base.log import get_logger
+from areal_async.base.retry import pause_s
 from reward_service import metrics
 from reward_service.pool.protocol import (
-    MAX_REPORT_BYTES,
-    Marker,
+    FinishedUnit,
     RewardLoaded,
     RewardNotLoaded,
     UnitsFinished,
@@ -28,10 +29,7 @@ from reward_service.pool.protocol import (
     WorkerReport,
 )
 from reward_service.pool.queue import Invocation, PooledReward
-from reward_service.processes import FramedProcess
-
-if TYPE_CHECKING:
-    from reward_service.pool.pool import WorkerPool
+from reward_service.processes import WorkerProcess
 
 log = get_logger("pool")
 
@@ -44,7 +42,7 @@ calls."""
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """How long a worker may load, and when it is renewed."""
+    """Limits of a worker while it loads and as it grows."""
 
     memory_bytes: int = 0  # Killed beyond this; 0: no limit
     start_s: float = 60.0
@@ -53,27 +51,26 @@ class WorkerLimits:
 
 @dataclass(slots=True, eq=False)
 class WorkerSlot:
-    """The place of one worker, and what is known of it. After a death another process takes the place."""
+    """One worker, and what is known of it. After its death another one takes its place."""
 
-    process: FramedProcess | None = None
-    marker: Marker | None = None
-    loaded: bool = False  # The process has loaded every reward that it was started with
-    loading: set[int] = field(default_factory=set)
+    loading: set[int]
     """Rewards that it was told to load and has said nothing about yet."""
-    doomed: bool = False
-    leaving: bool = False  # It gets nothing more; once it has nothing left, another process takes the place
+    failed_starts: int = 0
+    process: WorkerProcess = field(init=False)
+    started_s: float = field(default_factory=time.monotonic)
+    loaded: bool = False  # It has loaded every reward that it was started with
+    doomed: bool = False  # It was killed, or has ended
+    leaving: bool = False  # It gets nothing more; once it has nothing left, another one takes the place
     inflight: dict[int, Invocation] = field(default_factory=dict)
-    """What the process was given and has not reported, by the number of its unit."""
+    """Invocations that it was given and has not reported, by the number of its unit."""
     inflight_bytes: int = 0
     expected_s: float = 0.0
     last_number: int = 0
     seen: int = 0
     moved_s: float = 0.0  # When it was last seen to begin or report a unit, or was given one while idle
-    overdue: int | None = None  # The unit that the process was killed for; -1 when it began none
+    overdue: int | None = None  # The unit that it was killed for; -1 when it began none
     over_memory: bool = False
-    failed_starts: int = 0
     trouble: str = ""  # Why it was killed while it loaded a reward
-    started_s: float = 0.0
     loaded_bytes: int = 0
 
     @property
@@ -85,13 +82,8 @@ class WorkerSlot:
         """It runs something that must have the worker for itself; it has nothing else then."""
         return len(self.inflight) == 1 and next(iter(self.inflight.values())).suspect
 
-    def running(self) -> tuple[int, int]:
-        """The unit that it began last, and when (`time.monotonic_ns`)."""
-        return (0, 0) if self.marker is None else self.marker.running()
-
     def order(self, order: WorkerOrder) -> None:
-        if self.process is not None:
-            self.process.send(msgspec.msgpack.encode(order))
+        self.process.send(msgspec.msgpack.encode(order))
 
     def add(self, number: int, invocation: Invocation) -> None:
         self.inflight[number] = invocation
@@ -106,10 +98,19 @@ class WorkerSlot:
             self.expected_s = self.expected_s - invocation.charged_s if self.inflight else 0.0
         return invocation
 
-    def kill(self) -> None:
-        self.doomed = True
-        if self.process is not None:
-            self.process.kill()
+    def kill(self, overdue: int | None = None) -> None:
+        """Kill it, for the unit `overdue` that it runs for too long, if any; for -1 it began none."""
+        self.doomed, self.overdue = True, self.overdue if overdue is None else overdue
+        self.process.kill()
+
+
+class PoolOwner(Protocol):
+    """The pool as its workers see it."""
+
+    def on_ready(self) -> None: ...
+    def on_finished(self, slot: WorkerSlot, units: list[FinishedUnit]) -> None: ...
+    def on_lost(self, slot: WorkerSlot, cause: str) -> None: ...
+    def on_hopeless(self, message: str) -> None: ...
 
 
 class Workers:
@@ -117,10 +118,10 @@ class Workers:
     one event loop."""
 
     def __init__(
-        self, count: int, rewards: Mapping[int, PooledReward], limits: WorkerLimits, owner: WorkerPool
+        self, count: int, rewards: Mapping[int, PooledReward], limits: WorkerLimits, owner: PoolOwner
     ) -> None:
         self.count = count
-        self.slots = [WorkerSlot() for _ in range(count)]
+        self.slots: list[WorkerSlot] = []
         self.changed = asyncio.Event()  # Set whenever a process became ready or ended
         self._rewards = rewards
         self._limits = limits
@@ -130,6 +131,7 @@ class Workers:
         self._closed = False
         self._restarts: set[asyncio.Task[None]] = set()
         self._looked_s = 0.0
+        self._rng = random.Random()
 
     @property
     def alive(self) -> int:
@@ -138,8 +140,8 @@ class Workers:
     async def start(self) -> None:
         """Start every worker, and wait until all are ready or one cannot be. Raises TimeoutError after
         the limit."""
-        for slot in self.slots:
-            self._start(slot)
+        for _ in range(self.count):
+            self.slots.append(self._start())
         async with asyncio.timeout(self._limits.start_s):
             while self.alive < self.count and not self._closed:
                 self.changed.clear()
@@ -162,14 +164,12 @@ class Workers:
     async def ended(self) -> None:
         """Wait until every process has ended."""
         for slot in list(self.slots):
-            if slot.process is not None:
-                await slot.process.ended.wait()
+            await slot.process.ended.wait()
 
     def look_after(self, now_s: float) -> None:
         """End what loads for too long, and renew what is due; to be called often."""
         for slot in self.slots:
-            late = now_s - slot.started_s > self._limits.start_s
-            if late and slot.process is not None and not slot.loaded:
+            if not slot.loaded and now_s - slot.started_s > self._limits.start_s:
                 slot.kill()
         if now_s - self._looked_s < self._limits.look_s or self._closed:
             return
@@ -179,31 +179,13 @@ class Workers:
 
     # --- a worker's life -----------------------------------------------------------------------------
 
-    def _start(self, slot: WorkerSlot) -> None:
-        slot.loaded = slot.doomed = slot.leaving = slot.over_memory = False
-        slot.overdue, slot.trouble = None, ""
-        slot.seen = 0
-        slot.loading = set()
-        slot.marker = Marker.create()
-        try:
-            slot.process = FramedProcess(
-                "reward_service.pool.worker",
-                ["--marker-fd", str(slot.marker.fd)],
-                most_bytes=MAX_REPORT_BYTES,
-                on_frame=lambda payload: self._on_frame(slot, payload),
-                on_exit=lambda cause: self._on_exit(slot, cause),
-                # One thread each for numerical libraries: the pool is the parallelism.
-                environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **os.environ},
-                pass_fds=(slot.marker.fd,),
-            )
-        except OSError:
-            slot.marker.close()
-            slot.marker = None
-            raise
-        slot.started_s = time.monotonic()
+    def _start(self, failed_starts: int = 0) -> WorkerSlot:
+        """Start a process. Raises OSError."""
+        slot = WorkerSlot(set(self._rewards), failed_starts)
+        slot.process = WorkerProcess(partial(self._on_frame, slot), partial(self._on_exit, slot))
         for reward in self._rewards.values():
-            slot.loading.add(reward.number)
             slot.order(reward.load_order())
+        return slot
 
     def _on_frame(self, slot: WorkerSlot, payload: bytes) -> None:
         match self._reports.decode(payload):
@@ -220,9 +202,12 @@ class Workers:
                 self._not_loaded(slot, self._rewards[number], message)
 
     def _on_loaded(self, slot: WorkerSlot) -> None:
-        slot.loaded_bytes = slot.process.memory_bytes() if slot.process is not None else 0
+        slot.loaded_bytes = slot.process.memory_bytes()
         if 0 < self._limits.memory_bytes < slot.loaded_bytes:
-            self._too_large(slot)
+            takes = f"once loaded it takes {slot.loaded_bytes >> 20} MiB, and reward.worker_memory_mb is"
+            message = f"{takes} {self._limits.memory_bytes >> 20}. Raise that, or load less."
+            for reward in list(self._rewards.values()):
+                self._not_loaded(slot, reward, f"the reward {reward.spec.name!r}: {message}")
             return
         slot.loaded = True
         slot.failed_starts = 0
@@ -231,14 +216,6 @@ class Workers:
             reward.loaded_once = True
         self.changed.set()
         self._owner.on_ready()
-
-    def _too_large(self, slot: WorkerSlot) -> None:
-        message = (
-            f"once loaded it takes {slot.loaded_bytes >> 20} MiB, and reward.worker_memory_mb is "
-            f"{self._limits.memory_bytes >> 20}. Raise that, or load less."
-        )
-        for reward in list(self._rewards.values()):
-            self._not_loaded(slot, reward, f"the reward {reward.spec.name!r}: {message}")
 
     def _not_loaded(self, slot: WorkerSlot, reward: PooledReward, message: str) -> None:
         if slot.doomed:
@@ -257,9 +234,6 @@ class Workers:
             cause = f"it grew beyond reward.worker_memory_mb = {self._limits.memory_bytes >> 20}"
         slot.doomed = True
         self._owner.on_lost(slot, cause)
-        assert slot.marker is not None
-        slot.marker.close()
-        slot.process = slot.marker = None
         self.changed.set()
         if not slot.loaded:
             self._failed_to_start(slot, f"a worker ended while loading its rewards: {slot.trouble or cause}")
@@ -276,9 +250,9 @@ class Workers:
     async def _restart(self, slot: WorkerSlot) -> None:
         while not self._closed:
             if slot.failed_starts:
-                await asyncio.sleep(FIRST_PAUSE_S * 2 ** (slot.failed_starts - 1))
+                await asyncio.sleep(pause_s(slot.failed_starts, self._rng, first_s=FIRST_PAUSE_S))
             try:
-                self._start(slot)
+                self.slots[self.slots.index(slot)] = self._start(slot.failed_starts)
                 return
             except OSError as error:
                 self._failed_to_start(slot, f"a worker process cannot be started: {error}")
@@ -293,11 +267,9 @@ class Workers:
     def _renew_used_up(self) -> None:
         """Begin to renew a worker that has grown too much."""
         limit_bytes = self._limits.memory_bytes
-        for slot in self.slots:
-            if not limit_bytes or not slot.ready or slot.process is None:
-                continue
+        for slot in self.slots if limit_bytes else ():
             soft_bytes = slot.loaded_bytes + SOFT_SHARE * max(0, limit_bytes - slot.loaded_bytes)
-            if slot.process.memory_bytes() > soft_bytes:
+            if slot.ready and slot.process.memory_bytes() > soft_bytes:
                 metrics.RENEWED.inc()
                 log.info("worker is renewed", pid=slot.process.pid)
                 slot.leaving = True

@@ -10,24 +10,11 @@ returns, no process that the program started is left, and when isolated no file.
 outcome.
 """
 
-from reward_service.sandbox.program import (
-    LINK_FD,
-    CompilerMissing,
-    Overloaded,
-    Program,
-    RunLimits,
-    RunOutcome,
-    SandboxError,
-)
-from reward_service.sandbox.sandbox import Sandbox
-
-__all__ = [
-    "LINK_FD",
-    "CompilerMissing",
-    "Overloaded",
-    "Program",
-    "RunLimits",
-    "RunOutcome",
-    "Sandbox",
-    "SandboxError",
-]
+from reward_service.sandbox.program import LINK_FD as LINK_FD
+from reward_service.sandbox.program import CompilerMissing as CompilerMissing
+from reward_service.sandbox.program import Overloaded as Overloaded
+from reward_service.sandbox.program import Program as Program
+from reward_service.sandbox.program import RunLimits as RunLimits
+from reward_service.sandbox.program import RunOutcome as RunOutcome
+from reward_service.sandbox.program import SandboxError as SandboxError
+from reward_service.sandbox.sandbox import Sandbox as Sandbox

@@ -1,4 +1,4 @@
-"""How this machine can confine a program: each way is tried with a small program, never guessed."""
+"""Ways to confine a program on this machine: each is tried with a small program, never guessed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from reward_service.sandbox.isolation import messages
 from reward_service.sandbox.isolation.launcher import FIRST_UIDS
 from reward_service.sandbox.languages import Language, language
 from reward_service.sandbox.program import CannotIsolate, CompilerMissing, Level, RunLimits, SandboxError
 
 START = "import sys; sys.path.append(sys.argv.pop()); from isolation.launcher import main; main()"
-"""What the launcher's interpreter runs. The last argument is the folder of the package `isolation`."""
+"""Text that the launcher's interpreter runs. The last argument is the folder of the package `isolation`."""
 FOLDER = str(Path(__file__).resolve().parent)
 ANSWER_GRACE_S = 40.0  # Time beyond the limit by the clock: making the jail, ending it, sending what it said
 
@@ -40,12 +42,11 @@ class LauncherClient:
 
     def ask(self, head: dict[str, Any], body: bytes, clock_s: float) -> tuple[dict[str, Any], bytes]:
         """Raises SandboxError when there is no answer."""
-        self.begin(head, body, clock_s)
-        try:
-            return self.answer()
-        except LauncherDied:
+        with contextlib.suppress(LauncherDied):
             self.begin(head, body, clock_s)
             return self.answer()
+        self.begin(head, body, clock_s)
+        return self.answer()
 
     def begin(self, head: dict[str, Any], body: bytes, clock_s: float, link: int | None = None) -> None:
         """Send a request, with the descriptor that is to be the program's link, if any. `answer` comes next.
@@ -61,16 +62,15 @@ class LauncherClient:
             raise LauncherDied(f"the launcher takes no request: {error}") from error
 
     def answer(self) -> tuple[dict[str, Any], bytes]:
-        """The answer to the request that was begun. Raises SandboxError."""
+        """Return the answer to the request that was begun. Raises SandboxError."""
         try:
-            answer = messages.receive(self.connection)
+            if (answer := messages.receive(self.connection)) is not None:
+                return answer
         except (OSError, ValueError) as error:
             self.close()
             raise SandboxError(f"the launcher does not answer: {error}") from error
-        if answer is None:
-            self.close()
-            raise LauncherDied("the launcher died. Look for its message on the standard error of the service")
-        return answer
+        self.close()
+        raise LauncherDied("the launcher died. Look for its message on the standard error of the service")
 
     def end(self) -> None:
         """Have the run that was begun ended at once; its answer comes all the same."""
@@ -128,14 +128,8 @@ class LauncherClient:
 
 
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-SYSTEM_FILES = (
-    "/etc/ld.so.cache",
-    "/etc/alternatives",
-    "/etc/passwd",
-    "/etc/nsswitch.conf",
-    "/etc/localtime",
-    "/etc/ssl/openssl.cnf",
-)
+_FILES = "ld.so.cache alternatives passwd nsswitch.conf localtime ssl/openssl.cnf"
+SYSTEM_FILES = [f"/etc/{name}" for name in _FILES.split()]
 NAMESPACES = ("user", "pid", "mount", "net", "ipc", "uts", "cgroup")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": ".", "TMPDIR": "."}
 PACKAGES = "/packages"
@@ -160,8 +154,8 @@ class Confinement(NamedTuple):
     proc: bool = True  # Whether a jail has a `/proc`, which some containers refuse
 
     def request(self, argv: tuple[str, ...], limits: RunLimits, spoken: Language = COMMAND) -> dict[str, Any]:
-        """What the launcher is asked, without files and input. Raises CompilerMissing where no interpreter
-        can be the first process."""
+        """Return the request to the launcher, without files and input. Raises CompilerMissing if no
+        interpreter can be the first process."""
         python = language("python", for_others=self.as_another)
         isolated = self.level == "isolated"
         folders = [f"{PACKAGES}/{n}" if isolated else one.path for n, one in enumerate(spoken.packages)]
@@ -180,7 +174,7 @@ class Confinement(NamedTuple):
                 for name in folder.names or ("",)
             ],
             "binds": list(dict.fromkeys((*SYSTEM_FOLDERS, *spoken.binds, *python.binds, *SYSTEM_FILES))),
-            "limits": {name: getattr(limits, name) for name in limits.__struct_fields__},
+            "limits": msgspec.structs.asdict(limits),
             "files": [],
             "collect": [],
             "stdin": [0],
@@ -191,7 +185,7 @@ class Confinement(NamedTuple):
 
     @property
     def as_another(self) -> bool:
-        """Whether everything a run needs must be open to a user that owns nothing."""
+        """Return whether everything a run needs must be open to a user that owns nothing."""
         return self.uid_base is not None
 
 
@@ -201,17 +195,12 @@ def find(launcher: LauncherClient) -> Confinement:
     offered, _ = launcher.ask({"probe": True}, b"", 5.0)
     missing = "bwrap is not installed" if shutil.which("bwrap") is None else offered["no_filter"]
     reasons: list[str] = []
-    guards = (
-        *NAMESPACES,
-        *(("uid",) if offered["root"] else ()),
-        "seccomp",
-        "memory group" if offered["group"] else "memory sum",
-        "bubblewrap",
-    )
+    uid = ("uid",) if offered["root"] else ()
+    memory = "memory group" if offered["group"] else "memory sum"
+    guards = (*NAMESPACES, *uid, "seccomp", memory, "bubblewrap")
     for uid_base, proc in product(FIRST_UIDS if offered["root"] else (None,), (True, False)):
         found = Confinement("isolated", guards, uid_base, proc)
-        why = missing or _try(launcher, found)
-        if not why:
+        if not (why := missing or _try(launcher, found)):
             return found
         reasons.append(why)
     told = "; ".join(dict.fromkeys(reasons))

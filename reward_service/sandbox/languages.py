@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -51,7 +52,7 @@ class PackageFolder(NamedTuple):
 
 @dataclass(frozen=True)
 class Language:
-    """How to get from a source to a run. Paths are relative to the folder of the run."""
+    """The way from a source to a run. Paths are relative to the folder of the run."""
 
     name: str
     source: str  # File that the source is written to
@@ -86,14 +87,13 @@ def language(name: str, *, for_others: bool = False, environment: str = "") -> L
     spoken = LANGUAGES[found]()
     for program in (spoken.run[0], *spoken.compile[:1]):
         if for_others and program.startswith("/") and not open_to_all(program):
-            raise CompilerMissing(
-                f"{name} needs {program}, which only its owner may read. Install it under /usr"
-            )
+            why = "which only its owner may read. Install it under /usr"
+            raise CompilerMissing(f"{name} needs {program}, {why}")
     return spoken
 
 
 def open_to_all(path: str) -> bool:
-    """Whether any user may reach and run it."""
+    """Return whether any user may reach and run it."""
     real = Path(path).resolve()
     return all(part.stat().st_mode & 0o001 for part in (real, *real.parents))
 
@@ -102,11 +102,8 @@ def installed() -> list[str]:
     """Names of the languages that can be run here."""
     names = []
     for name in LANGUAGES:
-        try:
-            language(name)
-        except CompilerMissing:
-            continue
-        names.append(name)
+        with contextlib.suppress(CompilerMissing):
+            names.append(language(name).name)
     return names
 
 
@@ -139,14 +136,12 @@ def _python(for_others: bool = False, environment: str = "") -> Language:
     choice += [] if environment else ["/usr/local/bin/python3", "/usr/bin/python3"]
     usable = [one for one in choice if os.path.exists(one) and (not for_others or open_to_all(one))]
     if not usable:
-        raise CompilerMissing(
-            f"python needs an interpreter that every user may run: none of {', '.join(choice)}"
-        )
+        why = "needs an interpreter that every user may run: none of"
+        raise CompilerMissing(f"python {why} {', '.join(choice)}")
     for folder in packages:
         if for_others and not open_to_all(folder.path):
-            raise CompilerMissing(
-                f"{folder.path} may only be read by its owner. Move {environment} to where everyone may"
-            )
+            fix = f"Move {environment} to where everyone may"
+            raise CompilerMissing(f"{folder.path} may only be read by its owner. {fix}")
     path = os.path.realpath(usable[0])
     if not environment and path.endswith(f"python{version}"):
         packages = _offered(for_others)
@@ -174,10 +169,8 @@ def _asked(environment: str) -> tuple[str, str, list[str]]:
         )
         version, base, folders = json.loads(said.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        raise CompilerMissing(
-            f"{environment} is no Python environment: {error}. Name the folder of a virtual environment, or "
-            "an interpreter"
-        ) from error
+        fix = "Name the folder of a virtual environment, or an interpreter"
+        raise CompilerMissing(f"{environment} is no Python environment: {error}. {fix}") from error
     return ".".join(map(str, version)), base, folders
 
 
@@ -197,54 +190,28 @@ def _native(name: str, source: str, compilers: tuple[str, ...], *flags: str) -> 
     return Language(name, source, ("./program",), command, ("program",), binds=_prefix(compiler))
 
 
-@functools.cache
-def _c() -> Language:
-    return _native("c", "main.c", ("gcc", "cc", "clang"), "-std=gnu11", "-lm")
-
-
-@functools.cache
-def _cpp() -> Language:
-    return _native("cpp", "main.cpp", ("g++", "c++", "clang++"), "-std=gnu++17")
-
-
 STACK_KB = 120 << 10
 """Stack of Node.js, which keeps a limit of its own."""
 
 
-@functools.cache
 def _javascript() -> Language:
     path = _found(("node", "nodejs"), "javascript")
-    return Language(
-        "javascript",
-        "main.js",
-        (path, "--max-old-space-size=384", f"--stack-size={STACK_KB}", "main.js"),
-        binds=_prefix(path),
-        address_space=False,
-        processes=24,
-    )
+    command = (path, "--max-old-space-size=384", f"--stack-size={STACK_KB}", "main.js")
+    return Language("javascript", "main.js", command, binds=_prefix(path), address_space=False, processes=24)
 
 
 LANGUAGES: dict[str, Callable[[], Language]] = {
     "python": _python,
-    "c": _c,
-    "cpp": _cpp,
+    "c": lambda: _native("c", "main.c", ("gcc", "cc", "clang"), "-std=gnu11", "-lm"),
+    "cpp": lambda: _native("cpp", "main.cpp", ("g++", "c++", "clang++"), "-std=gnu++17"),
     "javascript": _javascript,
 }
-ALIASES = {
-    "py": "python",
-    "pypy": "python",
-    "cpython": "python",
-    "c++": "cpp",
-    "cc": "cpp",
-    "cxx": "cpp",
-    "gnu++": "cpp",
-    "js": "javascript",
-    "mjs": "javascript",
-    "es": "javascript",
-    "ecmascript": "javascript",
-    "node": "javascript",
-    "nodejs": "javascript",
+_ALIASES = {
+    "python": "py pypy cpython",
+    "cpp": "c++ cc cxx gnu++",
+    "javascript": "js mjs es ecmascript node nodejs",
 }
+ALIASES = {alias: name for name, aliases in _ALIASES.items() for alias in aliases.split()}
 VERSION = re.compile(r"[-_.]?\d[\d.]*$")
 
 

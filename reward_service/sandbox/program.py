@@ -1,4 +1,4 @@
-"""What is run in a sandbox, within which limits, and how it ended."""
+"""Programs for a sandbox, their limits, and the outcomes of their runs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended. Nothing the program does makes it an exception of ours."""
+    """The end of a run. Nothing the program does makes it an exception of ours."""
 
     kind: EndKind
     """`ok`: exit status 0. `exit`: another one. `signal`: killed by one. `compile`: it did not compile. Else
@@ -76,9 +76,8 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     tests had ended. All but `clock` and `ended` are the program's own doing."""
     status: int = 0  # Exit status, or the signal's number for `signal`
     stdout: bytes = b""
-    stderr: bytes = (
-        b""  # What was printed, cut at the limit of output: the beginning of one, the end of the other
-    )
+    stderr: bytes = b""
+    """Output, cut at its limit: of `stdout` the beginning is kept, of `stderr` the end."""
     wall_ms: float = 0.0
     waited_ms: float = 0.0
     """Time in which the program could have run and the machine did something else, as far as the kernel says
@@ -92,7 +91,7 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     or no isolation), 0 for a run shorter than the first look."""
     level: Level = "none"
     guards: tuple[str, ...] = ()
-    """What it was confined by, and where: namespaces (`user`, `pid`, `mount`, `net`, `ipc`, `uts`, `cgroup`),
+    """Its confinement: namespaces (`user`, `pid`, `mount`, `net`, `ipc`, `uts`, `cgroup`),
     a user of its own (`uid`), `seccomp`, how memory is held (`memory group` or `memory sum`), `bubblewrap`,
     `remote`."""
     artifacts: dict[str, bytes] = {}  # Content of those files to bring back that were there
@@ -102,7 +101,7 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind == "ok"
 
     def describe(self) -> str:
-        """How it ended, and the end of what it said about that, in one line."""
+        """Return how it ended, with the last line of its errors."""
         how = self.kind if self.kind not in ("exit", "signal") else f"{self.kind} {self.status}"
         said = self.stderr.decode("utf-8", "replace").strip().splitlines()
         return f"{how}: {said[-1][-300:]}" if said else how

@@ -29,7 +29,7 @@ Build = dict[str, bytes] | RunOutcome
 
 
 class LaunchRequest(NamedTuple):
-    """What a launcher is asked: head, input and files of one run."""
+    """A request to the launcher: head, input and files of one run."""
 
     request: dict[str, Any]
     body: bytes
@@ -150,10 +150,7 @@ class Sandbox:
     ) -> tuple[Build, float]:
         """Compile the sources, once for the same ones: the cases of one program follow one another. Also the
         milliseconds that it took now."""
-        digest = hashlib.sha256(spoken.name.encode())
-        for name, data in sorted(files.items()):
-            digest.update(msgspec.msgpack.encode((name, data)))
-        key = digest.hexdigest()
+        key = hashlib.sha256(msgspec.msgpack.encode((spoken.name, sorted(files.items())))).hexdigest()
         if key in self._builds:
             self._builds.move_to_end(key)
             return self._builds[key], 0.0
@@ -165,11 +162,8 @@ class Sandbox:
         build: Build = outcome.artifacts
         if not outcome.ok or len(outcome.artifacts) < len(spoken.artifacts):
             build = msgspec.structs.replace(outcome, kind="compile", artifacts={})
-        if outcome.kind not in ("ok", "exit"):
-            return (
-                build,
-                outcome.spent_ms,
-            )  # a limit or a signal ended the compiler; another time it may succeed
+        if outcome.kind not in ("ok", "exit"):  # ended by a limit or a signal, it may succeed another time
+            return build, outcome.spent_ms
         self._builds[key] = build
         builds = self._builds
         while len(builds) > CACHED_BUILDS or sum(map(_size_bytes, builds.values())) > CACHED_BYTES:
@@ -204,17 +198,9 @@ class Sandbox:
         outcomes = []
         for run in head["runs"]:
             kind, status = ending(run["kind"], run["status"])
-            outcomes.append(
-                RunOutcome(
-                    kind=kind,
-                    status=status,
-                    stdout=read(run["stdout"]),
-                    stderr=read(run["stderr"]),
-                    **{name: run[name] for name in ("wall_ms", "waited_ms", "spent_ms", "cpu_ms", "peak_mb")},
-                    level=self.level,
-                    guards=self.guards,
-                )
-            )
+            printed = {name: read(run[name]) for name in ("stdout", "stderr")}
+            told: dict[str, Any] = {**run, **printed, "kind": kind, "status": status}
+            outcomes.append(RunOutcome(**told, level=self.level, guards=self.guards))
         artifacts = {name: read(size) for name, size in head["artifacts"]}
         return [*outcomes[:-1], msgspec.structs.replace(outcomes[-1], artifacts=artifacts)]
 

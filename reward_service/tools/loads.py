@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import msgspec
 
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.launch.preflight import RewardTrial
-from reward_service.pool.protocol import LoadReward
+from reward_service.pool.queue import PooledReward
 from reward_service.pool.worker import load
 from reward_service.sdk import RewardLoadError
 
 
 def problem_of(spec: RewardSpec) -> str:
-    """Why the reward cannot be loaded; empty where it can."""
-    path, _, _ = spec.name.rpartition(":")
+    """Return why the reward cannot be loaded; empty if it can."""
     try:
-        source = Path(path).read_bytes() if path.endswith(".py") else None
-        load(LoadReward(0, spec.name, dict(spec.args), spec.scope, source))
+        load(PooledReward(0, spec).load_order())
     except RewardLoadError as error:
         return "" if error.may_pass else str(error)
     except BaseException as error:  # a file may raise anything, SystemExit too

@@ -20,12 +20,12 @@ from areal_async.base.mistakes import ConfigError, Mistake, as_typed
 from areal_async.base.yaml_file import parse_yaml
 from areal_async.cli.tools import ServeRequest, print_json, run_tool
 from areal_async.config.registry import REWARDS
-from reward_service import metrics
 from reward_service.backends.remote import read_token
 from reward_service.backends.remote.host.http import http_server, http_socket, tls_of
 from reward_service.backends.remote.host.service import ScoringService, ServedReward, read_offers, version_of
 from reward_service.backends.remote.schema import Extra, RequestLimits
 from reward_service.pool.pool import WorkerPool
+from reward_service.router import watch
 
 DRAIN_LIMIT_S = 5.0
 WAITING_PER_WORKER = 256
@@ -56,9 +56,8 @@ async def serve(request: ServeRequest) -> None:
         raise ArealError(f"--{str(error).replace('_', '-')}") from error
     waiting = min(MOST_WAITING, max(LEAST_WAITING, WAITING_PER_WORKER * request.workers))
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with contextlib.AsyncExitStack() as stack:
         listening = http_socket(request.listen, token)
         stack.callback(listening.close)
@@ -66,7 +65,7 @@ async def serve(request: ServeRequest) -> None:
         pool = await stack.enter_async_context(WorkerPool(specs, workers=request.workers))
         limits = RequestLimits(max_inputs=request.batch, max_in_flight=max(8, 2 * request.workers))
         service = ScoringService(pool, offers, limits=limits, max_waiting=waiting)
-        metrics.watch(pool)
+        watch(pool)
         server = http_server(service, token, listening, tls)
         server.start()
         stack.push_async_callback(server.close)
@@ -82,7 +81,7 @@ async def serve(request: ServeRequest) -> None:
 
 
 def arguments_in(text: str | None) -> dict[str, Any]:
-    """What `--args` gives a reward. Raises `ConfigError` for a text that is no mapping."""
+    """Return the arguments in the text of `--args`. Raises `ConfigError` for a text that is no mapping."""
     try:
         found = parse_yaml(text) if text else {}
     except yaml.YAMLError:
@@ -93,21 +92,27 @@ def arguments_in(text: str | None) -> dict[str, Any]:
     return found
 
 
+ANNOUNCED = """\
+{served}
+serves {url}
+In the job file:
+  reward:
+    name: remote
+    args:
+      urls: [{url}]
+      reward: {name}{token}
+Ctrl-C ends it."""
+TOKEN = "\n      token_env: REWARD_TOKEN   # or token_file: an absolute path"
+
+
 def announce(offers: Sequence[ServedReward], url: str, workers: int, *, guarded: bool) -> None:
-    """Say what is served where, and what a job file says to use it."""
-    console = Console(soft_wrap=True, highlight=False)
-    for offer in offers:
-        console.print(
-            f"reward [bold]{offer.name}[/] ({offer.spec.name}), version {version_of(offer.spec.name)}, "
-            f"{workers} worker{'s' if workers > 1 else ''}"
-        )
-    console.print(f"serves {url}")
-    console.print("In the job file:", style="dim")
-    console.print("  reward:\n    name: remote\n    args:", markup=False)
-    console.print(f"      urls: [{url}]\n      reward: {offers[0].name}", markup=False)
-    if guarded:
-        console.print("      token_env: REWARD_TOKEN   # or token_file: an absolute path", markup=False)
-    console.print("Ctrl-C ends it.", style="dim")
+    """Print what is served, and the lines of a job file that use it."""
+    each = f"{workers} worker{'s' if workers > 1 else ''}"
+    versions = [(one.name, one.spec.name, version_of(one.spec.name)) for one in offers]
+    served = (f"reward {name} ({target}), version {version}, {each}" for name, target, version in versions)
+    token = TOKEN if guarded else ""
+    text = ANNOUNCED.format(served="\n".join(served), url=url, name=offers[0].name, token=token)
+    Console(soft_wrap=True, highlight=False).print(text, markup=False)
 
 
 def token_in(path: Path) -> str:

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import re
+import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ from areal_async.config.load import apply_overrides, load_job
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import ImportedModules
 from areal_async.config.rewardcheck import reward_file_mistakes, scope_in_file, section_mistakes
-from areal_async.data.tasks import TaskTable, drawn, read_tasks
+from areal_async.data.tasks import drawn, read_tasks
 from areal_async.models.prompts import message_texts
 from areal_async.show.progress import progress
 from areal_async.trajectory.verdicts import Failure, Score, Verdict, kind_of, message_of
@@ -46,7 +47,6 @@ KINDS = ("score", "timeout", "error", "abstain")
 STYLES = {"timeout": "bold red", "error": "bold red", "abstain": "yellow"}
 MOST_SHOWN = 8
 MOST_COMPONENTS = 4  # Columns beside an answer; the table of components has all of them
-SLOWEST = 5
 
 
 class SamplesError(ArealError):
@@ -71,8 +71,10 @@ class JudgedAnswer(msgspec.Struct, frozen=True):
 def main(request: TrialRequest) -> int:
     section, data = target(request)
     samples, source = read_samples(data, request.column, request.limit)
-    missing = missing_modules(section, samples)
-    for problem in missing:
+    modules = ImportedModules(section)
+    for given in {sample.row: sample.given for sample in samples}.values():
+        modules.note(given, given.ground_truth)
+    for problem in (missing := modules.missing()):
         print(f"warning: {problem}", file=sys.stderr)
     with shown_prints():
         judged = asyncio.run(judge(section, samples))
@@ -83,8 +85,10 @@ def main(request: TrialRequest) -> int:
         return 1 if wrong else 0
     console = Console(highlight=False)
     workers = f"{section.workers} worker{'s' if section.workers > 1 else ''}"
-    console.print(Text(f"{Path(section.name).name}, {len(judged)} answers from {source}, {workers}\n"))
-    for make in (by_source, components, shown, problems, details, slowest):
+    told = f"{Path(section.name).name}, {len(judged)} answers from {source}, {workers}"
+    median_ms = statistics.median([one.elapsed_ms for one in judged] or [0.0])
+    console.print(Text(f"{told}, median time of a call {median_ms:.3g} ms\n"))
+    for make in (by_source, components, shown, remarks):
         table = make(judged)
         if table.row_count:
             console.print(table)
@@ -94,18 +98,15 @@ def main(request: TrialRequest) -> int:
 
 
 def answer_of(one: JudgedAnswer) -> dict[str, Any]:
-    """What `--json` prints of an answer."""
+    """Return the part of `--json` about an answer."""
     score = one.verdict.value if isinstance(one.verdict, Score) else None
     told = {"row": one.sample.row, "verdict": kind_of(one.verdict), "score": score}
-    return told | {
-        "components": components_of(one),
-        "message": message_of(one.verdict),
-        "elapsed_ms": one.elapsed_ms,
-    }
+    more = {"components": components_of(one), "message": message_of(one.verdict)}
+    return told | more | {"elapsed_ms": one.elapsed_ms}
 
 
 def target(request: TrialRequest) -> tuple[RewardSection, Path]:
-    """What is tried, and on which task file. Raises `ConfigError`."""
+    """Return the reward that is tried, and the task file. Raises `ConfigError`."""
     content: dict[str, Any] = {"name": request.reward}
     data = request.data or ""
     if request.reward.endswith((".yaml", ".yml")):
@@ -145,49 +146,26 @@ def read_samples(tasks: Path, column: str, limit: int) -> tuple[list[AnswerSampl
     column, or the ground truth without a column `response`. Raises `SamplesError`, `TaskFileError`."""
     table = read_tasks(tasks, extra=[column])
     rows = drawn(range(len(table)), limit)
-    of = f", {limit} of {len(table)} rows drawn at random (--limit)" if len(table) > limit else ""
     answers = {row: table.extra(row, column) for row in rows}
+    source = f"column {column}"
     if all(answer is None for answer in answers.values()):
         if column != "response":
             raise SamplesError(
                 f"{tasks} has no column {column!r} with answers: name another with --column, or leave it out."
             )
-        truths = [(row, table.task(row).ground_truth) for row in rows]
-        samples = [_sample(table, row, _as_text(truth)) for row, truth in truths]
-        return samples, f"the ground truth (there is no column response){of}"
+        answers = {row: _as_text(table.task(row).ground_truth) for row in rows}
+        source = "the ground truth (there is no column response)"
     samples = []
     for row, answer in answers.items():
         texts = answer if isinstance(answer, list) else [answer] if answer is not None else []
         if not all(isinstance(text, str) for text in texts):
-            raise SamplesError(
-                f"{tasks}, row {row}: column {column!r} must be a text or a list of texts; found "
-                f"{answer!r:.80}."
-            )
-        samples += [_sample(table, row, text) for text in texts]
-    return samples, f"column {column}{of}"
-
-
-def missing_modules(section: RewardSection, samples: Sequence[AnswerSample]) -> list[str]:
-    """Return a sentence for each module that tests import and do not have."""
-    modules = ImportedModules(section)
-    for given in {sample.row: sample.given for sample in samples}.values():
-        modules.note(given, given.ground_truth)
-    return modules.missing()
-
-
-def _sample(table: TaskTable, row: int, response: str) -> AnswerSample:
-    task = table.task(row)
-    given = RewardInput(
-        prompt=message_texts(task.prompt),
-        is_chat=not isinstance(task.prompt, str),
-        response=response,
-        ground_truth=task.ground_truth,
-        data_source=task.data_source,
-        ability=task.ability,
-        reward_style=task.reward_style,
-        extra_info=task.extra_info,
-    )
-    return AnswerSample(row, given)
+            told = f"column {column!r} must be a text or a list of texts; found {answer!r:.80}."
+            raise SamplesError(f"{tasks}, row {row}: {told}")
+        task = table.task(row)
+        prompt = message_texts(task.prompt)
+        samples += [AnswerSample(row, RewardInput.to(task, prompt=prompt, response=text)) for text in texts]
+    drawn_by = f", {limit} of {len(table)} rows drawn at random (--limit)" if len(table) > limit else ""
+    return samples, source + drawn_by
 
 
 def _as_text(value: Any) -> str:
@@ -228,7 +206,7 @@ def _show(pid: int, text: str) -> None:
 
 
 def why_it_fails(judged: Sequence[JudgedAnswer]) -> list[str]:
-    """What makes the command fail: a call that went wrong, or nothing that was scored."""
+    """Return the reasons for which the command fails: calls that went wrong, or no score at all."""
     kinds: Counter[str] = Counter(kind_of(one.verdict) for one in judged)
     counted = ((kind, kinds[kind]) for kind in ("error", "timeout"))
     wrong = [f"{n} {kind}{'s' if n > 1 else ''}" for kind, n in counted if n]
@@ -236,7 +214,7 @@ def why_it_fails(judged: Sequence[JudgedAnswer]) -> list[str]:
 
 
 def by_source(judged: Sequence[JudgedAnswer]) -> Table:
-    """Verdicts and scores of each data source, and of all where there are several."""
+    """Show verdicts and scores of each data source, and of all if there are several."""
     verdicts: dict[str, list[Verdict]] = defaultdict(list)
     for one in judged:
         verdicts[one.sample.given.data_source].append(one.verdict)
@@ -248,9 +226,14 @@ def by_source(judged: Sequence[JudgedAnswer]) -> Table:
         kinds: Counter[str] = Counter(kind_of(verdict) for verdict in of_source)
         counts = [Text(str(kinds[kind]), STYLES.get(kind, "") if kinds[kind] else "dim") for kind in KINDS]
         scores = [verdict.value for verdict in of_source if isinstance(verdict, Score)]
-        figures = (math.fsum(scores) / len(scores), min(scores), max(scores)) if scores else ()
-        table.add_row(short(name) or "–", str(len(of_source)), *counts, *(f"{one:.4g}" for one in figures))
+        table.add_row(short(name) or "–", str(len(of_source)), *counts, *_figures(scores))
     return table
+
+
+def _figures(values: Sequence[float]) -> list[str]:
+    """Return the mean, the lowest and the highest value as texts; nothing if there is none."""
+    found = (math.fsum(values) / len(values), min(values), max(values)) if values else ()
+    return [f"{one:.4g}" for one in found]
 
 
 def components_of(one: JudgedAnswer) -> dict[str, float]:
@@ -259,19 +242,18 @@ def components_of(one: JudgedAnswer) -> dict[str, float]:
 
 
 def components(judged: Sequence[JudgedAnswer]) -> Table:
-    """Each component of the reward, over the scores that have it."""
+    """Show each component of the reward, over the scores that have it."""
     values: dict[str, list[float]] = defaultdict(list)
     for name, value in (pair for one in judged for pair in components_of(one).items()):
         values[name].append(value)
     table = _table("component", "scores", "mean", "low", "high")
     for name, found in values.items():
-        figures = (math.fsum(found) / len(found), min(found), max(found))
-        table.add_row(short(name), str(len(found)), *(f"{one:.4g}" for one in figures))
+        table.add_row(short(name), str(len(found)), *_figures(found))
     return table
 
 
 def shown(judged: Sequence[JudgedAnswer]) -> Table:
-    """The verdicts on the first answers, with the components of each score."""
+    """Show the verdicts on the first answers, with the components of each score."""
     first = judged[:MOST_SHOWN]
     names = list(dict.fromkeys(name for one in first for name in components_of(one)))[:MOST_COMPONENTS]
     table = _table("row", "verdict", *map(short, names), "answer")
@@ -284,42 +266,26 @@ def shown(judged: Sequence[JudgedAnswer]) -> Table:
     return table
 
 
-def problems(judged: Sequence[JudgedAnswer]) -> Table:
-    """Verdicts that are no score, and answers at fault, by kind, with what the first of each says."""
-    found: dict[str, list[JudgedAnswer]] = defaultdict(list)
+def remarks(judged: Sequence[JudgedAnswer]) -> Table:
+    """Show verdicts that are no score, answers at fault and details of scores, by kind, with the first of
+    each."""
+    found: dict[tuple[str, str], list[JudgedAnswer]] = defaultdict(list)
     for one in judged:
-        if isinstance(one.verdict, Failure):
-            found[f"error: {one.verdict.kind}"].append(one)
-        elif not isinstance(one.verdict, Score):
-            found[kind_of(one.verdict)].append(one)
-        elif one.verdict.at_fault:
-            found[f"fault: {one.verdict.at_fault.partition(':')[0]}"].append(one)
-    table = _table("no score", "calls", "first row", "which says")
-    for kind, of_kind in sorted(found.items()):
-        row = str(of_kind[0].sample.row)
-        table.add_row(kind, str(len(of_kind)), row, short(message_of(of_kind[0].verdict), 300))
+        match one.verdict:
+            case Failure(kind):
+                label = f"error: {kind}"
+            case Score(at_fault=fault) if fault:
+                label = f"fault: {fault.partition(':')[0]}"
+            case verdict:
+                label = kind_of(verdict)
+        message = message_of(one.verdict)
+        if message or label != "score":
+            found[label, message if label == "score" else ""].append(one)
+    table = _table("verdict", "calls", "first row", "message")
+    for (label, _), (first, *others) in sorted(found.items()):
+        count, row = str(1 + len(others)), str(first.sample.row)
+        table.add_row(short(label), count, row, short(message_of(first.verdict), 300))
     table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
-    return table
-
-
-def details(judged: Sequence[JudgedAnswer]) -> Table:
-    """Details of scores, with the number of answers that have each."""
-    found = Counter(message_of(one.verdict) for one in judged if isinstance(one.verdict, Score))
-    table = _table("scores", "detail")
-    for detail, number in found.most_common(MOST_SHOWN):
-        if detail:
-            table.add_row(str(number), short(detail, 300))
-    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
-    return table
-
-
-def slowest(judged: Sequence[JudgedAnswer]) -> Table:
-    """How long calls took: the median, and the slowest ones."""
-    times = sorted(one.elapsed_ms for one in judged)
-    table = _table("time of a call", "row", "answer")
-    table.add_row(f"{times[len(times) // 2]:.3g} ms", "", "(the median)")
-    for one in sorted(judged, key=lambda one: -one.elapsed_ms)[:SLOWEST]:
-        table.add_row(f"{one.elapsed_ms:.3g} ms", str(one.sample.row), short(one.sample.given.response))
     return table
 
 

@@ -5,7 +5,7 @@ describe each.
     composed                 of other rewards
     code_rewards             of programs
 
-`answers` says where in a response an answer stands, `equality`, `formulas` and `writing` what maths is the
+`answers` says where in a response an answer stands, `equality`, `formulas` and `latex` what maths is the
 same. Importing a module loads no library that only judging needs (sympy), since a job file
 is checked by it.
 
@@ -59,8 +59,7 @@ def verifier(
 
         def checked(given: Any, **values: Any) -> Any:
             # Checking them takes ten times as long as comparing two texts, and calls repeat them.
-            key = repr(values)
-            if key not in parsed_of:
+            if (key := repr(values)) not in parsed_of:
                 if len(parsed_of) >= MOST_PARSED:
                     parsed_of.clear()
                 parsed_of[key] = arguments.model_validate(values)
@@ -126,9 +125,8 @@ class BudgetSpent(BaseException):
 
 
 def within(cpu_s: float, work: Callable[[], T]) -> T:
-    """What `work` returns. Raises `TooCostly` once this thread has spent `cpu_s` of CPU time on it."""
-    finished, lock = threading.Event(), threading.Lock()
-    thread = threading.get_ident()
+    """Return the result of `work`. Raises `TooCostly` once this thread has spent `cpu_s` of CPU time."""
+    finished, lock, thread = threading.Event(), threading.Lock(), threading.get_ident()
     clock = time.pthread_getcpuclockid(thread)
     end_s = time.clock_gettime(clock) + cpu_s
 

@@ -1,5 +1,4 @@
-"""Where in a response the answer stands, which ground truths a task accepts, and what makes an answer
-another.
+"""Places of the answer in a response, ground truths that a task accepts, and words that change an answer.
 
 Shared by the verifiers; pure, and linear in the response's length.
 
@@ -13,7 +12,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 from areal_async.models.answers import spoken
@@ -38,18 +37,11 @@ NAMED = re.compile(r"(?<![a-zA-Z\\])([a-zA-Z](?:_\d)?\s*=)\s*\Z")
 
 
 def answer_of(response: str, where: Where = "any") -> str | None:
-    """The answer, without white space at either end; None when there is none at that place."""
+    """Return the answer, without white space at either end; None if there is none at that place."""
     text = spoken(response)
-    if where == "whole":
-        return text.strip()
-    if where == "marked":
-        return _first(_tag(text), boxed(text), _hash(text), _said(text))
-    if where == "any":
-        return _first(_tag(text), boxed(text), _hash(text), _said(text), _last_line(text))
-    finders = {"boxed": boxed, "tag": _tag, "hash": _hash, "said": _said, "last_line": _last_line}
-    if where not in finders:
+    if where not in PLACES:
         raise ValueError(f"there is no place {where!r} for an answer: use one of {', '.join(WHERES)}")
-    return finders[where](text)
+    return next((answer for find in PLACES[where] if (answer := find(text)) is not None), None)
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -58,7 +50,7 @@ def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def boxes(text: str) -> list[str]:
-    """What each box holds, in order. A box that is never closed holds nothing and is left out."""
+    """Return the content of each box, in order. A box that is never closed holds nothing and is left out."""
     return [held for _, held, _ in _placed_boxes(text)]
 
 
@@ -99,10 +91,6 @@ def closing(text: str, start: int) -> int | None:
                     return index
         index += 1
     return None
-
-
-def _first(*found: str | None) -> str | None:
-    return next((answer for answer in found if answer is not None), None)
 
 
 def boxed(text: str) -> str | None:
@@ -150,6 +138,18 @@ def _last_line(text: str) -> str | None:
     return lines[2].strip() or None
 
 
+MARKED: tuple[Callable[[str], str | None], ...] = (_tag, boxed, _hash, _said)
+PLACES: dict[Where, tuple[Callable[[str], str | None], ...]] = {
+    "whole": (str.strip,),
+    "boxed": (boxed,),
+    "tag": (_tag,),
+    "hash": (_hash,),
+    "said": (_said,),
+    "last_line": (_last_line,),
+    "marked": MARKED,
+    "any": (*MARKED, _last_line),
+}
+"""Functions that find the answer at each place; the first that finds one counts."""
 UNSEEN = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff"
 FOLDED = str.maketrans({"、": ",", "。": ".", "−": "-", "﹣": "-"} | dict.fromkeys(UNSEEN, ""))
 STYLES = ("<wide>", "<narrow>", "<font>")
@@ -196,5 +196,5 @@ HEDGES = frozenset(f"{SECOND} {DENIED} {NUMBERS}".split())
 
 
 def hedged(words: str) -> bool:
-    """Whether words that stand beside a number are more than its unit, as `or six` or `dozen` are."""
+    """Return whether words that stand beside a number are more than its unit, as `or six` or `dozen` are."""
     return any(word.replace("’", "'") in HEDGES for word in WORD.findall(words.lower()))

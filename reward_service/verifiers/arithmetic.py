@@ -43,9 +43,8 @@ def arithmetic(given: RewardInput, _: NoArguments) -> float:
     wanted = parse_number(str(given.ground_truth).strip())
     if wanted is None:
         raise ValueError(f"the ground truth {given.ground_truth!r:.80} is not a number; use exact_match")
-    if given.spoken.lstrip().startswith(("=", "＝")) and ENDS_IN_EQUALS.search(
-        given.prompt[-LAST_CHARACTERS:]
-    ):
+    leaves_open = ENDS_IN_EQUALS.search(given.prompt[-LAST_CHARACTERS:])
+    if leaves_open and given.spoken.lstrip().startswith(("=", "＝")):
         return 0.0  # the equation would have two signs
     answer = final_number(given.spoken)
     return float(answer is not None and same_number(answer, wanted))
@@ -58,13 +57,8 @@ def final_number(response: str) -> str | None:
     if match is None:
         return None
     before, number = tail[: match.start(1)], match.group(1)
-    if (
-        BEFORE_OPERAND.search(before)
-        or BEFORE_OTHERS.search(before)
-        or (number[0] in "-+" and BEFORE_SIGNED_OPERAND.search(before))
-    ):
-        return None
-    return number
+    behind = [BEFORE_OPERAND, BEFORE_OTHERS, *([BEFORE_SIGNED_OPERAND] if number[0] in "-+" else [])]
+    return None if any(pattern.search(before) for pattern in behind) else number
 
 
 def parse_number(text: str) -> tuple[Fraction, bool] | None:
@@ -85,13 +79,9 @@ def same_number(answer: str, wanted: tuple[Fraction, bool]) -> bool:
     if given is None:
         return False
     (left, left_decimal), (right, right_decimal) = given, wanted
-    if left == right:
-        return True
-    return (
-        right.denominator > 1
-        and (left_decimal or right_decimal)
-        and abs(left - right) <= TOLERANCE * max(abs(left), abs(right))
-    )
+    rounded = right.denominator > 1 and (left_decimal or right_decimal)
+    slack = TOLERANCE * max(abs(left), abs(right)) if rounded else 0
+    return abs(left - right) <= slack
 
 
 DECORATION = re.compile(
@@ -136,9 +126,9 @@ def number_of(response: str, *, flexible: bool) -> str | None:
 
 
 def _names_a_unit(behind: str) -> bool:
-    """Whether what follows a number leaves it as it is: words, and signs that are no operators. One letter
-    directly behind it, but for those of common units, makes another number of it (`5k`, `5x`), and so does a
-    sign that is a number itself (`½`, `²`, `万`)."""
+    """Return whether what follows a number leaves it as it is: words, and signs that are no operators. One
+    letter directly behind it, but for those of common units, makes another number of it (`5k`, `5x`), and so
+    does a sign that is a number itself (`½`, `²`, `万`)."""
     if not all(PLAIN.match(sign) and unicodedata.category(sign) not in ("No", "Nl") for sign in behind):
         return False
     counts = unicodedata.numeric(behind.lstrip()[:1] or " ", None) is not None

@@ -65,22 +65,16 @@ class Cases(msgspec.Struct, frozen=True):
 
 def read_cases(truth: Any) -> Cases:
     """Raises ValueError for what is none of the forms: the task is wrong, not the model."""
+    truth = _result(truth)
     if isinstance(truth, str):
-        try:
-            truth = json.loads(truth)
-        except ValueError:
-            return code_cases([truth])
-        if isinstance(truth, str):
-            return code_cases([truth])
+        return code_cases([truth])
     if isinstance(truth, list):
         return _of_list(truth)
     if not isinstance(truth, dict):
         raise ValueError(f"a ground truth of type {type(truth).__name__} holds no cases (docs/sandbox.md)")
     if "inputs" in truth and "outputs" in truth:
         return _of_columns(truth)
-    if "test_list" in truth:
-        return _of_checks(truth, truth["test_list"])
-    for key in ("test", "tests", "functional"):
+    for key in ("test_list", "test", "tests", "functional"):
         if key in truth:
             return _of_checks(truth, truth[key])
     raise ValueError(f"a ground truth with {sorted(map(str, truth))[:8]} holds no cases (docs/sandbox.md)")
@@ -93,9 +87,8 @@ def _of_list(truth: list[Any]) -> Cases:
         columns = {"inputs": [one["input"] for one in truth], "outputs": [one["output"] for one in truth]}
         names = {one.get("fn_name") for one in truth} - {None, ""}
         return _of_columns({**columns, "fn_name": names.pop() if len(names) == 1 else None})
-    raise ValueError(
-        "a list of cases holds assertions, or objects with `input` and `output` (docs/sandbox.md)"
-    )
+    forms = "assertions, or objects with `input` and `output` (docs/sandbox.md)"
+    raise ValueError(f"a list of cases holds {forms}")
 
 
 def _of_columns(truth: dict[str, Any]) -> Cases:
@@ -104,14 +97,12 @@ def _of_columns(truth: dict[str, Any]) -> Cases:
         raise ValueError("`inputs` and `outputs` must be lists of the same length")
     if not inputs:
         raise ValueError("`inputs` is empty: there is nothing to test with")
-    pairs = zip(inputs, outputs, strict=True)
-    if name:
-        expected = [_typed(_result(one)) for one in outputs]
-        wrapped = all(isinstance(one, list) and len(one) == 1 for one in expected)
-        arguments = [_typed(_arguments(one)) for one in inputs]
-        calls = zip(arguments, expected, strict=True)
-        return Cases(calls=[CallCase(_entry_point(name), one, two, wrapped) for one, two in calls])
-    return Cases(stdio=[StdioCase(_text(one), _text(two)) for one, two in pairs])
+    if not name:
+        return Cases(stdio=list(map(StdioCase, map(_text, inputs), map(_text, outputs))))
+    expected = [_typed(_result(one)) for one in outputs]
+    wrapped = all(isinstance(one, list) and len(one) == 1 for one in expected)
+    calls = zip((_typed(_arguments(one)) for one in inputs), expected, strict=True)
+    return Cases(calls=[CallCase(_entry_point(name), one, two, wrapped) for one, two in calls])
 
 
 def _of_checks(truth: dict[str, Any], tests: Any) -> Cases:
@@ -148,21 +139,16 @@ def _code_cases(texts: list[str], setup: str, entry_point: str) -> Cases:
             codes.append(f"{text}\ncheck({CANDIDATE})")
             continue
         own: list[str] = []
-        others: list[str] = []
         for node in body:
             if isinstance(node, ast.Assert):
                 own.append(ast.unparse(node))
-                continue
-            others.append(ast.unparse(node))
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and not node.args.args:
+            elif isinstance(node, ast.FunctionDef) and node.name.startswith("test") and not node.args.args:
                 own.append(f"{node.name}()")
-        if own:
+        if own or all(isinstance(node, DEFINITIONS) for node in body):
             codes += own
-            before += others
-        elif not all(isinstance(node, DEFINITIONS) for node in body):
-            codes.append(text)
+            before += [ast.unparse(node) for node in body if not isinstance(node, ast.Assert)]
         else:
-            before += others
+            codes.append(text)
     if not codes:
         raise ValueError("the tests hold nothing to run: no assertion, function test…() or check(candidate)")
     return _with_names(codes, before, entry_point)
@@ -180,23 +166,17 @@ def _with_names(codes: list[str], setup: list[str], entry_point: str) -> Cases:
     taken = [declared] if entry_point else names.free
     unknown = [name for name in names.free if name not in taken]
     if unknown and not names.star:
-        raise ValueError(
-            f"the tests use {unknown[0]!r}, which they do not define and which is not the entry point "
-            f"{entry_point!r}: define it in the tests or in `test_setup_code`"
-        )
+        why = f"which they do not define and which is not the entry point {entry_point!r}"
+        raise ValueError(f"the tests use {unknown[0]!r}, {why}: define it there or in `test_setup_code`")
     entries = {name: name for name in taken if name in names.free}
     if checked:
         entries[CANDIDATE] = entry_point
     if not entries:
-        raise ValueError(
-            "the tests use nothing of the program: every name in them is their own, Python's or a "
-            "library's. Give the function's name as `entry_point`"
-        )
+        why = "every name in them is their own, Python's or a library's"
+        raise ValueError(f"the tests use nothing of the program: {why}. Give its function as `entry_point`")
     if needs_live_objects(texts, entries):
-        raise ValueError(
-            "the tests use objects of the program (attributes, calls or items of what it returns), which "
-            "could answer for themselves: write tests that compare plain data"
-        )
+        why = "(attributes, calls or items of what it returns), which could answer for themselves"
+        raise ValueError(f"the tests use objects of the program {why}: write tests that compare plain data")
     return Cases(codes=codes, setup=[*names.imports, *setup], entries=entries)
 
 
@@ -218,21 +198,20 @@ def _text(value: Any) -> str:
 
 def _arguments(value: Any) -> list[Any]:
     """A list holds the arguments; a text holds one of them a line, as JSON."""
-    if isinstance(value, str):
-        try:
-            return [json.loads(line) for line in value.splitlines() if line.strip()]
-        except ValueError as error:
-            raise ValueError(f"the arguments {value!r:.60} are not JSON, line by line") from error
-    return list(value) if isinstance(value, list) else [value]
+    if not isinstance(value, str):
+        return list(value) if isinstance(value, list) else [value]
+    try:
+        return [json.loads(line) for line in value.splitlines() if line.strip()]
+    except ValueError as error:
+        raise ValueError(f"the arguments {value!r:.60} are not JSON, line by line") from error
 
 
 def _result(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
+    """Return the value of a text that is JSON; anything else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 # --- what the tests take from the program ------------------------------------------------------------
@@ -274,7 +253,7 @@ class Names(NamedTuple):
     free: list[str]
     """Names that are used, and are neither the texts' own nor Python's nor the library's."""
     imports: list[str]
-    """What supplies the names of the library."""
+    """Imports that supply the names of the library."""
     star: bool
 
 
@@ -286,12 +265,10 @@ def names_of(texts: Iterable[str], declared: str = "") -> Names:
     star = False
     for text in texts:
         tree = ast.walk(ast.parse(text))
-        star = star or any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree)
+        star |= any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree)
         for table in _tables(symtable.symtable(text, "tests", "exec")):
             top = table.get_type() == "module"
-            for symbol in table.get_symbols():
-                if not top and not symbol.is_global():
-                    continue
+            for symbol in (one for one in table.get_symbols() if top or one.is_global()):
                 if symbol.is_referenced():
                     used[symbol.get_name()] = None
                 if symbol.is_assigned() or symbol.is_imported() or (top and symbol.is_namespace()):
@@ -309,8 +286,8 @@ def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 
 
 def needs_live_objects(texts: Iterable[str], entries: Iterable[str]) -> bool:
-    """Whether tests do with a result of the program what no plain data lets them: set an attribute, get one
-    that plain data does not have, call it, take its items one by one."""
+    """Return whether tests do with a result of the program what no plain data lets them: set an attribute,
+    get one that plain data does not have, call it, take its items one by one."""
     uses = _Uses(set(entries) - {"Solution"})
     for text in texts:
         uses.visit(ast.parse(text))
@@ -344,9 +321,8 @@ class _Uses(ast.NodeVisitor):
             self._results |= {target.id for target in node.targets if isinstance(target, ast.Name)}
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        if self._is_result(node.value):
-            stored = not isinstance(node.ctx, ast.Load)
-            self.live = self.live or stored or node.attr not in PLAIN_ATTRIBUTES
+        plain = isinstance(node.ctx, ast.Load) and node.attr in PLAIN_ATTRIBUTES
+        self.live = self.live or (self._is_result(node.value) and not plain)
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:

@@ -91,28 +91,19 @@ def _judged(given: RewardInput, arguments: CodeArguments, language: str, compare
         return _no_score()
     language = (block.language or "python") if chosen else language
     try:
-        result = run_cases(
-            block.text,
-            language,
-            cases,
-            arguments,
-            partial=arguments.partial,
-            compare=compare,
-            tolerance=arguments.tolerance,
-        )
+        how: Any = {"partial": arguments.partial, "tolerance": arguments.tolerance, "compare": compare}
+        result = run_cases(block.text, language, cases, arguments, **how)
         return _score_of(result, partial=arguments.partial)
-    except CompilerMissing as error:
-        if chosen:
-            _warn_of_missing(str(error))
-            return _no_score(extracted=1.0)
-        return Failure(error.verdict_kind, str(error))
-    except SandboxError as error:
-        return Failure(error.verdict_kind, str(error))
+    except (CompilerMissing, SandboxError) as error:
+        if not chosen or isinstance(error, SandboxError):
+            return Failure(error.verdict_kind, str(error))
+        _warn_once("a program in a language that is not installed counts as wrong", why=str(error))
+        return _no_score(extracted=1.0)
 
 
 @functools.cache
-def _warn_of_missing(why: str) -> None:
-    log.warning("a program in a language that is not installed counts as wrong", why=why)
+def _warn_once(message: str, **about: str) -> None:
+    log.warning(message, **about)
 
 
 def _no_score(**components: float) -> Score:
@@ -121,24 +112,15 @@ def _no_score(**components: float) -> Score:
 
 
 def _score_of(result: Result, *, partial: bool) -> Score:
-    components = {
-        "extracted": 1.0,
-        "compiled": float(result.compiled),
-        "passed": result.share,
-        "out_of_time": float(result.out_of_time),
-        "spent_s": result.spent_s,
-    }
+    figures = (1.0, float(result.compiled), result.share, float(result.out_of_time), result.spent_s)
+    components = dict(zip(COMPONENTS, figures, strict=True))
     value = result.share if partial else float(all(result.passed))
     detail = ""
-    if result.missing:
-        detail = f"the program imports {result.missing!r}, which is not there: {ENVIRONMENT_FIX}"
-        _warn_of_module(result.missing)
+    if name := result.missing:
+        detail = f"the program imports {name!r}, which is not there: {ENVIRONMENT_FIX}"
+        told = "a program that imports a missing module counts as wrong"
+        _warn_once(told, module=name, fix=ENVIRONMENT_FIX)
     return Score(value, components, sandbox=result.level, detail=detail)
-
-
-@functools.cache
-def _warn_of_module(name: str) -> None:
-    log.warning("a program that imports a missing module counts as wrong", module=name, fix=ENVIRONMENT_FIX)
 
 
 def _modules_of(truth: Any) -> set[str]:

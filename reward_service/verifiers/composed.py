@@ -16,15 +16,16 @@ segments, agents or units, those are weighted and added too.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from areal_async.base.mistakes import Mistake
 from areal_async.config.base import Section
@@ -49,15 +50,13 @@ def environment(given: RewardInput, _: NoArguments) -> Score | Abstain:
     named = dict(episode.header.rewards)
     of_segments = [value for value in episode.segments.reward.tolist() if not math.isnan(value)]
     if ENVIRONMENT_REWARD in named:
-        value = named.pop(ENVIRONMENT_REWARD)
-    elif of_segments:
-        value = math.fsum(of_segments)
-    elif named:
-        names = ", ".join(sorted(named))
-        return Abstain(f"the workflow recorded {names}, but no reward called {ENVIRONMENT_REWARD!r}")
-    else:
+        return Score(named.pop(ENVIRONMENT_REWARD), named)
+    if of_segments:
+        return Score(math.fsum(of_segments), named)
+    if not named:
         return Abstain("the workflow recorded no reward (ctx.reward)")
-    return Score(value, named)
+    names = ", ".join(sorted(named))
+    return Abstain(f"the workflow recorded {names}, but no reward called {ENVIRONMENT_REWARD!r}")
 
 
 def _check_environment(job: JobConfig, _: Mapping[str, Any], field: str) -> Iterator[Mistake]:
@@ -77,28 +76,26 @@ environment.check_job = _check_environment  # type: ignore[attr-defined]
 # --- a weighted sum ----------------------------------------------------------------------------------
 
 
+def _runs_in_the_pool(name: str) -> str:
+    elsewhere = False
+    with contextlib.suppress(PartError):  # that it is unknown is said where its arguments are looked at
+        elsewhere = ".py:" not in name and isinstance(REWARDS.find(name), type)
+    if elsewhere:
+        raise ValueError(f"`{name}` cannot be a part: it is not computed in the pool")
+    return name
+
+
 class WeightedPart(Section):
     """A reward that is part of another."""
 
-    name: str
+    name: Annotated[str, AfterValidator(_runs_in_the_pool)]
     """A built-in reward that runs in the pool, or `path.py:name`."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """What it takes, by name, like `reward.args`."""
+    """Its arguments, by name, like `reward.args`."""
     weight: float = 1.0
-    """What its score is multiplied by."""
+    """Factor of its score."""
     label: str | None = Field(default=None, min_length=1)
     """Its name among the components, where two parts have the same reward."""
-
-    @field_validator("name")
-    @classmethod
-    def _runs_in_the_pool(cls, name: str) -> str:
-        try:
-            elsewhere = ".py:" not in name and isinstance(REWARDS.find(name), type)
-        except PartError:
-            return name  # that it is unknown is said where its arguments are looked at
-        if elsewhere:
-            raise ValueError(f"`{name}` cannot be a part: it is not computed in the pool")
-        return name
 
     @property
     def known_as(self) -> str:
@@ -112,7 +109,7 @@ class WeightedPart(Section):
 
 class WeightedArguments(Section):
     parts: tuple[WeightedPart, ...] = Field(min_length=1)
-    """What is added up."""
+    """Parts of the sum."""
 
     @model_validator(mode="after")
     def _can_be_told_apart(self) -> WeightedArguments:
@@ -124,7 +121,7 @@ class WeightedArguments(Section):
 
     @staticmethod
     def rewards_inside(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-        """Where arguments that nobody has checked yet name rewards, each with its name and its arguments."""
+        """Yield the places, names and arguments of rewards in arguments that nobody has checked yet."""
         parts = arguments.get("parts")
         for index, part in enumerate(parts if isinstance(parts, list | tuple) else ()):
             given = part.get("args", {}) if isinstance(part, Mapping) else None
@@ -158,7 +155,7 @@ async def weighted(given: RewardInput, arguments: WeightedArguments) -> Verdict:
 
 
 async def _verdict_of(part: WeightedPart, given: RewardInput) -> Verdict:
-    """What the part says of `given`, with its name in front of the message of what is no score."""
+    """Call the part with `given`. If the result is not a score, its message names the part."""
     label, function = part.known_as, part.load()
     try:
         result = function(given)

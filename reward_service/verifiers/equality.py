@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from reward_service.verifiers.formulas import preload as preload
 from reward_service.verifiers.formulas import same_formula
-from reward_service.verifiers.writing import (
+from reward_service.verifiers.latex import (
     GREEK,
     Quantity,
     based,
@@ -91,16 +91,19 @@ class Bracketed(NamedTuple):
 
 
 def same(truth: str, answer: str, tolerance: Fraction, depth: int = 0) -> bool:
-    """Whether two tidied texts are the same. `tolerance` is relative, for numbers, one of them a decimal."""
+    """Return whether two tidied texts are the same. `tolerance` is relative, for numbers, one of them a
+    decimal."""
     if not answer or not truth:
         return False
     if truth == answer or _as_words(truth) == _as_words(answer) != "":
         return True
     if depth > DEEPEST:
         return False
-    wanted_region, given_region = _region(truth), _region(answer)
-    if wanted_region and given_region and _same_region(wanted_region, given_region, tolerance, depth + 1):
-        return True
+    if (one := _region(truth)) and (other := _region(answer)):
+        names = {one.unknown, other.unknown} - {""}
+        plain = not names and len(one.pieces) == len(other.pieces) == 1
+        if not plain and len(names) < 2 and _matched(one.pieces, other.pieces, tolerance, depth + 1):
+            return True
     if _says_more(truth, answer):
         return False
     wanted, given = _without_name(truth, answer, tolerance, depth + 1)
@@ -148,7 +151,8 @@ def _without_name(truth: str, answer: str, tolerance: Fraction, depth: int) -> t
     """Both without the `x =` that only one of them has, or that both have alike."""
     truth, answer = _by_names(truth), _by_names(answer)
     wanted, given = ASSIGNED.match(truth), ASSIGNED.match(answer)
-    if any(len(_at_commas(text)) > 1 for text in (truth, answer)) or _names_differ(wanted, given):
+    others = wanted and given and wanted[1].replace(" ", "") != given[1].replace(" ", "")
+    if others or any(len(_at_commas(text)) > 1 for text in (truth, answer)):
         return truth, answer
     if wanted and (given or not RELATION.search(answer)) and _in_their_order(wanted[1]):
         truth = truth[wanted.end() :]
@@ -159,10 +163,6 @@ def _without_name(truth: str, answer: str, tolerance: Fraction, depth: int) -> t
     elif "=" in answer and "," not in answer and not RELATION.search(truth):
         answer = _result(answer, tolerance, depth)
     return truth, answer
-
-
-def _names_differ(wanted: re.Match[str] | None, given: re.Match[str] | None) -> bool:
-    return bool(wanted and given and wanted[1].replace(" ", "") != given[1].replace(" ", ""))
 
 
 def _by_names(text: str) -> str:
@@ -196,18 +196,13 @@ def _result(answer: str, tolerance: Fraction, depth: int, *, named: bool = False
         if letters <= {"e", "i"}:
             if not same(last, part, tolerance, depth):
                 return answer
-        elif (
-            len(letters) == 1
-            and not named
-            and not SAID_OF.fullmatch(part)
-            and not FUNCTION_OR_MARK.search(part)
-        ):
+        elif len(letters) == 1 and not (named or SAID_OF.fullmatch(part) or FUNCTION_OR_MARK.search(part)):
             return answer
     return last
 
 
 def _quantities(truth: Quantity, answer: Quantity, tolerance: Fraction) -> bool | None:
-    """Whether the values are the same, when both are numbers; False for units that cannot agree."""
+    """Return whether the values are the same, when both are numbers; False for units that cannot agree."""
     units = [quantity.unit for quantity in (truth, answer) if quantity.unit and quantity.unit.kind]
     if len({unit.kind for unit in units}) > 1:
         return False
@@ -221,12 +216,8 @@ def _quantities(truth: Quantity, answer: Quantity, tolerance: Fraction) -> bool 
     slack = tolerance if rounded else Fraction(0)
     if _near(wanted, given, slack):
         return True
-    if truth.percent != answer.percent:
-        hundredth = Fraction(1, 100)
-        return _near(
-            wanted * (hundredth if truth.percent else 1), given * (hundredth if answer.percent else 1), slack
-        )
-    return False
+    shares = [n / 100 if one.percent else n for n, one in ((wanted, truth), (given, answer))]
+    return truth.percent != answer.percent and _near(shares[0], shares[1], slack)
 
 
 def _near(left: Fraction, right: Fraction, tolerance: Fraction) -> bool:
@@ -235,11 +226,15 @@ def _near(left: Fraction, right: Fraction, tolerance: Fraction) -> bool:
 
 def _based(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | None:
     wanted, given = based(truth), based(answer)
-    if wanted and given and wanted[0].isdigit():
-        return wanted == given
-    if wanted and wanted[0].isdigit():
-        return wanted[0] == answer.strip()
-    return None
+    if wanted is None or not wanted[0].isdigit():
+        return None
+    return wanted == given if given else wanted[0] == answer.strip()
+
+
+def _all_same(truths: list[str], answers: list[str], tolerance: Fraction, depth: int) -> bool:
+    """Return whether two lists of parts are the same, part by part."""
+    pairs = zip(truths, answers, strict=False)
+    return len(truths) == len(answers) and all(same(*pair, tolerance, depth) for pair in pairs)
 
 
 def _matrices(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | None:
@@ -252,21 +247,12 @@ def _matrices(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool 
         cells = [cell for row in alone[1] for cell in row]
         line = alone[0] == "" and 1 < len(cells) == max(len(alone[1]), len(alone[1][0]))
         point = _split(other) if line else None
-        return (
-            point is not None
-            and (point.opening, point.closing) == ("(", ")")
-            and (
-                len(point.items) == len(cells)
-                and all(
-                    same(left, right, tolerance, depth)
-                    for left, right in zip(cells, point.items, strict=True)
-                )
-            )
-        )
-    if wanted[0] != given[0] or [len(row) for row in wanted[1]] != [len(row) for row in given[1]]:
-        return False
-    rows = zip(wanted[1], given[1], strict=True)
-    return all(same(left, right, tolerance, depth) for row in rows for left, right in zip(*row, strict=True))
+        if point is None or (point.opening, point.closing) != ("(", ")"):
+            return False
+        return _all_same(cells, point.items, tolerance, depth)
+    rows = zip(wanted[1], given[1], strict=False)
+    alike = wanted[0] == given[0] and len(wanted[1]) == len(given[1])
+    return alike and all(_all_same(*pair, tolerance, depth) for pair in rows)
 
 
 def _cells(text: str) -> tuple[str, list[list[str]]] | None:
@@ -311,12 +297,6 @@ def _region(text: str) -> Region | None:
     return Region(unknowns.pop(), pieces) if len(unknowns) == 1 and all(pieces) else None
 
 
-def _same_region(wanted: Region, given: Region, tolerance: Fraction, depth: int) -> bool:
-    names = {name for name in (wanted.unknown, given.unknown) if name}
-    plain = not names and len(wanted.pieces) == len(given.pieces) == 1
-    return not plain and len(names) < 2 and _matched(wanted.pieces, given.pieces, tolerance, depth)
-
-
 def _interval(text: str) -> tuple[str, list[str]]:
     """Return the unknown and the intervals of a relation: `x > 3` is `(3,\\infty)`, `1 < x \\le 2` is
     `(1,2]`. Both are empty where the text is no such relation."""
@@ -352,9 +332,7 @@ def _parts(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | N
             return None
         parts, alone = (wanted, answer) if given is None else (given, truth)
         assert parts is not None
-        return (
-            parts.opening == r"\{" and len(parts.items) == 1 and same(parts.items[0], alone, tolerance, depth)
-        )
+        return parts.opening == r"\{" and _all_same(parts.items, [alone], tolerance, depth)
     if max(len(wanted.items), len(given.items)) > MOST_PARTS or len(wanted.items) != len(given.items):
         return False
     if wanted.names and given.names and {*wanted.names} != {*given.names}:
@@ -368,9 +346,7 @@ def _parts(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | N
     bare_point = given.opening == "" and brackets[0] == ("(", ")")
     if brackets[0] != brackets[1] and not bare_point:
         return False
-    return all(
-        same(left, right, tolerance, depth) for left, right in zip(wanted.items, given.items, strict=True)
-    )
+    return _all_same(wanted.items, given.items, tolerance, depth)
 
 
 def _in_order(parts: Bracketed, others: Bracketed) -> Bracketed:
@@ -389,13 +365,12 @@ def _in_order(parts: Bracketed, others: Bracketed) -> Bracketed:
 
 
 def _matched(wanted: list[str], given: list[str], tolerance: Fraction, depth: int) -> bool:
-    """Whether each has its like among the others, whatever their order."""
+    """Return whether each has its like among the others, whatever their order."""
     left = [item.strip() for item in given]
     for item in wanted:
-        found = next((i for i, other in enumerate(left) if same(item.strip(), other, tolerance, depth)), None)
-        if found is None:
+        if (found := next((one for one in left if same(item.strip(), one, tolerance, depth)), None)) is None:
             return False
-        del left[found]
+        left.remove(found)
     return not left
 
 
@@ -448,13 +423,8 @@ def _as_words(text: str) -> str:
     """The letters of an answer in words, without case; nothing for what is maths."""
     words = IN_WORDS.sub(r"\1", text).strip()
     bare = words.strip("() .")
-    if max(map(len, bare.split()), default=0) > 1:
-        bare = bare.casefold()
-    if "\\" in words or any(character in words for character in "^_=+*/<>") or not LETTERS.search(bare):
-        return ""
-    if any(character.isdigit() for character in bare):
-        return ""
     lengths = {min(len(word), 2) for word in bare.split()}
-    if IN_WORDS.search(text) or len(lengths) == 1:
-        return " ".join(bare.split())
-    return ""
+    is_maths = any(sign in words for sign in r"\^_=+*/<>") or any(sign.isdigit() for sign in bare)
+    if is_maths or not LETTERS.search(bare) or not (IN_WORDS.search(text) or len(lengths) == 1):
+        return ""
+    return " ".join((bare.casefold() if 2 in lengths else bare).split())

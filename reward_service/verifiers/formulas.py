@@ -18,7 +18,7 @@ import logging
 import math
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -93,13 +93,12 @@ def _parsed(text: str) -> Any:
     """The formula in sympy's terms, with `i` as the root of -1. Raises errors of any kind."""
     import sympy
 
-    latex2sympy, how = _library()
     text = BEFORE_TIMES.sub(r"\\\1(\2) ", IN_DEGREES.sub(r"\\\1(\\frac{\2\\pi}{180})", text))
     text = CROSS.sub(_cross_product, text)
     if NESTED_CROSS.search(text):
         raise ValueError("the order of this product would be lost")
     text = NAME.sub(_as_one_symbol, text)
-    formula = latex2sympy(text, is_real=True, **how)
+    formula = _parser()(text, is_real=True)
     if not isinstance(formula, sympy.Basic | sympy.MatrixBase):
         raise ValueError(f"{formula!r:.80} is no formula")
     if isinstance(formula, sympy.MatrixBase):
@@ -109,16 +108,14 @@ def _parsed(text: str) -> Any:
 
 
 @functools.cache
-def _library() -> tuple[Any, dict[str, Any]]:
-    """The parser, and how it reads: no unit is dropped, and `A` is not `a`."""
+def _parser() -> Any:
+    """Return the parser, which drops no unit and tells `A` from `a`."""
     from latex2sympy2_extended import NormalizationConfig, latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
     normal = NormalizationConfig(basic_latex=True, malformed_operators=True, boxed="none")
-    return latex2sympy, {
-        "normalization_config": normal,
-        "conversion_config": ConversionConfig(lowercase_symbols=False),
-    }
+    read = ConversionConfig(lowercase_symbols=False)
+    return functools.partial(latex2sympy, normalization_config=normal, conversion_config=read)
 
 
 def _as_one_symbol(match: re.Match[str]) -> str:
@@ -141,10 +138,9 @@ def _bounded(formula: Any) -> bool:
     out."""
     import sympy
 
+    costly = sympy.Sum | sympy.Product | sympy.Integral | sympy.Limit | sympy.Derivative
     for count, node in enumerate(sympy.preorder_traversal(formula)):
-        if count > MOST_NODES:
-            return False
-        if isinstance(node, sympy.Sum | sympy.Product | sympy.Integral | sympy.Limit | sympy.Derivative):
+        if count > MOST_NODES or isinstance(node, costly):
             return False
     return _bits(formula) <= MOST_BITS and _most_terms(formula) <= MOST_TERMS
 
@@ -172,16 +168,15 @@ def _bits(node: Any, unknown: float = 1.0) -> float:
 
 
 def _size(part: Any, unknown: float) -> float:
-    """The size of an exponent or argument, at least 1; infinite where it would first have to be computed."""
+    """Return the size of an exponent or argument, at least 1; infinite if it would first have to be
+    computed."""
     if part.free_symbols and unknown <= 1:
         return 1.0
     bits = _bits(part, unknown)
-    if bits > SMALL_BITS:
-        return math.inf
-    if part.free_symbols:
+    if bits <= SMALL_BITS and part.free_symbols:
         return 2.0**bits
     try:
-        return max(1.0, abs(complex(part)))
+        return max(1.0, abs(complex(part))) if bits <= SMALL_BITS else math.inf
     except (TypeError, ValueError, OverflowError):
         return math.inf
 
@@ -223,37 +218,35 @@ def _same(wanted: Any, given: Any, tolerance: Fraction) -> bool:
     from sympy.core.relational import Relational
     from sympy.logic.boolalg import BooleanFunction
 
+    def both(*kinds: Any) -> bool:
+        return isinstance(wanted, kinds) and isinstance(given, kinds)
+
     relations = Relational | BooleanFunction
     if isinstance(wanted, sympy.Set) and isinstance(given, relations):
         given = given.as_set()
     if isinstance(given, sympy.Set) and isinstance(wanted, relations):
         wanted = wanted.as_set()
-    if isinstance(wanted, Relational) and isinstance(given, Relational):
-        return _same_relation(wanted, given, tolerance)
     if isinstance(wanted, sympy.MatrixExpr) or isinstance(given, sympy.MatrixExpr):
         wanted, given = wanted.doit(), given.doit()
-    if isinstance(wanted, sympy.MatrixBase) and isinstance(given, sympy.MatrixBase):
-        pairs = zip(wanted.flat(), given.flat(), strict=False)
-        return wanted.shape == given.shape and all(_same(left, right, tolerance) for left, right in pairs)
-    if isinstance(wanted, sympy.Interval) and isinstance(given, sympy.Interval):
-        if (wanted.left_open, wanted.right_open) != (given.left_open, given.right_open):
-            return False
-        return _all_same((wanted.start, wanted.end), (given.start, given.end), tolerance)
-    if isinstance(wanted, sympy.Expr) and isinstance(given, sympy.Expr):
+    if both(Relational):
+        return _same_relation(wanted, given, tolerance)
+    if both(sympy.MatrixBase):
+        return wanted.shape == given.shape and _all_same(wanted.flat(), given.flat(), tolerance)
+    if both(sympy.Interval):
+        open_ends = [(one.left_open, one.right_open) for one in (wanted, given)]
+        ends = [(one.start, one.end) for one in (wanted, given)]
+        return open_ends[0] == open_ends[1] and _all_same(ends[0], ends[1], tolerance)
+    if both(sympy.Expr):
         return _same_value(wanted, given, tolerance)
-    if isinstance(wanted, sympy.Tuple) and isinstance(given, sympy.Tuple):
+    if both(sympy.Tuple):
         return _all_same(wanted.args, given.args, tolerance)
-    collections = sympy.FiniteSet | sympy.Union | BooleanFunction
-    if type(wanted) is type(given) and isinstance(wanted, collections):
-        return len(wanted.args) == len(given.args) and any(
-            _all_same(wanted.args, order, tolerance)
-            for order in itertools.islice(itertools.permutations(given.args), MOST_TERMS)
-        )
+    if type(wanted) is type(given) and both(sympy.FiniteSet, sympy.Union, BooleanFunction):
+        orders = itertools.islice(itertools.permutations(given.args), MOST_TERMS)
+        return any(_all_same(wanted.args, order, tolerance) for order in orders)
     return bool(wanted == given)
 
 
-def _all_same(wanted: Iterable[Any], given: Iterable[Any], tolerance: Fraction) -> bool:
-    wanted, given = list(wanted), list(given)
+def _all_same(wanted: Sequence[Any], given: Sequence[Any], tolerance: Fraction) -> bool:
     pairs = zip(wanted, given, strict=False)
     return len(wanted) == len(given) and all(_same(left, right, tolerance) for left, right in pairs)
 
@@ -337,10 +330,8 @@ def _points(unknowns: int) -> Iterator[list[Any]]:
 
     draw = random.Random(unknowns)
     for scale, sign in itertools.product((4, 1000), (1, -1, 0, 0)):
-        yield [
-            sympy.Rational(draw.randrange(1, 997 * scale), 997) * (sign or draw.choice((1, -1)))
-            for _ in range(unknowns)
-        ]
+        sizes = (sympy.Rational(draw.randrange(1, 997 * scale), 997) for _ in range(unknowns))
+        yield [size * (sign or draw.choice((1, -1))) for size in sizes]
     for _ in range(FEWEST_POINTS):
         yield [sympy.Integer(draw.randrange(2, 12)) for _ in range(unknowns)]
 
@@ -385,12 +376,11 @@ def _defined(formula: Any, point: dict[Any, Any]) -> bool:
     """Return whether no root and no logarithm of a negative number is taken on the way."""
     import sympy
 
-    taken = (
-        node.args[0]
+    return all(
+        node.args[0].evalf(15, subs=point).is_nonnegative
         for node in formula.atoms(sympy.Pow, sympy.log)
         if isinstance(node, sympy.log) or not node.exp.subs(point).is_integer
     )
-    return all(part.evalf(15, subs=point).is_nonnegative for part in taken)
 
 
 def _real(value: Any) -> bool:

@@ -19,7 +19,7 @@ from reward_service.sdk import Abstain, RewardInput, Score
 from reward_service.verifiers import TooCostly, verifier, within
 from reward_service.verifiers.answers import BOX, Where, accepted, answer_of, closing, last_match
 from reward_service.verifiers.equality import preload, same
-from reward_service.verifiers.writing import last_maths, said_maths, tidy
+from reward_service.verifiers.latex import last_maths, said_maths, tidy
 
 LONGEST_ANSWER = 2_000  # Characters; a longer one is no answer
 LAST_CHARACTERS = 20_000  # The answer is looked for in so many characters at the end
@@ -27,7 +27,7 @@ LAST_CHARACTERS = 20_000  # The answer is looked for in so many characters at th
 
 class MathArguments(Section):
     where: Where = "any"
-    """Where the answer stands."""
+    """Place of the answer."""
     tolerance: float = Field(default=5e-6, ge=0, lt=1)
     """Relative difference that two numbers may have when one of them is a decimal."""
     budget_s: float = Field(default=2.0, gt=0, le=60)
@@ -66,8 +66,9 @@ def math(given: RewardInput, arguments: MathArguments) -> Score | Abstain:
 def find(response: str, where: Where = "any") -> str | None:
     """The answer in a response, tidied; None when there is none."""
     tail = spoken(response)[-LAST_CHARACTERS:]
-    if _cut_off(tail):
-        return None
+    last = last_match(BOX, tail)
+    if last is not None and tail[last.end()] == "{" and closing(tail, last.end()) is None:
+        return None  # the last box is never closed: what it would have held is not known
     marked = answer_of(tail, "marked" if where == "any" else where)
     if marked is not None and where in ("any", "marked", "said") and marked == answer_of(tail, "said"):
         marked = said_maths(marked)
@@ -76,9 +77,3 @@ def find(response: str, where: Where = "any") -> str | None:
     if marked is None or not 0 < len(marked) <= LONGEST_ANSWER:
         return None
     return tidy(marked) or None
-
-
-def _cut_off(text: str) -> bool:
-    """Whether the last box is never closed: what it would have held is not known."""
-    last = last_match(BOX, text)
-    return last is not None and text[last.end()] == "{" and closing(text, last.end()) is None

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from areal_async.models.answers import spoken
 from reward_service.sandbox.languages import spoken_by
+from reward_service.verifiers.cases import DEFINITIONS
 
 CONTAINER = r"(?P<before>[ \t]*+(?:(?:>|(?:[-*+]|\d{1,9}[.)])[ \t])[ \t]*+)*+)"
 """White space, and markers of lists and quotes, that a fence may stand behind."""
@@ -36,15 +37,7 @@ LOOKS: dict[str, re.Pattern[str]] = {
     "javascript": re.compile(r"[\w$\])]\s*\(|=>"),
 }
 """Text that every program in a language has, and hardly an example of output."""
-ACTIVE = (
-    ast.Call,
-    ast.FunctionDef,
-    ast.AsyncFunctionDef,
-    ast.ClassDef,
-    ast.Lambda,
-    ast.Import,
-    ast.ImportFrom,
-)
+ACTIVE = (*DEFINITIONS, ast.Call, ast.Lambda)
 
 
 class Block(NamedTuple):

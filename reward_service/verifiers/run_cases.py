@@ -8,6 +8,7 @@ call is ours, so where that ends a run there is no score (`Overloaded`).
 from __future__ import annotations
 
 import ast
+import contextlib
 import decimal
 import functools
 import json
@@ -51,7 +52,7 @@ Compare = Literal["tokens", "lines", "exact"]
 
 
 class SandboxArguments(Section):
-    """Where and within which limits programs run, and what their tests may ask of them."""
+    """The sandbox of programs, and their limits."""
 
     sandbox: Level = "isolated"
     """`isolated` (docs/sandbox.md): the job is refused where programs cannot be isolated. `none`: they are
@@ -79,7 +80,7 @@ class SandboxArguments(Section):
 
 
 class Result(msgspec.Struct):
-    """What became of the cases."""
+    """The results of the cases."""
 
     passed: list[bool]
     """One for each case; false for those that were not run."""
@@ -136,11 +137,10 @@ class Budget:
 
     def overloaded(self, run: int) -> Overloaded:
         spent_s = self._arguments.budget_s - self.left_s
-        return Overloaded(
-            f"the deadline of the call came after {run} of {self._cases} cases, for which the program itself "
-            f"had taken {spent_s:.1f} s: the machine is busy, or there are too many cases. Raise "
-            "reward.timeout_s, lower reward.workers or set max_cases"
-        )
+        when = f"after {run} of {self._cases} cases, for which the program itself had taken {spent_s:.1f} s"
+        why = "the machine is busy, or there are too many cases"
+        mend = "Raise reward.timeout_s, lower reward.workers or set max_cases"
+        return Overloaded(f"the deadline of the call came {when}: {why}. {mend}")
 
     @property
     def is_over(self) -> bool:
@@ -198,12 +198,9 @@ def _outcomes(
     while done < len(cases):
         together = cases[done : done + min(done + 1, MOST_TOGETHER)]
         longest = max(len(case.stdout.encode("utf-8", "replace")) for case in together)
+        limits, environment = budget.limits(done, output_bytes=longest), budget.environment
         program = Program(
-            source=source,
-            language=language,
-            environment=budget.environment,
-            limits=budget.limits(done, output_bytes=longest),
-            within_s=budget.left_s,
+            source=source, language=language, environment=environment, limits=limits, within_s=budget.left_s
         )
         for outcome in sandbox.run_each(program, [one.stdin.encode("utf-8", "replace") for one in together]):
             if outcome.kind == "clock":
@@ -217,12 +214,8 @@ def _run_tests(
 ) -> None:
     """Function tests: one run for all of them, the tests in a jail of their own."""
     tests = [_call(case) for case in cases.calls] + [{"code": _marked(one)} for one in cases.codes]
-    task = {
-        "entries": cases.entries,
-        "setup": [_marked(text) for text in cases.setup],
-        "tests": tests,
-        "tolerance": tolerance,
-    }
+    setup = [_marked(text) for text in cases.setup]
+    task = {"entries": cases.entries, "setup": setup, "tests": tests, "tolerance": tolerance}
     limits = budget.limits(0, cases=len(tests), output_bytes=ANSWER_BYTES * len(tests))
 
     def side(name: str, files: dict[str, bytes], limits: RunLimits, stdin: bytes = b"") -> Program:
@@ -280,14 +273,13 @@ def missing_module(said: str) -> str:
 
 def modules_of(cases: Cases) -> set[str]:
     """Modules that the tests import, by the first part of their names."""
-    found: set[str] = set()
-    for text in (*cases.setup, *cases.codes):
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.partition(".")[0])
-    return found
+    found: list[str] = []
+    for node in (node for text in (*cases.setup, *cases.codes) for node in ast.walk(ast.parse(text))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.append(node.module)
+    return {name.partition(".")[0] for name in found}
 
 
 LOOK_FOR = """
@@ -306,23 +298,19 @@ def modules_away(modules: Collection[str], arguments: SandboxArguments) -> list[
     )
     outcome = runner(arguments.sandbox).run(program)
     if not outcome.ok:
-        raise SandboxError(
-            f"the modules of {arguments.environment or 'Python'} are not known: {outcome.describe()}"
-        )
+        name = arguments.environment or "Python"
+        raise SandboxError(f"the modules of {name} are not known: {outcome.describe()}")
     return outcome.stdout.decode().split()
 
 
 def answers(outcome: RunOutcome) -> list[dict[str, Any]]:
-    """The lines of the tests' side, as far as they are whole."""
-    found = []
-    for line in outcome.stdout.splitlines():
-        try:
-            one = json.loads(line)
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(one, dict):
-            break
-        found.append(one)
+    """Return the lines of the tests' side, as far as they are whole."""
+    found: list[dict[str, Any]] = []
+    with contextlib.suppress(ValueError, RecursionError):
+        for line in outcome.stdout.splitlines():
+            if not isinstance(one := json.loads(line), dict):
+                break
+            found.append(one)
     return found
 
 
@@ -330,7 +318,8 @@ def answers(outcome: RunOutcome) -> list[dict[str, Any]]:
 
 
 def same_output(got: bytes, expected: str, *, compare: Compare, tolerance: float) -> bool:
-    """Whether a program's output is what was expected, as `CodeStdioArguments.compare` describes it."""
+    """Return whether a program's output is what was expected, as `CodeStdioArguments.compare` describes
+    it."""
     if compare == "exact":
         return got == expected.encode("utf-8", "replace")
     text = got.decode("utf-8", "replace")
@@ -347,8 +336,8 @@ WIDE = decimal.Context(prec=50, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
 
 
 def _same_token(got: str, expected: str, tolerance: float) -> bool:
-    """Whether they are equal, or numbers near each other where a decimal is expected: `3` is no `3.5`, and
-    `7` no `7a`."""
+    """Return whether they are equal, or numbers near each other where a decimal is expected: `3` is no `3.5`,
+    and `7` no `7a`."""
     if got == expected:
         return True
     if "." not in expected and "e" not in expected.lower():
@@ -363,8 +352,5 @@ def _same_token(got: str, expected: str, tolerance: float) -> bool:
         return False
 
 
-def _lines(text: str) -> list[str]:
-    lines = [line.rstrip() for line in text.splitlines()]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+def _lines(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip("\n")

@@ -30,7 +30,7 @@ BUDGET_S = 2.0
 
 class ExactMatchArguments(Section):
     where: Where | None = None
-    """Where the answer stands; by default it is the whole response, thinking included."""
+    """Place of the answer; by default it is the whole response, thinking included."""
     case: bool = True
     """Whether upper and lower case differ."""
     punctuation: bool = True
@@ -51,9 +51,9 @@ def exact_match(given: RewardInput, arguments: ExactMatchArguments) -> float:
     if answer is None:
         return 0.0
     wanted = accepted(given.ground_truth) if arguments.any_of else [str(given.ground_truth)]
+    case, punctuation, articles = arguments.case, arguments.punctuation, arguments.articles
     plain, *right = (
-        normalise(text, case=arguments.case, punctuation=arguments.punctuation, articles=arguments.articles)
-        for text in (answer, *wanted)
+        normalise(text, case=case, punctuation=punctuation, articles=articles) for text in (answer, *wanted)
     )
     return float(plain in right)
 
@@ -71,13 +71,13 @@ class RegexArguments(Section):
     pattern: str | None = None
     """The pattern in the syntax of Python, flags as `(?im)` included; by default the ground truth is it."""
     match: Literal["search", "start", "whole"] = "search"
-    """Where it must match."""
+    """Place at which it must match."""
     group: int | str | None = None
     """The group whose text must be the ground truth."""
     negate: bool = False
     """Whether it must not match."""
     where: Where | None = None
-    """Where the answer stands; by default it is the whole response, thinking included."""
+    """Place of the answer; by default it is the whole response, thinking included."""
 
     @model_validator(mode="after")
     def _compiles(self) -> RegexArguments:
@@ -108,15 +108,14 @@ def regex(given: RewardInput, arguments: RegexArguments) -> float | Score | Abst
     text = given.response if arguments.where is None else answer_of(given.spoken, arguments.where)
     compiled = _compiled(str(given.ground_truth) if pattern is None else pattern)
     found = None
-    if text is not None:
-        try:
-            if arguments.match == "search" and group is not None:
-                found = next(iter(deque(compiled.finditer(text, timeout=BUDGET_S), maxlen=1)), None)
-            else:
-                how = {"search": compiled.search, "start": compiled.match, "whole": compiled.fullmatch}
-                found = how[arguments.match](text, timeout=BUDGET_S)
-        except TimeoutError:
-            return Score(0.0, {"too_costly": 1.0})
+    try:
+        if text is not None and arguments.match == "search" and group is not None:
+            found = next(iter(deque(compiled.finditer(text, timeout=BUDGET_S), maxlen=1)), None)
+        elif text is not None:
+            how = {"search": compiled.search, "start": compiled.match, "whole": compiled.fullmatch}
+            found = how[arguments.match](text, timeout=BUDGET_S)
+    except TimeoutError:
+        return Score(0.0, {"too_costly": 1.0})
     right = found is not None
     if found is not None and group is not None:
         right = normalise(found[group] or "") in [normalise(text) for text in accepted(given.ground_truth)]
@@ -165,15 +164,14 @@ def _once(text: str, tag: str) -> bool:
 
 
 def _in_order(text: str, tags: Sequence[str], *, outside: bool, empty: bool) -> bool:
-    """Whether each tag begins behind the one before it; every one is there once."""
+    """Return whether each tag begins behind the one before it; every one is there once."""
     position = 0
     for tag in tags:
-        opening, closing = f"<{tag}>", f"</{tag}>"
-        start, end = text.index(opening), text.index(closing)
-        between, inside = text[position:start], text[start + len(opening) : end]
+        start, end = text.index(f"<{tag}>"), text.index(f"</{tag}>")
+        between, inside = text[position:start], text[start + len(tag) + 2 : end]
         if start < position or (between.strip() and not outside) or not (inside.strip() or empty):
             return False
-        position = end + len(closing)
+        position = end + len(tag) + 3
     return outside or not text[position:].strip()
 
 
@@ -227,17 +225,14 @@ def chosen(stated: str, options: dict[str, str], letters: str = LETTERS) -> str 
     if match is None:
         return None
     letter, rest = match[1].upper(), REASON.sub("", match[2]).strip()
-    if match[1].islower() and rest:
-        return None  # "a cat" is an article
-    if (
-        match[1] in "AI"
-        and rest
-        and not re.match(r"[A-I]\s*[.):\]]|\(?[A-I]\)", plain)
-        and _plain(rest) != _plain(options.get(letter, ""))
-    ):
-        return None  # "A cat", "I think"
-    if _plain(rest) == _plain(options.get(letter, "")) or not rest:
+    is_its_text = _plain(rest) == _plain(options.get(letter, ""))
+    if not rest:
         return letter
+    is_a_word = match[1].islower()  # "a cat" is an article
+    if match[1] in "AI" and not is_its_text:  # "A cat", "I think"
+        is_a_word = not re.match(r"[A-I]\s*[.):\]]|\(?[A-I]\)", plain)
+    if is_a_word or is_its_text:
+        return None if is_a_word else letter
     if DENIED.match(rest) or re.fullmatch(rf"[^\w]*[{re.escape(letters.lower())}][^\w]*", rest):
         return None
     others = re.findall(
@@ -258,13 +253,12 @@ def _wanted(truth: object, options: dict[str, str], letters: str) -> str:
     if isinstance(truth, int) and not isinstance(truth, bool) and 0 <= truth < len(options):
         return list(options)[truth]
     text = str(truth).strip()
-    if text.strip("(). ").upper() in set(letters):
-        return text.strip("(). ").upper()
-    found = [letter for letter, option in options.items() if _plain(option) == _plain(text)]
+    if (letter := text.strip("(). ").upper()) in set(letters):
+        return letter
+    found = [one for one, option in options.items() if _plain(option) == _plain(text)]
     if len(found) != 1:
-        raise ValueError(
-            f"the ground truth {truth!r:.80} is neither a letter of {letters} nor one of the choices"
-        )
+        wrong = f"neither a letter of {letters} nor one of the choices"
+        raise ValueError(f"the ground truth {truth!r:.80} is {wrong}")
     return found[0]
 
 
@@ -284,7 +278,7 @@ class OverlongArguments(Section):
     buffer: int = Field(ge=1)
     """Length below the limit over which the penalty grows."""
     unit: LengthIn = "tokens"
-    """What length is counted in."""
+    """Unit of length."""
 
     @model_validator(mode="after")
     def _fits(self) -> OverlongArguments:
@@ -309,7 +303,5 @@ def length_of(given: RewardInput, unit: LengthIn) -> int:
     if unit == "words":
         return len(given.response.split())
     if given.response and not given.response_tokens:
-        raise ValueError(
-            "the number of tokens is not known of an input of texts: set unit to words or characters"
-        )
+        raise ValueError("the number of tokens is not known of texts: set unit to words or characters")
     return given.response_tokens

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from areal_async.config.base import Section
-from reward_service.backends import BackendReward
+from reward_service.backends import BackendReward, check_template, check_url
 
 TEMPLATE = """\
 Grade the answer to a task from 0 (wrong or useless) to 10 (right and complete).
@@ -27,16 +27,35 @@ def _several(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
+Url = Annotated[str, AfterValidator(partial(check_url, instead="api_key_env"))]
+
+
+def _pattern(value: str) -> str:
+    try:
+        pattern = re.compile(value)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from error
+    if pattern.groups > 1:
+        raise ValueError(f"it has {pattern.groups} groups; keep one, and write the others as (?:…)")
+    return value
+
+
+def _scale(value: tuple[float, float]) -> tuple[float, float]:
+    if value[0] == value[1]:
+        raise ValueError("the grades for 0 and for 1 are the same")
+    return value
+
+
 class JudgeArguments(Section):
     """A language model behind an OpenAI-compatible server."""
 
-    base_url: Annotated[tuple[str, ...], BeforeValidator(_several)] = Field(min_length=1)
+    base_url: Annotated[tuple[Url, ...], BeforeValidator(_several)] = Field(min_length=1)
     """Address of the server up to `/v1`, such as `http://127.0.0.1:8000/v1`; or a list of them, among which
     requests are balanced."""
     model: str = Field(min_length=1)
     """Name of the model, as the server knows it."""
-    template: str = TEMPLATE
-    """What is asked, with `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{ability}` and
+    template: Annotated[str, AfterValidator(check_template)] = TEMPLATE
+    """The question, with `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{ability}` and
     `{extra_info.NAME}` filled in; other braces stay as they are. Without `parse` a sentence about the form of
     the grade follows."""
     quote: Literal["tags", "json", "none"] = "tags"
@@ -45,12 +64,12 @@ class JudgeArguments(Section):
     of the template."""
     system: str = ""
     """System message of a chat; none where it is empty. Filled in as `template`."""
-    parse: str = ""
+    parse: Annotated[str, AfterValidator(_pattern)] = ""
     """Regular expression of the last line of the reply, which it must match as a whole; the grade is its one
     group, or the line. Empty: the grade is a field of JSON if the servers take a schema (`response_format`),
     else the last line is `Grade: <grade>`. Nothing else in a reply counts, and a second such line makes it
     none."""
-    scale: tuple[float, float] = (0.0, 10.0)
+    scale: Annotated[tuple[float, float], AfterValidator(_scale)] = (0.0, 10.0)
     """Grades that stand for the rewards 0 and 1; others follow in proportion, and a grade outside of them is
     none. The first may be the larger."""
     grades: dict[str, float] = Field(default_factory=dict)
@@ -60,7 +79,7 @@ class JudgeArguments(Section):
     """Requests for each response. Without a grade from more than half of them there is no score, or that of
     `reward.on_fault` where the judge grades another answer to the same task."""
     aggregate: Literal["mean", "majority", "median"] = "mean"
-    """What the reward is of the votes."""
+    """The reward that several votes give."""
     temperature: float = Field(default=0.0, ge=0)
     seed: int | None = None
     """Seed of the first vote; the following ones count up. None: none is sent, and a request that is repeated
@@ -72,50 +91,10 @@ class JudgeArguments(Section):
     max_in_flight: int = Field(default=16, ge=1, le=65_536)
     """Most requests under way."""
     retries: int = Field(default=4, ge=0, le=1000)
-    """How often a request is repeated after 408, 409, 425, 429, a status of 500 and above or a broken
+    """Repetitions of a request after 408, 409, 425, 429, a status of 500 and above or a broken
     connection, inside `reward.timeout_s`."""
     api_key_env: str = ""
     """Name of the environment variable that holds the key."""
-
-    @field_validator("base_url")
-    @classmethod
-    def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for url in value:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"{url!r} is not an address: write http://HOST:PORT/v1 or https://HOST/v1")
-            if parts.username or parts.password:
-                raise ValueError(
-                    "the address holds a password; name the variable with the key in api_key_env"
-                )
-            if parts.query or parts.fragment:
-                raise ValueError(f"{url!r} must end with its path")
-        return tuple(dict.fromkeys(url.rstrip("/") for url in value))
-
-    @field_validator("template")
-    @classmethod
-    def _shows_the_response(cls, value: str) -> str:
-        if "{response}" not in value:
-            raise ValueError("the template has no {response}, so the judge would not see what it grades")
-        return value
-
-    @field_validator("parse")
-    @classmethod
-    def _is_a_pattern(cls, value: str) -> str:
-        try:
-            pattern = re.compile(value)
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from error
-        if pattern.groups > 1:
-            raise ValueError(f"it has {pattern.groups} groups; keep one, and write the others as (?:…)")
-        return value
-
-    @field_validator("scale")
-    @classmethod
-    def _has_two_ends(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if value[0] == value[1]:
-            raise ValueError("the grades for 0 and for 1 are the same")
-        return value
 
     @model_validator(mode="after")
     def _votes_can_differ(self) -> JudgeArguments:

@@ -9,37 +9,35 @@ judge grades a neutral one to the same task, and a `Failure` of the infrastructu
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import time
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import msgspec
-from pydantic import ValidationError
 
 from areal_async.base.log import get_logger
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.trajectory.verdicts import Failure, FaultOf, Timeout, Verdict
 from reward_service import metrics
-from reward_service.backends import Call, MissingText, OnVerdicts, fill
+from reward_service.backends import Call, MissingText, OnVerdicts, arguments_of, fill, inputs_of, set_within
 from reward_service.backends.judge import JudgeArguments
 from reward_service.backends.judge.replies import (
+    ADVICE,
     CUT_BY,
-    Endpoint,
     JudgeReply,
     NoGrade,
     Parser,
     Trouble,
-    advice,
+    ask,
     clipped,
     field_of,
     quoted,
     verdict_of,
 )
-from reward_service.backends.servers import ServerState, choose
+from reward_service.backends.servers import ClientLimits, HttpClient, ServerState, choose
 from reward_service.sdk import RewardInput, RewardLoadError
 from reward_service.verifiers import NEUTRAL
 
@@ -47,6 +45,7 @@ log = get_logger("judge")
 
 MAX_QUEUED = 8192
 START_PAUSE_S = 0.5
+LIMITS = ClientLimits(most_bytes=4 << 20, connect_s=10.0, keepalive_s=2.0)  # Servers close theirs after 5 s
 GREETING = "1 + 1 ="
 """The request that shows at the start that a server answers. Not cut short: some servers refuse that."""
 
@@ -58,24 +57,20 @@ class Judge:
 
     def __init__(self, spec: RewardSpec, section: RewardSection, *, start_s: float = 30.0) -> None:
         """Raises `RewardLoadError` for arguments that are wrong."""
-        try:
-            self._arguments = JudgeArguments.model_validate(spec.args)
-        except ValidationError as error:
-            raise RewardLoadError(f"the reward 'judge' cannot take these arguments: {error}") from error
-        given = self._arguments
+        self._arguments = given = arguments_of(spec, JudgeArguments)
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
         self._timeout_s = spec.timeout_s
         self._start_s = start_s
         self._parse = Parser(given.parse, given.scale, given.grades)
         rng = random.Random()
-        self._servers = [ServerState(url, rng) for url in given.base_url]
+        self._servers = [ServerState(url, rng) for url in dict.fromkeys(given.base_url)]
         self._changed = asyncio.Event()
         self._slots = asyncio.Semaphore(given.max_in_flight)
         self._waiting: asyncio.Queue[tuple[int, Call, OnVerdicts]] = asyncio.Queue(MAX_QUEUED)
         self._closed = False
         self._structured = False  # Whether its servers take a schema for the reply
         self._runners: list[asyncio.Task[None]] = []
-        self._endpoint = Endpoint(self._key())
+        self._http = HttpClient(self._key(), LIMITS)
         self._requests_most = given.votes
         self._trouble: Trouble | None = None  # The last one of any request, until a request succeeds
         self.call_seconds = 1.0
@@ -94,7 +89,7 @@ class Judge:
         try:
             await self._greet()
         except BaseException:
-            await self._endpoint.close()
+            await self._http.close()
             raise
         most = self._arguments.max_in_flight
         self._runners = [asyncio.create_task(self._run(), name="judge") for _ in range(most)]
@@ -108,23 +103,20 @@ class Judge:
         await asyncio.gather(*self._runners, return_exceptions=True)
         self._runners = []
         self._refuse_waiting()
-        await self._endpoint.close()
+        await self._http.close()
 
     def _key(self) -> str:
         name = self._arguments.api_key_env
         key = os.environ.get(name, "") if name else ""
         if name and not key:
-            raise RewardLoadError(
-                f"the reward 'judge': api_key_env names the variable {name}, which is not set where the "
-                "reward service runs. Set it to the key, or remove api_key_env."
-            )
+            why = f"api_key_env names {name}, which is not set where the reward service runs"
+            raise RewardLoadError(f"the reward 'judge': {why}. Set it to the key, or remove api_key_env.")
         return key
 
     async def submit(self, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
         """Queue calls; waits while the queue is full."""
         for index, call in enumerate(calls):
-            episodes = len(call) if isinstance(call, list) else 1
-            self._requests_most = max(self._requests_most, self._arguments.votes * episodes)
+            self._requests_most = max(self._requests_most, self._arguments.votes * len(inputs_of(call)))
             await self._waiting.put((index, call, on_verdicts))
             if self._closed:
                 self._refuse_waiting()
@@ -136,16 +128,15 @@ class Judge:
             on_verdicts(index, _closed(call), 0.0)
 
     async def _greet(self) -> None:
-        """One request to each server: key, model and path are right, and at least one answers."""
+        """Send one request to each server: key, model and path are right, and at least one answers."""
         until_s = time.monotonic() + self._start_s
         while True:
             found = await asyncio.gather(*(self._hello(one.url) for one in self._servers))
             troubles = [trouble for trouble in found if isinstance(trouble, Trouble)]
             for trouble in troubles:
                 if not trouble.passes or trouble.status == 200:
-                    raise RewardLoadError(
-                        f"the reward 'judge' is refused: {trouble}. {advice(trouble.status)}"
-                    )
+                    mend = ADVICE.get(trouble.status, "Correct reward.args.")
+                    raise RewardLoadError(f"the reward 'judge' is refused: {trouble}. {mend}")
                 log.warning("a judge's server does not take requests", error=str(trouble))
             # A server that limits the rate is there.
             if len(troubles) < len(found) or any(trouble.status == 429 for trouble in troubles):
@@ -153,41 +144,36 @@ class Judge:
                 self._structured = bool(there) and all(there)
                 return
             if time.monotonic() >= until_s:
-                message = (
-                    f"no server takes requests: {troubles[0]}. Start it, or correct base_url in reward.args."
-                )
-                raise RewardLoadError(f"the reward 'judge': {message}", may_pass=True)
+                told = f"the reward 'judge': no server takes requests: {troubles[0]}"
+                raise RewardLoadError(f"{told}. Start it, or correct base_url in reward.args.", may_pass=True)
             await asyncio.sleep(START_PAUSE_S)
 
     async def _hello(self, url: str) -> Trouble | bool:
         """Return whether a server takes a schema for the reply; or why it takes no requests."""
         try:
             async with asyncio.timeout(self._start_s):
-                if self._parse.form(structured=True) and await self._takes_schema(url):
-                    return True
-                await self._endpoint.ask(url, self._body(GREETING, "", 0))
+                for structured in (True, False) if self._parse.form(structured=True) else (False,):
+                    body = self._body(GREETING, "", 0, structured=structured)
+                    try:
+                        reply = await ask(self._http, url, body)
+                        if structured:
+                            field_of(reply.text)
+                        return structured
+                    except NoGrade:
+                        continue
+                    except Trouble as trouble:
+                        if trouble.passes or not structured:
+                            return trouble
         except TimeoutError:
             return Trouble("unreachable", f"{url} did not answer within {self._start_s:g} s", passes=True)
-        except Trouble as trouble:
-            return trouble
         return False
-
-    async def _takes_schema(self, url: str) -> bool:
-        """Raises `Trouble` that may pass: it says nothing of schemas."""
-        try:
-            field_of((await self._endpoint.ask(url, self._body(GREETING, "", 0, structured=True))).text)
-        except (NoGrade, Trouble) as error:
-            if isinstance(error, Trouble) and error.passes:
-                raise
-            return False
-        return True
 
     # --- calls ---------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         while True:
             index, call, on_verdicts = await self._waiting.get()
-            inputs = call if isinstance(call, list) else [call]
+            inputs = inputs_of(call)
             begun_s: list[float] = []
             try:
                 scoring = (self._score(given, begun_s) for given in inputs)
@@ -231,17 +217,17 @@ class Judge:
 
     def _body(self, text: str, system: str, vote: int, *, structured: bool = False) -> bytes:
         given = self._arguments
-        body: dict[str, Any] = {"model": given.model}
         messages = [{"role": "system", "content": system}] if system else []
-        body["messages"] = [*messages, {"role": "user", "content": text}]
-        body["max_tokens"] = given.max_tokens
-        body["temperature"] = given.temperature
-        if given.seed is not None:
-            body["seed"] = given.seed + vote
-        if structured:
-            body["response_format"] = self._parse.schema
-        body |= given.extra_body
-        return msgspec.json.encode({name: value for name, value in body.items() if value is not None})
+        body = {
+            "model": given.model,
+            "messages": [*messages, {"role": "user", "content": text}],
+            "max_tokens": given.max_tokens,
+            "temperature": given.temperature,
+            "seed": None if given.seed is None else given.seed + vote,
+            "response_format": self._parse.schema if structured else None,
+        }
+        sent = {name: value for name, value in (body | given.extra_body).items() if value is not None}
+        return msgspec.json.encode(sent)
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -278,15 +264,13 @@ class Judge:
                 choice.begin()
                 return choice
             self._changed.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(choice):
-                    await self._changed.wait()
+            await set_within(self._changed, choice)
 
     async def _ask(self, server: ServerState, body: bytes) -> JudgeReply:
         """One request, after `begin()` of its server. Raises `Trouble`."""
         began_s = time.monotonic()
         try:
-            reply = await self._endpoint.ask(server.url, body)
+            reply = await ask(self._http, server.url, body)
         except Trouble as trouble:
             if trouble.passes:
                 server.failed(began_s, time.monotonic(), trouble.told_s)
@@ -318,4 +302,4 @@ class Judge:
 
 
 def _closed(call: Call) -> list[Verdict]:
-    return [Failure("pool", "the judge was closed")] * (len(call) if isinstance(call, list) else 1)
+    return [Failure("pool", "the judge was closed")] * len(inputs_of(call))

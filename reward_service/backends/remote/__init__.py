@@ -5,29 +5,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
-from areal_async.config.base import Section, refuse_password
-from reward_service.backends import BackendReward
+from areal_async.config.base import Section
+from reward_service.backends import BackendReward, check_url
 
 ANSWER_GRACE_S = 1.0  # Beyond the deadline of an input, for the answer to arrive
 
 
-def check_url(url: str) -> str:
-    """`url` as it is. Raises ValueError that says what a server's address looks like."""
-    refuse_password(url, "token_env or token_file")
-    try:
-        parts = urlsplit(url)
-        whole = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:
-        whole = False
-    if not whole:
-        raise ValueError(f"{url!r} is no address of a reward server: write http://host:port or https://host")
-    return url
+Url = Annotated[str, AfterValidator(partial(check_url, instead="token_env or token_file"))]
 
 
 class RemoteArguments(Section):
@@ -36,13 +26,13 @@ class RemoteArguments(Section):
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
-    urls: Annotated[tuple[Annotated[str, AfterValidator(check_url)], ...], Field(min_length=1)]
+    urls: tuple[Url, ...] = Field(min_length=1)
     """Its servers: `http://host:port` or `https://host`. The least loaded one that answers gets the next
     request."""
     reward: str = ""
     """The reward's name at the server; may be left out where it offers one only."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """What the reward there takes, by name."""
+    """Arguments of the reward there, by name."""
     version: str = ""
     """If given, a server whose reward has another version is not used."""
     batch: int = Field(default=32, ge=1, le=65_536)
@@ -50,12 +40,12 @@ class RemoteArguments(Section):
     max_in_flight: int = Field(default=4, ge=1, le=65_536)
     """Most unanswered requests at one server."""
     retries: int = Field(default=3, ge=0, le=1000)
-    """How often a call that a server lost, by dying or by failing inside, is sent again before its verdict is
-    `error`. What a server refuses for being busy is sent again without being counted."""
+    """Repetitions of a call that a server lost, by dying or by failing inside, before its verdict is `error`.
+    A call that a server refuses for being busy is sent again without being counted."""
     connect_s: float = Field(default=60.0, gt=0)
-    """How long the start waits for a first server to answer."""
+    """Seconds for which the start waits for a first server to answer."""
     outage_s: float = Field(default=120.0, gt=0)
-    """How long calls wait while no server answers, before their verdict is the error `unreachable`."""
+    """Seconds for which calls wait while no server answers; then their verdict is the error `unreachable`."""
     token_env: str = ""
     """Environment variable that holds the token."""
     token_file: Path | None = None
@@ -106,7 +96,7 @@ class RemoteReward(BackendReward):
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
-        """How long a call may wait for servers that come back, and be sent again."""
+        """Return the seconds for which a call may wait for servers that come back, and be sent again."""
         try:
             given = RemoteArguments.model_validate(arguments)
         except ValidationError:

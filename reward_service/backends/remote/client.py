@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import random
 import time
 from collections import deque
@@ -31,7 +30,7 @@ from areal_async.config.reward_routing import RewardSpec
 from areal_async.trajectory import TrajectoryError
 from areal_async.trajectory.verdicts import Failure, FaultOf, Timeout, Verdict
 from reward_service import metrics
-from reward_service.backends import Call, OnVerdicts
+from reward_service.backends import Call, OnVerdicts, inputs_of, set_within
 from reward_service.backends.remote import RemoteArguments
 from reward_service.backends.remote.connection import RemoteError, RemoteServer
 from reward_service.backends.remote.schema import NOT_RUN, to_wire
@@ -43,6 +42,7 @@ log = get_logger("reward")
 
 VERDICT_DECODER = msgspec.json.Decoder(Verdict)
 MAX_QUEUED = 8192
+CLOSED = Failure("pool", "the connection to the reward servers was closed")
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0  # Before a server that has no time is asked again, where it does not say when
 TICK_S = 0.25  # How often it is looked whether calls have waited too long for a server
@@ -120,13 +120,13 @@ class RemoteBackend:
     async def submit(self, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
         """Queue calls; waits while the queue is full. `on_verdicts` must not raise."""
         for index, call in enumerate(calls):
-            pending = Pending(index, call if isinstance(call, list) else [call], on_verdicts)
+            pending = Pending(index, inputs_of(call), on_verdicts)
             while len(self._queue) >= MAX_QUEUED and not self._closed:
                 self._room.clear()
                 await self._room.wait()
             self._open.add(pending)
             if self._closed:
-                self._fail(pending, "pool", "the connection to the reward servers was closed")
+                self._fail(pending, CLOSED)
             else:
                 self._queue.append(pending)
                 self._news.set()
@@ -139,7 +139,7 @@ class RemoteBackend:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         while self._open:
-            self._fail(next(iter(self._open)), "pool", "the connection to the reward servers was closed")
+            self._fail(next(iter(self._open)), CLOSED)
         self._queue.clear()
         self._room.set()
         while self.replicas:
@@ -149,18 +149,18 @@ class RemoteBackend:
 
     async def _await_first(self) -> None:
         """Wait until one server is ready, or all say that they cannot be used, or the limit is up."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._arguments.connect_s):
-                while not self.alive and not all(replica.unfit for replica in self.replicas):
-                    self._news.clear()
-                    await self._news.wait()
+        until_s = time.monotonic() + self._arguments.connect_s
+        while not self.alive and not (unfit := all(replica.unfit for replica in self.replicas)):
+            self._news.clear()
+            if not await set_within(self._news, until_s - time.monotonic()):
+                break
         if not self.alive:
-            told = "; ".join(f"{replica.url}: {replica.trouble}" for replica in self.replicas)
-            raise RewardLoadError(
-                f"the reward remote: none of its servers can be used. {told}. Start one "
-                "(`areal-async reward serve`), or correct reward.args.",
-                may_pass=not all(replica.unfit for replica in self.replicas),
-            )
+            told = f"the reward remote: none of its servers can be used. {self._troubles()}."
+            mend = "Start one (`areal-async reward serve`), or correct reward.args."
+            raise RewardLoadError(f"{told} {mend}", may_pass=not unfit)
+
+    def _troubles(self) -> str:
+        return "; ".join(f"{replica.url}: {replica.trouble}" for replica in self.replicas)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -193,9 +193,7 @@ class RemoteBackend:
             if len(self._queue) < MAX_QUEUED:
                 self._room.set()
             # Rests and breakers end by the clock, not by an event.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S if self._queue else None):
-                    await self._news.wait()
+            await set_within(self._news, TICK_S if self._queue else None)
 
     def _cut(self, replica: RemoteServer) -> tuple[list[Pending], list[msgspec.Raw]]:
         """The next calls for `replica`, as many as a request may hold, and their inputs as it wants them."""
@@ -211,10 +209,12 @@ class RemoteBackend:
                 wants = replica.reward.wants
                 written = [msgspec.Raw(msgspec.json.encode(to_wire(g, wants))) for g in call.inputs]
             except TrajectoryError as error:
-                self._fail(self._queue.popleft(), "episode", str(error))
+                self._fail(self._queue.popleft(), Failure("episode", clip(str(error))))
                 continue
             except (TypeError, ValueError, OverflowError) as error:
-                self._fail(self._queue.popleft(), "input", f"the input cannot be sent: {error}")
+                self._fail(
+                    self._queue.popleft(), Failure("input", clip(f"the input cannot be sent: {error}"))
+                )
                 continue
             size_bytes = sum(len(one) for one in written)
             if size_bytes > room_bytes and batch:
@@ -235,25 +235,24 @@ class RemoteBackend:
             return
         except Exception:  # a fault of this side's: each call has its verdict all the same
             for call in batch:
-                self._fail(call, "pool", "the request to the reward server was broken off")
+                self._fail(call, Failure("pool", "the request to the reward server was broken off"))
             raise
         elapsed_s = time.monotonic() - began_s
         self.call_seconds += 0.2 * (elapsed_s - self.call_seconds)
-        verdicts = iter(read_verdicts(answered, [one for call in batch for one in call.inputs]))
-        unknown = []
-        for call in batch:
-            own = list(itertools.islice(verdicts, len(call.inputs)))
+        asked = [one for call in batch for one in call.inputs]
+        verdicts = [_read_verdict(*each) for each in zip(answered, asked, strict=True)]
+        # Backwards: what is sent again goes to the head of the queue, in the order it had.
+        for call in reversed(batch):
+            own, verdicts = verdicts[-len(call.inputs) :], verdicts[: -len(call.inputs)]
             if any(isinstance(verdict, Failure) and verdict.kind == NOT_RUN for verdict in own):
-                unknown.append(call)
+                self._wait(call, NOT_RUN, "the server did not get to it in time")
             else:
                 self._end(call, own, elapsed_s * 1000)
-        for call in reversed(unknown):
-            self._wait(call, NOT_RUN, "the server did not get to it in time")
 
     async def _after_error(
         self, replica: RemoteServer, batch: list[Pending], error: RemoteError, elapsed_ms: float
     ) -> None:
-        told = f"the server {replica.url}: {error}"
+        told = clip(f"the server {replica.url}: {error}")
         # Backwards: what is sent again goes to the head of the queue, in the order it had.
         for call in reversed(batch):
             match error.kind:
@@ -266,20 +265,16 @@ class RemoteBackend:
                 case "late":
                     limit_ms = round(self._spec.timeout_s * 1000)
                     self._end(call, [Timeout(limit_ms)] * len(call.inputs), elapsed_ms)
-                case "too_large" if self._fits_without_answers(replica, call):
-                    self._fail(call, "remote", told, elapsed_ms, FaultOf.ANSWER)
-                case "invalid" if await self._takes_neutral(replica, call):
-                    self._fail(call, "remote", told, elapsed_ms, FaultOf.ANSWER)
                 case "broken" | "invalid" | "too_large":
-                    self._fail(call, "remote", told, elapsed_ms)
+                    fault = await self._fault(error, replica, call)
+                    self._fail(call, Failure("remote", told, fault=fault), elapsed_ms)
                 case _:  # Lost; or it has become another one, and is asked again what it is.
-                    call.lost += 1
-                    call.alone = True
-                    if call.lost > self._arguments.retries:
-                        kind = "unreachable" if error.kind == "gone" else "remote"
-                        self._fail(call, kind, f"{told} (for the {call.lost}. time)")
-                    else:
+                    call.lost, call.alone = call.lost + 1, True
+                    if call.lost <= self._arguments.retries:
                         self._again(call, error.kind)
+                        continue
+                    kind = "unreachable" if error.kind == "gone" else "remote"
+                    self._fail(call, Failure(kind, f"{told} (for the {call.lost}. time)"))
         if error.kind in ("busy", "unavailable"):
             tries = min(call.refused for call in batch)
             pause = pause_s(tries, self._rng, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
@@ -292,7 +287,7 @@ class RemoteBackend:
         call.refused += 1
         call.refused_s = call.refused_s or now_s
         if now_s - call.refused_s > self._arguments.outage_s:
-            self._fail(call, "rate_limited", f"{told} (for {self._arguments.outage_s:g} s)")
+            self._fail(call, Failure("rate_limited", f"{told} (for {self._arguments.outage_s:g} s)"))
         else:
             self._again(call, cause)
 
@@ -305,42 +300,32 @@ class RemoteBackend:
         self._open.discard(call)
         call.on_verdicts(call.index, verdicts, elapsed_ms)
 
-    def _fail(
-        self,
-        call: Pending,
-        kind: str,
-        message: str,
-        elapsed_ms: float = 0.0,
-        fault: FaultOf = FaultOf.INFRASTRUCTURE,
-    ) -> None:
-        failure = Failure(kind, clip(message), fault=fault)
+    def _fail(self, call: Pending, failure: Failure, elapsed_ms: float = 0.0) -> None:
         self._end(call, [failure] * len(call.inputs), elapsed_ms)
 
-    def _fits_without_answers(self, replica: RemoteServer, call: Pending) -> bool:
-        """Return whether the server would take the task: then the answers alone are too large for it."""
-        size_bytes = sum(map(len, _with_answers(call, "")))
-        return size_bytes <= replica.limits.max_body_bytes - REQUEST_ROOM_BYTES
-
-    async def _takes_neutral(self, replica: RemoteServer, call: Pending) -> bool:
-        """Return whether the server scores neutral answers to the task: then it refuses these alone."""
-        replica.state.begin()
-        try:
-            await replica.score(_with_answers(call, NEUTRAL))
-        except RemoteError:
-            return False
-        return True
+    async def _fault(self, error: RemoteError, replica: RemoteServer, call: Pending) -> FaultOf:
+        """Return the fault of a refused call: the answers', if the server would take the task with others."""
+        if error.kind == "too_large":
+            size_bytes = sum(map(len, _with_answers(call, "")))
+            if size_bytes <= replica.limits.max_body_bytes - REQUEST_ROOM_BYTES:
+                return FaultOf.ANSWER
+        if error.kind == "invalid":
+            replica.state.begin()
+            with contextlib.suppress(RemoteError):
+                await replica.score(_with_answers(call, NEUTRAL))
+                return FaultOf.ANSWER
+        return FaultOf.INFRASTRUCTURE
 
     def _note_outage(self, now_s: float) -> None:
         """Give what waits its verdict when no server could be asked for `outage_s`."""
         if self.alive or any(replica.state.in_flight for replica in self.replicas):
             self._away_since_s = None
             return
-        if self._away_since_s is None:
-            self._away_since_s = now_s
+        self._away_since_s = now_s if self._away_since_s is None else self._away_since_s
         limit_s = self._arguments.outage_s
-        told = "; ".join(f"{replica.url}: {replica.trouble}" for replica in self.replicas)
         while self._queue and now_s - max(self._away_since_s, self._queue[0].queued_s) > limit_s:
-            self._fail(self._queue.popleft(), "unreachable", f"no reward server for {limit_s:g} s: {told}")
+            told = clip(f"no reward server for {limit_s:g} s: {self._troubles()}")
+            self._fail(self._queue.popleft(), Failure("unreachable", told))
 
 
 def _with_answers(call: Pending, response: str) -> list[msgspec.Raw]:
@@ -349,15 +334,10 @@ def _with_answers(call: Pending, response: str) -> list[msgspec.Raw]:
     return [msgspec.Raw(msgspec.json.encode(to_wire(given, ()))) for given in bare]
 
 
-def read_verdicts(answered: Sequence[msgspec.Raw], inputs: Sequence[RewardInput]) -> list[Verdict]:
-    """The verdict for each of `inputs`, checked as those of the pool are. One that is none is an error of the
-    kind `remote`, and spoils no other. Of the same length as `inputs`."""
-    verdicts: list[Verdict] = []
-    for raw, given in zip(answered, inputs, strict=True):
-        try:
-            verdict = VERDICT_DECODER.decode(raw)
-        except (ValueError, RecursionError) as error:
-            verdicts.append(Failure("remote", clip(f"the server's verdict is none: {error}")))
-        else:
-            verdicts.append(as_verdict(verdict, given))
-    return verdicts
+def _read_verdict(raw: msgspec.Raw, given: RewardInput) -> Verdict:
+    """Return a verdict, checked as those of the pool are. One that is none is an error of the kind `remote`,
+    and spoils no other."""
+    try:
+        return as_verdict(VERDICT_DECODER.decode(raw), given)
+    except (ValueError, RecursionError) as error:
+        return Failure("remote", clip(f"the server's verdict is none: {error}"))

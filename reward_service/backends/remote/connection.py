@@ -12,12 +12,10 @@ import contextlib
 import itertools
 import random
 import secrets
-import ssl
 import time
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-import aiohttp
 import msgspec
 
 from areal_async.base.errors import ArealError
@@ -25,6 +23,7 @@ from areal_async.base.log import get_logger
 from areal_async.base.retry import pause_s
 from areal_async.config.reward_routing import RewardSpec
 from reward_service import metrics
+from reward_service.backends import set_within
 from reward_service.backends.remote import ANSWER_GRACE_S, RemoteArguments
 from reward_service.backends.remote.schema import (
     PROTOCOL,
@@ -38,15 +37,20 @@ from reward_service.backends.remote.schema import (
     ScoreRequest,
     Verdicts,
 )
-from reward_service.backends.servers import ServerState
+from reward_service.backends.servers import (
+    ClientLimits,
+    HttpAnswer,
+    HttpClient,
+    NoAnswer,
+    ServerState,
+    retry_after_s,
+)
 
 T = TypeVar("T")
 
 log = get_logger("reward")
 
-CONNECT_LIMIT_S = 5.0
-KEEPALIVE_S = 15.0
-MAX_ANSWER_BYTES = 64 << 20
+LIMITS = ClientLimits(most_bytes=64 << 20, connect_s=5.0, keepalive_s=15.0)
 GATEWAY_STATUSES = (502, 503, 504)  # What a proxy says when the server behind it is away
 LOOK_S = 2.0  # Between two looks at a server that answers: it may be about to end, or another one by now
 ASK_LIMIT_S = 5.0
@@ -99,24 +103,17 @@ class RemoteServer:
         self._lost = asyncio.Event()
         self._prefix = secrets.token_hex(6)
         self._numbers = itertools.count(1)
-        ca_file = arguments.ca_file
-        secure: ssl.SSLContext | bool = ssl.create_default_context(cafile=ca_file) if ca_file else True
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=secure),
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            skip_auto_headers=("User-Agent", "Accept-Encoding"),
-            auto_decompress=False,
-        )
+        self._http = HttpClient(token, LIMITS, arguments.ca_file)
 
     async def close(self) -> None:
         """End the session. To be called once, when nothing is under way any more."""
         self._ready = False
         with contextlib.suppress(KeyError):
             metrics.REMOTE_READY.remove(self.url)
-        await self._session.close()
+        await self._http.close()
 
     def ready(self, now_s: float) -> bool:
-        """Whether calls may be sent to it, apart from those that it has."""
+        """Return whether calls may be sent to it, apart from those that it has."""
         return self._ready and self.state.rests_s(now_s) <= 0
 
     @property
@@ -125,7 +122,7 @@ class RemoteServer:
         return max(1, min(self._arguments.max_in_flight, self.limits.max_in_flight))
 
     def has_room(self, now_s: float) -> bool:
-        """Whether it may get a request now."""
+        """Return whether it may get a request now."""
         return self._ready and self.state.takes(now_s) and self.state.in_flight < self.slots
 
     async def score(self, inputs: list[msgspec.Raw]) -> list[msgspec.Raw]:
@@ -162,9 +159,8 @@ class RemoteServer:
             inputs=inputs,
         )
         answer = await self._ask("score", Verdicts, limit_s, msgspec.json.encode(request))
-        if len(answer.verdicts) != len(inputs):
-            told = f"the server answered {len(inputs)} inputs with {len(answer.verdicts)} verdicts"
-            raise RemoteError("broken", told)
+        if (found := len(answer.verdicts)) != len(inputs):
+            raise RemoteError("broken", f"the server answered {len(inputs)} inputs with {found} verdicts")
         if answer.request_id not in ("", request.request_id):
             raise RemoteError("broken", "the server's answer is that to another request")
         return answer.verdicts
@@ -177,9 +173,7 @@ class RemoteServer:
         if error.kind not in ("late", "broken", "internal"):
             self._set_ready(False, str(error))
         if self.state.failed(began_s, now_s):
-            log.warning(
-                "reward server fails and is left alone for a while", server=self.url, error=str(error)
-            )
+            log.warning("reward server fails and rests for a while", server=self.url, error=str(error))
 
     def _set_ready(self, ready: bool, trouble: str = "") -> None:
         if not ready:
@@ -208,14 +202,11 @@ class RemoteServer:
                     self._set_ready(False, str(error))
             if self._ready:
                 tries = 0
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
-                        await self._lost.wait()
+                await set_within(self._lost, LOOK_S)
             else:
                 tries += 1
-                await asyncio.sleep(
-                    pause_s(tries, self._rng, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
-                )
+                pause = pause_s(tries, self._rng, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
+                await asyncio.sleep(pause)
 
     async def _look(self) -> None:
         """Raises `RemoteError` where it cannot be used now."""
@@ -263,38 +254,18 @@ class RemoteServer:
     # --- over HTTP -----------------------------------------------------------------------------------
 
     async def _ask(self, path: str, kind: type[T], limit_s: float, body: bytes | None = None) -> T:
-        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_LIMIT_S)
-        headers = {"Content-Type": "application/json"} if body is not None else None
-        method, url = "GET" if body is None else "POST", f"{self.url.rstrip('/')}/v1/{path}"
         try:
-            async with self._session.request(
-                method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
-            ) as answer:
-                content = await answer.content.read(MAX_ANSWER_BYTES + 1)
-                while len(content) <= MAX_ANSWER_BYTES and (more := await answer.content.readany()):
-                    content += more
-        except aiohttp.ClientConnectorCertificateError as error:
-            told = f"its certificate is not to be trusted: {error.certificate_error}"
-            raise RemoteError("gone", told) from error
-        except aiohttp.ClientConnectorError as error:
-            told = f"cannot connect: {error.os_error.strerror or error.os_error}"
-            raise RemoteError("gone", told) from error
-        except aiohttp.ConnectionTimeoutError as error:
-            raise RemoteError("gone", f"cannot connect within {CONNECT_LIMIT_S:g} s") from error
-        except TimeoutError as error:
-            raise RemoteError("late", f"no answer to {path} within {limit_s:.1f} s") from error
-        except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the session was closed
-            told = f"the connection was lost: {str(error) or type(error).__name__}"
-            raise RemoteError("gone", told) from error
-        if len(content) > MAX_ANSWER_BYTES:
-            raise RemoteError("broken", f"its answer is above {MAX_ANSWER_BYTES} bytes")
-        return read_answer(answer.status, content, answer.headers.get("Retry-After", ""), kind)
+            answer = await self._http.ask(f"{self.url}/v1/{path}", body, limit_s)
+        except NoAnswer as error:
+            raise RemoteError(error.kind, str(error)) from error
+        return read_answer(answer, kind)
 
 
-def read_answer(status: int, content: bytes, retry_after: str, kind: type[T]) -> T:
-    """The answer `content`, which is a `kind`. Raises `RemoteError` for a refusal, which a body of the
-    protocol says better than the status, and for what is neither."""
-    asked_s = float(retry_after) if retry_after.replace(".", "", 1).isdecimal() else 0.0
+def read_answer(answer: HttpAnswer, kind: type[T]) -> T:
+    """Return the content of an answer, which is a `kind`. Raises `RemoteError` for a refusal, which a body of
+    the protocol says better than the status, and for what is neither."""
+    status, headers, content = answer
+    asked_s = retry_after_s(headers) or 0.0
     try:
         refusal = msgspec.json.decode(content, type=_MayBeRefused).error
         if refusal is not None:
@@ -309,8 +280,7 @@ def read_answer(status: int, content: bytes, retry_after: str, kind: type[T]) ->
     told = content[:200].decode(errors="replace").strip()
     message = f"status {status}" + (f": {told}" if told else "")
     if 300 <= status < 400:
-        told = f"it answers with a redirection ({message}): give the address it points to"
-        raise RemoteError("broken", told)
+        raise RemoteError("broken", f"it redirects ({message}): give the address it points to")
     refused: RefusalKind = "unavailable" if status in GATEWAY_STATUSES else "internal"
     if 400 <= status < 500:
         refused = next((kind for kind, code in STATUS_OF.items() if code == status), "invalid")

@@ -40,7 +40,7 @@ STATUS_OF: dict[RefusalKind, int] = {
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
-    """What a server takes."""
+    """Limits of a server."""
 
     max_inputs: int = 64
     max_body_bytes: int = 32 << 20
@@ -56,7 +56,7 @@ class RewardInfo(msgspec.Struct, frozen=True):
     """Text that changes when the reward does."""
     scope: Scope = "episode"
     wants: tuple[Extra, ...] = ()
-    """What its inputs carry beside texts: `blob`, the episode."""
+    """Things that its inputs carry beside texts: `blob`, the episode."""
     description: str = ""
 
 
@@ -80,7 +80,7 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class Input(RewardInput, kw_only=True):
-    """What is to be scored, with the id of the episode for logs. `blob` is base64 in JSON, and empty unless
+    """An input to score, with the id of the episode for logs. `blob` is base64 in JSON, and empty unless
     wanted."""
 
     episode_id: str = ""

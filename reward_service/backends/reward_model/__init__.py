@@ -6,17 +6,26 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from areal_async.base.mistakes import Mistake
 from areal_async.config.base import Section
 from areal_async.config.reward import FolderOrName
-from reward_service.backends import BackendReward
+from reward_service.backends import BackendReward, check_template
 
 START_LIMIT_S = 600.0
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?")
+
+
+def _is_a_device(value: str) -> str:
+    if not DEVICE.fullmatch(value):
+        raise ValueError("write auto, cpu, cuda or cuda:N")
+    return value
+
+
+Template = Annotated[str, AfterValidator(lambda value: value if value == "chat" else check_template(value))]
 
 
 class RewardModelArguments(Section):
@@ -25,15 +34,15 @@ class RewardModelArguments(Section):
     model: FolderOrName = Field(min_length=1)
     """Directory of a Hugging Face model with a classification head, relative to the job file; or the name of
     one in the hub's cache. Only safetensors are read."""
-    template: str = "{prompt}{response}"
-    """What the model reads, with `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{ability}` and
+    template: Template = "{prompt}{response}"
+    """Text for the model, with `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{ability}` and
     `{extra_info.NAME}` filled in. `chat`: the chat template of the model's own tokenizer, with the prompt as
     the user's message and the response as the assistant's."""
     label: str | int | None = None
     """Which class is the reward, by name or index, where the model has several; its value is then a
     probability."""
     activation: Literal["none", "sigmoid"] = "none"
-    """What is done to the number of a model with one output."""
+    """Function that is applied to the number of a model with one output."""
     max_batch: int = Field(default=32, ge=1, le=65_536)
     """Most texts computed together."""
     max_batch_tokens: int = Field(default=16384, ge=1)
@@ -43,33 +52,17 @@ class RewardModelArguments(Section):
     on_long: Literal["fail", "cut"] = "fail"
     """A longer text: `fail` gives the answer `reward.on_fault.score`, which is 0 by default, or no score
     where the task alone is too long; `cut` reads its end, and says so in the component `cut_tokens`."""
-    device: str = "auto"
+    device: Annotated[str, AfterValidator(_is_a_device)] = "auto"
     """`auto`: a GPU where there is one. Else `cpu`, `cuda` or `cuda:N`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: float32 on a CPU, else what the model was saved in."""
     threads: int = Field(default=1, ge=1, le=1024)
     """Threads of the computation on a CPU."""
 
-    @field_validator("template")
-    @classmethod
-    def _shows_the_response(cls, value: str) -> str:
-        if value != "chat" and "{response}" not in value:
-            raise ValueError("the template has no {response}, so every response would score the same")
-        return value
-
-    @field_validator("device")
-    @classmethod
-    def _is_a_device(cls, value: str) -> str:
-        if not DEVICE.fullmatch(value):
-            raise ValueError("write auto, cpu, cuda or cuda:N")
-        return value
-
     @model_validator(mode="after")
     def _one_output_or_several(self) -> RewardModelArguments:
         if self.label is not None and self.activation != "none":
-            raise ValueError(
-                "`label` is for models with several classes, `activation` for those with one output"
-            )
+            raise ValueError("`label` is for models with several classes, `activation` for one output")
         return self
 
 
@@ -87,7 +80,7 @@ class RewardModelReward(BackendReward):
 
     @classmethod
     def check_files(cls, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """What is missing in the model's folder; one that is a name in the hub's cache is not looked at."""
+        """Yield what is missing in the model's folder; a name in the hub's cache is not looked at."""
         # Imported here: it asks the rewards themselves.
         from areal_async.config.files import json_in, model_mistakes
 
@@ -96,9 +89,8 @@ class RewardModelReward(BackendReward):
             return
         where, folder = f"{field}.model", Path(model)
         if not folder.is_dir():
-            yield Mistake(
-                where, f"{folder} is no folder", "Give a Hugging Face directory, or a name in the hub"
-            )
+            fix = "Give a Hugging Face directory, or a name in the hub"
+            yield Mistake(where, f"{folder} is no folder", fix)
             return
         config = json_in(folder / "config.json")
         yield from model_mistakes(folder, config, where)

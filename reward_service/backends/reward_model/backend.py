@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from pydantic import ValidationError
 
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import RewardSpec
-from reward_service.backends import Call, OnVerdicts
+from reward_service.backends import Call, OnVerdicts, arguments_of
 from reward_service.backends.reward_model import START_LIMIT_S, RewardModelArguments
 from reward_service.pool.pool import WorkerPool
 from reward_service.pool.workers import WorkerLimits
-from reward_service.sdk import RewardInput, RewardLoadError
+from reward_service.sdk import RewardInput
 
 
 class RewardModel(WorkerPool):
@@ -27,12 +26,7 @@ class RewardModel(WorkerPool):
 
     def __init__(self, spec: RewardSpec, section: RewardSection) -> None:
         """Raises `RewardLoadError` for arguments that are wrong."""
-        try:
-            arguments = RewardModelArguments.model_validate(spec.args)
-        except ValidationError as error:
-            raise RewardLoadError(
-                f"the reward 'reward_model' cannot take these arguments: {error}"
-            ) from error
+        arguments = arguments_of(spec, RewardModelArguments)
         super().__init__([spec], workers=1, limits=WorkerLimits(start_s=START_LIMIT_S))
         self.capacity = arguments.max_batch
 

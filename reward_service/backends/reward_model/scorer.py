@@ -10,6 +10,7 @@ Runs in a worker of a pool.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import traceback
@@ -60,28 +61,22 @@ class ModelScorer:
             dtype = "float32"
         self._tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         if arguments.template == "chat" and not self._tokenizer.chat_template:
-            raise Unusable(
-                f"the tokenizer of {arguments.model} has no chat template. Write reward.args.template as a "
-                "text with {prompt} and {response}"
-            )
+            mend = "Write reward.args.template as a text with {prompt} and {response}"
+            raise Unusable(f"the tokenizer of {arguments.model} has no chat template. {mend}")
         model, info = AutoModelForSequenceClassification.from_pretrained(
             arguments.model, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
         if missing := sorted(info["missing_keys"]):
-            raise Unusable(
-                f"{arguments.model} has no weights for {', '.join(missing[:3])}: it is not a trained reward "
-                "model, and would score at random. Give a model saved with its classification head"
-            )
+            why = "it is not a trained reward model, and would score at random"
+            mend = "Give a model saved with its classification head"
+            raise Unusable(f"{arguments.model} has no weights for {', '.join(missing[:3])}: {why}. {mend}")
         self._model = model.to(self.device).eval()
         self._config = model.config.get_text_config()
         self._own_pad: int | None = self._config.pad_token_id
         self.label = self._label(arguments.label)
         self.dtype = str(self._model.dtype).removeprefix("torch.")
-        limits = [
-            arguments.max_tokens,
-            getattr(self._config, "max_position_embeddings", None),
-            self._tokenizer.model_max_length,
-        ]
+        readable = getattr(self._config, "max_position_embeddings", None)
+        limits = [arguments.max_tokens, readable, self._tokenizer.model_max_length]
         self.max_tokens = min(limit for limit in limits if isinstance(limit, int) and limit > 0)
 
     def tokenize(self, texts: Sequence[tuple[str, str] | Failure]) -> list[TokenizedText | Failure]:
@@ -105,14 +100,11 @@ class ModelScorer:
             if asked is not None:
                 raise Unusable("the model has one output: remove reward.args.label")
             return 0
-        if asked is None:
-            raise Unusable(
-                f"the model has the classes {shown}. Set reward.args.label to the one that is good"
-            )
         for index, name in names.items():
             if asked in (index, name):
                 return int(index)
-        raise Unusable(f"reward.args.label is {asked!r}, and the model has the classes {shown}")
+        mend = "Set reward.args.label to the one that is good"
+        raise Unusable(f"reward.args.label is {asked!r}, and the model has the classes {shown}. {mend}")
 
     def _row(self, prompt: str, response: str) -> TokenizedText | Failure:
         try:
@@ -130,9 +122,8 @@ class ModelScorer:
             return TokenizedText(ids)
         if self._arguments.on_long == "cut":
             return TokenizedText(ids[over:], over)
-        return Failure(
-            "input", f"the text has {len(ids)} tokens, and the reward model reads {self.max_tokens}"
-        )
+        told = f"the text has {len(ids)} tokens, and the reward model reads {self.max_tokens}"
+        return Failure("input", told)
 
     def _together(self, rows: Sequence[TokenizedText]) -> list[Verdict]:
         try:
@@ -151,10 +142,8 @@ class ModelScorer:
         pad = self._own_pad
         if pad is None:
             # The model reads its score at the last id that is not padding: one that no text has will do.
-            pad = next(
-                index for index in range(longest * len(texts) + 1) if all(index not in t for t in texts)
-            )
-            self._config.pad_token_id = pad
+            used = {index for text in texts for index in text}
+            self._config.pad_token_id = pad = next(index for index in itertools.count() if index not in used)
         ids = torch.full((len(texts), longest), pad)
         mask = torch.zeros((len(texts), longest), dtype=torch.long)
         for at, text in enumerate(texts):

@@ -27,7 +27,7 @@ from harness import {side}
 sys.path.remove(os.getcwd())
 {side}.main()
 """
-"""What a side's interpreter runs: nothing is imported from its folder afterwards."""
+"""Text that a side's interpreter runs: nothing is imported from its folder afterwards."""
 
 
 @functools.cache

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LINK = 3
 RECURSION = 20_000
 CHANGEABLE = ("list", "dict", "set", "bytearray", "deque", "OrderedDict", "Counter")
-"""What a function may change for its caller to see."""
+"""Types that a function may change for its caller to see."""
 OF_SOLUTION = "Solution()."
 
 
@@ -58,15 +58,10 @@ class Candidate:
         target = self.value(message["on"])
         arguments = [self.value(one) for one in message["args"]]
         named = {name: self.value(one) for name, one in message["named"].items()}
-        match message["do"]:
-            case "call":
-                reply = {"value": self.encoded(target(*arguments, **named))}
-            case "new":
-                reply = {"value": self.keep(target(*arguments, **named))}
-            case "method":
-                reply = {"value": self.encoded(getattr(target, message["name"])(*arguments, **named))}
-            case other:
-                raise Malformed(f"nothing is done by {other!r}")
+        if message["do"] == "method":
+            target = getattr(target, message["name"])
+        result = target(*arguments, **named)
+        reply = {"value": self.keep(result) if message["do"] == "new" else self.encoded(result)}
         if message["back"]:
             reply["changed"] = [self.changed(one) for one in (*arguments, *named.values())]
         return reply
@@ -99,19 +94,18 @@ class Candidate:
         return decode(data, self.referred)
 
     def referred(self, kind: str, content: list[Any]) -> Any:
-        match kind:
-            case "entry":
-                return self.entry(content[0])
-            case "held":
-                return self.held[content[0]]
-            case "builtin":
-                return getattr(builtins, content[0])
-            case "callback":
-                return Callback(self, content[0])
-        raise Malformed(f"nothing is of the kind {kind!r}")
+        made: dict[str, Any] = {
+            "entry": self.entry,
+            "held": self.held.__getitem__,
+            "builtin": lambda name: getattr(builtins, name),
+            "callback": lambda number: Callback(self, number),
+        }
+        if kind not in made:
+            raise Malformed(f"nothing is of the kind {kind!r}")
+        return made[kind](content[0])
 
     def entry(self, name: str) -> Any:
-        """What the program has under this name; also a method of its class `Solution`."""
+        """Return the function of the program with this name, or that method of its class `Solution`."""
         method = name.removeprefix(OF_SOLUTION)
         if method == name and name in self.names:
             return self.names[name]

@@ -31,7 +31,7 @@ LINK = 3
 WHY = 300
 VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 IN_PLACE = "__in_place__"
-"""What a call that is a statement of its own is handed through: `__in_place__(f)(x)`."""
+"""Name of the function that marks a call which is a statement of its own: `__in_place__(f)(x)`."""
 FOR_ITERATION = (StopIteration, StopAsyncIteration, GeneratorExit)
 """Raised by a program, these would end a loop of the tests early instead of failing it."""
 
@@ -67,7 +67,7 @@ class Examiner:
         name: str = "",
         back: bool = False,
     ) -> Any:
-        """What `do` gives, done with `on` on the program's side. `back`: its changes to the arguments are
+        """Return the result of `do` with `on` on the program's side. `back`: its changes to the arguments are
         made here too."""
         if self.broken:
             raise Spoiled(self.broken)
@@ -161,25 +161,21 @@ class Reference:
         raise TypeError("an object of the program's is neither true nor false")
 
 
-class EntryPoint(Reference):
-    """A function of the program, by its name."""
+class Entry(Reference):
+    """A function of the program, a method of an object of its, or its class `Solution`. `do` is the request
+    that a call of it makes."""
 
-    __slots__ = ()
+    __slots__ = ("_do", "_name")
+
+    def __init__(self, examiner: Examiner, reference: list[Any], do: str = "call", name: str = "") -> None:
+        super().__init__(examiner, reference)
+        self._do, self._name = do, name
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._examiner.ask("call", self, arguments, named)
+        return self._examiner.ask(self._do, self, arguments, named, name=self._name)
 
     def _in_place(self, *arguments: Any, **named: Any) -> Any:
-        return self._examiner.ask("call", self, arguments, named, back=True)
-
-
-class SolutionClass(Reference):
-    """The class `Solution` of the program, whose methods are what is tested."""
-
-    __slots__ = ()
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._examiner.ask("new", self, arguments, named)
+        return self._examiner.ask(self._do, self, arguments, named, name=self._name, back=self._do != "new")
 
 
 class Instance(Reference):
@@ -188,21 +184,7 @@ class Instance(Reference):
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Any:
-        return Method(self, name)
-
-
-class Method(Reference):
-    __slots__ = ("_name",)
-
-    def __init__(self, instance: Reference, name: str) -> None:
-        super().__init__(instance._examiner, instance._reference)
-        self._name = name
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._examiner.ask("method", self, arguments, named, name=self._name)
-
-    def _in_place(self, *arguments: Any, **named: Any) -> Any:
-        return self._examiner.ask("method", self, arguments, named, name=self._name, back=True)
+        return Entry(self._examiner, self._reference, "method", name)
 
 
 def in_place(function: Any) -> Any:
@@ -256,15 +238,14 @@ def same_result(got: Any, expected: Any, tolerance: float, *, wrapped: bool) -> 
     leave out."""
     if hasattr(type(got), "__next__") or isinstance(got, VIEWS):
         got = list(got)
-    if wrapped and same_value(got, expected[0], tolerance):
-        return True
-    return same_value(got, expected, tolerance)
+    wanted = [expected[0], expected] if wrapped else [expected]
+    return any(same_value(got, one, tolerance) for one in wanted)
 
 
 def same_value(got: Any, expected: Any, tolerance: float) -> bool:
-    """Whether content and kind agree. `expected` comes from JSON, which has no tuples: these count as lists,
-    and nothing else does. An integer is exact, a decimal is met up to `tolerance`, relative or absolute; True
-    is no 1. Keys of a dictionary keep their types."""
+    """Return whether content and kind agree. `expected` comes from JSON, which has no tuples: these count as
+    lists, and nothing else does. An integer is exact, a decimal is met up to `tolerance`, relative or
+    absolute; True is no 1. Keys of a dictionary keep their types."""
     if isinstance(got, bool) or isinstance(expected, bool):
         return got is expected
     if isinstance(got, int | float) and isinstance(expected, int | float):
@@ -275,11 +256,9 @@ def same_value(got: Any, expected: Any, tolerance: float) -> bool:
             and len(got) == len(expected)
             and all(same_value(one, two, tolerance) for one, two in zip(got, expected, strict=True))
         )
-    if isinstance(expected, dict):
-        if not isinstance(got, dict) or len(got) != len(expected):
-            return False
-        typed = {(type(key), key): one for key, one in got.items()}  # else Python takes True and 1.0 for 1
-        wanted = {(type(key), key): one for key, one in expected.items()}
+    if isinstance(expected, dict) and isinstance(got, dict):
+        # By the kinds of the keys too, else Python takes True and 1.0 for 1.
+        typed, wanted = ({(type(key), key): one for key, one in d.items()} for d in (got, expected))
         return typed.keys() == wanted.keys() and all(
             same_value(typed[key], wanted[key], tolerance) for key in wanted
         )
@@ -303,7 +282,7 @@ def run(examiner: Examiner, test: dict[str, Any], space: dict[str, Any], toleran
     examiner.failed = ""
     try:
         if "call" in test:
-            got = EntryPoint(examiner, ["entry", test["call"]])(*examiner.value(test["args"]))
+            got = Entry(examiner, ["entry", test["call"]])(*examiner.value(test["args"]))
             same = same_result(got, examiner.value(test["expected"]), tolerance, wrapped=test["wrapped"])
             why = "" if same else "wrong result"
         else:
@@ -322,7 +301,7 @@ def results(task: Examination, examiner: Examiner) -> Any:
     """Why each test failed, one by one as they have run."""
     space: dict[str, Any] = {"__name__": "tests", IN_PLACE: in_place}
     for name, target in task["entries"].items():
-        space[name] = (SolutionClass if target == "Solution" else EntryPoint)(examiner, ["entry", target])
+        space[name] = Entry(examiner, ["entry", target], "new" if target == "Solution" else "call")
     try:
         broken = examiner.begin()
         for code in task["setup"] if not broken else ():

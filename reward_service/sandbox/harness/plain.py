@@ -7,7 +7,6 @@ exactly the types listed here, or raises `Malformed`.
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
 import sys
@@ -23,8 +22,14 @@ MAX_INT_BITS = 1 << 22
 MAX_ITEMS = 100_000  # Most items of an iterator, which crosses as what it yields
 DIGITS_BITS = 13_000
 """Integers up to this size are written in digits, larger ones in hexadecimal: Python refuses long digits."""
-PLAIN_TYPES = ("bool", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple")
+TYPES = {
+    one.__name__: one for one in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
+}
 """Types that cross by their names."""
+VIEWS = ("keys", "values", "items")
+DATES = ("datetime", "date", "time")
+SCALARS = {type(None), bool, int, float, str}
+EXACT = {int, bytes, bytearray, list, tuple, set, frozenset, dict, complex, range}
 
 
 class Unplain(TypeError):
@@ -32,24 +37,18 @@ class Unplain(TypeError):
 
 
 class Malformed(ValueError):
-    """What came over the link is no encoding of plain data."""
+    """A message of the link that is no encoding of plain data."""
 
 
 def encode(value: Any, refer: Callable[[Any, bool], Any], depth: int = 0) -> Any:
-    """`value` as JSON holds it. An instance of a class that derives from a plain type is asked nothing: the
-    plain type's own methods read it.
+    """Return `value` as JSON holds it. An instance of a class that derives from a plain type is asked
+    nothing: the plain type's own methods read it.
 
     `refer(value, last)` may return an encoding of its own, a reference, or None. It is asked about everything
     whose class is none of Python's common plain types before its content is looked at, and once more, with
     `last`, about what has turned out to be no plain data. Raises Unplain where it has no answer then."""
-    if value is None or value is True or value is False:
-        return value
     kind = type(value)
-    if kind is str:
-        return value
-    if kind is int and int.bit_length(value) < DIGITS_BITS:
-        return value
-    if kind is float:
+    if kind in SCALARS and (kind is not int or int.bit_length(value) < DIGITS_BITS):
         return value
     if depth > MAX_DEPTH:
         raise Unplain("a value is nested too deeply, or holds itself")
@@ -57,30 +56,18 @@ def encode(value: Any, refer: Callable[[Any, bool], Any], depth: int = 0) -> Any
     def items(iterable: Iterable[Any]) -> list[Any]:
         return [encode(one, refer, depth + 1) for one in iterable]
 
-    if kind not in EXACT:
-        reference = refer(value, False)
-        if reference is not None:
-            return reference
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return _integer(int.__int__(value))
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, bytes):
-        return ["bytes", bytes.hex(value)]
-    if isinstance(value, bytearray):
-        return ["bytearray", bytearray.hex(value)]
-    for name in ("list", "tuple", "set", "frozenset"):
-        base: Any = getattr(builtins, name)
+    if kind not in EXACT and (reference := refer(value, False)) is not None:
+        return reference
+    for base, written in WRITTEN.items():
         if isinstance(value, base):
-            return [name, *items(base.__iter__(value))]
+            return written(value)
+    bases: tuple[Any, ...] = (list, tuple, set, frozenset, _of("collections", "deque"))
+    for base in bases:
+        if isinstance(value, base):
+            return [base.__name__, *items(base.__iter__(value))]
     if isinstance(value, dict):
-        name = next(
-            (name for name in ("OrderedDict", "Counter") if isinstance(value, _of("collections", name))),
-            "dict",
-        )
-        return [name, *items(part for pair in dict.items(value) for part in pair)]
+        names = (name for name in ("OrderedDict", "Counter") if isinstance(value, _of("collections", name)))
+        return [next(names, "dict"), *items(part for pair in dict.items(value) for part in pair)]
     rarer = _rarer(value, items) or refer(value, True)
     if rarer is None:
         raise Unplain(f"a {kind.__name__} is no plain data")
@@ -93,39 +80,40 @@ def _integer(value: int) -> Any:
     return value if value.bit_length() < DIGITS_BITS else ["int", hex(value)]
 
 
+WRITTEN: dict[type, Callable[[Any], Any]] = {
+    str: str.__str__,
+    int: lambda value: _integer(int.__int__(value)),
+    float: float.__float__,
+    bytes: lambda value: ["bytes", bytes.hex(value)],
+    bytearray: lambda value: ["bytearray", bytearray.hex(value)],
+}
+"""Encodings of types without items, those of classes derived from them included."""
+PARTS: dict[tuple[str, str], Callable[[Any], Iterable[Any]]] = {
+    ("builtins", "complex"): lambda value: (value.real, value.imag),
+    ("builtins", "range"): lambda value: map(_integer, (value.start, value.stop, value.step)),
+    ("decimal", "Decimal"): lambda value: [str(value)],
+    ("fractions", "Fraction"): lambda value: map(_integer, (value.numerator, value.denominator)),
+    ("datetime", "timedelta"): lambda value: (value.days, value.seconds, value.microseconds),
+    **{("datetime", name): lambda value: [value.isoformat()] for name in DATES},
+}
+"""Parts that the encodings of exactly these types consist of."""
+
+
 def _rarer(value: Any, items: Callable[[Iterable[Any]], list[Any]]) -> list[Any] | None:
     kind = type(value)
-    if kind is complex:
-        return ["complex", value.real, value.imag]
-    if kind is range:
-        return ["range", *map(_integer, (value.start, value.stop, value.step))]
-    if kind is type and value.__name__ in PLAIN_TYPES and getattr(builtins, value.__name__) is value:
-        return ["type", value.__name__]
+    for (module, name), parts in PARTS.items():
+        if kind is _of(module, name):
+            return [name, *parts(value)]
+    if kind is type and TYPES.get(name := value.__name__) is value:
+        return ["type", name]
     for name in VIEWS:
         if kind is type(getattr({}, name)()):
-            return (
-                [name, *items(part for pair in value for part in pair)]
-                if name == "items"
-                else [name, *items(value)]
-            )
-    if isinstance(value, _of("collections", "deque")):
-        return ["deque", *items(_of("collections", "deque").__iter__(value))]
-    if kind is _of("decimal", "Decimal"):
-        return ["Decimal", str(value)]
-    if kind is _of("fractions", "Fraction"):
-        return ["Fraction", _integer(value.numerator), _integer(value.denominator)]
-    for name in DATES:
-        if kind is _of("datetime", name):
-            return [name, value.isoformat()]
-    if kind is _of("datetime", "timedelta"):
-        return ["timedelta", value.days, value.seconds, value.microseconds]
-    if hasattr(kind, "__next__"):
-        return ["iterator", *items(drained(value))]
-    return None
+            return [name, *items((part for pair in value for part in pair) if name == "items" else value)]
+    return ["iterator", *items(drained(value))] if hasattr(kind, "__next__") else None
 
 
 def drained(iterator: Iterator[Any]) -> list[Any]:
-    """What an iterator yields until its end. Raises Unplain for one that has none in sight."""
+    """Return all items of an iterator. Raises Unplain for one without an end in sight."""
     found = []
     for one in iterator:
         found.append(one)
@@ -135,34 +123,25 @@ def drained(iterator: Iterator[Any]) -> list[Any]:
 
 
 def _of(module: str, name: str) -> Any:
-    """A type of a module that is loaded; nothing is an instance of a type that is not."""
+    """Return a type of a module that is loaded; nothing is an instance of a type that is not."""
     return getattr(sys.modules.get(module), name, ())
 
 
-VIEWS = ("keys", "values", "items")
-DATES = ("datetime", "date", "time")
-SCALARS = {type(None), bool, int, float, str}
-EXACT = {int, bytes, bytearray, list, tuple, set, frozenset, dict, complex, range}
-
-
 def decode(data: Any, refer: Callable[[str, list[Any]], Any], depth: int = 0) -> Any:
-    """The value of an encoding. `refer` makes what the kinds of references stand for, and raises Malformed
-    for what is none. Raises Malformed."""
+    """Return the value of an encoding. `refer` makes what the kinds of references stand for, and raises
+    Malformed for what is none. Raises Malformed."""
     if type(data) in SCALARS:
         return data
     if depth > MAX_DEPTH + 1 or not isinstance(data, list) or not data or not isinstance(data[0], str):
         raise Malformed("no encoding of plain data")
     kind, content = data[0], data[1:]
-    if kind in RAW:
-        try:
-            return RAW[kind](*content)
-        except Exception as error:
-            raise Malformed(f"no {kind}") from error
-    if kind not in GATHERED:
+    make = GATHERED.get(kind) or RAW.get(kind)
+    if make is None:
         return refer(kind, content)
-    values = [decode(one, refer, depth + 1) for one in content]
+    if kind in GATHERED:
+        content = [[decode(one, refer, depth + 1) for one in content]]
     try:
-        return GATHERED[kind](values)
+        return make(*content)
     except Exception as error:
         raise Malformed(f"no {kind}") from error
 
@@ -179,31 +158,19 @@ def _date(kind: str) -> Callable[[str], Any]:
     return lambda text: _library("datetime", kind).fromisoformat(text)
 
 
-def _plain_type(name: str) -> Any:
-    if name not in PLAIN_TYPES:
-        raise Malformed("no type that crosses")
-    return getattr(builtins, name)
-
-
-def _decimal(text: str) -> Any:
-    if not isinstance(text, str):
-        raise Malformed("no Decimal")
-    return _library("decimal", "Decimal")(text)
-
-
 RAW: dict[str, Callable[..., Any]] = {
     "int": lambda text: int(text, 16),
     "bytes": bytes.fromhex,
     "bytearray": bytearray.fromhex,
     "complex": lambda real, imag: complex(float(real), float(imag)),
     "range": range,
-    "type": _plain_type,
-    "Decimal": _decimal,
+    "type": TYPES.__getitem__,
+    "Decimal": lambda text: _library("decimal", "Decimal")(str.__str__(text)),  # of a text and nothing else
     "Fraction": lambda over, under: _library("fractions", "Fraction")(int(over), int(under)),
     "timedelta": lambda *parts: _library("datetime", "timedelta")(*map(int, parts)),
     **{name: _date(name) for name in DATES},
 }
-GATHERED: dict[str, Callable[[list[Any]], Any]] = {
+GATHERED: dict[str, Callable[..., Any]] = {
     "list": list,
     "tuple": tuple,
     "set": set,

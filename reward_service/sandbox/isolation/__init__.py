@@ -1,4 +1,4 @@
-"""What confines one untrusted program: bubblewrap, a filter of system calls, limits, and a monitor.
+"""The confinement of one untrusted program: bubblewrap, a filter of system calls, limits, and a monitor.
 
     launcher      the process that starts jails: one request, one jail, one answer
     bubblewrap    the file system and the namespaces of a jail, as arguments of `bwrap`

@@ -31,7 +31,7 @@ FILES = {
         "unlimited": "max",
     },
 }
-"""How the two versions of control groups call the same things."""
+"""Names of the same things in the two versions of control groups."""
 
 
 class MemoryGroup:
@@ -71,18 +71,19 @@ class MemoryGroup:
         self._set_limit(str(self._names["unlimited"]))
 
     def _set_limit(self, limit: str) -> None:
-        names = [name for name in self._names["limits"] if os.path.exists(os.path.join(self._folder, name))]
-        for name in reversed(names):  # memory with swap is never below memory
-            _write(os.path.join(self._folder, name), str(self._names["unlimited"]))
-        for name in names:
-            _write(os.path.join(self._folder, name), limit)
+        paths = [os.path.join(self._folder, name) for name in self._names["limits"]]
+        paths = [path for path in paths if os.path.exists(path)]
+        for path in reversed(paths):  # memory with swap is never below memory
+            _write(path, str(self._names["unlimited"]))
+        for path in paths:
+            _write(path, limit)
 
     def over(self) -> bool:
-        """Whether the kernel has killed for the limit since `begin`."""
+        """Return whether the kernel has killed for the limit since `begin`."""
         return self._kills() > self._killed
 
     def used_bytes(self) -> int:
-        """What has come since `begin`, without the files of the host that were read."""
+        """Return the growth since `begin`, without the files of the host that were read."""
         used_bytes, files_bytes = self._holds()
         return max(0, used_bytes - files_bytes - self._fixed_bytes)
 
@@ -98,14 +99,11 @@ class MemoryGroup:
         with contextlib.suppress(OSError):
             _write(os.path.join(self._above, "cgroup.procs"), str(os.getpid()))
         deadline_s = time.monotonic() + LEAVE_LIMIT_S
-        while time.monotonic() < deadline_s:
-            try:
+        while time.monotonic() < deadline_s and os.path.exists(self._folder):
+            with contextlib.suppress(OSError):  # the kernel still counts a process that has ended
                 os.rmdir(self._folder)
                 return
-            except FileNotFoundError:
-                return
-            except OSError:
-                time.sleep(0.005)  # the kernel still counts a process that has ended
+            time.sleep(0.005)
 
     def _path(self, what: str) -> str:
         return os.path.join(self._folder, str(self._names[what]))

@@ -127,14 +127,11 @@ def _start_anew(request: dict[str, Any], body: bytes) -> bool:
             os.set_blocking(fd, True)
         os.chmod(request["work"], 0o755)
         for folder, folders, files in os.walk(request["work"]):
-            for name in files:
-                os.unlink(os.path.join(folder, name))
-            for name in folders:
-                path = os.path.join(folder, name)
-                if os.path.islink(path):
-                    os.unlink(path)
-                else:
+            for path in (os.path.join(folder, name) for name in files + folders):
+                if os.path.isdir(path) and not os.path.islink(path):
                     os.chmod(path, 0o755)
+                else:
+                    os.unlink(path)
         for folder, _, _ in os.walk(request["work"], topdown=False):
             if folder not in (request["work"], os.path.join(request["work"], ".tmp")):
                 os.rmdir(folder)
@@ -236,8 +233,8 @@ def _write_file(path: str, mode: int, data: bytes) -> None:
 
 
 def _read_file(work: str, name: str, most_bytes: int) -> bytes | None:
-    """What the program left at `name` in the folder `work`; None for what is no plain file, is reached by a
-    link, whichever part of the name it is, or is too large."""
+    """Return the file that the program left at `name` in the folder `work`; None if it is no plain file, is
+    reached by a link, whichever part of the name it is, or is too large."""
     *folders, last = [part for part in name.split("/") if part not in ("", ".")]
     fd = os.open(work, os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

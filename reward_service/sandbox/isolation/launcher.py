@@ -24,7 +24,7 @@ from .init import PR_SET_CHILD_SUBREAPER, prctl
 from .monitor import END_LIMIT_S, ClientGone, RunMonitor
 
 START = "import sys; exec(open(int(sys.argv.pop(1)), encoding='utf-8').read())"
-"""What the interpreter in a jail runs: the text behind its first argument, a descriptor."""
+"""Program of the interpreter in a jail: the text behind its first argument, a descriptor."""
 INIT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "init.py")
 FIRST_UIDS = (0x70000000, 0x40000000, 61000)
 """Users that no system gives to anyone; a container may know only the smaller ones."""
@@ -86,9 +86,7 @@ class SandboxLauncher:
             ends = [os.pipe(), os.pipe()]
             reading = [held.enter_context(open(fd, "rb", buffering=0)) for fd, _ in ends]
             writing = [held.enter_context(open(fd, "wb", buffering=0)) for _, fd in ends]
-            control, theirs = socket.socketpair()
-            held.enter_context(control)
-            held.enter_context(theirs)
+            control, theirs = map(held.enter_context, socket.socketpair())
             if self._group is not None:
                 self._group.begin(int(request["limits"]["memory_mb"]) << 20)
             launcher = os.getpid()

@@ -76,13 +76,7 @@ class RunMonitor:
         self._output = {fd: bytearray() for fd in self._streams}
         self._printed = dict.fromkeys(self._streams, 0)
         self._limit = ""
-        self._report: dict[str, Any] = {
-            "status": None,
-            "cpu_ms": 0.0,
-            "ran_ms": 0.0,
-            "waited_ms": 0.0,
-            "artifacts": [],
-        }
+        self._report: dict[str, Any] = {"status": None, "artifacts": []}
         self._cpu_ms = 0.0
         self._waits = process_tree.WaitMeter()
         self._most_processes = 0
@@ -110,7 +104,7 @@ class RunMonitor:
                     elif fd == self._control.fileno():
                         if not self._told():
                             poll.unregister(fd)
-                    elif not self._read(fd):
+                    elif self._read(fd) == b"":
                         poll.unregister(fd)
                 now_s = time.monotonic()
                 if self._began_s is None and now_s > self._setup_until_s:
@@ -145,25 +139,15 @@ class RunMonitor:
         now_s = time.monotonic()
         out, err = (bytes(self._output[fd]) for fd in self._streams)
         wall_ms = ((self._ended_s or now_s) - (self._began_s or now_s)) * 1000
-        cpu_ms = self._report["cpu_ms"] or self._cpu_ms
+        cpu_ms = self._report.get("cpu_ms") or self._cpu_ms
         waited_ms = self._waits.waited_s * 1000
         if self._most_processes <= 1 and not self._beside:  # nothing of its own that it can have waited for
-            waited_ms = max(waited_ms, self._report["waited_ms"])
-        ran_ms = self._report["ran_ms"] or wall_ms
+            waited_ms = max(waited_ms, self._report.get("waited_ms", 0.0))
+        ran_ms = self._report.get("ran_ms") or wall_ms
         spent_ms = max(ran_ms - waited_ms - self._cpu_beside_ms(), cpu_ms)
-        self._runs.append(
-            {
-                "kind": self._limit,
-                "status": self._report["status"],
-                "wall_ms": wall_ms,
-                "waited_ms": waited_ms,
-                "spent_ms": spent_ms,
-                "cpu_ms": cpu_ms,
-                "peak_mb": self._peak_bytes / (1 << 20),
-                "stdout": len(out),
-                "stderr": len(err),
-            }
-        )
+        times = {"wall_ms": wall_ms, "waited_ms": waited_ms, "spent_ms": spent_ms, "cpu_ms": cpu_ms}
+        sizes = {"peak_mb": self._peak_bytes / (1 << 20), "stdout": len(out), "stderr": len(err)}
+        self._runs.append({"kind": self._limit, "status": self._report["status"], **times, **sizes})
         self._printed_before += out + err
         self._spent_before_s += spent_ms / 1000
 
@@ -173,7 +157,8 @@ class RunMonitor:
         limits = self._limits
         used = process_tree.usage(self._root)
         self._most_processes = max(self._most_processes, used.processes)
-        self._waits.look(self._roots(), time.monotonic())
+        # A program and the tests of a pair that wait for each other are looked at as one.
+        self._waits.look([self._root, *filter(None, [self._beside])], time.monotonic())
         own_ms = (wall_s - self._waits.waited_s) * 1000 - self._cpu_beside_ms()
         self._cpu_ms = max(self._cpu_ms, used.cpu_ms - self._cpu_before_ms)
         files, files_bytes = self._files()
@@ -189,10 +174,6 @@ class RunMonitor:
             self._end("clock")
         elif files > limits["files"] or files_bytes > limits["files_mb"] << 20:
             self._end("files")
-
-    def _roots(self) -> list[int]:
-        """Processes whose descendants make one program: of a pair, those of the tests, which it waits for."""
-        return [self._root, *([self._beside] if self._beside else [])]
 
     def _cpu_beside_ms(self) -> float:
         """CPU time of the tests of a pair, so far."""
@@ -217,10 +198,8 @@ class RunMonitor:
             if self._work_fd is None:
                 inside = f"/proc/{self._root}/root{self._folder}"
                 self._work_fd = os.open(inside, os.O_PATH | os.O_CLOEXEC)
-        except (FileNotFoundError, ProcessLookupError):
-            return 0, 0
-        except PermissionError:
-            if process_tree.alive(self._root):
+        except (FileNotFoundError, ProcessLookupError, PermissionError) as error:
+            if isinstance(error, PermissionError) and process_tree.alive(self._root):
                 raise
             return 0, 0
         about = os.fstatvfs(self._work_fd)
@@ -228,7 +207,7 @@ class RunMonitor:
         return files, (about.f_blocks - about.f_bfree) * about.f_frsize
 
     def _too_much(self, used: process_tree.TreeUsage, files_bytes: int) -> bool:
-        """Whether the run holds more memory than it may."""
+        """Return whether the run holds more memory than it may."""
         most = self._limits["memory_mb"] << 20
         if self._group is not None:
             self._peak_bytes = max(self._peak_bytes, self._group.used_bytes())
@@ -254,10 +233,9 @@ class RunMonitor:
 
     def _told(self) -> bool:
         """Take one message of the jail's first process; False when there will be no more."""
-        try:
+        message = None
+        with contextlib.suppress(ConnectionResetError):  # killed before it had read all that it was told
             message = messages.receive(self._control)
-        except ConnectionResetError:
-            return False  # it was killed before it had read all that it was told
         if message is None:
             return False
         head, body = message
@@ -294,15 +272,14 @@ class RunMonitor:
         with contextlib.suppress(OSError):  # it has been killed meanwhile
             self._control.send(GO)
 
-    def _read(self, fd: int) -> bool:
-        """Take one portion of the output; False at the end of the stream."""
-        try:
+    def _read(self, fd: int) -> bytes | None:
+        """Take one portion of the output: empty at the end of the stream, None while nothing has come."""
+        with contextlib.suppress(BlockingIOError):
             data = os.read(fd, READ_BYTES)
-        except BlockingIOError:
-            return True
-        if self._keep(fd, data):
-            self._end("output")
-        return bool(data)
+            if self._keep(fd, data):
+                self._end("output")
+            return data
+        return None
 
     def _keep(self, fd: int, data: bytes) -> bool:
         """Keep what the limit allows, the beginning of the output and the end of the errors; True when more
@@ -325,14 +302,12 @@ class RunMonitor:
     def _drain_streams(self) -> None:
         """The pipes may hold no more than their size."""
         for fd in self._streams:
-            with contextlib.suppress(BlockingIOError):
-                while data := os.read(fd, READ_BYTES):
-                    if self._keep(fd, data):
-                        self._limit = self._limit or "output"
+            while self._read(fd):
+                pass
 
     def _end(self, limit: str) -> None:
         self._limit = self._limit or limit
-        self._ended_s = time.monotonic()
+        self._ended_s = self._ended_s or time.monotonic()
         self._kill()
 
     def _kill(self) -> None:

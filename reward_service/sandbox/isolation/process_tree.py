@@ -1,8 +1,9 @@
-"""What the processes below one use, read from /proc, and their end."""
+"""The processes below one: their use of the machine, read from /proc, and their end."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -20,6 +21,20 @@ def read(path: str) -> str:
         return ""
 
 
+def names(path: str) -> list[str]:
+    """Return the names in a folder; none for a process that has gone meanwhile."""
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
+
+
+def _figures(text: str, *keys: str) -> int:
+    """Return the sum of the figures called `keys` in a file of /proc."""
+    lines = (line.partition(":") for line in text.splitlines())
+    return sum(int(rest.split()[0]) for key, _, rest in lines if key in keys)
+
+
 PIPE_BYTES = 64 << 10
 SOCKET_BYTES = 2 * int(read("/proc/sys/net/core/wmem_max") or 212_992)
 """Most that a pipe and the sending side of a socket hold, where the first cannot be enlarged."""
@@ -27,7 +42,7 @@ HAS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
 class TreeUsage:
-    """What all processes below one use."""
+    """Use of the machine by all processes below one."""
 
     processes = 0  # Threads count, as they do for the kernel's limit
     cpu_ms = 0.0
@@ -39,10 +54,7 @@ class TreeUsage:
 def children(pid: int) -> list[int]:
     if not HAS_CHILDREN:
         return [other for other in _all() if _parent(other) == pid]
-    try:
-        tasks = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return []
+    tasks = names(f"/proc/{pid}/task")
     return [int(word) for task in tasks for word in read(f"/proc/{pid}/task/{task}/children").split()]
 
 
@@ -63,7 +75,7 @@ def end_children(limit_s: float) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there and has not ended, waited for or not."""
+    """Return whether a process is there and has not ended, waited for or not."""
     state = read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1]
     return state not in ([], ["Z"], ["X"])
 
@@ -79,19 +91,15 @@ def descendants(pid: int) -> list[int]:
 
 
 def usage(root: int) -> TreeUsage:
-    """What the descendants of `root` use; CPU also of those that have ended and were waited for."""
+    """Return the use of the descendants of `root`; CPU also of those that have ended and were waited for."""
     total = TreeUsage()
     total.cpu_ms = _cpu_ms(root, own=False)
     for pid in descendants(root):
         total.cpu_ms += _cpu_ms(pid, own=True)
-        for line in read(f"/proc/{pid}/status").splitlines():
-            key, _, rest = line.partition(":")
-            if key in ("RssAnon", "VmSwap", "VmPTE"):
-                total.private_bytes += int(rest.split()[0]) << 10
-            elif key == "RssShmem":
-                total.mapped_shared_bytes += int(rest.split()[0]) << 10
-            elif key == "Threads":
-                total.processes += int(rest)
+        status = read(f"/proc/{pid}/status")
+        total.private_bytes += _figures(status, "RssAnon", "VmSwap", "VmPTE") << 10
+        total.mapped_shared_bytes += _figures(status, "RssShmem") << 10
+        total.processes += _figures(status, "Threads")
     return total
 
 
@@ -102,7 +110,7 @@ class WaitMeter:
         self.waited_s = 0.0
         self._looked_s = 0.0
         self._known: dict[str, tuple[list[str], float, float]] = {}
-        """By thread: nanoseconds that it ran and waited, since when both stand still, its wait so far."""
+        """Nanoseconds that each thread ran and waited, since when both stand still, its wait so far."""
 
     def look(self, roots: Sequence[int], now_s: float) -> None:
         """Add what a thread below `roots` has waited since it was seen before, if it is the only one that can
@@ -122,14 +130,11 @@ class WaitMeter:
 
 
 def lone_runnable(roots: Sequence[int]) -> str:
-    """The folder of the one thread below `roots` that can run; empty if there is none or more than one."""
+    """Return the folder of the one thread below `roots` that can run; empty if there is none or more than
+    one."""
     found = ""
-    for pid in (pid for root in roots for pid in descendants(root)):
-        try:
-            tasks = [f"/proc/{pid}/task/{tid}" for tid in os.listdir(f"/proc/{pid}/task")]
-        except OSError:
-            continue  # it has gone meanwhile
-        for task in tasks:
+    for folder in (f"/proc/{pid}/task" for root in roots for pid in descendants(root)):
+        for task in (f"{folder}/{tid}" for tid in names(folder)):
             if read(f"{task}/stat").rpartition(")")[2].split()[:1] == ["R"]:
                 if found:
                     return ""
@@ -145,31 +150,19 @@ def proportional_bytes(root: int, counted: int) -> int:
         rollup, status = read(f"/proc/{pid}/smaps_rollup"), read(f"/proc/{pid}/status")
         if "Pss_Anon:" not in rollup and "VmRSS:" in status:
             return counted
-        for line in (rollup + status).splitlines():
-            key, _, rest = line.partition(":")
-            if key in ("Pss_Anon", "SwapPss", "VmPTE"):
-                total += int(rest.split()[0]) << 10
+        total += _figures(rollup + status, "Pss_Anon", "SwapPss", "VmPTE") << 10
     return min(total, counted)
 
 
 def channel_bytes(root: int) -> int:
     """The most that the sockets and pipes of the descendants of `root` may hold for them."""
     found: set[str] = set()
-    for pid in descendants(root):
-        try:
-            names = os.listdir(f"/proc/{pid}/fd")
-        except OSError:
-            continue
-        for name in names:
-            try:
-                found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
-            except OSError:
-                continue  # it has closed it meanwhile
-    return sum(
-        SOCKET_BYTES if name.startswith("socket:") else PIPE_BYTES
-        for name in found
-        if name.startswith(("socket:", "pipe:"))
-    )
+    for folder in (f"/proc/{pid}/fd" for pid in descendants(root)):
+        for name in names(folder):
+            with contextlib.suppress(OSError):  # it has closed it meanwhile
+                found.add(os.readlink(f"{folder}/{name}"))
+    sizes = {"socket": SOCKET_BYTES, "pipe": PIPE_BYTES}
+    return sum(sizes.get(name.partition(":")[0], 0) for name in found)
 
 
 def _cpu_ms(pid: int, *, own: bool) -> float:
@@ -193,11 +186,9 @@ def threads_of_user(uid: int) -> int:
     """Number of a user's threads on this machine, which the kernel counts for its limit."""
     count = 0
     for pid in _all():
-        try:
+        with contextlib.suppress(OSError):  # it has gone meanwhile
             if os.stat(f"/proc/{pid}").st_uid == uid:
                 count += len(os.listdir(f"/proc/{pid}/task"))
-        except OSError:
-            continue  # it has gone meanwhile
     return count
 
 
@@ -231,15 +222,10 @@ def folder_usage(path: str, most: int) -> tuple[int, int]:
     files = size_bytes = 0
     waiting = [path]
     while waiting and files <= most:
-        try:
-            with os.scandir(waiting.pop()) as entries:
-                for entry in entries:
-                    files += 1
-                    size_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-                    if files > most:
-                        break
-        except OSError:
-            continue  # it has gone meanwhile
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:  # it may have gone meanwhile
+            for entry in itertools.islice(entries, most + 1 - files):
+                files += 1
+                size_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
     return files, size_bytes

@@ -6,8 +6,7 @@ import time
 from areal_async.base.errors import RpcTimeout
 from areal_async.base.records import Task
 from areal_async.rpc.messages import ClaimedEpisode, Claims, Refusal, VerdictAck
-from reward_service import metrics
-from reward_service.router import Router
+from reward_service.router import Router, watch
 from reward_service.server import RewardServer
 from tests.callers import FakeCaller
 from tests.scoring import episode_blob, processes_below
@@ -93,7 +92,7 @@ def serve(section, drive, **settings):
     async def run():
         buffer, stop = FakeBuffer(), asyncio.Event()
         async with Router(section.model_copy(update=settings)) as router:
-            metrics.watch(router)
+            watch(router)
             serving = asyncio.ensure_future(RewardServer(buffer, router, scorer="reward-0").run(stop))
             driving = asyncio.ensure_future(drive(buffer))
             await asyncio.wait({serving, driving}, return_when=asyncio.FIRST_COMPLETED)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from areal_async.trajectory.verdicts import Abstain, Failure, Score, Timeout
 from reward_service.backends import MissingText, fill
 from reward_service.backends.judge import TEMPLATE
-from reward_service.backends.judge.replies import NoGrade, Parser, quoted, retry_after_s, verdict_of
+from reward_service.backends.judge.replies import NoGrade, Parser, quoted, verdict_of
 from reward_service.backends.reward_model.scorer import cut_by_tokens
+from reward_service.backends.servers import retry_after_s
 from reward_service.sdk import RewardInput
 
 

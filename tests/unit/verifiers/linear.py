@@ -16,7 +16,7 @@ import yaml
 from instructions import follows
 
 from reward_service.sdk import RewardInput, load_reward
-from reward_service.verifiers import answers, programs, writing
+from reward_service.verifiers import answers, latex, programs
 from reward_service.verifiers.answers import WHERES, answer_of
 from reward_service.verifiers.arithmetic import final_number, number_of
 from reward_service.verifiers.text import chosen
@@ -55,13 +55,13 @@ def read_by_parts(text: str) -> None:
     """Every function by itself, so that what its callers cut off does not save it."""
     for where in WHERES:
         answer_of(text, where)
-    writing.tidy(text)
-    writing.last_maths(text)
-    writing.said_maths(text)
-    writing.quantity(writing.one_spaced(text))
-    writing.number(text)
-    writing.based(text)
-    writing.ratio(text)
+    latex.tidy(text)
+    latex.last_maths(text)
+    latex.said_maths(text)
+    latex.quantity(latex.one_spaced(text))
+    latex.number(text)
+    latex.based(text)
+    latex.ratio(text)
     answers.hedged(text)
     json_schema.fenced(text)
     programs.program_of(text, defines=["f"])

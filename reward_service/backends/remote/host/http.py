@@ -7,6 +7,7 @@ import hmac
 import socket
 import ssl
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import prometheus_client
@@ -43,25 +44,41 @@ def http_socket(address: str, token: str) -> socket.socket:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise EndpointError(f"{address!r} is no address: write HOST:PORT, for example {LOOPBACK}:8700")
     if not is_loopback(host) and not token:
-        raise EndpointError(
-            f"refusing to serve {address} without a token: other machines reach it. Give --token-file, or "
-            f"serve {LOOPBACK}."
-        )
+        told = f"refusing to serve {address} without a token: other machines reach it"
+        raise EndpointError(f"{told}. Give --token-file, or serve {LOOPBACK}.")
     try:
         return listen(host, int(port), guarded=bool(token))
     except OSError as error:
-        raise EndpointError(
-            f"cannot serve {address}: {error.strerror or error}. Choose another address or port."
-        ) from error
+        told = f"cannot serve {address}: {error.strerror or error}"
+        raise EndpointError(f"{told}. Choose another address or port.") from error
+
+
+def answer(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    body = msgspec.json.encode(content)
+    return Response(body, status_code=status, headers=headers, media_type="application/json")
+
+
+async def refused(request: HttpRequest, error: Any) -> Response:
+    """Answer a `RequestRefused`."""
+    refusal: RequestRefusal = error.refusal
+    seconds = -(-refusal.retry_after_ms // 1000)
+    headers = {"Retry-After": str(seconds)} if seconds else None
+    return answer(RefusedAnswer(refusal), STATUS_OF[refusal.kind], headers)
+
+
+async def no_route(request: HttpRequest, error: Any) -> Response:
+    """Answer an `HTTPException`."""
+    known = "There is GET /v1/info, GET /v1/health, POST /v1/score and GET /metrics"
+    refusal = RequestRefusal("invalid", f"{request.method} {request.url.path}: {error.detail}. {known}")
+    return answer(RefusedAnswer(refusal), error.status_code)
+
+
+async def broken(request: HttpRequest, error: Exception) -> Response:
+    return answer(RefusedAnswer(RequestRefusal("internal", type(error).__name__)), 500)
 
 
 def make_app(service: ScoringService, token: str) -> Starlette:
     """`/v1/health` is open to anyone, so that a prober needs no token; the rest asks for `token`, if any."""
-
-    def answer(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-        return Response(
-            msgspec.json.encode(content), status_code=status, headers=headers, media_type="application/json"
-        )
 
     def check(request: HttpRequest) -> None:
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
@@ -101,22 +118,6 @@ def make_app(service: ScoringService, token: str) -> Starlette:
     async def metrics(request: HttpRequest) -> Response:
         check(request)
         return Response(prometheus_client.generate_latest(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
-
-    async def refused(request: HttpRequest, error: Exception) -> Response:
-        assert isinstance(error, RequestRefused)
-        refusal = error.refusal
-        seconds = -(-refusal.retry_after_ms // 1000)
-        headers = {"Retry-After": str(seconds)} if refusal.retry_after_ms else None
-        return answer(RefusedAnswer(refusal), STATUS_OF[refusal.kind], headers)
-
-    async def no_route(request: HttpRequest, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        known = "There is GET /v1/info, GET /v1/health, POST /v1/score and GET /metrics"
-        refusal = RequestRefusal("invalid", f"{request.method} {request.url.path}: {error.detail}. {known}")
-        return answer(RefusedAnswer(refusal), error.status_code)
-
-    async def broken(request: HttpRequest, error: Exception) -> Response:
-        return answer(RefusedAnswer(RequestRefusal("internal", type(error).__name__)), 500)
 
     return Starlette(
         routes=[

@@ -24,7 +24,7 @@ from areal_async.config.reward_routing import RewardSpec
 from areal_async.config.rewardcheck import part_of, runs_in_pool, scope_in_file, scopes_of
 from areal_async.trajectory.verdicts import Failure, Verdict
 from reward_service import metrics
-from reward_service.backends import Call
+from reward_service.backends import Call, set_within
 from reward_service.backends.remote.schema import (
     NOT_RUN,
     PROTOCOL,
@@ -40,8 +40,7 @@ from reward_service.backends.remote.schema import (
     Status,
 )
 from reward_service.pool.pool import WorkerPool
-from reward_service.pool.queue import own_file
-from reward_service.sdk import RewardInput, RewardLoadError
+from reward_service.sdk import RewardInput, RewardLoadError, own_file
 
 LONGEST_DEADLINE_S = 3600.0
 SHORTEST_REST_S = 0.05
@@ -53,7 +52,7 @@ class ServedReward(NamedTuple):
 
     name: str
     spec: RewardSpec
-    """What it is loaded by, with the arguments and the deadline of a call that it has here."""
+    """Its way to be loaded, with the arguments and the deadline of a call that it has here."""
     wants: tuple[Extra, ...] = ()
 
     def info(self) -> RewardInfo:
@@ -81,8 +80,7 @@ def read_offers(
 
 def version_of(target: str) -> str:
     """Changes when the code behind `target` does: the hash of its own file, or our version."""
-    file = own_file(target)
-    if file is None:
+    if (file := own_file(target)) is None:
         return package_version("areal-async")
     try:
         return blake2b(file.read_bytes(), digest_size=8).hexdigest()
@@ -96,9 +94,7 @@ def _offer(target: str, wants: tuple[Extra, ...], args: dict[str, Any], timeout_
         part = part_of(target)
         if part is None or not runs_in_pool(part):
             names = ", ".join(name for name in REWARDS.names if runs_in_pool(part_of(name)))
-            raise RewardLoadError(
-                f"there is no reward {target!r}. Write path.py:function, or one of {names}."
-            )
+            raise RewardLoadError(f"there is no reward {target!r}. Use path.py:function, or one of {names}.")
         scope: Scope = "episode" if "episode" in scopes_of(part) else "group"
         return ServedReward(target, RewardSpec(target, args, scope, timeout_s), wants)
     name = target.rpartition(":")[2]
@@ -145,11 +141,7 @@ class ScoringService:
     async def drain(self, limit_s: float) -> None:
         """Take nothing more, and wait for what is under way, at most `limit_s`."""
         self._draining = True
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return
+        await set_within(self._idle, limit_s)
 
     async def score(self, request: ScoreRequest) -> list[Verdict]:
         """One verdict for each input. Raises `RequestRefused`. Without inputs a client only asks whether it
@@ -166,17 +158,18 @@ class ScoringService:
         unknown = Failure(NOT_RUN, f"no verdict within {request.deadline_ms} ms of the request's arrival")
         verdicts: list[Verdict] = [unknown] * len(inputs)
         calls: list[Call] = [inputs] if spec.scope == "group" else list(inputs)
-        unanswered, done = len(calls), asyncio.Event()
+        unanswered, done = set(range(len(calls))), asyncio.Event()
 
         def take(index: int, given: list[Verdict], elapsed_ms: float) -> None:
-            nonlocal unanswered
             metrics.CALL_SECONDS.labels(spec.label).observe(elapsed_ms / 1000)
             for verdict in given:
                 metrics.count(spec.label, verdict)
             verdicts[index : index + len(given)] = given
-            self._end(len(given))
-            unanswered -= 1
-            if unanswered == 0:
+            self._in_flight -= len(given)
+            if self._in_flight == 0:
+                self._idle.set()
+            unanswered.discard(index)
+            if not unanswered:
                 done.set()
 
         with contextlib.suppress(TimeoutError):
@@ -188,35 +181,27 @@ class ScoringService:
     # --- admission -----------------------------------------------------------------------------------
 
     def _check(self, request: ScoreRequest) -> RewardSpec:
-        if request.protocol != PROTOCOL:
-            raise RequestRefused(
-                "protocol", f"the request speaks version {request.protocol}, this server {PROTOCOL}"
-            )
-        offer = self._offers.get(request.reward)
-        if offer is None:
-            names = ", ".join(self._offers)
-            raise RequestRefused(
-                "unknown_reward", f"there is no reward {request.reward!r} here; there is: {names}"
-            )
-        spec = offer.spec
-        if request.scope != spec.scope:
-            raise RequestRefused(
-                "invalid", f"the reward {offer.name!r} has the scope {spec.scope}, not {request.scope}"
-            )
+        name, given, limit = request.reward, request.inputs, self.limits.max_inputs
+        spec = self._offers[name].spec if name in self._offers else RewardSpec(name)
         own = spec.args
-        if others := [key for key, value in request.args.items() if key not in own or value != own[key]]:
-            raise RequestRefused(
-                "invalid",
-                f"only the server may set {', '.join(others[:10])} of the reward {offer.name!r}: leave it "
-                "out, and give it to the server (`--args`)",
-            )
-        if request.deadline_ms <= 0 or request.timeout_ms <= 0:
-            raise RequestRefused("invalid", "timeout_ms and deadline_ms are milliseconds: at least 1")
-        if len(request.inputs) > self.limits.max_inputs:
-            raise RequestRefused(
-                "too_large",
-                f"{len(request.inputs)} inputs in one request; the most are {self.limits.max_inputs}",
-            )
+        others = [key for key, value in request.args.items() if key not in own or value != own[key]]
+        mend = "leave it out, and give it to the server (`--args`)"
+        kind: RefusalKind = "invalid"
+        why = ""
+        if request.protocol != PROTOCOL:
+            kind, why = "protocol", f"the request speaks version {request.protocol}, this server {PROTOCOL}"
+        elif name not in self._offers:
+            kind, why = "unknown_reward", f"there is no reward {name!r} here, only {', '.join(self._offers)}"
+        elif request.scope != spec.scope:
+            why = f"the reward {name!r} has the scope {spec.scope}, not {request.scope}"
+        elif others:
+            why = f"only the server may set {', '.join(others[:10])} of the reward {name!r}: {mend}"
+        elif request.deadline_ms <= 0 or request.timeout_ms <= 0:
+            why = "timeout_ms and deadline_ms are milliseconds: at least 1"
+        elif len(given) > limit:
+            kind, why = "too_large", f"{len(given)} inputs in one request; the most are {limit}"
+        if why:
+            raise RequestRefused(kind, why)
         return spec
 
     def _admit(self, n_inputs: int, deadline_s: float) -> None:
@@ -228,11 +213,6 @@ class ScoringService:
         if self._in_flight and (full or ahead_s > deadline_s / 2):
             rest_ms = round(1000 * min(LONGEST_REST_S, max(SHORTEST_REST_S, ahead_s / 2)))
             raise RequestRefused("busy", f"{self._in_flight} inputs are under way already", rest_ms)
-
-    def _end(self, n_inputs: int) -> None:
-        self._in_flight -= n_inputs
-        if self._in_flight == 0:
-            self._idle.set()
 
 
 def _read(raw: msgspec.Raw, at: int) -> Input:

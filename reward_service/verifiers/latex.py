@@ -85,14 +85,11 @@ REPLACED: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"(?<=\d)\{,\}(?=\d{3})"), ","),
     (re.compile(r"(?<=\d)(?:(?<!\\)\\[,:; ]|~)\s*(?=\d{3}(?!\d))"), ","),
     (re.compile(r"(?<!\\)\\(?:[,:;> ]|q?quad(?![a-zA-Z]))|~"), " "),
-    (re.compile(r"\\(?:varnothing|O)(?![a-zA-Z])"), r"\\emptyset "),
-    (re.compile(r"\\\{\s*\\\}"), r"\\emptyset "),
-    (re.compile(r"\\(leq|leqslant)(?![a-zA-Z])"), r"\\le "),
-    (re.compile(r"\\(geq|geqslant)(?![a-zA-Z])"), r"\\ge "),
+    (re.compile(r"\\(?:varnothing|O)(?![a-zA-Z])|\\\{\s*\\\}"), r"\\emptyset "),
+    (re.compile(r"\\leq(?:slant)?(?![a-zA-Z])|<="), r"\\le "),
+    (re.compile(r"\\geq(?:slant)?(?![a-zA-Z])|>="), r"\\ge "),
     (re.compile(r"\\neq(?![a-zA-Z])|\\not\s*=|(?<![\w)}!])!="), r"\\ne "),
     (re.compile(r"\\(?:approx|simeq|doteq)(?![a-zA-Z])"), "="),
-    (re.compile(r"<="), r"\\le "),
-    (re.compile(r">="), r"\\ge "),
     # A point, and intervals with brackets that turn outwards.
     (re.compile(rf"\\langle(?![a-zA-Z])({NO_COMMA},{NO_ANGLE})\\rangle(?![a-zA-Z])"), r"(\1)"),
     (re.compile(r"(\A|\\cup|\\in|=)\s*\](?=[^\[\]()]*,)"), r"\1("),
@@ -168,19 +165,18 @@ def one_spaced(text: str) -> str:
 
 
 def formulas(text: str) -> Iterator[tuple[int, str]]:
-    """Where each formula between `$…$`, `$$…$$`, `\\(…\\)` or `\\[…\\]` ends, and what it is, in order."""
+    """Yield the end and the text of each formula between `$…$`, `$$…$$`, `\\(…\\)` or `\\[…\\]`, in order."""
     position = 0
     unclosed: set[str] = set()
     while (sign := MATHS_SIGN.search(text, position)) is not None:
         opening, position = sign[0], sign.end()
         ending = CLOSED_BY.get(opening)
         if ending is not None and ending not in unclosed:
-            end = text.find(ending, position + 1)
-            if end < 0:
+            if (end := text.find(ending, position + 1)) < 0:
                 unclosed.add(ending)
-            else:
-                yield end + len(ending), text[position:end]
-                position = end + len(ending)
+                continue
+            yield end + len(ending), text[position:end]
+            position = end + len(ending)
         elif opening == "$" and (inline := INLINE.match(text, position)) is not None:
             yield inline.end(), text[position : inline.end() - 1]
             position = inline.end()
@@ -330,7 +326,7 @@ LONG_NAMES = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """What is left of a text without its unit and percent sign, and these."""
+    """A text without its unit and percent sign, and these."""
 
     body: str
     unit: MeasureUnit | None = None
@@ -394,12 +390,8 @@ def unit_of(words: str, power: str | None = None) -> MeasureUnit:
 
 
 def _short(word: str) -> str:
-    for form in (word, word.removesuffix("s"), word.lower(), word.lower().removesuffix("s")):
-        if form in UNITS:
-            return form
-        if form in LONG_NAMES:
-            return LONG_NAMES[form]
-    return word
+    forms = (word, word.removesuffix("s"), word.lower(), word.lower().removesuffix("s"))
+    return next((LONG_NAMES.get(form, form) for form in forms if form in UNITS or form in LONG_NAMES), word)
 
 
 def number(text: str) -> Fraction | None:
@@ -435,14 +427,9 @@ def _plain(text: str) -> Fraction | None:
     if match is None:
         return None
     sign, whole, decimals, bare, exponent = match.groups()
-    rest = text[match.end() :]
-    power = int(exponent or 0)
-    if rest:
-        times = POWER_OF_TEN.fullmatch(rest)
-        if times is None:
-            return None
-        power += int(times[1] or times[2])
-    if abs(power) > LARGEST_EXPONENT:
+    times = POWER_OF_TEN.fullmatch(rest := text[match.end() :])
+    power = int(exponent or 0) + (int(times[1] or times[2]) if times else 0)
+    if (rest and times is None) or abs(power) > LARGEST_EXPONENT:
         return None
     digits = (whole or "0").replace(",", "") + (decimals or bare or "")
     value = Fraction(digits.rstrip(".")) * Fraction(10) ** power
