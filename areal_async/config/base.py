@@ -33,7 +33,7 @@ class Section(BaseModel):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in type(self).model_fields:
             raise AttributeError(
-                f"{name} cannot be set: a job does not change. `job.changed({{'section.{name}': value}})` "
+                f"{name} cannot be set: a job does not change. `load_job(job, {{'section.{name}': value}})` "
                 "makes one that differs, and checks it."
             )
         super().__setattr__(name, value)

@@ -10,36 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Annotated
-
-from pydantic import Field
 
 from areal_async.base.mistakes import Mistake
-from areal_async.config.base import Section
+from areal_async.config.job import TrainerSection
 
-if TYPE_CHECKING:
-    from areal_async.config.job import TrainerSection
-
-Size = Annotated[int, Field(ge=1, le=65_536)]
 AXES = ("pipeline", "data", "shard", "sequence", "tensor")
 """From the outermost to the innermost."""
-
-
-class ParallelSection(Section):
-    """Sizes whose product is `trainer.ranks`; `shard` takes the rest."""
-
-    data: Size = 1
-    """Copies of the model."""
-    shard: Size | None = None
-    """Ranks that share one copy; none takes all remaining ranks."""
-    sequence: Size = 1
-    """Ranks that split each row's tokens."""
-    tensor: Size = 1
-    """Ranks that split each matrix."""
-    pipeline: Size = 1
-    """Stages of neighbouring layers."""
-    expert: Size = 1
-    """Ranks of `shard` that share a mixture's experts."""
 
 
 @dataclass(frozen=True)

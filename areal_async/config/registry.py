@@ -32,8 +32,10 @@ import inspect
 import json
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
+from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,43 +62,34 @@ class PartError(ArealError):
     restart_helps = False
 
 
+@dataclass(eq=False)
 class Registry:
-    """All parts of one kind, such as `Registry("workflow", "rollout_service.workflows:BUILT_IN", leading=2)`.
+    """All parts of one kind, such as `Registry("tool", "rollout_service.workflows.tools:BUILT_IN")`."""
 
-    `built_in` is the `module:attribute` of the owner's table, which is imported when a part is asked for.
-    `leading` is how many positional parameters of a part the caller fills itself, `filled` names the keywords
-    that it fills; `coroutine` says that a part which is a function is an `async def`. `signatures` are those
-    of other frameworks' functions, which have no decorator: a parameter that tells one, and those that the
-    caller fills there; with none named, any that no argument gives. `mark` is how to mark a function of one's
-    own, if that is needed.
-    """
+    kind: str
+    table: str
+    """`module:attribute` of the owner's table, which is imported when a part is asked for."""
+    leading: int = 0
+    """Positional parameters of a part that the caller fills."""
+    filled: tuple[str, ...] = ()
+    """Keyword parameters of a part that the caller fills."""
+    coroutine: bool = False
+    """True if a function must be an `async def`."""
+    signatures: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """Functions of other frameworks, which have no decorator: the parameter that identifies one, and the
+    parameters that the caller fills; an empty list stands for all that no argument gives."""
+    mark: str = ""
+    """How to mark a function of one's own, if that is needed."""
+    _own_parts: dict[str, Any] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        kind: str,
-        built_in: str,
-        *,
-        leading: int = 0,
-        filled: tuple[str, ...] = (),
-        coroutine: bool = False,
-        signatures: Mapping[str, Collection[str]] | None = None,
-        mark: str = "",
-    ) -> None:
-        self.kind = kind
-        self.leading = leading
-        self.filled = filled
-        self.coroutine = coroutine
-        self.signatures = signatures or {}
-        self.mark = mark
-        self._own_parts: dict[str, Any] = {}
-        self.group = f"areal_async.{kind}{'es' if kind.endswith('s') else 's'}"
-        self._table = built_in
+    def __post_init__(self) -> None:
+        self.group = f"areal_async.{self.kind}{'es' if self.kind.endswith('s') else 's'}"
 
     @cached_property
     def built_in(self) -> Mapping[str, str]:
         """The owner's table: name → `module:attribute`."""
-        table: Mapping[str, str] = _imported(self._table)
-        return table
+        found: Mapping[str, str] = _imported(self.table)
+        return found
 
     @cached_property
     def installed(self) -> Mapping[str, EntryPoint]:
@@ -109,9 +102,9 @@ class Registry:
         return (*self.built_in, *sorted(set(self.installed) - set(self.built_in)))
 
     def find(self, name: str) -> Any:
-        """Load the part called `name`. Runs the file's code where the name is a path, once in a process.
+        """Load the part called `name`. If the name is a path, run the file's code, once in a process.
 
-        Raises `PartError` where there is no such part or its module cannot be imported."""
+        Raises `PartError` if there is no such part or its module cannot be imported."""
         if name in self.built_in:
             return _imported(self.built_in[name])
         if name in self.installed:
@@ -123,14 +116,15 @@ class Registry:
                     f"the {self.kind} {name!r} is {value} of an installed package, which cannot be imported: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-        if name in self._own_parts:
-            return self._own_parts[name]
-        path, attribute = self._own(name)
-        module = run_user_file(path, kind=self.kind, name=name, error=PartError)
-        if not hasattr(module, attribute):
-            fix = _meant(attribute, [key for key in vars(module) if not key.startswith("_")])
-            raise PartError(f"the {self.kind} {name!r}: {path} defines no {attribute!r}. {fix}")
-        return self._own_parts.setdefault(name, getattr(module, attribute))
+        if name not in self._own_parts:
+            if (place := _own_place(name)) is None:
+                raise PartError(f"{self._unknown(name)}. {self._choice}.")
+            module = run_user_file(place[0], kind=self.kind, name=name, error=PartError)
+            if not hasattr(module, place[1]):
+                fix = _meant(place[1], [key for key in vars(module) if not key.startswith("_")])
+                raise PartError(f"the {self.kind} {name!r}: {place[0]} defines no {place[1]!r}. {fix}")
+            self._own_parts[name] = getattr(module, place[1])
+        return self._own_parts[name]
 
     def explain(self, name: str) -> dict[str, Any]:
         """What the function called `name`, one of `names`, `does` by its docstring, and its `arguments` with
@@ -141,18 +135,15 @@ class Registry:
         return {"does": inspect.getdoc(function) or "", "arguments": arguments}
 
     def known(self, name: str) -> Any:
-        """The part called `name`, if no file has to be run for it: None for one in a file not run so far, and
-        for one that cannot be loaded."""
+        """Return the part called `name`, or None if it is in a file that was not run yet or cannot load."""
         try:
             return self.find(name) if name in self.names else self._own_parts.get(name)
         except PartError:
             return None
 
-    def _own(self, name: str) -> tuple[Path, str]:
-        path_text, _, attribute = name.rpartition(":")
-        if not path_text.endswith(".py") or not attribute.isidentifier():
-            raise PartError(f"{self._unknown(name)}. {self._choice}.")
-        return Path(path_text), attribute
+    def arguments_of(self, name: str) -> type[Section]:
+        """Return the `Arguments` of a part that is known, or an empty section."""
+        return getattr(self.known(name), "Arguments", None) or Section
 
     def _unknown(self, name: str) -> str:
         return f"there is no {self.kind} {name!r}, built in or installed"
@@ -171,19 +162,17 @@ class Registry:
         args_field: str,
         run_own: bool = False,
     ) -> Iterator[Mistake]:
-        """What is wrong with `name`, which stands in `field`, and with its `arguments` in `args_field` (None:
-        a part of this kind takes none from a job file).
+        """Yield the mistakes in `name`, given in `field`, and in its `arguments`, given in `args_field`; None
+        is for a part of a kind that takes none from a job file.
 
-        Runs a file of the user's only with `run_own`. What depends on the rest of the job, `check_job` of the
-        part tells."""
+        Runs a user's file only with `run_own`. Mistakes that depend on the rest of the job come from
+        `check_job` of the part."""
         if name not in self.names:
-            try:
-                path, attribute = self._own(name)
-            except PartError:
+            if (place := _own_place(name)) is None:
                 yield Mistake(field, self._unknown(name), _half_named(name) or self._choice)
                 return
             if not run_own:
-                yield from self._mistakes_of_file(path, attribute, arguments, field, args_field)
+                yield from self._mistakes_of_file(*place, arguments, field, args_field)
                 return
         try:
             part = self.find(name)
@@ -191,29 +180,18 @@ class Registry:
             fix = "Mend it (reinstall its package), or name another part"
             yield Mistake(field, str(error).rstrip("."), fix)
             return
-        if arguments is None:
-            return
         section = getattr(part, "Arguments", None)
-        if section is not None:
+        if arguments is not None and section is not None:
             yield from section_mistakes(args_field, section, arguments, name)
-        elif callable(part):
-            yield from self._mistakes_of_signature(part, arguments, args_field, name)
-
-    def _mistakes_of_signature(
-        self, part: Any, given: Mapping[str, Any], field: str, owner: str
-    ) -> Iterator[Mistake]:
-        parameters = list(inspect.signature(part).parameters.values())
-        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        taken = [*positional[self.leading :], *(p for p in parameters if p.kind is p.KEYWORD_ONLY)]
-        taken = [p for p in taken if p.name not in self.filled]
-        needed = [p.name for p in taken if p.default is p.empty]
-        free = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        yield from _keyword_mistakes(owner, given, [p.name for p in taken], needed, free=free, field=field)
-        scope = vars(sys.modules.get(inspect.unwrap(part).__module__, inspect))
-        for parameter in taken:
-            if parameter.name in given:
-                where = f"{field}.{parameter.name}"
-                yield from _value_mistakes(where, parameter, given[parameter.name], scope, owner)
+        elif arguments is not None and callable(part):
+            parameters = list(inspect.signature(part).parameters.values())
+            taken = _taken(parameters, self.leading, self.filled)
+            yield from _keyword_mistakes(name, arguments, parameters, taken, args_field)
+            scope = vars(sys.modules.get(inspect.unwrap(part).__module__, inspect))
+            for parameter in taken:
+                if parameter.name in arguments:
+                    where = f"{args_field}.{parameter.name}"
+                    yield from _value_mistakes(where, parameter, arguments[parameter.name], scope, name)
 
     def _mistakes_of_file(
         self, path: Path, attribute: str, given: Mapping[str, Any] | None, field: str, args_field: str
@@ -221,41 +199,58 @@ class Registry:
         try:
             tree = ast.parse(read_regular(path))
         except OSError as error:
-            yield Mistake(
-                field,
-                f"{path} cannot be read: {error.strerror or error}",
-                "Check the path; it is relative to the job file",
-            )
+            problem = f"{path} cannot be read: {error.strerror or error}"
+            yield Mistake(field, problem, "Check the path; it is relative to the job file")
             return
         except (SyntaxError, ValueError) as error:
             yield Mistake(field, f"{path} is not Python that can be read: {error}", "Mend the file")
             return
         node = _defined(tree).get(attribute)
-        if self.coroutine and isinstance(node, ast.FunctionDef):
+        if node is None:
+            yield Mistake(field, f"{path} defines no {attribute!r}", _meant(attribute, _defined(tree)))
+        elif self.coroutine and isinstance(node, ast.FunctionDef):
             yield Mistake(field, f"{attribute} in {path} is not a coroutine", "Write it as `async def`")
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and given is not None:
-            a = node.args
-            positional = [argument.arg for argument in (*a.posonlyargs, *a.args)]
-            keywords = zip(a.kwonlyargs, a.kw_defaults, strict=True)
-            optional = {*positional[len(positional) - len(a.defaults) :]}
-            optional |= {argument.arg for argument, default in keywords if default is not None}
-            named, leading, filled = [each.arg for each in a.kwonlyargs], self.leading, {*self.filled}
-            foreign = [name for name in self.signatures if name in (*positional, *named)]
+            parameters = _parameters(node)
+            foreign = [each for each in self.signatures if each in {one.name for one in parameters}]
+            taken = _taken(parameters, self.leading, self.filled)
             if foreign and not node.decorator_list:
-                leading, filled = 0, {*self.signatures[foreign[0]]}
-                optional |= {*positional, *named} if not filled else set()
-            takes = [each for each in (*positional[leading:], *named) if each not in filled]
-            needed = [each for each in takes if each not in optional]
+                filled = self.signatures[foreign[0]]
+                taken = _taken(parameters, 0, filled)
+                taken = taken if filled else [each.replace(default=None) for each in taken]
             owner = f"the {self.kind} {attribute} in {path}"
-            free = a.kwarg is not None
-            mistakes = [*_keyword_mistakes(owner, given, takes, needed, free=free, field=args_field)]
+            mistakes = [*_keyword_mistakes(owner, given, parameters, taken, args_field)]
             marked = foreign or node.decorator_list or _is_passed(attribute, tree)
-            # Loading a reward tells of a missing mark too, together with what is wrong in other files.
+            # Loading a reward reports a missing mark too, together with mistakes in other files.
             if mistakes and self.mark and not marked:
                 mistakes = [Mistake(field, f"{attribute} in {path} is not marked", self.mark)]
             yield from mistakes
-        elif node is None:
-            yield Mistake(field, f"{path} defines no {attribute!r}", _meant(attribute, _defined(tree)))
+
+
+def _own_place(name: str) -> tuple[Path, str] | None:
+    """Return the parts of `path.py:name`, or None for another name."""
+    path, _, attribute = name.rpartition(":")
+    return (Path(path), attribute) if path.endswith(".py") and attribute.isidentifier() else None
+
+
+def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[Parameter]:
+    """Return the parameters of a function in a syntax tree; any default is None."""
+    a, empty = function.args, Parameter.empty
+    positional, keywords = [*a.posonlyargs, *a.args], zip(a.kwonlyargs, a.kw_defaults, strict=True)
+    given = len(positional) - len(a.defaults)
+    names = [(each.arg, empty if place < given else None) for place, each in enumerate(positional)]
+    found = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in names]
+    named = [(each.arg, empty if default is None else None) for each, default in keywords]
+    found += [Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in named]
+    return found + ([Parameter(a.kwarg.arg, Parameter.VAR_KEYWORD)] if a.kwarg is not None else [])
+
+
+def _taken(parameters: list[Parameter], leading: int, filled: Collection[str]) -> list[Parameter]:
+    """Return the parameters that arguments of a job file fill."""
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [each for each in parameters if each.kind in kinds]
+    keywords = [each for each in parameters if each.kind is Parameter.KEYWORD_ONLY]
+    return [each for each in (*positional[leading:], *keywords) if each.name not in filled]
 
 
 def _defined(tree: ast.Module) -> dict[str, ast.AST]:
@@ -333,7 +328,7 @@ def _value_mistake(
 
 
 def _value_mistakes(
-    where: str, parameter: inspect.Parameter, value: Any, scope: dict[str, Any], owner: str
+    where: str, parameter: Parameter, value: Any, scope: dict[str, Any], owner: str
 ) -> Iterator[Mistake]:
     """What is wrong with the value of a parameter by its annotation, whose names are those of `scope`;
     nothing where that is none, or says nothing about values. Values reach a function as they are, so none is
@@ -363,17 +358,18 @@ def _half_named(name: str) -> str:
 
 
 def _keyword_mistakes(
-    owner: str, given: Mapping[str, Any], takes: list[str], needed: list[str], *, free: bool, field: str
+    owner: str, given: Mapping[str, Any], parameters: list[Parameter], taken: list[Parameter], field: str
 ) -> Iterator[Mistake]:
-    listed = (
-        f"It takes {', '.join(takes)}" if takes else "It takes none: arguments are keyword-only parameters"
-    )
+    takes = {each.name: each.default is Parameter.empty for each in taken}
+    free = any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
+    listed = f"It takes {', '.join(takes)}"
+    listed = listed if takes else "It takes none: arguments are keyword-only parameters"
     for name in given:
         if name not in takes and not free:
             fix = blank_after_colon(str(name)) or listed
             yield Mistake(f"{field}.{name}", f"{owner} has no argument {name!r}", fix)
-    for name in needed:
-        if name not in given:
+    for name, is_needed in takes.items():
+        if is_needed and name not in given:
             yield Mistake(f"{field}.{name}", f"{owner} needs {name!r}, and it is missing", ADD_IT)
 
 

@@ -98,7 +98,7 @@ class ImportedModules:
         self._programs = {
             spec.key: [
                 (name, args, part)
-                for name, args in with_those_inside(spec.name, spec.args)
+                for _, name, args in with_those_inside("", spec.name, spec.args)
                 if hasattr(part := part_of(name), "modules_of")
             ]
             for spec in self._routing.specs

@@ -9,7 +9,6 @@ from itertools import combinations
 from typing import Any, get_args
 
 from areal_async.config.job import JobConfig
-from areal_async.config.parts import arguments_of
 from areal_async.config.registry import BACKENDS
 from areal_async.models.files import looks_beyond_tokens
 from trainer_service.backends.fsdp.memory import Recompute
@@ -93,7 +92,7 @@ def _lowered(job: JobConfig, tokens: int) -> Changed:
 def _argument(job: JobConfig, name: str, default: Any, *values: Any) -> Changed:
     """Values of an argument of the back end that come after what the job has."""
     trainer = job.trainer
-    if name not in arguments_of(BACKENDS, trainer.backend).model_fields:
+    if name not in BACKENDS.arguments_of(trainer.backend).model_fields:
         return
     order = [default, *values]
     for value in order[order.index(trainer.backend_args.get(name, default)) + 1 :]:

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 import yaml
 
-from areal_async.config.fields import Field, job_fields
+from areal_async.config.fields import Field
+from areal_async.config.job import job_fields
 
 _TABLE = re.compile(r"(<!-- fields: ?([\w.]*) -->\n).*?(<!-- end -->)", re.DOTALL)
 _TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path"}

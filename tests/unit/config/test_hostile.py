@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from areal_async.base.mistakes import ConfigError
 from areal_async.base.yaml_file import dump_yaml, parse_yaml
-from areal_async.config.fields import job_fields
+from areal_async.config.job import job_fields
 from areal_async.config.load import job_from_mapping, load_job
 from tests.harness.profiles import examples
 
