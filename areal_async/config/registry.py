@@ -38,14 +38,14 @@ from importlib.metadata import EntryPoint, entry_points
 from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, NotRequired
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from areal_async.base.errors import ArealError
 from areal_async.base.mistakes import (
     ADD_IT,
-    MOST_MISTAKES,
     Mistake,
     blank_after_colon,
     in_words,
@@ -186,12 +186,9 @@ class Registry:
         elif arguments is not None and callable(part):
             parameters = list(inspect.signature(part).parameters.values())
             taken = _taken(parameters, self.leading, self.filled)
-            yield from _keyword_mistakes(name, arguments, parameters, taken, args_field)
             scope = vars(sys.modules.get(inspect.unwrap(part).__module__, inspect))
-            for parameter in taken:
-                if parameter.name in arguments:
-                    where = f"{args_field}.{parameter.name}"
-                    yield from _value_mistakes(where, parameter, arguments[parameter.name], scope, name)
+            typed = [each.replace(annotation=_type_of(each, scope)) for each in taken]
+            yield from _keyword_mistakes(name, arguments, parameters, typed, args_field)
 
     def _mistakes_of_file(
         self, path: Path, attribute: str, given: Mapping[str, Any] | None, field: str, args_field: str
@@ -289,64 +286,74 @@ def _imported(reference: str) -> Any:
 def section_mistakes(
     field: str, section: type[Section], given: Mapping[str, Any], owner: str
 ) -> Iterator[Mistake]:
-    """What is wrong with the mapping `given` in `field`, which `owner` takes as a `section`."""
+    """Yield the mistakes in the mapping `given` in `field`, which `owner` takes as a `section`."""
+    takes = {info.alias or name: info.description or "" for name, info in section.model_fields.items()}
     try:
         section.model_validate(dict(given))
     except ValidationError as error:
-        details = error.errors(include_url=False)
-    else:
-        return
-    # What is refused for holding a password is not shown, nor what it is a part of.
-    secret = any("holds a password" in detail["msg"] for detail in details)
-    takes = ", ".join(info.alias or name for name, info in section.model_fields.items()) or "nothing"
+        yield from _argument_mistakes(field, error, owner, takes, ", ".join(takes) or "nothing")
+
+
+def _argument_mistakes(
+    field: str, error: ValidationError, owner: str, about: Mapping[str, str], takes: str
+) -> Iterator[Mistake]:
+    details = error.errors(include_url=False)
+    # A value that is refused for holding a password is not shown, nor a value that contains it.
+    hidden = any("holds a password" in detail["msg"] for detail in details)
 
     def explain(detail: Mapping[str, Any]) -> Mistake:
-        name = ".".join(str(part) for part in detail["loc"])
+        name, found = ".".join(str(part) for part in detail["loc"]), detail.get("input")
         where = f"{field}.{name}" if name else field
         if detail["type"] == "extra_forbidden":
             fix = blank_after_colon(str(detail["loc"][-1])) or f"It takes {takes}"
             return Mistake(where, f"{owner} has no argument {name!r}", fix)
         if detail["type"] == "missing":
-            about = section.model_fields[name].description if name in section.model_fields else ""
-            fix = " ".join(f"{ADD_IT}. {about or ''}".split()).rstrip(". ")
+            fix = " ".join(f"{ADD_IT}. {about.get(name, '')}".split()).rstrip(". ")
             return Mistake(where, f"{owner} needs {name!r}, and it is missing", fix)
-        return _value_mistake(where, name, detail, owner, secret=secret)
+        if (words := value_in_words(detail)) is not None and not hidden:
+            return Mistake(where, f"{found!r:.80} {words[0]}", words[1])
+        message = str(detail["msg"]).removeprefix("Value error, ").rstrip(".")
+        shown = "" if hidden or is_secret(name, found) else f" = {found!r:.80}"
+        return Mistake(where, f"{owner} cannot take {name}{shown}: {message}", "Correct it")
 
     yield from in_words(details, explain, field)
 
 
-def _value_mistake(
-    where: str, name: str, detail: Mapping[str, Any], owner: str, *, secret: bool = False
-) -> Mistake:
-    """The mistake behind an entry of `ValidationError.errors()` that is about the value of an argument."""
-    if (words := value_in_words(detail)) is not None and not secret:
-        return Mistake(where, f"{detail.get('input')!r:.80} {words[0]}", words[1])
-    message = str(detail["msg"]).removeprefix("Value error, ").rstrip(".")
-    secret = secret or is_secret(name, detail.get("input"))
-    shown = "" if secret else f" = {detail.get('input')!r:.80}"
-    return Mistake(where, f"{owner} cannot take {name}{shown}: {message}", "Correct it")
-
-
-def _value_mistakes(
-    where: str, parameter: Parameter, value: Any, scope: dict[str, Any], owner: str
-) -> Iterator[Mistake]:
-    """What is wrong with the value of a parameter by its annotation, whose names are those of `scope`;
-    nothing where that is none, or says nothing about values. Values reach a function as they are, so none is
-    converted."""
-    if parameter.annotation is parameter.empty or value == parameter.default:
-        return
+def _type_of(parameter: Parameter, scope: dict[str, Any]) -> Any:
+    """Return the type of a parameter by its annotation, with the names of `scope`; Any if it has none or if
+    the annotation does not restrict values."""
+    annotation = parameter.annotation
     try:
-        annotation = parameter.annotation
         kind = eval(annotation, scope) if isinstance(annotation, str) else annotation
-        adapter = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
-    except Exception:  # a name for type checkers alone, or a type that says of itself what it likes
-        return
+        TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
+    except Exception:  # a name for type checkers alone, or a type with a schema of its own
+        return Any
+    return Any if annotation is parameter.empty else kind
+
+
+def _keyword_mistakes(
+    owner: str, given: Mapping[str, Any], parameters: list[Parameter], taken: list[Parameter], field: str
+) -> Iterator[Mistake]:
+    """Yield the mistakes in arguments of a function with these parameters. Values reach a function as they
+    are, so none is converted; a default is always right."""
+    known, empty = {each.name: each for each in taken}, Parameter.empty
+    kinds = {name: Any if each.annotation is empty else each.annotation for name, each in known.items()}
+    needed = {name for name, each in known.items() if each.default is empty}
+    shape = {name: kind if name in needed else NotRequired[kind] for name, kind in kinds.items()}
+    arguments = TypedDict("arguments", shape)  # type: ignore[misc]
+    free = any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
+    extra: Literal["allow", "forbid"] = "allow" if free else "forbid"
+    arguments.__pydantic_config__ = ConfigDict(extra=extra, allow_inf_nan=False)
+    values = {
+        name: None if kinds.get(name, Any) is Any else value
+        for name, value in given.items()
+        if name not in known or value != known[name].default
+    }
+    takes = ", ".join(shape) or "none: arguments are keyword-only parameters"
     try:
-        adapter.validate_json(json.dumps(value, default=str), strict=True)
+        TypeAdapter(arguments).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
-        for detail in error.errors(include_url=False)[:MOST_MISTAKES]:
-            inner = "".join(f".{part}" for part in detail["loc"])
-            yield _value_mistake(f"{where}{inner}", f"{parameter.name}{inner}", detail, owner)
+        yield from _argument_mistakes(field, error, owner, {}, takes)
 
 
 def _half_named(name: str) -> str:
@@ -355,22 +362,6 @@ def _half_named(name: str) -> str:
     if name.endswith(".py"):
         return f"Name what it defines, too: `{name}:NAME`"
     return f"Name the file with its ending: `{stem}.py:{attribute}`" if stem and colon and attribute else ""
-
-
-def _keyword_mistakes(
-    owner: str, given: Mapping[str, Any], parameters: list[Parameter], taken: list[Parameter], field: str
-) -> Iterator[Mistake]:
-    takes = {each.name: each.default is Parameter.empty for each in taken}
-    free = any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
-    listed = f"It takes {', '.join(takes)}"
-    listed = listed if takes else "It takes none: arguments are keyword-only parameters"
-    for name in given:
-        if name not in takes and not free:
-            fix = blank_after_colon(str(name)) or listed
-            yield Mistake(f"{field}.{name}", f"{owner} has no argument {name!r}", fix)
-    for name, is_needed in takes.items():
-        if is_needed and name not in given:
-            yield Mistake(f"{field}.{name}", f"{owner} needs {name!r}, and it is missing", ADD_IT)
 
 
 MARK_REWARD = (

@@ -27,7 +27,7 @@ from areal_async.rpc.gateway_messages import (
     SampleRefused,
 )
 from areal_async.rpc.server import Answer
-from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
+from areal_async.trajectory import Call, EpisodeBuilder, Sampling, SegmentKind
 from rollout_service import metrics
 from rollout_service.engines.base import (
     DeadlinePassed,
@@ -235,12 +235,12 @@ class Session:
                 result.logprobs,
                 result.versions,
                 parent=prompt,
-                sampling=sampling,
-                finish_reason=result.finish_reason,
+                call=Call(
+                    sampling=sampling, finish_reason=result.finish_reason, logprobs_of=result.logprobs_of
+                ),
                 epoch=result.epochs,
                 agent=agent,
                 turn=depth,
-                logprobs_of=result.logprobs_of,
                 mask=self._episode.mask_of(len(result.token_ids)),
             )
             self._episode.routed(segment, call.requests[index], result)

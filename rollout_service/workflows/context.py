@@ -23,7 +23,7 @@ import numpy as np
 from areal_async.base.errors import ArealError
 from areal_async.models.answers import opens_thought, spoken
 from areal_async.models.prompts import Tokenizer
-from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
+from areal_async.trajectory import Call, EpisodeBuilder, Sampling, SegmentKind
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRequest, GenerateResult, Tell
 from rollout_service.workflows.tools import BlockingCalls, Tool, ToolAnswer, ToolReply, run_tool
@@ -254,12 +254,10 @@ class Context:
             result.logprobs,
             result.versions,
             parent=parent,
-            sampling=asked,
-            finish_reason=result.finish_reason,
+            call=Call(sampling=asked, finish_reason=result.finish_reason, logprobs_of=result.logprobs_of),
             epoch=result.epochs,
             agent=agent,
             turn=turn,
-            logprobs_of=result.logprobs_of,
             mask=self.mask_of(len(result.token_ids), train=train),
         )
         self.routed(segment, request, result)
