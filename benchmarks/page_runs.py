@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_async.base.own_files import private_files
-from areal_async.config.load import dump_job, job_from_mapping
+from areal_async.config.load import dump_job, load_job
 from areal_async.launch.folders import LOCK
 from areal_async.service.record import RECORDS, RunLog
 from areal_async.service.samples import file_name, lines_of, sample_of, write_samples
@@ -34,7 +34,7 @@ def run_folder(parent: Path, name: str, steps: int) -> Path:
         "tasks": {"train": "/tasks/train.jsonl"},
         "trainer": {"steps": steps},
     }
-    (folder / "job.yaml").write_text(dump_job(job_from_mapping(given, source=name, base=parent, files=False)))
+    (folder / "job.yaml").write_text(dump_job(load_job(given, source=name, base=parent, files=False)))
     return folder
 
 

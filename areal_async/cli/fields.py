@@ -63,12 +63,12 @@ def content_of(source: str, overrides: list[str]) -> dict[str, Any]:
     """The resolved job of a file, a run folder or a job of the controller, as JSON values. Raises
     `ConfigError`, `RunFolderError`."""
     from areal_async.cli.jobs import of_controller
-    from areal_async.config.load import job_from_mapping, load_job
+    from areal_async.config.load import load_job
 
     path = Path(source)
     if (client := of_controller(source)) is not None:
         found = client.job(source).config
-        job = job_from_mapping(found, overrides, source=f"job {source}", base=Path("/"), files=False)
+        job = load_job(found, overrides, source=f"job {source}", base=Path("/"), files=False)
     else:
         job = load_job(path / "job.yaml" if path.is_dir() else path, overrides, files=False)
     return job.model_dump(mode="json")

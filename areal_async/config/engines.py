@@ -112,36 +112,31 @@ class EnginePart:
         return rollout.dtype
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """What `job` asks of the engine that it cannot do; `field` begins with the section that names it."""
-        section = field.partition(".")[0]
-        named = f"{section}.engine"
-        for asked, value, able in (
-            ("update_mode", job.rollout.update_mode, self.update_modes),
-            ("dtype", job.rollout.dtype, self.dtypes),
-        ):
-            if value not in able and (asked, section) != ("update_mode", "evaluation"):
-                problem = f"the engine of {named} cannot do {value}"
+        """Yield the mistakes of a job that asks more of the engine than it can do; `field` begins with the
+        section that names it."""
+        rollout, section = job.rollout, field.partition(".")[0]
+        named, is_rollout = f"{section}.engine", section == "rollout"
+        asked = [("dtype", rollout.dtype, self.dtypes)]
+        asked += [("update_mode", rollout.update_mode, self.update_modes)] if is_rollout else []
+        for name, value, able in asked:
+            if value not in able:
                 fix = f"Use {' or '.join(sorted(able))}, or another {named}"
-                yield Mistake(f"rollout.{asked}", problem, fix, (named,))
-        if job.rollout.routes == "replay" and section == "rollout" and self.no_routes:
+                yield Mistake(f"rollout.{name}", f"the engine of {named} cannot do {value}", fix)
+        if is_rollout and rollout.routes == "replay" and self.no_routes:
             problem = f"the engine of {named} tells no routes: {self.no_routes}"
-            yield Mistake("rollout.routes", problem, f"Set it to off, or use another {named}", (named,))
+            yield Mistake("rollout.routes", problem, f"Set it to off, or use another {named}")
         server = job.evaluation.server
-        evaluates = (section == "evaluation") == (job.evaluation.engine != "same")
-        for asks, owner, name in (
-            (section == "rollout", job.rollout, "rollout"),
-            (evaluates, job.evaluation, "evaluation"),
-        ):
-            on = flags_that_are_on(owner.server.arguments, self.stale_flags) if asks else ()
-            for flag, how in on:
+        evaluates = is_rollout == (job.evaluation.engine == "same")
+        servers = [("rollout", rollout.server)] if is_rollout else []
+        for name, its in servers + ([("evaluation", server)] if evaluates else []):
+            for flag, how in flags_that_are_on(its.arguments, self.stale_flags):
                 problem = f"after a weight update the server would not be what its version says: {how}"
-                fix = f"Remove it, or use another {named} (docs/engines.md, What an update does not reach)"
-                yield Mistake(f"{name}.server.arguments.{flag}", problem, fix, (named,))
+                fix = f"Remove it, or use another {named} (docs/engines.md#refused-server-settings)"
+                yield Mistake(f"{name}.server.arguments.{flag}", problem, fix)
         if evaluates and not self.is_server and server != type(server)():
             problem = f"the evaluation's engine is `{evaluation_engine(job)}`, which has no server"
-            yield Mistake(
-                "evaluation.server", problem, "Remove it, or set evaluation.engine", ("rollout.engine",)
-            )
+            fix = "Remove it, or set evaluation.engine"
+            yield Mistake("evaluation.server", problem, fix, ("rollout.engine",))
 
     def make(self, job: JobConfig, *, slots: int, activity: str, place: Any, replica: int) -> Any:
         """Return the engine (`rollout_service.engines.base.Engine`), not started yet. The parameters are

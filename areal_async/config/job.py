@@ -15,7 +15,7 @@ from areal_async.config.fields import Field as LeafField
 from areal_async.config.fields import explain, fields_of, numbers_or_words
 from areal_async.config.objective import ObjectiveSection, ReferenceSection, TeacherSection
 from areal_async.config.reward import RewardSection
-from areal_async.config.rollout import RolloutSection, SamplingSection, ServerSection, StopText
+from areal_async.config.rollout import RolloutSection, SamplingSection, ServerSection
 from areal_async.config.trainings import FileTraining, PreferenceSection, RewardModelSection, SftSection
 from areal_async.data.examples import Kind
 from areal_async.storage.urls import FETCHED, StoreUrl
@@ -102,19 +102,13 @@ class CheckpointSection(Section):
     that is a URL."""
 
 
-class EvaluationSamplingSection(Section):
+class EvaluationSamplingSection(SamplingSection):
     """Sampling parameters of the evaluation; greedy by default."""
 
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Probability mass of the tokens to sample from."""
-    top_k: int = Field(default=0, ge=0)
-    """Most likely tokens to sample from; 0 allows all."""
-    max_new_tokens: int | None = Field(default=None, ge=1)
+    max_new_tokens: int | None = Field(default=None, ge=1)  # type: ignore[assignment]
     """Most tokens per response; null uses `rollout.sampling.max_new_tokens`."""
-    stop: tuple[StopText, ...] = ()
-    """Texts that end a response."""
 
 
 class EvaluationSection(Section):

@@ -74,67 +74,63 @@ def load_job(
     *,
     files: bool = True,
     memory: bool = False,
+    source: str = "",
+    base: Path | None = None,
     **others: Any,
 ) -> JobConfig:
     """Read, override, resolve and check a job; nothing is started and no user code is imported.
 
     `given` is the path of a job file, the fields of one as a mapping, or a job to change. `overrides` are a
     `dotted.key=value` with the value in YAML, several, or `{"dotted.key": value}`. Relative paths, also those
-    of overrides, are relative to the job file's folder, otherwise to the working directory. Content that the
-    job names by URL is brought to this host and checked. Without `files`, the files that it names need not
-    exist (any more). With `memory`, only fields that the trainer's memory depends on must hold, and of all
-    files only the model's config.json is checked. Raises `ConfigError` with every mistake found.
+    of overrides, are relative to `base`: by default the job file's folder, or the working directory. `source`
+    names the job in errors. Content that the job names by URL is brought to this host and checked. Without
+    `files`, the files that it names need not exist (any more). With `memory`, only fields that the trainer's
+    memory depends on must hold, and of all files only the model's config.json is checked. Raises
+    `ConfigError` with every mistake found.
     """
     changes = overrides_of(overrides, others)
-    content, source, base = given, "the job", Path.cwd()
+    content: Any = given
     if isinstance(given, JobConfig):
-        content, source = given.model_dump(mode="json"), f"job {given.job}"
+        content, source = given.model_dump(mode="json"), source or f"job {given.job}"
     elif isinstance(given, str | os.PathLike):
-        path = Path(given)
-        content, source, base = read_composed(path), str(path), path.resolve().parent
+        content, source = read_composed(Path(given)), source or str(given)
+        base = base or Path(given).resolve().parent
+    base, source = base or Path.cwd(), source or "the job"
     if not isinstance(content, Mapping):
         problem = f"{given!r:.80} is neither a path nor a mapping"
-        raise ConfigError("the job", [Mistake("path", problem, "Give the path of a job file, or its fields")])
-    return job_from_mapping(dict(content), changes, source=source, base=base, files=files, memory=memory)
-
-
-def job_from_mapping(
-    content: dict[str, Any],
-    overrides: Sequence[str] = (),
-    *,
-    source: str,
-    base: Path,
-    files: bool = True,
-    memory: bool = False,
-) -> JobConfig:
-    """Do the work of `load_job` for a job that is already a mapping; `source` names it in errors."""
+        raise ConfigError(source, [Mistake("path", problem, "Give the path of a job file, or its fields")])
     if (where := too_nested(content)) is not None:
         raise ConfigError(source, [Mistake(where, TOO_NESTED, "Flatten it")])
     if (where := half_character(content)) is not None:
         problem = "it has half of a surrogate pair, which no file can hold"
         raise ConfigError(source, [Mistake(where, problem, "Write the whole character")])
-    content = copy.deepcopy(content)
-    mistakes = apply_overrides(content, overrides)
+    content = copy.deepcopy(dict(content))
+    mistakes = apply_overrides(content, changes)
     if len(policies := policies_of(content)) > MOST_POLICIES:
         problem = f"it names {len(policies)} policies, and {MOST_POLICIES} is the limit"
         raise ConfigError(source, [Mistake("policies", problem, "Train fewer in one job")])
     mistakes += _policy_mistakes(content)
     content.setdefault("run_dir", str(base / JobConfig.model_fields["run_dir"].default))
     resolve_paths(content, base)
-    views: dict[str, JobConfig | None] = {}
-    for name, own in policies.items() or {"": {}}.items():
-        flat = copy.deepcopy(policy_alone(content, name, own))
-        unknown = fill_preset(flat)
-        views[name], found = _checked(flat, files=files, memory=memory)
-        mistakes += _as_written([*unknown, *found], name, own, content)
-    first, *others = views.values()
-    if len(views) > 1 and all(views.values()):
-        mistakes += policies_mistakes([view for view in views.values() if view is not None])
-    if mistakes or first is None:
+    found = [_view(content, *each, files=files, memory=memory) for each in policies.items() or [("", {})]]
+    mistakes += [mistake for _, of_view in found for mistake in of_view]
+    views = [job for job, _ in found if job is not None]
+    if len(found) > 1 and len(views) == len(found):
+        mistakes += policies_mistakes(views)
+    if mistakes:
         raise ConfigError(source, list(dict.fromkeys(mistakes)))
-    if not others:
-        return first
-    return first.model_copy(update={"policies": {view.policy: _own(view) for view in views.values() if view}})
+    first, own = views[0], {view.policy: _own(view) for view in views}
+    return first.model_copy(update={"policies": own}) if len(views) > 1 else first
+
+
+def _view(
+    content: dict[str, Any], name: str, own: dict[str, Any], *, files: bool, memory: bool
+) -> tuple[JobConfig | None, list[Mistake]]:
+    """Return the job of one policy, and the mistakes in it, with their fields as they are written."""
+    flat = copy.deepcopy(policy_alone(content, name, own))
+    unknown = fill_preset(flat)
+    job, mistakes = _checked(flat, files=files, memory=memory)
+    return job, [*_as_written([*unknown, *mistakes], name, own, content)]
 
 
 def _checked(content: dict[str, Any], *, files: bool, memory: bool) -> tuple[JobConfig | None, list[Mistake]]:

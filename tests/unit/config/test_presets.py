@@ -7,7 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
-from areal_async.config.load import dump_job, job_from_mapping, load_job
+from areal_async.config.load import dump_job, load_job
 from areal_async.config.presets import PRESETS, expansion
 from trainer_service.algorithms.objective import Objective
 
@@ -22,7 +22,7 @@ def test_every_preset_is_a_job_that_trains_and_loads_as_it_was_dumped(folder, na
     job = load_job(folder / "job.yaml", [preset(name), "buffer.max_staleness=4"])
     assert not [line for line in expansion(job.model_dump(mode="json")) if "job's own" in line]
     Objective(job.trainer.objective, job)
-    again = job_from_mapping(yaml.safe_load(dump_job(job)), source="dumped", base=folder)
+    again = load_job(yaml.safe_load(dump_job(job)), source="dumped", base=folder)
     assert again == job
 
 
@@ -91,7 +91,7 @@ def test_the_command_lists_parts_and_presets_and_prints_what_one_sets(folder):
     assert "losses: ppo, gspo" in said()
     # What it prints is a job file's.
     content = yaml.safe_load((folder / "job.yaml").read_text()) | yaml.safe_load(said("dapo"))
-    job = job_from_mapping(content, source="printed", base=folder)
+    job = load_job(content, source="printed", base=folder)
     named = load_job(folder / "job.yaml", [preset("dapo")])
     assert job.trainer.objective.model_copy(update={"preset": "dapo"}) == named.trainer.objective
     assert json.loads(said("remax", "--json"))["rollout.greedy_baseline"] is True
