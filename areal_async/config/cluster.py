@@ -1,4 +1,4 @@
-"""A cluster file: what machines there are for jobs, and where their controller answers."""
+"""A cluster file: the machines for jobs, and the address of their controller."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from areal_async.config.base import Section
 from areal_async.config.fields import explain
 
 DIR_VARIABLE = "AREAL_ASYNC_CLUSTER_DIR"
-"""Environment variable that names the folder of the cluster that commands talk to."""
+"""Environment variable with the folder of the cluster that commands talk to."""
 LAPTOP = "local"
-"""Name of the cluster that is there without a file: this machine."""
+"""Name of the cluster without a file, which is this machine."""
 
 
 class ResourcesSection(Section):
@@ -78,8 +78,8 @@ class ClusterConfig(Section):
 
 
 def load_cluster(path: Path, *, queued: bool = False) -> ClusterConfig:
-    """The cluster of a file; a relative `dir` is relative to the file. `queued`: a controller is to queue
-    jobs for it. Raises `ConfigError`."""
+    """Load the cluster of a file; a relative `dir` is relative to the file. `queued` is for a controller that
+    will queue jobs for it. Raises `ConfigError`."""
     content = read_mapping(path)
     try:
         cluster = ClusterConfig.model_validate(content)
@@ -96,12 +96,12 @@ def load_cluster(path: Path, *, queued: bool = False) -> ClusterConfig:
 
 
 def dump_cluster(cluster: ClusterConfig) -> str:
-    """The cluster as YAML that `load_cluster` reads as the same one."""
+    """Return the cluster as YAML that `load_cluster` reads as the same one."""
     return dump_yaml(cluster.model_dump(mode="json"))
 
 
 def cluster_dir(cluster: ClusterConfig | None = None) -> Path:
-    """The folder of `cluster`; without one that of the cluster that commands talk to."""
+    """Return the folder of `cluster`, or of the cluster that commands talk to."""
     if cluster is not None and cluster.dir is not None:
         return cluster.dir
     if named := os.environ.get(DIR_VARIABLE):

@@ -457,7 +457,7 @@ class JobConfig(Section):
             raise ConfigError("the job", in_words(details, partial(explain, cls))) from error
 
     def of(self, policy: str) -> "JobConfig":
-        """The job as the trainer and the engines of one of its policies see it: a job of that policy alone.
+        """Return the job of one of its policies alone, for the trainer and the engines of that policy.
         Held-out tasks are the first policy's. Raises KeyError for another name."""
         if not self.policies and policy == self.policy:
             return self
@@ -471,7 +471,7 @@ class JobConfig(Section):
 
     @property
     def views(self) -> "dict[str, JobConfig]":
-        """What `of` gives, for each policy of the job."""
+        """The job of each policy, by its name."""
         return {name: self.of(name) for name in self.policies or (self.policy,)}
 
     @property
@@ -482,7 +482,7 @@ class JobConfig(Section):
 
     @property
     def evaluation_sampling(self) -> SamplingSection:
-        """What the evaluation samples with: its section, and of the rollout's what that leaves open."""
+        """The sampling parameters of the evaluation, with those of the rollout for unset ones."""
         section = self.evaluation.sampling.model_dump()
         section["max_new_tokens"] = section["max_new_tokens"] or self.rollout.sampling.max_new_tokens
         return SamplingSection(**section)
@@ -500,7 +500,8 @@ def job_fields() -> dict[str, LeafField]:
 
 
 def merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with what `own` says in its place, section by section; arguments of a part go as a whole."""
+    """Return `base` with the fields of `own` in place of its own, section by section; arguments of a part are
+    replaced as a whole."""
     result = dict(base)
     for key, value in own.items():
         before = result.get(key)

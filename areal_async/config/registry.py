@@ -1,25 +1,23 @@
-"""Finding the parts that a job file names: engines, back ends, losses, workflows, environments, rewards …
+"""Registries of the parts that a job file names: engines, back ends, losses, workflows, rewards …
 
-A part is named in one of three ways: by the name of a built-in one; by `path.py:name`, an object in a file
-of the user's; or by the name of an entry point that another installed package declares in the group of its
-kind, `areal_async.<kind>s`:
+A part has one of three names: that of a built-in part; `path.py:name`, an object in a file of the user's; or
+that of an entry point, which another installed package declares in the group of the kind,
+`areal_async.<kind>s`:
 
     [project.entry-points."areal_async.rewards"]
     politeness = "my_rewards.politeness:politeness"
 
-Each kind's owner keeps the table of its built-in parts, `{name: "module:attribute"}`, and each part says
-itself what it takes. `Arguments`, where the part has it, is the `Section` of its arguments; otherwise its
-parameters after the first `leading` ones are, and their annotations say what each may be.
-`check_job(job, arguments, field)`, where the part has it, yields the `Mistake`s of a job that uses it with
-those arguments, which stand in `field`; a part of some kinds has more hooks, such as
-`check_files(arguments, field)`. Nothing about one part is written down anywhere else, so that a new one is
-added without editing an existing file. Fields of the job file beside a part's name and its arguments are
-those of every part of the kind (`rollout.device`, `weights.codec`), or of a group that says so of itself
-(`rollout.server`, for an engine that `is_server`).
+Each kind's owner keeps the table of its built-in parts, `{name: "module:attribute"}`, and each part declares
+its own arguments: the `Section` `Arguments` if it has one, otherwise its parameters after the first `leading`
+ones, with their annotations. `check_job(job, arguments, field)`, if the part has it, yields the `Mistake`s of
+a job that uses it with these arguments, given in `field`; parts of some kinds have more hooks, such as
+`check_files(arguments, field)`. No other file knows about one part, so that a new part needs no change to an
+existing file. The job file's other fields apply to every part of the kind (`rollout.device`,
+`weights.codec`), or to a group that declares itself (`rollout.server`, for an engine that `is_server`).
 
-Reading a job file imports built-in parts and installed packages, never a file of the user's: that is read as
-a syntax tree. What its parts say of themselves is asked before a job starts, in a process of its own
-(`areal_async.launch.preflight`), and by the service that uses them (`areal_async.config.parts.load_part`).
+Reading a job file imports built-in parts and installed packages, but reads a file of the user's only as a
+syntax tree. A separate process asks the parts in it before a job starts (`areal_async.launch.preflight`), and
+so does the service that uses them (`areal_async.config.parts.load_part`).
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ class Registry:
     """Functions of other frameworks, which have no decorator: the parameter that identifies one, and the
     parameters that the caller fills; an empty list stands for all that no argument gives."""
     mark: str = ""
-    """How to mark a function of one's own, if that is needed."""
+    """Instruction to mark a function of one's own, if that is needed."""
     _own_parts: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -127,8 +125,8 @@ class Registry:
         return self._own_parts[name]
 
     def explain(self, name: str) -> dict[str, Any]:
-        """What the function called `name`, one of `names`, `does` by its docstring, and its `arguments` with
-        their defaults; `...` stands for none."""
+        """Describe the function called `name`, one of `names`: its docstring as `does`, and its `arguments`
+        with their defaults; `...` stands for none."""
         function = inspect.unwrap(self.find(name))
         keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
         arguments = {p.name: "..." if p.default is p.empty else p.default for p in keywords}
@@ -251,7 +249,7 @@ def _taken(parameters: list[Parameter], leading: int, filled: Collection[str]) -
 
 
 def _defined(tree: ast.Module) -> dict[str, ast.AST]:
-    """What a file defines, assigns or imports at its top level, by name."""
+    """Return the definitions, assignments and imports at the top level of a file, by name."""
     found: dict[str, ast.AST] = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -266,13 +264,13 @@ def _defined(tree: ast.Module) -> dict[str, ast.AST]:
 
 
 def _is_passed(attribute: str, tree: ast.Module) -> bool:
-    """Return whether a file calls something with what it calls so, which may mark it."""
+    """Return whether a file passes the object of this name to a call, which may mark it."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     return any(isinstance(each, ast.Name) and each.id == attribute for call in calls for each in call.args)
 
 
 def _meant(attribute: str, defined: Collection[str]) -> str:
-    """The name in a file that was most likely meant, else all of them."""
+    """Return the name in a file that was most likely meant, else all of them."""
     if close := difflib.get_close_matches(attribute, defined, n=1):
         return f"Did you mean {close[0]!r}?"
     return f"It defines {', '.join(defined) or 'nothing'}."
@@ -357,7 +355,7 @@ def _keyword_mistakes(
 
 
 def _half_named(name: str) -> str:
-    """What to write for a file that is named without what it defines, or without its ending."""
+    """Return the fix for a name that lacks the object in a file, or the file's ending; else nothing."""
     stem, colon, attribute = name.partition(":")
     if name.endswith(".py"):
         return f"Name what it defines, too: `{name}:NAME`"

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from areal_async.config.base import Section
 
 StopText = Annotated[str, Field(min_length=1)]
-"""An empty one would end every response before its first token."""
+"""A stop text; an empty one would end every response before its first token."""
 
 
 class SamplingSection(Section):
@@ -148,5 +148,5 @@ class RolloutSection(Section):
 
     @property
     def greedy_sample(self) -> int | None:
-        """The number in its group of the episode that is answered greedily; None where none is."""
+        """The number in its group of the episode that is sampled greedily, or None."""
         return 0 if self.greedy_baseline else None

@@ -160,7 +160,8 @@ def two_turns() -> EpisodeBuilder:
 
 def add_call(builder: EpisodeBuilder, ids: Any, logprobs: Any, versions: Any = 0, **how: Any) -> int:
     """Add a sampled segment of the builder's first agent, which begins a tree unless `parent` is given."""
-    return builder.sampled(ids, logprobs, versions, **{"parent": None} | how)
+    call = Call(sampling=how.pop("sampling", Sampling()))
+    return builder.sampled(ids, logprobs, versions, call=call, **{"parent": None} | how)
 
 
 def one_call(ids: Any, logprobs: Any, versions: Any = 0, **how: Any) -> Episode:

@@ -189,7 +189,6 @@ def test_an_episode_of_one_answer_is_what_the_check_of_any_episode_makes_of_it(h
         {"versions": (-2, -2), "mask": [0, 0]},
         {"mask": [1, 2]},
         {"epoch": -1},
-        {"policy": 1},
         {"agent": 1},
         {"turn": -1},
         {"parent": 1},
