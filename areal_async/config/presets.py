@@ -47,10 +47,9 @@ def _preset(
     """Make a preset. `more` are fields of the objective with `__` for dots, or of the job if they begin with
     `job__`."""
     named = {"advantage": advantage, "loss": loss, "normaliser": normaliser, **more}
-    fields = {(OBJECTIVE + name).replace("__", "."): value for name, value in named.items()}
-    return Preset(
-        paper, {name.removeprefix(f"{OBJECTIVE}job."): value for name, value in fields.items()}, beside
-    )
+    dotted = {(OBJECTIVE + name).replace("__", "."): value for name, value in named.items()}
+    fields = {name.removeprefix(f"{OBJECTIVE}job."): value for name, value in dotted.items()}
+    return Preset(paper, fields, beside)
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -139,7 +138,6 @@ def expansion(content: Mapping[str, Any]) -> list[str]:
     known = name in PRESETS and content["kind"] == "rl"
     for field, value in PRESETS[name].fields.items() if known else ():
         found, meant = get(content, field), get(content, LONGEST) if value == LONGEST else value
-        lines.append(
-            f"{field}: {found}" + ("" if found == meant else f" (the job's own; {name} has {meant})")
-        )
+        differs = f" (the job's own; {name} has {meant})" if found != meant else ""
+        lines.append(f"{field}: {found}{differs}")
     return lines

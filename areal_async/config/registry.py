@@ -25,10 +25,10 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
-import importlib.util
 import inspect
 import json
 import sys
+import traceback
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -391,7 +391,7 @@ LOGGERS = Registry("logger", "areal_async.show.loggers:BUILT_IN", leading=1)
 
 
 def forget_own_parts() -> None:
-    """Have a file of the user's run anew when a part of it is next asked for: she may have edited it."""
+    """Run files of the user's again when a part of them is next asked for: they may have changed."""
     for found in globals().values():
         if isinstance(found, Registry):
             found._own_parts.clear()
@@ -400,12 +400,12 @@ def forget_own_parts() -> None:
 def run_user_file(
     path: Path, *, kind: str, name: str, error: type[ArealError], source: bytes | None = None
 ) -> ModuleType:
-    """Import the file at `path` as a module of its own and return it. Runs the file's code.
+    """Import the file at `path` as a separate module and return it. Runs the file's code.
 
-    The file's folder is put on the import path, so it may import its neighbours. `kind` is what the job
-    calls it (`reward`, `workflow`) and `name` its entry there; both go into the text of `error`, which is
-    raised for a missing file and for whatever the file raises. With `source` that text is run as if the file
-    held it.
+    The file's folder is added to the import path, so that the file may import its neighbours. `kind` is the
+    kind of part in the job (`reward`, `workflow`) and `name` its name there; both are in the text of `error`,
+    which is raised for a missing file and for any exception of the file. With `source`, runs that text
+    instead of the file's.
     """
     what = f"the {kind} {name!r}"
     if source is None and not path.is_file():
@@ -413,32 +413,18 @@ def run_user_file(
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    module_name = f"areal_{kind}_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise error(f"{what}: {path} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(f"areal_{kind}_{path.stem}")
+    module.__file__ = str(path)
     # Dataclasses and msgspec look their module up by name while they are being defined.
-    sys.modules[module_name] = module
+    sys.modules[module.__name__] = module
     try:
-        if source is None:
-            spec.loader.exec_module(module)
-        else:
-            exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
+        code = compile(path.read_bytes() if source is None else source, str(path), "exec", dont_inherit=True)
+        exec(code, module.__dict__)
     except (Exception, SystemExit) as raised:
-        raise error(
-            f"{what}: {path} failed while it was imported{_where(raised, path)}: "
-            f"{type(raised).__name__}: {raised}"
-        ) from raised
+        frames = traceback.extract_tb(raised.__traceback__)
+        own = [frame.lineno for frame in frames if frame.filename == str(path)]
+        line = own[-1] if own else getattr(raised, "lineno", None)
+        where = f" at line {line}" if line else ""
+        said = f"{type(raised).__name__}: {raised}"
+        raise error(f"{what}: {path} failed while it was imported{where}: {said}") from raised
     return module
-
-
-def _where(raised: BaseException, path: Path) -> str:
-    """` at line n`, the last line of the file itself that was running."""
-    line = raised.lineno if isinstance(raised, SyntaxError) else None
-    trace = raised.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return f" at line {line}" if line else ""
