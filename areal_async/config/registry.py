@@ -295,7 +295,7 @@ def section_mistakes(
 def _argument_mistakes(
     field: str, error: ValidationError, owner: str, about: Mapping[str, str], takes: str
 ) -> Iterator[Mistake]:
-    details = error.errors(include_url=False)
+    details = sorted(error.errors(include_url=False), key=lambda each: each["type"] != "extra_forbidden")
     # A value that is refused for holding a password is not shown, nor a value that contains it.
     hidden = any("holds a password" in detail["msg"] for detail in details)
 

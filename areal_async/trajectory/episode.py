@@ -183,9 +183,7 @@ def _check_segments(segments: Segments, n_units: int, versions: bytes, n_agents:
         end += length
         if kind == _SAMPLED:
             sampled.append(i)
-        elif versions[4 * offset : 4 * end].strip(
-            _NONE_BYTE
-        ):  # covers the mask, which implies a version
+        elif versions[4 * offset : 4 * end].strip(_NONE_BYTE):  # covers the mask, which implies a version
             raise InvariantError(f"segment {i}: it is not sampled, so its units have mask 0 and version -1")
     if end != n_units:
         raise InvariantError(f"segments: their lengths sum to {end}, there are {n_units} units")
