@@ -2,13 +2,13 @@
 
 Everything that a user imports is here:
 
-    from areal_async import Job, RewardInput, reward, run
+    from areal_async import RewardInput, load_job, reward, run
 
     @reward
     def concise(given: RewardInput) -> float:
         return 1.0 if given.ground_truth in given.response and len(given.response) < 200 else 0.0
 
-    running = run(Job.load("job.yaml"))
+    running = run(load_job("job.yaml"))
     for step in running.metrics():
         print(step["step"], step["reward_mean"])
     print(running.wait()["reward_last"])
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from areal_async.config.base import Section
     from areal_async.config.engines import EnginePart, engine_part
     from areal_async.config.job import JobConfig as Job
+    from areal_async.config.load import load_job
     from areal_async.launch.aggregator import RunStatus
     from areal_async.launch.run_handle import Run
     from areal_async.rpc.weights_messages import SnapshotNotice
@@ -79,7 +80,8 @@ except PackageNotFoundError:  # a checkout that was never installed
     __version__ = "0+unknown"
 
 # Line by line: runs, workflows, environments, rewards, scoring, objectives, engines, channels, data, models.
-__all__ = ["ArealError", "Job", "Mistake", "Run", "RunStatus", "Section", "Task", "VersionTag", "run"]
+__all__ = ["ArealError", "Job", "Mistake", "Run", "RunStatus", "Section", "Task", "VersionTag"]
+__all__ += ["load_job", "run"]
 __all__ += ["Context", "Reply", "SegmentKind", "TemplateRewrites", "ToolReply", "tool", "workflow"]
 __all__ += ["Environment", "EnvironmentFailure", "Step", "level_seed", "load_environment"]
 __all__ += ["Abstain", "Parts", "RewardInput", "Score", "TooCostly", "answer_of", "load_reward", "reward"]
@@ -99,6 +101,7 @@ _PLACES = {
     "areal_async.config.engines": "EnginePart engine_part",
     "areal_async.base.mistakes": "Mistake",
     "areal_async.config.job:JobConfig": "Job",
+    "areal_async.config.load": "load_job",
     "areal_async.base.errors": "ArealError InfrastructureFault SnapshotError",
     "areal_async.launch.run_handle": "Run",
     "areal_async.runner.start": "run",

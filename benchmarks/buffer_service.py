@@ -19,7 +19,7 @@ from areal_async.config.job import JobConfig
 from areal_async.launch.folders import TOPOLOGY, write_keys
 from areal_async.launch.one_host import make_host, topology_here
 from areal_async.rpc.secret import KeyRole, RoleKeys, RunSecret
-from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from areal_async.trajectory import Call, EpisodeBuilder, Sampling, pack
 
 JOB = "load"
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1 << 24, stop=(), seed=1)
@@ -128,8 +128,7 @@ def episode(task_id: str, group_id: str, sample: int, units: int, *, version: in
         -rng.random(n, dtype=np.float32),
         np.full(n, version, np.int32),
         parent=prompt,
-        sampling=SAMPLING,
-        finish_reason="stop",
+        call=Call(sampling=SAMPLING),
         epoch=epoch,
     )
     builder.text(prompt="12+34=", response="46")

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from areal_async.base.own_files import private_files
-from areal_async.config.load import dump_job, job_from_mapping
+from areal_async.config.load import dump_job, load_job
 from areal_async.launch.folders import LOCK
 from areal_async.service.record import RECORDS, RunLog
 from areal_async.service.samples import file_name, lines_of, sample_of, write_samples
-from areal_async.trajectory import Episode, EpisodeBuilder, Sampling
+from areal_async.trajectory import Call, Episode, EpisodeBuilder
 from areal_async.trajectory.layout import SegmentKind
 
 BEGAN_S = 1.79e9
@@ -34,7 +34,7 @@ def run_folder(parent: Path, name: str, steps: int) -> Path:
         "tasks": {"train": "/tasks/train.jsonl"},
         "trainer": {"steps": steps},
     }
-    (folder / "job.yaml").write_text(dump_job(job_from_mapping(given, source=name, base=parent, files=False)))
+    (folder / "job.yaml").write_text(dump_job(load_job(given, source=name, base=parent, files=False)))
     return folder
 
 
@@ -125,9 +125,7 @@ def _episode(number: int, step: int, units: int, draw: random.Random) -> Episode
         ids = [draw.randrange(1, 5000) for _ in range(count)]
         logps = [-draw.expovariate(1.5) for _ in ids]
         versions = [max(0, step - 3) + 3 * i // count for i in range(count)]
-        parent = builder.sampled(
-            ids, logps, versions, parent=parent, sampling=Sampling(), finish_reason="stop", turn=turn
-        )
+        parent = builder.sampled(ids, logps, versions, parent=parent, call=Call(), turn=turn)
         if turn == 0:
             parent = builder.observed(SegmentKind.TOOL, [*range(1, 9)], parent, turn=1)
     return builder.build()

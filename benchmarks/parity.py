@@ -27,7 +27,7 @@ from agreement import Reference, Snapshots, job_for, logprobs, one_thread, write
 
 from areal_async.base.versions import POLICY, VersionTag
 from areal_async.rpc.messages import BatchEpisode
-from areal_async.trajectory import EpisodeBuilder, Sampling, pack, unpack
+from areal_async.trajectory import Call, EpisodeBuilder, Sampling, pack, unpack
 from areal_async.weights.snapshot import Snapshot
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, GenerateRequest, GenerateResult
@@ -167,10 +167,8 @@ def against_trainer(
             result.logprobs,
             result.versions,
             parent=builder.prompt(np.asarray(prompt, np.int32)),
-            sampling=how,
-            finish_reason=result.finish_reason,
+            call=Call(sampling=how, finish_reason=result.finish_reason, logprobs_of=result.logprobs_of),
             epoch=result.epochs,
-            logprobs_of=result.logprobs_of,
         )
         blob = pack(builder.build())
         told = unpack(blob)

@@ -23,7 +23,7 @@ from typing import Any
 from areal_async.base.yaml_file import read_mapping
 from areal_async.config.devices import trainer_gpus, width_of
 from areal_async.config.job import JobConfig
-from areal_async.config.load import job_from_mapping
+from areal_async.config.load import load_job
 from replay_buffer.simulation.costs import (
     Costs,
     EngineCosts,
@@ -113,8 +113,8 @@ def loaded(path: Path, models: Path) -> JobConfig:
         return str(folder)
 
     content = local(read_mapping(path))
-    job_from_mapping(content, source=str(path), base=path.parent, memory=True)
-    return job_from_mapping(content, source=str(path), base=path.parent, files=False)
+    load_job(content, source=str(path), base=path.parent, memory=True)
+    return load_job(content, source=str(path), base=path.parent, files=False)
 
 
 def files() -> list[Path]:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from areal_async.trajectory import (
+    Call,
     Episode,
     EpisodeBuilder,
     Sampling,
@@ -48,8 +49,7 @@ def build_tiny() -> Episode:
         [-0.1, -0.2, -0.3],
         [41, 41, 42],
         parent=prompt,
-        sampling=SAMPLING,
-        finish_reason="stop",
+        call=Call(sampling=SAMPLING),
         epoch=1,
     )
     builder.text(prompt="12+34=", response="46\n")
@@ -76,8 +76,7 @@ def build_long(turns: int, sampled: int, observed: int) -> Callable[[], Episode]
                 logprobs,
                 versions,
                 parent=segment,
-                sampling=SAMPLING,
-                finish_reason="stop",
+                call=Call(sampling=SAMPLING),
                 epoch=epochs,
                 turn=turn,
             )

@@ -13,7 +13,7 @@ import msgspec
 from areal_async.models.answers import opens_thought, spoken
 
 if TYPE_CHECKING:
-    from areal_async.rpc.schema import Task
+    from areal_async.base.records import Task
     from areal_async.trajectory import Episode
 
 OF_TASK = ("ground_truth", "data_source", "ability", "reward_style", "extra_info")

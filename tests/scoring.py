@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from areal_async.config.reward import RewardSection
-from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from areal_async.trajectory import Call, EpisodeBuilder, Sampling, pack
 from areal_async.trajectory.verdicts import Verdict
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
@@ -23,7 +23,7 @@ def episode_blob(response: str = "57", *, prompt: str = "12 + 45 =") -> bytes:
     builder = EpisodeBuilder("job", "t", "t#0", 0)
     root = builder.prompt([1, 2, 3])
     sampling = Sampling(1.0, 1.0, 0, 8, (), 7)
-    builder.sampled([5, 6], [-0.5, -0.25], [3, 4], parent=root, sampling=sampling, finish_reason="stop")
+    builder.sampled([5, 6], [-0.5, -0.25], [3, 4], parent=root, call=Call(sampling=sampling))
     builder.text(prompt=prompt, response=response)
     return pack(builder.build())
 

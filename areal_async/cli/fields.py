@@ -38,13 +38,14 @@ def diff(
     """Print the fields in which two jobs differ. Status 1 where they do, as of `diff`."""
     with readable_errors():
         from areal_async.base.yaml_file import dump_yaml
-        from areal_async.config.fields import job_fields, leaves_of
+        from areal_async.config.fields import leaves_of
+        from areal_async.config.job import JobConfig, job_fields
 
-        first = dict(leaves_of(content_of(source, [])))
+        first = dict(leaves_of(JobConfig, content_of(source, [])))
         if other is None:
             second = {path: _plain(field.default) for path, field in job_fields().items()}
         else:
-            second = dict(leaves_of(content_of(other, [])))
+            second = dict(leaves_of(JobConfig, content_of(other, [])))
         fields = [path for path in job_fields() if first.get(path) != second.get(path)]
         if as_json:
             print_json({path: [first.get(path), second.get(path)] for path in fields})
@@ -62,12 +63,12 @@ def content_of(source: str, overrides: list[str]) -> dict[str, Any]:
     """The resolved job of a file, a run folder or a job of the controller, as JSON values. Raises
     `ConfigError`, `RunFolderError`."""
     from areal_async.cli.jobs import of_controller
-    from areal_async.config.load import job_from_mapping, load_job
+    from areal_async.config.load import load_job
 
     path = Path(source)
     if (client := of_controller(source)) is not None:
         found = client.job(source).config
-        job = job_from_mapping(found, overrides, source=f"job {source}", base=Path("/"), files=False)
+        job = load_job(found, overrides, source=f"job {source}", base=Path("/"), files=False)
     else:
         job = load_job(path / "job.yaml" if path.is_dir() else path, overrides, files=False)
     return job.model_dump(mode="json")

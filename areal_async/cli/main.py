@@ -205,7 +205,7 @@ def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
     console = Console(stderr=True, soft_wrap=True)
     for name, view in job.views.items():
         whose = f"policies.{name}: " if job.policies else ""
-        for line in expansion(view):
+        for line in expansion(view.model_dump(mode="json")):
             told = f"{whose}preset {view.trainer.objective.preset}: {line}"
             console.print(told, markup=False, highlight=False)
     for warning in [*advise(job), *advise_on_lora(job), *machine_advice(job), *found]:

@@ -26,7 +26,7 @@ from areal_async.config.compose import read_composed
 from areal_async.config.fields import JOB_NAME
 from areal_async.config.files import OWN_CODE
 from areal_async.config.job import JobConfig
-from areal_async.config.load import apply_overrides, flattened, job_from_mapping, load_job
+from areal_async.config.load import apply_overrides, flattened, load_job
 from areal_async.config.paths import resolve_paths
 
 MOST_BYTES = 64 << 20  # Files of one submission together
@@ -269,7 +269,7 @@ def job_of(
         mistakes.append(Mistake("job", "a job keeps its name", "Submit another job instead"))
     if mistakes:
         raise ConfigError(f"job {name}", mistakes)
-    return job_from_mapping(changed | {"run_dir": str(run_dir)}, source=f"job {name}", base=base, files=files)
+    return load_job(changed | {"run_dir": str(run_dir)}, source=f"job {name}", base=base, files=files)
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:

@@ -13,7 +13,8 @@ import yaml
 
 from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.base.yaml_file import dump_yaml, parse_yaml, syntax_problem
-from areal_async.config.fields import job_fields, suggest
+from areal_async.config.fields import suggest
+from areal_async.config.job import JobConfig, job_fields
 
 MOST_JOBS = 256  # Jobs that one sweep makes
 LONGEST_NAME = 48
@@ -94,7 +95,7 @@ def _field(key: str, mistakes: list[Mistake]) -> str:
         mistakes.append(Mistake(key, f"several fields are called {key}", f"Write one of {choice}"))
     elif key:
         section, _, last = key.rpartition(".")
-        meant = suggest(section, last)
+        meant = suggest(JobConfig, section, last)
         fix = f"Did you mean {meant}?" if meant else "The fields are listed in docs/job-file.md"
         mistakes.append(Mistake(key, "there is no such field", fix))
     return key

@@ -1,4 +1,4 @@
-"""What a job may say, but will regret: warnings before it starts, and notes of `validate`."""
+"""Fields that are valid and will be regretted: warnings before a job starts, and notes of `validate`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ RUNNING_PER_STALENESS = 0.25
 """Groups that may run at once, in batches per step of max_staleness. At this line the worst case of the sweep
 drops 5 % of the groups and keeps 71 to 86 % of the throughput; beyond it both get worse quickly."""
 MOST_LR, MOST_TEMPERATURE = 0.01, 2.0
-LEAST_OF_A_ROW = 8  # A micro-batch is to hold this part of the longest row, an eighth
-MORE_HELD_OUT = 3  # Times the size of the training file, above which the two are likely swapped
+LEAST_OF_A_ROW = 8  # A micro-batch holds at least this part of the longest row, an eighth
+MORE_HELD_OUT = 3  # Size of the held-out file, in training files, above which they are likely swapped
 OF_RL = (
     *("rollout.", "buffer.", "reward.", "weights.", "evaluation."),
     *(f"trainer.{name}." for name in ("objective", "reference", "critic", "teacher", "process_reward")),
@@ -32,19 +32,19 @@ NUMBERS = frozenset({"arithmetic", "gsm8k", "choice", "exact_match", "overlong"}
 WITHOUT_STATES = frozenset({"single_turn", "tool_use"})
 """Built-in workflows that name no states (`ctx.anchor`) and give single turns no rewards."""
 EVEN_TOKENS = 16
-"""With at most so many new tokens, in one turn, groups are taken to last alike: no answer takes many passes
-more than another. Measured at 6: at η = 1, a whole batch running, the quickstart dropped none of 32,000."""
+"""Most new tokens, in one turn, with which all groups take about as long: no answer takes many passes more
+than another. Measured at 6: at η = 1, a whole batch running, the quickstart dropped none of 32,000."""
 
 
 def advise(job: JobConfig) -> list[Mistake]:
-    """Every warning about `job`, printed before it starts. Nothing fails for them. One that is not about all
-    of its policies has the policy's name."""
+    """Return every warning about `job`, printed before it starts. A warning about one of several policies has
+    the policy's name."""
     return _of_policies(job, _advise)
 
 
 def explain(job: JobConfig) -> list[Mistake]:
-    """What `validate` says of a job that is right as it is, and whose fields may promise more than they
-    do; of each policy, as `advise`."""
+    """Return notes of `validate` on fields that are right and may promise more than they do; as `advise`, for
+    each policy."""
     return _of_policies(job, lambda view: [*_clips_do_something(view)] if view.kind == "rl" else [])
 
 
@@ -60,23 +60,15 @@ def _of_policies(job: JobConfig, told: Callable[[JobConfig], list[Mistake]]) -> 
 
 
 def _advise(job: JobConfig) -> list[Mistake]:
-    """Of a job of one policy."""
-    rules = (
-        _groups_finish_within_the_bound,
-        _programs_unprotected,
-        _penalty_has_a_gradient,
-        _models_are_used,
-        _advantage_has_what_it_compares,
-        _switches_do_something,
-        _warm_up_leaves_the_policy,
-        _priority_learns_more_slowly,
-    )
-    of_rl = [warning for rule in rules for warning in rule(job)] if job.kind == "rl" else []
-    return [*_fields_are_of_the_kind(job), *_numbers_are_usual(job), *of_rl]
+    """Return the warnings about a job of one policy."""
+    of_rl = (_groups_finish_within_the_bound, _trainer_is_usual, _programs_unprotected, _kl_has_a_gradient)
+    of_rl = (*of_rl, _models_are_used, _advantage_has_what_it_compares, _switches_do_something)
+    rules = (_fields_are_of_the_kind, _numbers_are_usual, *(of_rl if job.kind == "rl" else ()))
+    return [warning for rule in rules for warning in rule(job)]
 
 
 def _numbers_are_usual(job: JobConfig) -> Iterator[Mistake]:
-    """What is within the bounds, and hardly ever what was meant."""
+    """Warn of values within the bounds that are hardly ever meant."""
     optimizer, steps = job.trainer.optimizer, job.trainer.steps
     updates = steps * (job.trainer.minibatches if job.kind == "rl" else 1)
     if optimizer.lr > MOST_LR:
@@ -85,53 +77,43 @@ def _numbers_are_usual(job: JobConfig) -> Iterator[Mistake]:
     if optimizer.warmup_steps >= updates > 1:
         problem = f"the rate rises for {optimizer.warmup_steps} updates, and the job has {updates}"
         fix = f"Set it below {updates}, or the rate never reaches trainer.optimizer.lr"
-        yield Mistake("trainer.optimizer.warmup_steps", problem, fix, ("trainer.steps",))
-    if job.kind == "rl":
-        yield from _parts_are_even(job)
-    if job.kind == "rl" and job.rollout.sampling.temperature > MOST_TEMPERATURE:
-        problem = f"at {job.rollout.sampling.temperature:g} answers are all but random"
-        yield Mistake("rollout.sampling.temperature", problem, "Set it to 1, or somewhat above or below")
-    train, held_out = job.tasks.train, job.tasks.evaluation
-    every = job.evaluation.every_steps
+        yield Mistake("trainer.optimizer.warmup_steps", problem, fix)
+    train, held_out, every = job.tasks.train, job.tasks.evaluation, job.evaluation.every_steps
     is_asked = job.kind == "rl" and "every_steps" in job.evaluation.model_fields_set
     if held_out is not None and is_asked and every > steps:
         problem = f"the job has {steps} steps, so nothing is evaluated every {every}"
-        yield Mistake("evaluation.every_steps", problem, f"Set it to {steps} or less", ("trainer.steps",))
-    if held_out is not None and held_out.suffix == train.suffix:
-        with suppress(OSError):
-            if held_out.stat().st_size > MORE_HELD_OUT * train.stat().st_size:
-                problem = f"{held_out.name} is much larger than {train.name}, which is trained on"
-                fix = "If they are swapped, give each the other's place; else give fewer held-out tasks"
-                yield Mistake("tasks.evaluation", problem, fix, ("tasks.train",))
+        yield Mistake("evaluation.every_steps", problem, f"Set it to {steps} or less")
+    with suppress(OSError):
+        is_like = held_out is not None and held_out.suffix == train.suffix
+        if held_out and is_like and held_out.stat().st_size > MORE_HELD_OUT * train.stat().st_size:
+            problem = f"{held_out.name} is much larger than {train.name}, which is trained on"
+            fix = "If they are swapped, give each the other's place; else give fewer held-out tasks"
+            yield Mistake("tasks.evaluation", problem, fix)
 
 
-def _parts_are_even(job: JobConfig) -> Iterator[Mistake]:
-    """Minibatches of one size, and micro-batches that hold more than a sliver of an answer."""
-    groups, minibatches = job.buffer.batch_groups, job.trainer.minibatches
+def _trainer_is_usual(job: JobConfig) -> Iterator[Mistake]:
+    """Warn of minibatches of several sizes, of tiny micro-batches, and of unusual sampling."""
+    groups, minibatches, heat = job.buffer.batch_groups, job.trainer.minibatches, job.rollout.sampling
     if groups % minibatches:
         even = max(each for each in range(1, minibatches) if groups % each == 0)
-        few = groups // minibatches
-        yield Mistake(
-            "trainer.minibatches",
-            f"{groups} groups make {minibatches} minibatches of {few} or {few + 1}, and each is one update",
-            f"Set it to a divisor of buffer.batch_groups, such as {even}",
-            ("buffer.batch_groups",),
-        )
+        sizes = f"{groups // minibatches} or {groups // minibatches + 1}"
+        problem = f"{groups} groups make {minibatches} minibatches of {sizes}, and each is one update"
+        fix = f"Set it to a divisor of buffer.batch_groups, such as {even}"
+        yield Mistake("trainer.minibatches", problem, fix)
     tokens, length = job.trainer.micro_batch_tokens, job.rollout.max_model_len
     if tokens * LEAST_OF_A_ROW < length:
         problem = f"{tokens} is little for rows of up to {length} tokens: each is a pass of its own"
-        fix = f"Set it to {length} or more"
-        yield Mistake("trainer.micro_batch_tokens", problem, fix, ("rollout.max_model_len",))
-
-
-def _priority_learns_more_slowly(job: JobConfig) -> Iterator[Mistake]:
+        yield Mistake("trainer.micro_batch_tokens", problem, f"Set it to {length} or more")
+    if heat.temperature > MOST_TEMPERATURE:
+        problem = f"at {heat.temperature:g} answers are all but random"
+        yield Mistake("rollout.sampling.temperature", problem, "Set it to 1, or somewhat above or below")
     if job.buffer.sampling == "priority":
-        yield Mistake(
-            "buffer.sampling",
+        problem = (
             "`priority` learned more slowly where it was measured: held-out accuracy 0.36 to 0.39 after 40 "
-            "steps, and with `fifo` 0.45 to 0.50 (two seeds)",
-            "Compare it with fifo on your tasks before you rely on it",
+            "steps, and with `fifo` 0.45 to 0.50 (two seeds)"
         )
+        fix = "Compare it with fifo on your tasks before you rely on it"
+        yield Mistake("buffer.sampling", problem, fix)
 
 
 def _clips_do_something(job: JobConfig) -> Iterator[Mistake]:
@@ -144,32 +126,33 @@ def _clips_do_something(job: JobConfig) -> Iterator[Mistake]:
         return
     prox = loss.proximal(objective, advantage, correction, minibatches=updates, max_staleness=bound)
     if prox in ("recompute", "reuse"):
-        yield Mistake(
-            "trainer.minibatches",
+        problem = (
             "with one update a step the policy is the one that the step starts from: every ratio to it is 1, "
-            f"and the bounds of the {objective.loss} loss do nothing",
-            "Raise it for more updates from the same samples; or leave it, and the loss is the plain policy "
-            f"gradient, with the weights of `{objective.correction}` alone to make up for stale samples",
-            ("trainer.objective.loss",),
+            f"and the bounds of the {objective.loss} loss do nothing"
         )
+        fix = (
+            "Raise it for more updates from the same samples; or leave it, and the loss is the plain policy "
+            f"gradient, with the weights of `{objective.correction}` alone to make up for stale samples"
+        )
+        yield Mistake("trainer.minibatches", problem, fix)
 
 
 def _fields_are_of_the_kind(job: JobConfig) -> Iterator[Mistake]:
-    """One warning for all that is filled in and a job of this kind does not read."""
+    """Yield one warning for all fields that are filled in and that a job of this kind does not read."""
     others = tuple(f"{kind}." for kind in FILE_KINDS if kind != job.kind)
     idle = others if job.kind == "rl" else (*others, *OF_RL)
     preset = PRESETS.get(job.trainer.objective.preset or "")
-    # Of a part's arguments a preset names each, and `_filled_in` the whole.
+    # A preset names each argument of a part, and `_filled_in` the whole.
     filled = {re.sub(r"(?<=_args)\..*", "", field) for field in (preset.fields if preset else {})}
     if found := [field for field in _filled_in(job) if field.startswith(idle) and field not in filled]:
         more = f", nor {', '.join(found[1:])}" if found[1:] else ""
         fix = "set kind" if job.kind == "rl" else f"say in `{job.kind}` what is meant"
         problem = f"a job of kind {job.kind} does not read it{more}"
-        yield Mistake(found[0], problem, f"Remove what is not read, or {fix}", ("kind",))
+        yield Mistake(found[0], problem, f"Remove what is not read, or {fix}")
 
 
 def _filled_in(section: Section, above: str = "") -> Iterator[str]:
-    """The dotted fields of a section that are not as they are by default."""
+    """Yield the dotted fields of a section that differ from their defaults."""
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
@@ -178,59 +161,51 @@ def _filled_in(section: Section, above: str = "") -> Iterator[str]:
             yield above + name
 
 
-def _penalty_has_a_gradient(job: JobConfig) -> Iterator[Mistake]:
+def _kl_has_a_gradient(job: JobConfig) -> Iterator[Mistake]:
     kl = job.trainer.objective.kl
     if kl.coefficient and kl.place == "loss" and kl.estimator == "k1" and not kl.straight_through:
-        yield Mistake(
-            "trainer.objective.kl.estimator",
-            "the gradient of `k1` in the loss is 0 on average, whatever the distance: it adds noise alone",
-            "Set it to k2 or k3, or kl.straight_through to true, or kl.place to reward",
-            ("trainer.objective.kl.place",),
+        problem = (
+            "the gradient of `k1` in the loss is 0 on average, whatever the distance: it adds noise alone"
         )
+        fix = "Set it to k2 or k3, or kl.straight_through to true, or kl.place to reward"
+        yield Mistake("trainer.objective.kl.estimator", problem, fix)
 
 
 def _models_are_used(job: JobConfig) -> Iterator[Mistake]:
-    """What is said of a model whose column no part of the objective reads; of parts in files of the user's
-    nothing is known here."""
+    """Warn of a model with a column that no part of the objective reads. The columns that parts in files of
+    the user's read are not known here."""
     trainer = job.trainer
     parts = [named_part(job, f"trainer.objective.{kind}") for kind in ("advantage", "loss", "correction")]
-    if any(part.is_own for part in parts):
-        return
     columns = {name for part in parts for name in getattr(part.registry.known(part.name), "columns", ())}
-    used = {
-        "reference": bool(trainer.objective.kl.coefficient) or "ref" in columns,
-        "critic": "value" in columns,
-        "teacher": "teacher" in columns,
-        "process_reward": "process" in columns,
-    }
-    for name, is_used in used.items():
+    if trainer.objective.kl.coefficient:
+        columns.add("ref")
+    used = {"reference": "ref", "critic": "value", "teacher": "teacher", "process_reward": "process"}
+    for name, column in used.items() if not any(part.is_own for part in parts) else ():
         section = getattr(trainer, name)
-        if not is_used and section != type(section)():
+        if column not in columns and section != type(section)():
             problem = "it is filled in, and the objective needs none: it does nothing"
-            yield Mistake(f"trainer.{name}", problem, "Remove it", tuple(part.field for part in parts))
+            yield Mistake(f"trainer.{name}", problem, "Remove it")
 
 
 def _advantage_has_what_it_compares(job: JobConfig) -> Iterator[Mistake]:
     name, workflow = job.trainer.objective.advantage, job.rollout.workflow
     rewards = {section.name for _, section in asked(job.reward)}
-    chosen = "trainer.objective.advantage"
-    if name == "gdpo" and rewards <= NUMBERS:
-        yield Mistake(
-            chosen,
-            f"gdpo compares the components of rewards, and {', '.join(sorted(rewards))} has none: the first "
-            "step would end the job",
-            "Make the reward of several with `weighted` (docs/rewards.md#use-built-in-rewards), or use grpo",
-            ("reward.name",),
-        )
     lacking = {
         "gigpo": "states that come back, and {} names none (ctx.anchor): without them it is dr_grpo",
         "marti": "turns by their own rewards, and {} gives turns none",
     }
+    if name == "gdpo" and rewards <= NUMBERS:
+        them = ", ".join(sorted(rewards))
+        problem = (
+            f"gdpo compares the components of rewards, and {them} has none: the first step would end the job"
+        )
+        fix = "Make the reward of several with `weighted` (docs/rewards.md#use-built-in-rewards), or use grpo"
+        yield Mistake("trainer.objective.advantage", problem, fix)
     if name in lacking and workflow in WITHOUT_STATES:
         page = "docs/agents.md#play-an-environment"
         fix = f"Use the workflow multi_turn ({page}) or one of your own, or the advantage grpo"
         problem = f"{name} compares {lacking[name].format(workflow)}"
-        yield Mistake(chosen, problem, fix, ("rollout.workflow",))
+        yield Mistake("trainer.objective.advantage", problem, fix)
 
 
 def _switches_do_something(job: JobConfig) -> Iterator[Mistake]:
@@ -246,29 +221,21 @@ def _switches_do_something(job: JobConfig) -> Iterator[Mistake]:
     ):
         if is_idle:
             yield Mistake(field, f"with `{because}` it does nothing", "Remove it")
-
-
-def _warm_up_leaves_the_policy(job: JobConfig) -> Iterator[Mistake]:
-    critic = job.trainer.critic
     if critic.kind == "head" and critic.warmup_steps:
         problem = "a head shares its layers with the policy, which its loss changes while nothing else does"
-        fix = "Leave the warm-up out, or set kind to model"
-        yield Mistake("trainer.critic.warmup_steps", problem, fix, ("trainer.critic.kind",))
+        yield Mistake("trainer.critic.warmup_steps", problem, "Leave the warm-up out, or set kind to model")
 
 
 def _programs_unprotected(job: JobConfig) -> Iterator[Mistake]:
-    for field, isolated in programs_run(job):
-        if not isolated:
-            yield Mistake(
-                f"{field}.sandbox",
-                "programs that the model writes run without any protection: they may do whatever the reward "
-                "service may do on its machine",
-                "Remove it, so that they are isolated (docs/sandbox.md)",
-            )
+    for field in (field for field, isolated in programs_run(job) if not isolated):
+        may = "they may do whatever the reward service may do on its machine"
+        problem = f"programs that the model writes run without any protection: {may}"
+        fix = "Remove it, so that they are isolated (docs/sandbox.md)"
+        yield Mistake(f"{field}.sandbox", problem, fix)
 
 
 def running_groups(job: JobConfig) -> float:
-    """Groups that all workers together run at once."""
+    """Return the number of groups that all workers together run at once."""
     return _engines(job) * job.rollout.max_concurrent / job.rollout.group_size
 
 
@@ -276,33 +243,23 @@ def _engines(job: JobConfig) -> int:
     return max(job.rollout.workers, job.rollout.autoscale.max) * job.rollout.replicas
 
 
-def _durations_are_even(job: JobConfig) -> bool:
-    return job.rollout.workflow == "single_turn" and job.rollout.sampling.max_new_tokens <= EVEN_TOKENS
-
-
 def _groups_finish_within_the_bound(job: JobConfig) -> Iterator[Mistake]:
-    """Too many groups under way are overtaken by younger ones before they are finished. At η = 0 workers and
-    trainer take turns. The rule is read off the tables of `docs/staleness.md`."""
+    """Warn of too many groups at once, which younger ones overtake before they are finished. At η = 0 workers
+    and trainer take turns. The rule follows from the tables of `docs/staleness.md`."""
     eta, batch, running = job.buffer.max_staleness, job.buffer.batch_groups, running_groups(job)
-    most = RUNNING_PER_STALENESS * eta * batch
-    if eta == 0 or running <= most or (_durations_are_even(job) and running <= eta * batch):
+    rollout, most = job.rollout, RUNNING_PER_STALENESS * eta * batch
+    is_even = rollout.workflow == "single_turn" and rollout.sampling.max_new_tokens <= EVEN_TOKENS
+    if eta == 0 or running <= most or (is_even and running <= eta * batch):
         return
     needed = -(-running // (RUNNING_PER_STALENESS * batch))
-    concurrent = int(most * job.rollout.group_size / _engines(job))
+    concurrent = int(most * rollout.group_size / _engines(job))
     fix = "Raise"
-    if concurrent >= job.rollout.group_size:
+    if concurrent >= rollout.group_size:
         fix = f"Lower rollout.max_concurrent to {concurrent}, if the engine is no slower for it, or raise"
-    yield Mistake(
-        "buffer.max_staleness",
+    problem = (
         f"{eta} is little for {running:.0f} groups running at once (rollout.workers × replicas × "
         f"max_concurrent / group_size), {running / batch:.1f} times buffer.batch_groups = {batch}: when "
-        "durations vary, long groups become too old before they are finished, and are dropped or waited for",
-        f"{fix} max_staleness to {needed:.0f}, or buffer.batch_groups (docs/staleness.md)",
-        (
-            "rollout.workers",
-            "rollout.replicas",
-            "rollout.max_concurrent",
-            "rollout.group_size",
-            "buffer.batch_groups",
-        ),
+        "durations vary, long groups become too old before they are finished, and are dropped or waited for"
     )
+    fix = f"{fix} max_staleness to {needed:.0f}, or buffer.batch_groups (docs/staleness.md)"
+    yield Mistake("buffer.max_staleness", problem, fix)

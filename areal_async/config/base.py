@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from areal_async.base.secrecy import types_of
 
 LARGEST = 1_000_000_000
-"""The largest number where a field sets no bound of its own: more seconds or tokens than anybody means."""
+"""The upper bound of numbers without one of their own: more seconds or tokens than anybody means."""
 
 
 Overrides = str | Mapping[str, Any] | Sequence[str]
@@ -19,8 +19,8 @@ Overrides = str | Mapping[str, Any] | Sequence[str]
 
 
 class Section(BaseModel):
-    """Immutable, and strict about names: an unknown key is an error, never ignored. The text under a field
-    is its description: it is what errors and the reference page show. Every number has an upper bound."""
+    """An immutable section that refuses unknown keys. The text under a field is its description in errors and
+    on the reference page. Every number has an upper bound."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -33,7 +33,7 @@ class Section(BaseModel):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in type(self).model_fields:
             raise AttributeError(
-                f"{name} cannot be set: a job does not change. `job.changed({{'section.{name}': value}})` "
+                f"{name} cannot be set: a job does not change. `load_job(job, {{'section.{name}': value}})` "
                 "makes one that differs, and checks it."
             )
         super().__setattr__(name, value)
@@ -61,13 +61,13 @@ class Section(BaseModel):
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
-    """The numbers of a field: itself, or what a list or mapping of them holds."""
+    """Yield the numbers in the value of a field, which may be a list or a mapping."""
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,)
     yield from (each for each in values if isinstance(each, int | float) and not isinstance(each, bool))
 
 
 def refuse_password(url: str, instead: str) -> None:
-    """Raises ValueError for a URL that logs in: addresses are shown in logs, metrics and verdicts."""
+    """Raise ValueError for a URL with a login: addresses are shown in logs, metrics and verdicts."""
     scheme, _, rest = url.partition("://")
     if scheme != "ipc" and "@" in re.split("[/?#]", rest, maxsplit=1)[0]:
         raise ValueError(f"the address holds a password; use {instead}")

@@ -1,23 +1,24 @@
-"""A cluster file: what machines there are for jobs, and where their controller answers."""
+"""A cluster file: the machines for jobs, and the address of their controller."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, ValidationError, field_validator
 
 from areal_async.base.addresses import LOOPBACK
-from areal_async.base.mistakes import ConfigError, Mistake, blank_after_colon, in_words, value_in_words
+from areal_async.base.mistakes import ConfigError, Mistake, in_words
 from areal_async.base.yaml_file import dump_yaml, read_mapping
 from areal_async.config.base import Section
+from areal_async.config.fields import explain
 
 DIR_VARIABLE = "AREAL_ASYNC_CLUSTER_DIR"
-"""Environment variable that names the folder of the cluster that commands talk to."""
+"""Environment variable with the folder of the cluster that commands talk to."""
 LAPTOP = "local"
-"""Name of the cluster that is there without a file: this machine."""
+"""Name of the cluster without a file, which is this machine."""
 
 
 class ResourcesSection(Section):
@@ -77,13 +78,13 @@ class ClusterConfig(Section):
 
 
 def load_cluster(path: Path, *, queued: bool = False) -> ClusterConfig:
-    """The cluster of a file; a relative `dir` is relative to the file. `queued`: a controller is to queue
-    jobs for it. Raises `ConfigError`."""
+    """Load the cluster of a file; a relative `dir` is relative to the file. `queued` is for a controller that
+    will queue jobs for it. Raises `ConfigError`."""
     content = read_mapping(path)
     try:
         cluster = ClusterConfig.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(str(path), in_words(error.errors(), _mistake)) from None
+        raise ConfigError(str(path), in_words(error.errors(), partial(explain, ClusterConfig))) from None
     if queued and cluster.launcher == "ray" and None in (cluster.resources.cpus, cluster.resources.gpus):
         problem = "this machine's cores and GPUs are not those of a Ray cluster"
         fix = "Name the cpus and gpus of all its nodes, or those that it may be scaled up to"
@@ -95,38 +96,14 @@ def load_cluster(path: Path, *, queued: bool = False) -> ClusterConfig:
 
 
 def dump_cluster(cluster: ClusterConfig) -> str:
-    """The cluster as YAML that `load_cluster` reads as the same one."""
+    """Return the cluster as YAML that `load_cluster` reads as the same one."""
     return dump_yaml(cluster.model_dump(mode="json"))
 
 
 def cluster_dir(cluster: ClusterConfig | None = None) -> Path:
-    """The folder of `cluster`; without one that of the cluster that commands talk to."""
+    """Return the folder of `cluster`, or of the cluster that commands talk to."""
     if cluster is not None and cluster.dir is not None:
         return cluster.dir
     if named := os.environ.get(DIR_VARIABLE):
         return Path(named).expanduser().absolute()
     return Path.home() / ".areal-async" / (cluster.cluster if cluster is not None else LAPTOP)
-
-
-def _mistake(detail: Mapping[str, Any]) -> Mistake:
-    location = [str(part) for part in detail["loc"]]
-    field = ".".join(location) or "file"
-    if detail["type"] == "extra_forbidden":
-        sections: Mapping[str, type[Section]] = {
-            "resources": ResourcesSection,
-            "api": ApiSection,
-            "ray": RaySection,
-        }
-        known = ", ".join(sections.get(".".join(location[:-1]), ClusterConfig).model_fields)
-        fix = blank_after_colon(location[-1]) or f"Remove it; the fields here are {known}"
-        return Mistake(field, "there is no such field", fix)
-    if detail["type"] == "string_pattern_mismatch":
-        fix = "Use at most 48 lower-case letters, digits, - and _, starting with a letter or digit"
-        return Mistake(field, f"{detail['input']!r} does not have the right form", fix)
-    if detail["type"] in ("model_type", "model_attributes_type"):
-        return Mistake(
-            field, f"{detail['input']!r} is not a section", "Give indented `key: value` lines under it"
-        )
-    if (words := value_in_words(detail)) is not None:
-        return Mistake(field, f"{detail['input']!r} {words[0]}", words[1])
-    return Mistake(field, f"{detail['input']!r} is refused: {str(detail['msg']).rstrip('.')}", "Correct it")

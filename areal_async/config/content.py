@@ -1,16 +1,16 @@
-"""What a job names by URL, brought to this host; and where a job leaves what outlives the host.
+"""Content that a job names by URL, brought to this host; and the store for results that outlive the host.
 
-A job's `model`, `tasks.train` and `tasks.evaluation` hold local paths (`urls.py`); `materialise` has lie
-there what they stand for. Each host on which a process of the job runs calls it before that process starts.
+A job's `model`, `tasks.train` and `tasks.evaluation` hold local paths (`urls.py`), where `materialise` puts
+the content. Each host calls it before it starts a process of the job.
 
-Below the *store* of a job, `<checkpoint.store>/<job>` or with a URL for `run_dir` the run's own place there,
-lie `checkpoints/step-000050/…`, `model/` and `adapter/`, which the trainer writes.
+The *store* of a job is `<checkpoint.store>/<job>`, or with a URL for `run_dir` the run's own place there. The
+trainer writes `checkpoints/step-000050/…`, `model/` and `adapter/` below it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -33,14 +33,14 @@ OF_TRAINER = (
 )
 """Fields with the models that the trainer holds beside the policy."""
 CONTENT = ("model", "tasks.train", "tasks.evaluation", *OF_TRAINER)
-"""Fields of a job whose content may lie in a store."""
+"""Fields of a job with content that may be in a store."""
 BY_TRAINER = ("checkpoints", "model", "adapter")
 """Folders of a run that its trainer puts into the job's store."""
 
 
 def materialise(job: JobConfig, tries: Tries | None = None, *, source: str = "job") -> None:
-    """Bring everything that `job` names by URL to this host. Raises `ConfigError` with every reason why
-    something cannot be had."""
+    """Bring everything that `job` names by URL to this host. Raises `ConfigError` with every reason for
+    failures."""
     if mistakes := content_mistakes(job, tries=tries):
         raise ConfigError(source, mistakes)
 
@@ -48,38 +48,35 @@ def materialise(job: JobConfig, tries: Tries | None = None, *, source: str = "jo
 def content_mistakes(
     job: JobConfig, fields: Collection[str] = CONTENT, tries: Tries | None = None
 ) -> list[Mistake]:
-    """`materialise` for these fields, with what is wrong as mistakes of the job file."""
+    """Bring the content of these fields to this host, and return the failures as mistakes of the job file."""
     places = {"run_dir": url_of(job.run_dir), "checkpoint.store": job.checkpoint.store}
     mistakes = [
         Mistake(field, *problem)
         for field, url in places.items()
         if url is not None and (problem := protocol_problem(url)) is not None
     ]
-    for field in CONTENT:
+    for field in [field for field in CONTENT if field in fields]:
         path: Path | None = attrgetter(field)(job)
-        if field not in fields:
-            continue
         url = url_of(path) if path is not None else None
         if path is None or url is None:
             continue
         try:
             if is_of_hub(url):
-                bring(url, path, partial(_tell, f"fetching {url}"))
+                bring(url, path, partial(_tell, url))
             else:
-                fetch(url, path, tries, begun=_telling(url))
+                fetch(url, path, tries, begun=partial(_tell, url))
         except StorageError as error:
-            what, _, fix = str(error).rstrip(".").rpartition(". ")
-            mistakes.append(Mistake(field, what, fix))
+            problem, _, fix = str(error).rstrip(".").rpartition(". ")
+            mistakes.append(Mistake(field, problem, fix))
         except OSError as error:
-            what = f"{url} cannot be written to {path.parent}: {error.strerror or error}"
-            mistakes.append(
-                Mistake(field, what, f"Free room, or name another cache folder ({CACHE_VARIABLE})")
-            )
+            problem = f"{url} cannot be written to {path.parent}: {error.strerror or error}"
+            fix = f"Free room, or name another cache folder ({CACHE_VARIABLE})"
+            mistakes.append(Mistake(field, problem, fix))
     return mistakes
 
 
 def in_urls(mistakes: Iterable[Mistake], job: JobConfig) -> list[Mistake]:
-    """The mistakes with the URL of what the job names in place of where it lies here."""
+    """Return the mistakes with URLs in place of the local paths that stand for them."""
     paths = (*attrgetter(*CONTENT)(job), job.run_dir)
     names = {str(path): url for path in paths if path is not None and (url := url_of(path)) is not None}
 
@@ -91,21 +88,18 @@ def in_urls(mistakes: Iterable[Mistake], job: JobConfig) -> list[Mistake]:
     return [replace(each, problem=told(each.problem), fix=told(each.fix)) for each in mistakes]
 
 
-def _telling(url: str) -> Callable[[int], None]:
-    return lambda size_bytes: _tell(f"fetching {url} ({size_bytes} bytes)")
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _tell(url: str, size_bytes: int | None = None) -> None:
+    size = f" ({size_bytes} bytes)" if size_bytes is not None else ""
+    print(f"fetching {url}{size}", file=sys.stderr, flush=True)
 
 
 def run_url(job: JobConfig) -> str | None:
-    """Where the run's folder is mirrored to; None where it lies on this host alone."""
+    """Return the URL of the run's mirror, or None if the run is on this host alone."""
     return url_of(job.run_dir / job.job)
 
 
 def store_url(job: JobConfig) -> str | None:
-    """The store of the job; None: it has none."""
+    """Return the store of the job, or None."""
     if job.checkpoint.store is not None:
         return joined(job.checkpoint.store, job.job)
     return run_url(job)

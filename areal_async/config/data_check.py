@@ -1,4 +1,4 @@
-"""What a job would find in a file: how many rows, of which form, how long, and what would stop it.
+"""A report on the data files of a job: rows, forms, lengths, and problems.
 
 A problem stops a job or makes its figures meaningless; a remark does neither.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import msgspec
 from areal_async.base.records import Task
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import ImportedModules, Routing
-from areal_async.data.examples import COLUMNS, Example, Form, example_of, form_of, tools_of
+from areal_async.data.examples import COLUMNS, Form, example_of, form_of, tools_of
 from areal_async.data.prepare import Track, split_key
 from areal_async.data.sources import DataError
 from areal_async.data.styles import DataKind
@@ -30,7 +29,7 @@ TASK_COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info"
 
 
 class SourceReport(msgspec.Struct):
-    """The tasks of one `data_source`, and what would score them."""
+    """The tasks of one `data_source`, and the reward that would score them."""
 
     rows: int
     reward: str
@@ -38,7 +37,7 @@ class SourceReport(msgspec.Struct):
 
 
 class FileReport(msgspec.Struct):
-    """What was found in one file. `tokens` holds p50, p95 and max of the prompts' lengths."""
+    """The report on one file. `tokens` holds p50, p95 and max of the prompts' lengths."""
 
     file: str
     kind: DataKind
@@ -54,7 +53,7 @@ class FileReport(msgspec.Struct):
 
 
 class DataReport(msgspec.Struct):
-    """`areal-async data check`: its files, and how many prompts of the second are in the first."""
+    """The report of `areal-async data check`; `overlap` counts prompts of the second file in the first."""
 
     files: list[FileReport]
     overlap: int = 0
@@ -67,12 +66,12 @@ class DataReport(msgspec.Struct):
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """What the job has that the data must fit; None where it is not known."""
+    """Facts about the job that the data must fit; None if unknown."""
 
     kind: DataKind | None = None
     tokenizer: Any = None
     no_tokenizer: str = "no --model is named"
-    """Why there is none."""
+    """Reason for no tokenizer."""
     max_model_len: int | None = None
     reward: RewardSection | None = None
 
@@ -80,7 +79,7 @@ class Expected(msgspec.Struct, frozen=True):
 def check_data(
     files: Sequence[Path], expected: Expected, track: Track = lambda rows, what: rows
 ) -> DataReport:
-    """Look at one file, or at those of training and evaluation. Raises `DataError`."""
+    """Check one file, or those of training and evaluation. Raises `DataError`."""
     report, prompts = DataReport([]), []
     for path in files:
         found, keys = _check_file(path, expected, track)
@@ -120,7 +119,10 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
                     prompt = row["prompt"]
                 else:
                     form = form or form_of(where, row, kind)
-                    prompt = _prompt(example_of(where, row, form))
+                    first = example_of(where, row, form).answers[0]
+                    prompt = (
+                        first.prompt or first.answer[:-1] or first.answer
+                    )  # a chat without its last message
             except TaskFileError as error:
                 broken.append(error)
                 continue
@@ -128,7 +130,7 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
             if kind == "rl":
                 task = _noted(report, row, known_rewards)
                 modules.note(task, task.ground_truth)
-                answer = f"{row['reward_model']['ground_truth']!r:.60}"
+                answer = f"{task.ground_truth!r:.60}"
                 if answers.setdefault(key, answer) != answer:
                     others.append(f"{where} has {answer}, and a row before it {answers[key]}")
             if expected.tokenizer is not None and prompt:
@@ -143,27 +145,18 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
     if not report.rows:
         report.problems.append(f"{path} has no rows. It needs at least one.")
     if others:
-        report.remarks.append(
-            f"{len(others)} rows ask what came before, with another answer. The first: {others[0]}."
-        )
+        asked = f"{len(others)} rows ask what came before, with another answer."
+        report.remarks.append(f"{asked} The first: {others[0]}.")
     _sum_up(report, keys, lengths, expected.max_model_len)
     (report.remarks if expected.reward is None else report.problems).extend(modules.missing())
     return report, set(keys)
 
 
 def _kind(path: Path) -> DataKind:
-    for _, row in islice(task_rows(path, None, []), 1):
-        if {"chosen", "rejected"} <= row.keys():
-            return "preference"
-        if "reward_model" not in row and ("messages" in row or "completion" in row):
-            return "sft"
-    return "rl"
-
-
-def _prompt(example: Example) -> Any:
-    """The text before the answer; of a chat all but its last message."""
-    first = example.answers[0]
-    return first.prompt or first.answer[:-1] or first.answer
+    _, row = next(task_rows(path, None, []), ("", {}))
+    if {"chosen", "rejected"} <= row.keys():
+        return "preference"
+    return "sft" if "reward_model" not in row and {"messages", "completion"} & row.keys() else "rl"
 
 
 def _length(
@@ -173,22 +166,16 @@ def _length(
         return len(prompt_ids(tokenizer, prompt, tools_of(row, where)))
     except TaskFileError as error:
         broken.append(error)
-        return 0
     except Exception as error:  # whatever a template raises
-        broken.append(
-            DataError(
-                f"{where}: the chat template fails on its prompt ({type(error).__name__}: {error!s:.200}). "
-                "Mend the row, or the template."
-            )
-        )
-        return 0
+        why = f"the chat template fails on its prompt ({type(error).__name__}: {error!s:.200})"
+        broken.append(DataError(f"{where}: {why}. Mend the row, or the template."))
+    return 0
 
 
 def _noted(report: FileReport, row: Mapping[str, Any], routing: Routing | None) -> Task:
     name = str(row.get("data_source") or "")
     truth = row["reward_model"]["ground_truth"]
-    if truth in (None, "", [], {}):
-        report.no_answer += 1
+    report.no_answer += truth in (None, "", [], {})
     task = Task("", row["prompt"], name, row.get("ability") or "", "", truth, row.get("extra_info") or {})
     if (known := report.sources.get(name)) is not None:
         known.rows += 1
@@ -210,7 +197,7 @@ SUGGESTED: tuple[tuple[str, Callable[[Any], bool]], ...] = (
 
 
 def suggested(truth: Any) -> str:
-    """A built-in reward that takes ground truths of this form (docs/rewards.md#use-built-in-rewards)."""
+    """Return a built-in reward for ground truths of this form (docs/rewards.md#use-built-in-rewards)."""
     return next((name for name, fits in SUGGESTED if fits(truth)), "exact_match")
 
 
@@ -235,7 +222,7 @@ def _sum_up(report: FileReport, keys: Counter[str], lengths: list[int], max_mode
 
 
 def length_figures(lengths: Sequence[int]) -> dict[str, int]:
-    """p50, p95 and max by nearest rank."""
+    """Return p50, p95 and max by nearest rank."""
     ordered = sorted(lengths)
     at = {"p50": (len(ordered) - 1) // 2, "p95": -(-95 * len(ordered) // 100) - 1, "max": len(ordered) - 1}
     return dict(zip(at, itemgetter(*at.values())(ordered), strict=True))

@@ -1,4 +1,4 @@
-"""Engines as parts of a job: what each kind says of itself, and what a job may not ask of it.
+"""Engines as parts of a job: the capabilities of each kind, and the jobs that it refuses.
 
 An engine is an object of a subclass of `EnginePart`, found by its name, by `path.py:name`, or by the entry
 point of another package (`areal_async.engines`):
@@ -10,7 +10,7 @@ point of another package (`areal_async.engines`):
 
     mine = Mine()
 
-Nothing else of the product compares names of engines: it asks the part.
+No other module compares names of engines: it asks the part.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROJECT_FOLDER = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class LogprobGap:
-    """How far two log-probs of each of many units are apart, in nats: as measured, or at most allowed."""
+    """The differences between two log-probs of each of many units, in nats: measured, or allowed at most."""
 
     mean: float
     """Mean of the absolute difference; the next four are its quantiles."""
@@ -47,17 +47,17 @@ class LogprobGap:
     p99: float
     p999: float
     systematic: float
-    """Largest mean of the signed difference over the units of one token id, or over the first units of
-    answers, where it is no accident: a mistake with few units shows in nothing else."""
+    """Largest significant mean of the signed difference over the units of one token id, or over the first
+    units of answers: a mistake in few units shows in nothing else."""
 
     def within(self, allowed: LogprobGap) -> bool:
-        """Whether no figure is above the one allowed."""
+        """Return whether no figure is above the one allowed."""
         return all(own <= most for own, most in zip(astuple(self), astuple(allowed), strict=True))
 
     @classmethod
     def of(cls, bound: float) -> LogprobGap:
-        """What is allowed where `bound` is for the 99.9 % quantile: a mistake is everywhere, rounding has a
-        long tail, so the mean and the median may be a twentieth of it."""
+        """Return the gap that is allowed if `bound` is for the 99.9 % quantile. Rounding has a long tail and
+        a mistake is everywhere, so the mean and the median may be a twentieth of it."""
         return cls(bound / 20, bound / 20, bound / 5, bound / 2, bound, bound / 5)
 
 
@@ -67,81 +67,76 @@ LOGPROB_BOUNDS: Mapping[tuple[str, str], LogprobGap] = {
     ("bfloat16", "dense"): LogprobGap(0.06, 0.05, 0.15, 0.4, 1.0, 0.2),
     ("bfloat16", "moe"): LogprobGap(0.2, 0.12, 0.5, 1.5, 3.0, 0.5),
 }
-"""What is usual of an engine without quantisation (docs/trainer.md says where each figure is from)."""
+"""Usual gaps of an engine without quantisation (docs/trainer.md has the source of each figure)."""
 
 
 class EnginePart:
-    """What a kind of engine says of itself; the defaults suit an engine that knows nothing special."""
+    """The capabilities of a kind of engine; the defaults suit a simple engine."""
 
     class Arguments(Section):
-        """The arguments of the engine, which the job file has in `rollout.engine_args`."""
+        """The arguments of the engine in `rollout.engine_args`."""
 
     is_server: ClassVar[bool] = False
-    """Whether it is a server in an environment of its own, to which `rollout.server` applies."""
+    """True for a server in a separate environment, to which `rollout.server` applies."""
     needs: ClassVar[Literal["tensors", "directory"]] = "tensors"
-    """What its `load` uses of a snapshot."""
+    """Form of a snapshot that its `load` uses."""
     update_modes: ClassVar[frozenset[str]] = frozenset({"recompute", "keep"})
-    """What it can do of `rollout.update_mode`; an evaluation's engine holds one version, and is not asked."""
+    """Supported `rollout.update_mode`; an evaluation's engine holds one version, and is not asked."""
     dtypes: ClassVar[frozenset[str]] = frozenset({"float32", "bfloat16"})
     no_routes: ClassVar[str] = "it does not tell which experts a token was sent to"
-    """Why `rollout.routes: replay` is not for it; empty for one that tells."""
+    """Reason against `rollout.routes: replay`; empty for an engine that reports routes."""
     no_group: ClassVar[str] = "it joins no process group"
-    """Why `weights.channel: nccl` is not for it; empty for one that takes tensors from a process group."""
+    """Reason against `weights.channel: nccl`; empty for an engine that joins a process group."""
     logprob_bounds: ClassVar[Mapping[tuple[str, str], LogprobGap]] = {}
-    """(coarser dtype of engine and trainer, `dense` or `moe`) → what is allowed between their log-probs.
-    Where there is no such row, the self-check warns with what it finds, and the job goes on."""
+    """(coarser dtype of engine and trainer, `dense` or `moe`) → gap that is allowed between their log-probs.
+    Without such a row, the self-check warns with the measured gap, and the job continues."""
     stale_flags: ClassVar[Mapping[str, str]] = {}
-    """Flags of its server with which a weight update is known to leave old weights or old KV in use, each
-    with how. `check_job` refuses them."""
+    """Flags of its server with which a weight update leaves old weights or old KV in use, each with the
+    reason. `check_job` refuses them."""
     quantising_flags: ClassVar[frozenset[str]] = frozenset()
-    """Flags of its server that make weights or KV coarser than `rollout.dtype`, by their value."""
+    """Flags of its server with values that make weights or KV coarser than `rollout.dtype`."""
     parallel_flags: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Flags of its server that multiply its GPUs, each with its other names."""
 
     def width(self, rollout: RolloutSection) -> int:
-        """GPUs of one engine with these arguments of its own and of its server. A value that is no number
-        counts as 1: the server will refuse it."""
+        """Return the GPUs of one engine with these arguments of its own and of its server. A value that is no
+        number counts as 1: the server will refuse it."""
         return parallel_width(rollout.server.arguments, self.parallel_flags)
 
     def served_dtype(self, rollout: RolloutSection) -> str:
-        """What its log-probs are computed in: `rollout.dtype`, or what a flag of its server says instead, for
-        which `logprob_bounds` has no row unless the engine knows better."""
+        """Return the type of its log-probs: `rollout.dtype`, or the value of a flag of its server instead,
+        for which `logprob_bounds` has no row unless the engine knows better."""
         for name, value in rollout.server.arguments.items():
             if flag_name(name) in self.quantising_flags and str(value).lower() not in OFF | UNQUANTISED:
                 return str(value)
         return rollout.dtype
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """What `job` asks of the engine that it cannot do; `field` begins with the section that names it."""
-        section = field.partition(".")[0]
-        named = f"{section}.engine"
-        for asked, value, able in (
-            ("update_mode", job.rollout.update_mode, self.update_modes),
-            ("dtype", job.rollout.dtype, self.dtypes),
-        ):
-            if value not in able and (asked, section) != ("update_mode", "evaluation"):
-                problem = f"the engine of {named} cannot do {value}"
+        """Yield the mistakes of a job that asks more of the engine than it can do; `field` begins with the
+        section that names it."""
+        rollout, section = job.rollout, field.partition(".")[0]
+        named, is_rollout = f"{section}.engine", section == "rollout"
+        asked = [("dtype", rollout.dtype, self.dtypes)]
+        asked += [("update_mode", rollout.update_mode, self.update_modes)] if is_rollout else []
+        for name, value, able in asked:
+            if value not in able:
                 fix = f"Use {' or '.join(sorted(able))}, or another {named}"
-                yield Mistake(f"rollout.{asked}", problem, fix, (named,))
-        if job.rollout.routes == "replay" and section == "rollout" and self.no_routes:
+                yield Mistake(f"rollout.{name}", f"the engine of {named} cannot do {value}", fix)
+        if is_rollout and rollout.routes == "replay" and self.no_routes:
             problem = f"the engine of {named} tells no routes: {self.no_routes}"
-            yield Mistake("rollout.routes", problem, f"Set it to off, or use another {named}", (named,))
+            yield Mistake("rollout.routes", problem, f"Set it to off, or use another {named}")
         server = job.evaluation.server
-        evaluates = (section == "evaluation") == (job.evaluation.engine != "same")
-        for asks, owner, name in (
-            (section == "rollout", job.rollout, "rollout"),
-            (evaluates, job.evaluation, "evaluation"),
-        ):
-            on = flags_that_are_on(owner.server.arguments, self.stale_flags) if asks else ()
-            for flag, how in on:
+        evaluates = is_rollout == (job.evaluation.engine == "same")
+        servers = [("rollout", rollout.server)] if is_rollout else []
+        for name, its in servers + ([("evaluation", server)] if evaluates else []):
+            for flag, how in flags_that_are_on(its.arguments, self.stale_flags):
                 problem = f"after a weight update the server would not be what its version says: {how}"
-                fix = f"Remove it, or use another {named} (docs/engines.md, What an update does not reach)"
-                yield Mistake(f"{name}.server.arguments.{flag}", problem, fix, (named,))
+                fix = f"Remove it, or use another {named} (docs/engines.md#refused-server-settings)"
+                yield Mistake(f"{name}.server.arguments.{flag}", problem, fix)
         if evaluates and not self.is_server and server != type(server)():
             problem = f"the evaluation's engine is `{evaluation_engine(job)}`, which has no server"
-            yield Mistake(
-                "evaluation.server", problem, "Remove it, or set evaluation.engine", ("rollout.engine",)
-            )
+            fix = "Remove it, or set evaluation.engine"
+            yield Mistake("evaluation.server", problem, fix, ("rollout.engine",))
 
     def make(self, job: JobConfig, *, slots: int, activity: str, place: Any, replica: int) -> Any:
         """Return the engine (`rollout_service.engines.base.Engine`), not started yet. The parameters are
@@ -151,7 +146,7 @@ class EnginePart:
 
 
 def flag_name(given: str) -> str:
-    """The name of a flag in `rollout.server.arguments` as the servers spell it."""
+    """Return the name of a flag in `rollout.server.arguments` as the servers spell it."""
     return given.lstrip("-").replace("_", "-")
 
 
@@ -163,8 +158,8 @@ UNQUANTISED = frozenset({"bfloat16", "bf16", "float16", "half", "float32", "floa
 
 
 def flags_that_are_on(given: Mapping[str, Any], known: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Those of `given` that `known` names and that are switched on, as they were given, each with what
-    `known` says of it."""
+    """Yield the flags of `given` that are switched on and in `known`, as they were given, with the text in
+    `known`."""
     for name, value in given.items():
         said = known.get(flag_name(name))
         if said is not None and str(value).lower() not in OFF:
@@ -172,37 +167,37 @@ def flags_that_are_on(given: Mapping[str, Any], known: Mapping[str, str]) -> Ite
 
 
 def parallel_width(arguments: Mapping[str, Any], flags: Iterable[tuple[str, ...]]) -> int:
-    """The product of the sizes that `arguments` give for `flags`, each named in one of several ways."""
+    """Return the product of the sizes that `arguments` give for `flags`, each with its spellings."""
     given = {flag_name(flag): value for flag, value in arguments.items()}
     return math.prod(max(_number(given.get(name)) for name in spellings) for spellings in flags)
 
 
 def engine_part(name: str) -> EnginePart:
-    """The engine called `name`. Runs a user's file where the name is a path. Raises `PartError`."""
+    """Return the engine called `name`; runs a user's file if the name is a path. Raises `PartError`."""
     part: EnginePart = ENGINES.find(name)
     return part
 
 
 def declared_engine(name: str) -> EnginePart | None:
-    """As `engine_part`, but runs no file of the user's: None for an engine in one that this process has not
-    run, or that is not there. Such a one is asked before the job starts (`areal_async.launch.preflight`)."""
+    """Return the engine called `name` without running a user's file: None for an engine in a file that this
+    process has not run, or for none. Preflight asks those before the job starts."""
     part: EnginePart | None = ENGINES.known(name)
     return part
 
 
 def evaluation_engine(job: JobConfig) -> str:
-    """The name of the evaluation's engine."""
+    """Return the name of the evaluation's engine."""
     return job.rollout.engine if job.evaluation.engine == "same" else job.evaluation.engine
 
 
 class EngineMissing(ArealError):
-    """No environment has the server of an engine: the text says where it was looked for, and what to do."""
+    """No environment has the server of an engine. The text has the places that were searched, and a fix."""
 
 
 def find_engine_python(
     engine: str, configured: Path | None = None, *, variables: Mapping[str, str] = os.environ
 ) -> Path:
-    """The Python that has the server `engine`: of `configured` (rollout.server.environment), else of
+    """Return the Python that has the server `engine`: of `configured` (rollout.server.environment), else of
     `$AREAL_ASYNC_ENGINES/<engine>`, else of `.engines/<engine>` in the working folder or in the project's.
 
     Raises `EngineMissing`."""

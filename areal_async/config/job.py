@@ -1,6 +1,7 @@
 """A job file: one YAML document, one model or several."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,17 +10,19 @@ from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_va
 from areal_async.base.mistakes import ConfigError, Mistake, in_words
 from areal_async.base.processes import RestartPolicy
 from areal_async.base.versions import POLICY, POLICY_NAME
-from areal_async.config.base import Overrides, Section
+from areal_async.config.base import Section
+from areal_async.config.fields import Field as LeafField
+from areal_async.config.fields import explain, fields_of, numbers_or_words
 from areal_async.config.objective import ObjectiveSection, ReferenceSection, TeacherSection
-from areal_async.config.parallel import ParallelSection
 from areal_async.config.reward import RewardSection
-from areal_async.config.rollout import RolloutSection, SamplingSection, ServerSection, StopText
+from areal_async.config.rollout import RolloutSection, SamplingSection, ServerSection
 from areal_async.config.trainings import FileTraining, PreferenceSection, RewardModelSection, SftSection
 from areal_async.data.examples import Kind
 from areal_async.storage.urls import FETCHED, StoreUrl
 
 NODE_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Size = Annotated[int, Field(ge=1, le=65_536)]
 NumberOrAuto = Annotated[int, Field(ge=1, le=1_000_000_000)] | Literal["auto"]
 
 
@@ -99,19 +102,13 @@ class CheckpointSection(Section):
     that is a URL."""
 
 
-class EvaluationSamplingSection(Section):
+class EvaluationSamplingSection(SamplingSection):
     """Sampling parameters of the evaluation; greedy by default."""
 
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Probability mass of the tokens to sample from."""
-    top_k: int = Field(default=0, ge=0)
-    """Most likely tokens to sample from; 0 allows all."""
-    max_new_tokens: int | None = Field(default=None, ge=1)
+    max_new_tokens: int | None = Field(default=None, ge=1)  # type: ignore[assignment]
     """Most tokens per response; null uses `rollout.sampling.max_new_tokens`."""
-    stop: tuple[StopText, ...] = ()
-    """Texts that end a response."""
 
 
 class EvaluationSection(Section):
@@ -356,6 +353,23 @@ class SelfCheckSection(Section):
     """Action above a bound; without a table row always `warn`."""
 
 
+class ParallelSection(Section):
+    """Sizes whose product is `trainer.ranks`; `shard` takes the rest."""
+
+    data: Size = 1
+    """Copies of the model."""
+    shard: Size | None = None
+    """Ranks that share one copy; none takes all remaining ranks."""
+    sequence: Size = 1
+    """Ranks that split each row's tokens."""
+    tensor: Size = 1
+    """Ranks that split each matrix."""
+    pipeline: Size = 1
+    """Stages of neighbouring layers."""
+    expert: Size = 1
+    """Ranks of `shard` that share a mixture's experts."""
+
+
 class TrainerSection(Section):
     backend: str = Field(default="fsdp", min_length=1)
     """`fsdp` (torch FSDP2), `megatron` (Megatron-Core), an installed back end, or `path.py:name`."""
@@ -428,47 +442,26 @@ class JobConfig(Section):
 
     def __new__(cls, *given: Any, **fields: Any) -> "JobConfig":
         if given:
-            fix = "Write Job(job=…, model=…, tasks=…), or Job.load(path or mapping)"
+            fix = "Write Job(job=…, model=…, tasks=…), or load_job(path or mapping)"
             raise ConfigError("Job", [Mistake("job", f"{given[0]!r:.80} has no field's name before it", fix)])
         return super().__new__(cls)
 
     @model_validator(mode="wrap")
     @classmethod
     def _in_words(cls, content: Any, handler: ModelWrapValidatorHandler["JobConfig"]) -> "JobConfig":
-        """Raises `ConfigError`, with pydantic's error as its cause."""
-        from areal_async.config.fields import explain, numbers_or_words  # which read this module
-
+        """Raise `ConfigError`, with pydantic's error as its cause."""
         try:
             return handler(content)
         except ValidationError as error:
             details = numbers_or_words(error.errors(include_url=False))
-            raise ConfigError("the job", in_words(details, explain)) from error
-
-    @classmethod
-    def load(
-        cls, path: str | Path | Mapping[str, Any], overrides: Overrides = (), **others: Any
-    ) -> "JobConfig":
-        """Return the checked job of a job file, or of the fields of one as a mapping, whose relative paths
-        begin at the working directory. `overrides` are a `key=value`, several, or `{"a.b": value}`. Raises
-        `ConfigError`."""
-        from areal_async.config.load import job_of, overrides_of  # which read this module
-
-        return job_of(path, overrides_of(overrides, others))[1]
-
-    def changed(self, overrides: Overrides = (), **others: Any) -> "JobConfig":
-        """Return a copy with these fields changed, as `load` takes them, and checked. Relative paths are
-        relative to the working directory. Raises `ConfigError`."""
-        from areal_async.config.load import job_from_mapping, overrides_of  # which read this module
-
-        content, changes = self.model_dump(mode="json"), overrides_of(overrides, others)
-        return job_from_mapping(content, changes, source=f"job {self.job}", base=Path.cwd())
+            raise ConfigError("the job", in_words(details, partial(explain, cls))) from error
 
     def of(self, policy: str) -> "JobConfig":
-        """The job as the trainer and the engines of one of its policies see it: a job of that policy alone.
+        """Return the job of one of its policies alone, for the trainer and the engines of that policy.
         Held-out tasks are the first policy's. Raises KeyError for another name."""
         if not self.policies and policy == self.policy:
             return self
-        flat = merged(self.model_dump(exclude={"policies"}), self.policies[policy]) | {"policy": policy}
+        flat = policy_alone(self.model_dump(), policy, self.policies[policy])
         if flat["rollout"]["routes"] == "auto":  # an episode has room for the routes of one model
             flat["rollout"] |= {"routes": "off"}
         if policy != self.policy:
@@ -478,7 +471,7 @@ class JobConfig(Section):
 
     @property
     def views(self) -> "dict[str, JobConfig]":
-        """What `of` gives, for each policy of the job."""
+        """The job of each policy, by its name."""
         return {name: self.of(name) for name in self.policies or (self.policy,)}
 
     @property
@@ -489,14 +482,26 @@ class JobConfig(Section):
 
     @property
     def evaluation_sampling(self) -> SamplingSection:
-        """What the evaluation samples with: its section, and of the rollout's what that leaves open."""
+        """The sampling parameters of the evaluation, with those of the rollout for unset ones."""
         section = self.evaluation.sampling.model_dump()
         section["max_new_tokens"] = section["max_new_tokens"] or self.rollout.sampling.max_new_tokens
         return SamplingSection(**section)
 
 
+def policy_alone(content: Mapping[str, Any], policy: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a job of one policy alone, which has the fields `own` in `policies`."""
+    rest = {key: value for key, value in content.items() if key != "policies"}
+    return merged(rest, own) | ({"policy": policy} if policy else {})
+
+
+def job_fields() -> dict[str, LeafField]:
+    """Return every leaf field of a job file by its dotted path, in file order."""
+    return fields_of(JobConfig)
+
+
 def merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with what `own` says in its place, section by section; arguments of a part go as a whole."""
+    """Return `base` with the fields of `own` in place of its own, section by section; arguments of a part are
+    replaced as a whole."""
     result = dict(base)
     for key, value in own.items():
         before = result.get(key)

@@ -1,6 +1,6 @@
 """Reading a job: from a job file and overrides to a checked `JobConfig`, or every reason why not.
 
-Each of `policies` is checked as a job of its own: what it says in the place of the job's own sections.
+Each of `policies` is checked as a job of its own, in which its fields replace those of the job.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from areal_async.config.base import Overrides
 from areal_async.config.checks import check_fields, policies_mistakes
 from areal_async.config.compose import read_composed
 from areal_async.config.content import content_mistakes, in_urls
-from areal_async.config.fields import job_fields, numbers_or_words
+from areal_async.config.dotted import put, section_with
+from areal_async.config.fields import numbers_or_words
 from areal_async.config.files import check_config, check_files
-from areal_async.config.job import JobConfig, merged
-from areal_async.config.paths import policies_of, resolve_paths, section_with
-from areal_async.config.presets import OBJECTIVE, fill_preset
+from areal_async.config.job import JobConfig, job_fields, policy_alone
+from areal_async.config.paths import policies_of, resolve_paths
+from areal_async.config.presets import fill_preset, name_preset
 
 OF_EACH: dict[str, tuple[str, ...]] = {
     "model": (),
@@ -58,82 +59,95 @@ OF_EACH: dict[str, tuple[str, ...]] = {
     ),
     "buffer": ("max_staleness", "batch_groups"),
 }
-"""What each policy may have of its own: whole sections, or where there are several policies these fields."""
+"""Sections that each policy may have of its own: whole, or with several policies only these fields."""
 MOST_POLICIES = 64
 OF_MEMORY = ("model.", "trainer.", "rollout.max_model_len.", "weights.")
 """Fields and sections that the trainer's memory depends on, each with a dot behind it."""
 OVERRIDE = re.compile(r"[\w.-]+=")
+NAMED = re.compile(r"\b[a-z_]+(?:\.\w+)+")  # A dotted field in a text
 TOO_NESTED = f"it is nested more than {MOST_LEVELS} levels deep, or holds more than {MOST_NODES} values"
 
 
 def load_job(
-    path: Path, overrides: Sequence[str] = (), *, files: bool = True, memory: bool = False
-) -> JobConfig:
-    """Read, override, resolve and check a job file; nothing is started and no user code is imported.
-
-    `overrides` are `dotted.key=value` with the value in YAML. Relative paths, also those of overrides, are
-    relative to the job file's folder. What the job names by URL is brought to this host to be looked at.
-    Without `files` what it points at need not be there (any more). With `memory` only what the trainer's
-    memory depends on must hold, and of all files the model's config.json alone. Raises `ConfigError` with
-    every mistake found.
-    """
-    content, base = read_composed(path), path.resolve().parent
-    return job_from_mapping(content, overrides, source=str(path), base=base, files=files, memory=memory)
-
-
-def job_from_mapping(
-    content: dict[str, Any],
-    overrides: Sequence[str] = (),
+    given: JobConfig | Mapping[str, Any] | str | os.PathLike[str],
+    overrides: Overrides = (),
     *,
-    source: str,
-    base: Path,
     files: bool = True,
     memory: bool = False,
+    source: str = "",
+    base: Path | None = None,
+    **others: Any,
 ) -> JobConfig:
-    """`load_job` for a job that is already a mapping; `source` names it in errors."""
+    """Read, override, resolve and check a job; nothing is started and no user code is imported.
+
+    `given` is the path of a job file, the fields of one as a mapping, or a job to change. `overrides` are a
+    `dotted.key=value` with the value in YAML, several, or `{"dotted.key": value}`. Relative paths, also those
+    of overrides, are relative to `base`: by default the job file's folder, or the working directory. `source`
+    names the job in errors. Content that the job names by URL is brought to this host and checked. Without
+    `files`, the files that it names need not exist (any more). With `memory`, only fields that the trainer's
+    memory depends on must hold, and of all files only the model's config.json is checked. Raises
+    `ConfigError` with every mistake found.
+    """
+    changes = overrides_of(overrides, others)
+    content: Any = given
+    if isinstance(given, JobConfig):
+        content, source = given.model_dump(mode="json"), source or f"job {given.job}"
+    elif isinstance(given, str | os.PathLike):
+        content, source = read_composed(Path(given)), source or str(given)
+        base = base or Path(given).resolve().parent
+    base, source = base or Path.cwd(), source or "the job"
+    if not isinstance(content, Mapping):
+        problem = f"{given!r:.80} is neither a path nor a mapping"
+        raise ConfigError(source, [Mistake("path", problem, "Give the path of a job file, or its fields")])
     if (where := too_nested(content)) is not None:
         raise ConfigError(source, [Mistake(where, TOO_NESTED, "Flatten it")])
     if (where := half_character(content)) is not None:
         problem = "it has half of a surrogate pair, which no file can hold"
         raise ConfigError(source, [Mistake(where, problem, "Write the whole character")])
-    content = copy.deepcopy(content)
-    mistakes = apply_overrides(content, overrides)
+    content = copy.deepcopy(dict(content))
+    mistakes = apply_overrides(content, changes)
     if len(policies := policies_of(content)) > MOST_POLICIES:
         problem = f"it names {len(policies)} policies, and {MOST_POLICIES} is the limit"
         raise ConfigError(source, [Mistake("policies", problem, "Train fewer in one job")])
     mistakes += _policy_mistakes(content)
+    content.setdefault("run_dir", str(base / JobConfig.model_fields["run_dir"].default))
     resolve_paths(content, base)
-    policies = policies_of(content)
-    rest = {key: value for key, value in content.items() if key != "policies"}
-    views: dict[str, JobConfig | None] = {}
-    for name, own in policies.items() or {"": {}}.items():
-        flat = copy.deepcopy(merged(rest, own) | ({"policy": name} if name else {}))
-        unknown = fill_preset(flat)
-        views[name], found = _checked(flat, files=files, memory=memory)
-        mistakes += _as_written([*unknown, *found], name, own, rest)
-    first, *others = views.values()
-    if len(views) > 1 and all(views.values()):
-        mistakes += policies_mistakes([view for view in views.values() if view is not None])
-    if mistakes or first is None:
+    found = [_view(content, *each, files=files, memory=memory) for each in policies.items() or [("", {})]]
+    mistakes += [mistake for _, of_view in found for mistake in of_view]
+    views = [job for job, _ in found if job is not None]
+    if len(found) > 1 and len(views) == len(found):
+        mistakes += policies_mistakes(views)
+    if mistakes:
         raise ConfigError(source, list(dict.fromkeys(mistakes)))
-    if not others:
-        return first
-    return first.model_copy(update={"policies": {view.policy: _own(view) for view in views.values() if view}})
+    first, own = views[0], {view.policy: _own(view) for view in views}
+    return first.model_copy(update={"policies": own}) if len(views) > 1 else first
+
+
+def _view(
+    content: dict[str, Any], name: str, own: dict[str, Any], *, files: bool, memory: bool
+) -> tuple[JobConfig | None, list[Mistake]]:
+    """Return the job of one policy, and the mistakes in it, with their fields as they are written."""
+    flat = copy.deepcopy(policy_alone(content, name, own))
+    unknown = fill_preset(flat)
+    job, mistakes = _checked(flat, files=files, memory=memory)
+    return job, [*_as_written([*unknown, *mistakes], name, own, content)]
 
 
 def _checked(content: dict[str, Any], *, files: bool, memory: bool) -> tuple[JobConfig | None, list[Mistake]]:
-    """The job of one policy, and what is wrong with it."""
+    """Return the job of one policy, and its mistakes."""
     job, structural = _validate(content)
-    mistakes = [m for m in structural if job is None or not memory or _is_of_memory(m) or _is_unknown(m)]
-    if job is not None:
-        broken = {mistake.field for mistake in structural}
-        rules = memory_mistakes(job) if memory else (*check_fields(job), *(_named(job) if files else ()))
-        mistakes += [mistake for mistake in rules if not broken & {mistake.field, *mistake.involves}]
-    return job, mistakes
+    if job is None:
+        return None, structural
+    broken = {mistake.field for mistake in structural}
+    rules = memory_mistakes(job) if memory else (*check_fields(job), *(_named(job) if files else ()))
+    if memory:  # a field that does not exist may be one of any section, misspelt
+        known = tuple(f"{path}." for path in job_fields())
+        structural = [m for m in structural if _is_of_memory(m) or not f"{m.field}.".startswith(known)]
+    return job, structural + [mistake for mistake in rules if not broken & _fields_of(mistake)]
 
 
 def _own(job: JobConfig) -> dict[str, Any]:
-    """What a policy may have of its own, as JSON values."""
+    """Return the fields that a policy may have of its own, as JSON values."""
     whole = job.model_dump(mode="json")
     return {
         section: {name: whole[section][name] for name in names} if names else whole[section]
@@ -142,54 +156,36 @@ def _own(job: JobConfig) -> dict[str, Any]:
 
 
 def memory_mistakes(job: JobConfig) -> list[Mistake]:
-    """Broken rules of what the trainer's memory depends on."""
-    return [
-        *filter(_is_of_memory, check_fields(job)),
-        *(content_mistakes(job, ("model",)) or check_config(job)),
-    ]
+    """Return the broken rules about fields that the trainer's memory depends on."""
+    of_model = content_mistakes(job, ("model",)) or check_config(job)
+    return [*filter(_is_of_memory, check_fields(job)), *of_model]
 
 
 def _named(job: JobConfig) -> list[Mistake]:
-    """What is wrong with what the job names. What could not be brought here is not looked at."""
+    """Return the mistakes in files that the job names. Content that could not be fetched is not checked."""
     away = content_mistakes(job)
     fields = {mistake.field for mistake in away}
-    found = in_urls(check_files(job), job)
-    return away + [each for each in found if not fields & {each.field, *each.involves}]
+    return away + [each for each in in_urls(check_files(job), job) if not fields & _fields_of(each)]
 
 
 def _is_of_memory(mistake: Mistake) -> bool:
     return f"{mistake.field}.".startswith(OF_MEMORY)
 
 
-def _is_unknown(mistake: Mistake) -> bool:
-    """Whether no field is called so: it may be one of any section, misspelt."""
-    return not f"{mistake.field}.".startswith(tuple(f"{path}." for path in job_fields()))
+def _fields_of(mistake: Mistake) -> set[str]:
+    """Return the fields that a mistake depends on: its own, those involved, and those that its text names."""
+    return {mistake.field, *mistake.involves, *NAMED.findall(f"{mistake.problem} {mistake.fix}")}
 
 
 def dump_job(job: JobConfig) -> str:
-    """The resolved job as YAML, every field included; loading it gives the same job."""
+    """Return the resolved job as YAML with every field; loading it gives the same job."""
     return dump_yaml(job.model_dump(mode="json"))
-
-
-def job_of(
-    given: JobConfig | Mapping[str, Any] | str | os.PathLike[str], overrides: Sequence[str] = ()
-) -> tuple[str, JobConfig]:
-    """Return the name of a job in errors, and the checked job: of a job file, of the fields of one, whose
-    relative paths begin at the working directory, or of a job. Raises `ConfigError`."""
-    if isinstance(given, JobConfig):
-        return f"job {given.job}", given.changed(overrides)
-    if isinstance(given, Mapping):
-        return "the job", job_from_mapping(dict(given), overrides, source="the job", base=Path.cwd())
-    if not isinstance(given, str | os.PathLike):
-        problem = f"{given!r:.80} is neither a path nor a mapping"
-        raise ConfigError("the job", [Mistake("path", problem, "Give the path of a job file, or its fields")])
-    return str(given), load_job(Path(given), overrides)
 
 
 def overrides_of(given: Overrides, others: Mapping[str, Any] | None = None) -> list[str]:
     """Return overrides as `key=value`, the values in YAML. A mapping in a mapping changes the fields that it
-    names and keeps the others of their section. Raises `ConfigError` for what is none, and for `others`,
-    keywords that the caller does not know."""
+    names and keeps the others of their section. Raises `ConfigError` for other values, and for `others`,
+    unknown keyword arguments."""
     if others:
         fix = f"Give fields as a mapping behind the job: {{{', '.join(f'{name!r}: …' for name in others)}}}"
         raise ConfigError("the overrides", [Mistake(name, "it is no argument", fix) for name in others])
@@ -212,52 +208,43 @@ def overrides_of(given: Overrides, others: Mapping[str, Any] | None = None) -> l
 
 def _fields(given: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in given.items():
-        if isinstance(value, Mapping) and value:
-            yield from _fields(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
+        inner = _fields(value, f"{above}{name}.") if isinstance(value, Mapping) and value else None
+        yield from [(f"{above}{name}", value)] if inner is None else inner
 
 
 def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[Mistake]:
-    """Set each `dotted.key=value` in `content`; those that cannot be are returned as mistakes."""
-    mistakes = []
-    left = list(overrides)
+    """Set each `dotted.key=value` in `content`, and return mistakes for those that cannot be set."""
+    mistakes, left = [], list(overrides)
     while left:
         if words := _split_by_shell(left):
             quoted = shlex.quote(" ".join(words))
             split = "the shell split this override at a blank"
             mistakes.append(Mistake(words[0].partition("=")[0], split, f"Quote it: {quoted}"))
             del left[: len(words)]
-            continue
-        override = left.pop(0)
-        key, equals, text = override.partition("=")
-        names = key.strip().split(".")
-        if not equals or not all(names):
-            fix = "Write it as key=value, for example buffer.max_staleness=4; quote a value with blanks"
-            mistakes.append(Mistake(override, "this override is not key=value", fix))
-            continue
-        if len(names) > MOST_LEVELS:
-            fix = "Write a shorter key: no field of a job lies so deep"
-            mistakes.append(Mistake(".".join(names[:4]), f"the key has {len(names)} parts", fix))
-            continue
-        try:
-            value = parse_yaml(text)
-        except yaml.YAMLError as error:
-            wrong = syntax_problem(error)
-            mistakes.append(
-                Mistake(
-                    key,
-                    f"the override's value {text!r:.80} is not YAML ({wrong})",
-                    "Quote it: key='\"text\"'",
-                )
-            )
-            continue
-        problem = _set(content, names, value)
-        if problem:
-            mistakes.append(
-                Mistake(key, problem, f"Override {'.'.join(names[:-1])} as a whole, or correct the file")
-            )
+        elif (mistake := _overridden(content, left.pop(0))) is not None:
+            mistakes.append(mistake)
     return mistakes
+
+
+def _overridden(content: dict[str, Any], override: str) -> Mistake | None:
+    key, equals, text = override.partition("=")
+    names = key.strip().split(".")
+    if not equals or not all(names):
+        fix = "Write it as key=value, for example buffer.max_staleness=4; quote a value with blanks"
+        return Mistake(override, "this override is not key=value", fix)
+    if len(names) > MOST_LEVELS:
+        fix = "Write a shorter key: no field of a job lies so deep"
+        return Mistake(".".join(names[:4]), f"the key has {len(names)} parts", fix)
+    try:
+        value = parse_yaml(text)
+    except yaml.YAMLError as error:
+        problem = f"the override's value {text!r:.80} is not YAML ({syntax_problem(error)})"
+        return Mistake(key, problem, "Quote it: key='\"text\"'")
+    name_preset(content)
+    if (place := put(content, names, value)) is None:
+        return None
+    fix = f"Override {'.'.join(names[:-1])} as a whole, or correct the file"
+    return Mistake(key, f"the override goes through {place}, which is not a section", fix)
 
 
 def _split_by_shell(words: Sequence[str]) -> Sequence[str]:
@@ -280,24 +267,9 @@ def _is_yaml(text: str) -> bool:
     return True
 
 
-def _set(content: dict[str, Any], names: Sequence[str], value: Any) -> str | None:
-    inner = content
-    for depth, name in enumerate(names[:-1], start=1):
-        following = inner.get(name)
-        if following is None:
-            following = inner[name] = {}
-        if isinstance(following, str) and names[:depth] == OBJECTIVE.split(".")[:-1]:
-            following = inner[name] = {"preset": following}
-        if not isinstance(following, dict):
-            return f"the override goes through {'.'.join(names[:depth])}, which is not a section"
-        inner = following
-    inner[names[-1]] = value
-    return None
-
-
 def _validate(content: dict[str, Any]) -> tuple[JobConfig | None, list[Mistake]]:
-    """The model and no mistakes; or the structural mistakes and, where possible, the model that the rest of
-    the file makes, so that the other checks can be reported in the same go."""
+    """Return the model; or the structural mistakes and, if possible, the model of the rest of the file, so
+    that other mistakes are reported in the same go."""
     try:
         return JobConfig.model_validate(content), []
     except ConfigError as error:
@@ -311,7 +283,7 @@ def _validate(content: dict[str, Any]) -> tuple[JobConfig | None, list[Mistake]]
 
 
 def _remove(content: Any, location: Sequence[int | str]) -> None:
-    """Take out the mapping key that an error location points at or into (a list goes as a whole)."""
+    """Remove the mapping key that an error location points at or into (a list goes as a whole)."""
     owner, key, inner = None, None, content
     for name in location:
         if not isinstance(inner, dict) or name not in inner:
@@ -322,16 +294,13 @@ def _remove(content: Any, location: Sequence[int | str]) -> None:
 
 
 def flattened(content: dict[str, Any]) -> dict[str, Any]:
-    """The flat form of a job's mapping, whose `policies` were found right, where there is one policy."""
+    """Return the flat form of a job's mapping with correct `policies`, if there is one policy."""
     policies = policies_of(content)
-    if len(policies) != 1:
-        return content
-    ((name, own),) = policies.items()
-    return merged({key: value for key, value in content.items() if key != "policies"}, own) | {"policy": name}
+    return policy_alone(content, *next(iter(policies.items()))) if len(policies) == 1 else content
 
 
 def _policy_mistakes(content: dict[str, Any]) -> Iterator[Mistake]:
-    """What is wrong with `policies` as it is written."""
+    """Yield the mistakes in `policies` as it is written."""
     policies = content.get("policies", {})
     if policies == {} and "policy" in content:
         return
@@ -364,18 +333,12 @@ def _policy_mistakes(content: dict[str, Any]) -> Iterator[Mistake]:
 
 def _as_written(
     mistakes: Iterable[Mistake], name: str, own: dict[str, Any], rest: dict[str, Any]
-) -> list[Mistake]:
-    """The mistakes with the fields that stand under `policies.<name>` called so."""
-
-    def path(field: str) -> str:
-        top, _, inner = field.partition(".")
-        section, last = section_with(own, field)
-        beside, _ = section_with(rest, field)
+) -> Iterator[Mistake]:
+    """Yield mistakes with the names of fields under `policies.<name>`."""
+    for each in mistakes:
+        top, _, inner = each.field.partition(".")
+        section, last = section_with(own, each.field)
         of_each = top in OF_EACH and (not OF_EACH[top] or inner.partition(".")[0] in OF_EACH[top])
-        default = last in beside or (top not in own and top != "model")
-        is_own = last in section or (of_each and not default)
-        return f"policies.{name}.{field}" if name and is_own else field
-
-    return [
-        replace(each, field=path(each.field), involves=tuple(map(path, each.involves))) for each in mistakes
-    ]
+        is_shared = last in section_with(rest, each.field)[0] or (top not in own and top != "model")
+        is_own = bool(name) and (last in section or (of_each and not is_shared))
+        yield replace(each, field=f"policies.{name}.{each.field}") if is_own else each

@@ -1,4 +1,4 @@
-"""What a step computes, as a job file says it."""
+"""The `trainer` sections of the objective, the reference and the teacher."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -1,4 +1,4 @@
-"""How the ranks of a trainer share the work: `trainer.parallel`, and the grid of ranks that it comes to.
+"""The grid of a trainer's ranks, which `trainer.parallel` describes.
 
 The ranks are a grid of pipeline x data x shard x sequence x tensor places. The innermost axis is `tensor`, so
 ranks that talk most follow each other and are on one host. Rows of a batch are dealt over data x shard; ranks
@@ -10,41 +10,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Annotated
-
-from pydantic import Field
 
 from areal_async.base.mistakes import Mistake
-from areal_async.config.base import Section
+from areal_async.config.job import TrainerSection
 
-if TYPE_CHECKING:
-    from areal_async.config.job import TrainerSection
-
-Size = Annotated[int, Field(ge=1, le=65_536)]
 AXES = ("pipeline", "data", "shard", "sequence", "tensor")
-"""From the outermost to the innermost."""
-
-
-class ParallelSection(Section):
-    """Sizes whose product is `trainer.ranks`; `shard` takes the rest."""
-
-    data: Size = 1
-    """Copies of the model."""
-    shard: Size | None = None
-    """Ranks that share one copy; none takes all remaining ranks."""
-    sequence: Size = 1
-    """Ranks that split each row's tokens."""
-    tensor: Size = 1
-    """Ranks that split each matrix."""
-    pipeline: Size = 1
-    """Stages of neighbouring layers."""
-    expert: Size = 1
-    """Ranks of `shard` that share a mixture's experts."""
+"""Axes of the grid, outermost first."""
 
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The sizes of a trainer's grid, all of them known."""
+    """The sizes of a trainer's grid."""
 
     data: int = 1
     shard: int = 1
@@ -55,8 +31,8 @@ class RankGrid:
 
     @classmethod
     def of(cls, trainer: TrainerSection) -> RankGrid:
-        """What a job's `trainer` section says. `shard` is cut off where the ranks are not shared evenly,
-        which `parallel_mistakes` tells."""
+        """Return the grid of a job's `trainer` section. `shard` is rounded down if the sizes do not divide
+        the ranks, which `parallel_mistakes` refuses."""
         asked = trainer.parallel
         others = prod(getattr(asked, axis) for axis in AXES if axis != "shard")
         shard = asked.shard or max(1, trainer.ranks // others)
@@ -68,40 +44,29 @@ class RankGrid:
 
     @property
     def data_ranks(self) -> int:
-        """Shares into which a batch is dealt."""
+        """The number of shares of a batch."""
         return self.data * self.shard
 
 
 def parallel_mistakes(trainer: TrainerSection, axes: Collection[str]) -> Iterator[Mistake]:
-    """What is wrong with `trainer.parallel` for a back end that has the `axes`."""
+    """Yield the mistakes in `trainer.parallel` for a back end that has the `axes`."""
     grid, asked = RankGrid.of(trainer), trainer.parallel
     for axis in (*AXES, "expert"):
         if axis not in axes and (getattr(asked, axis) or 1) > 1:
             able = "fsdp has data, shard and sequence; megatron data, shard, tensor, pipeline and expert"
-            yield Mistake(
-                f"trainer.parallel.{axis}",
-                f"trainer.backend {trainer.backend} does not share work that way",
-                f"Leave it out, or use another back end: {able}",
-                ("trainer.backend",),
-            )
+            problem = f"trainer.backend {trainer.backend} does not share work that way"
+            fix = f"Leave it out, or use another back end: {able}"
+            yield Mistake(f"trainer.parallel.{axis}", problem, fix)
     if grid.ranks != trainer.ranks:
-        sizes = " x ".join(
-            f"{getattr(grid, axis)} ({axis})"
-            for axis in AXES
-            if getattr(grid, axis) > 1 or (axis == "shard" and asked.shard)
-        )
+        given = {axis: getattr(grid, axis) for axis in AXES}
+        shown = {axis: n for axis, n in given.items() if n > 1 or (axis == "shard" and asked.shard)}
+        sizes = " x ".join(f"{n} ({axis})" for axis, n in shown.items())
         nearest = grid.ranks if asked.shard else max(1, trainer.ranks // grid.ranks) * grid.ranks
-        yield Mistake(
-            "trainer.parallel",
-            f"{sizes} do not share {trainer.ranks} ranks evenly",
-            f"Set trainer.ranks to {nearest}, or sizes whose product it is",
-            ("trainer.ranks",),
-        )
+        problem = f"{sizes} do not share {trainer.ranks} ranks evenly"
+        fix = f"Set trainer.ranks to {nearest}, or sizes whose product it is"
+        yield Mistake("trainer.parallel", problem, fix)
     elif grid.data_ranks % grid.expert:
-        yield Mistake(
-            "trainer.parallel.expert",
-            f"experts are dealt over {grid.expert} of {grid.data_ranks} ranks with rows of their own, "
-            "which leaves some out",
-            "Set it to a divisor of data x shard",
-            ("trainer.parallel.shard",),
-        )
+        ranks = f"{grid.expert} of {grid.data_ranks} ranks"
+        problem = f"experts are dealt over {ranks} with rows of their own, which leaves some out"
+        fix = "Set it to a divisor of data x shard"
+        yield Mistake("trainer.parallel.expert", problem, fix, ("trainer.parallel.shard",))

@@ -1,8 +1,8 @@
-"""Algorithms by the names of their papers: which fields of a job file each of them sets.
+"""Algorithms by the names of their papers, with the fields of a job file that each of them sets.
 
-`trainer.objective.preset` fills in what the job file and its overrides leave out; whatever they say stays.
-What a preset says of a part's arguments counts while the job has that part from it. A field that no preset
-names, such as the correction of stale samples, has its usual default.
+`trainer.objective.preset` sets the fields that the job file and its overrides leave out. The preset's
+arguments of a part count only if the job has that part from the preset. A field that no preset names, such as
+the correction of stale samples, has its usual default.
 """
 
 from __future__ import annotations
@@ -10,52 +10,46 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from areal_async.base.mistakes import Mistake
 from areal_async.base.yaml_file import dump_yaml
+from areal_async.config.dotted import get, put
 from areal_async.config.rollout import SamplingSection
-
-if TYPE_CHECKING:
-    from areal_async.config.job import JobConfig
 
 OBJECTIVE = "trainer.objective."
 FIELD = f"{OBJECTIVE}preset"
 LONGEST = "rollout.sampling.max_new_tokens"
-"""As a value: that of this field of the job."""
+"""Field of the job; as a value, it stands for the value of this field."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """What one paper's algorithm consists of."""
+    """The algorithm of one paper."""
 
     paper: str
     fields: Mapping[str, Any]
-    """By dotted field of the job file."""
+    """Values by dotted field of the job file."""
     beside: str = ""
-    """What belongs to it and depends on the task, so that the job file has to say it."""
+    """Hint about fields that belong to it but depend on the task."""
 
     def to_yaml(self) -> str:
-        """As a job file has it."""
+        """Return the fields as a job file has them."""
         content: dict[str, Any] = {}
         for field, value in self.fields.items():
-            *sections, last = field.split(".")
-            inner = content
-            for name in sections:
-                inner = inner.setdefault(name, {})
-            inner[last] = value
+            put(content, field.split("."), value)
         return dump_yaml(content)
 
 
 def _preset(
     paper: str, advantage: str, loss: str = "ppo", normaliser: str = "token", *, beside: str = "", **more: Any
 ) -> Preset:
-    """`more` are fields of the objective with `__` for dots, or of the job where they begin with `job__`."""
+    """Make a preset. `more` are fields of the objective with `__` for dots, or of the job if they begin with
+    `job__`."""
     named = {"advantage": advantage, "loss": loss, "normaliser": normaliser, **more}
-    fields = {(OBJECTIVE + name).replace("__", "."): value for name, value in named.items()}
-    return Preset(
-        paper, {name.removeprefix(f"{OBJECTIVE}job."): value for name, value in fields.items()}, beside
-    )
+    dotted = {(OBJECTIVE + name).replace("__", "."): value for name, value in named.items()}
+    fields = {name.removeprefix(f"{OBJECTIVE}job."): value for name, value in dotted.items()}
+    return Preset(paper, fields, beside)
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -105,24 +99,27 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
-def fill_preset(content: dict[str, Any]) -> list[Mistake]:
-    """Set in the flat form of a job's mapping what its preset says and it does not; a name that no preset has
-    is returned as a mistake. A word as the objective is the name of a preset."""
-    if isinstance(word := _get(content, OBJECTIVE[:-1]), str):
+def name_preset(content: dict[str, Any]) -> None:
+    """Replace a word as the objective, which is the name of a preset, by the section."""
+    if isinstance(word := get(content, OBJECTIVE[:-1]), str):
         content["trainer"]["objective"] = {"preset": word}
-    name = _get(content, FIELD)
-    if name is None:
-        return []
+
+
+def fill_preset(content: dict[str, Any]) -> list[Mistake]:
+    """Set the fields of its preset that the flat form of a job leaves out. Return a mistake for an unknown
+    preset."""
+    name_preset(content)
+    name = get(content, FIELD)
     preset = PRESETS.get(name) if isinstance(name, str) else None
     if preset is None:
-        return [unknown_preset(name)]
-    own = {field: _get(content, field) for field in preset.fields}
+        return [unknown_preset(name)] if name is not None else []
+    own = {field: get(content, field) for field in preset.fields}
     for field, value in preset.fields.items():
         part, is_argument, _ = field.partition("_args.")
         if own[field] is None and not (is_argument and own.get(part) not in (None, preset.fields[part])):
             if value == LONGEST:
-                value = _get(content, LONGEST) or SamplingSection().max_new_tokens
-            _put(content, field, value)
+                value = get(content, LONGEST) or SamplingSection().max_new_tokens
+            put(content, field.split("."), value)
     return []
 
 
@@ -134,35 +131,13 @@ def unknown_preset(name: object) -> Mistake:
     return Mistake(FIELD, f"there is no preset {name!r}", fix)
 
 
-def expansion(job: JobConfig) -> list[str]:
-    """What the job's preset comes to in it, a line for each field, and where the job says otherwise."""
-    name = job.trainer.objective.preset
-    if name is None or name not in PRESETS or job.kind != "rl":
-        return []
-    content, lines = job.model_dump(mode="json"), []
-    for field, value in PRESETS[name].fields.items():
-        found, meant = _get(content, field), _get(content, LONGEST) if value == LONGEST else value
-        lines.append(
-            f"{field}: {found}" + ("" if found == meant else f" (the job's own; {name} has {meant})")
-        )
+def expansion(content: Mapping[str, Any]) -> list[str]:
+    """Return the fields that the preset of a job, given as its JSON values, sets: a line each, which notes
+    where the job differs."""
+    name, lines = get(content, FIELD), []
+    known = name in PRESETS and content["kind"] == "rl"
+    for field, value in PRESETS[name].fields.items() if known else ():
+        found, meant = get(content, field), get(content, LONGEST) if value == LONGEST else value
+        differs = f" (the job's own; {name} has {meant})" if found != meant else ""
+        lines.append(f"{field}: {found}{differs}")
     return lines
-
-
-def _get(content: Any, field: str) -> Any:
-    for name in field.split("."):
-        content = content.get(name) if isinstance(content, dict) else None
-    return content
-
-
-def _put(content: dict[str, Any], field: str, value: Any) -> None:
-    """Set it, unless something that is no section is in the way, which is a mistake of its own."""
-    *sections, last = field.split(".")
-    inner: Any = content
-    for name in sections:
-        following = inner.get(name)
-        if following is None:
-            following = inner[name] = {}
-        if not isinstance(following, dict):
-            return
-        inner = following
-    inner[last] = value

@@ -1,4 +1,4 @@
-"""The URLs of a Redis: what `buffer.redis` may hold.
+"""The URLs of a Redis in `buffer.redis`.
 
 redis://[user@]host[:port][/db]        rediss:// the same with TLS
 unix://[user@]/path[?db=N]
@@ -7,7 +7,7 @@ unix://[user@]/path[?db=N]
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 FORMS = "`embedded`, redis://HOST:PORT/DB, rediss://… (TLS) or unix:///PATH"
 
@@ -37,35 +37,32 @@ class RedisUrl:
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """Raises ValueError with what is wrong, in words that never hold the password."""
-    scheme, separator, rest = url.partition("://")
+    """Return the parts of a URL. Raises ValueError with a problem that never contains the password."""
+    scheme, separator, _ = url.partition("://")
     if not separator or scheme not in ("redis", "rediss", "unix"):
         raise ValueError("this is not a Redis address")
-    rest, _, query = rest.partition("?")
-    authority, _, path = rest.partition("/")
-    login, _, place = authority.rpartition("@")
-    username, _, password = (unquote(part) for part in login.partition(":"))
-    options = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
-    username, password = options.pop("username", username), options.pop("password", password)
+    try:
+        parts = urlsplit(url)
+        port = 6379 if parts.port is None else parts.port
+    except ValueError:
+        raise ValueError("the address has no valid port") from None
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    names = {"username": parts.username, "password": parts.password}
+    login = {name: options.pop(name, unquote(given or "")) for name, given in names.items()}
     db = options.pop("db", "")
     if options:
         raise ValueError(f"a Redis address has no parameter {', '.join(sorted(options))}")
     if scheme == "unix":
-        if place:
+        if parts.hostname:
             raise ValueError("a unix:// address has three slashes before its path, and no host")
-        if not path:
+        if not parts.path:
             raise ValueError("the address names no socket")
-        return RedisUrl(scheme, path="/" + unquote(path), db=_db(db), username=username, password=password)
-    if "," in place:
+        return RedisUrl(scheme, path=unquote(parts.path), db=_db(db), **login)
+    if "," in parts.netloc.rpartition("@")[2]:
         raise ValueError("the address names several hosts, and a job is in one Redis")
-    try:
-        parts = urlsplit(f"//{place}")
-        port = 6379 if parts.port is None else parts.port
-    except ValueError:
-        raise ValueError("the address has no valid port") from None
     if not parts.hostname or port == 0:
         raise ValueError("the address names no host or port")
-    return RedisUrl(scheme, parts.hostname, port, db=_db(db or path), username=username, password=password)
+    return RedisUrl(scheme, parts.hostname, port, db=_db(db or parts.path[1:]), **login)
 
 
 def _db(text: str) -> int:

@@ -1,25 +1,23 @@
-"""Finding the parts that a job file names: engines, back ends, losses, workflows, environments, rewards …
+"""Registries of the parts that a job file names: engines, back ends, losses, workflows, rewards …
 
-A part is named in one of three ways: by the name of a built-in one; by `path.py:name`, an object in a file
-of the user's; or by the name of an entry point that another installed package declares in the group of its
-kind, `areal_async.<kind>s`:
+A part has one of three names: that of a built-in part; `path.py:name`, an object in a file of the user's; or
+that of an entry point, which another installed package declares in the group of the kind,
+`areal_async.<kind>s`:
 
     [project.entry-points."areal_async.rewards"]
     politeness = "my_rewards.politeness:politeness"
 
-Each kind's owner keeps the table of its built-in parts, `{name: "module:attribute"}`, and each part says
-itself what it takes. `Arguments`, where the part has it, is the `Section` of its arguments; otherwise its
-parameters after the first `leading` ones are, and their annotations say what each may be.
-`check_job(job, arguments, field)`, where the part has it, yields the `Mistake`s of a job that uses it with
-those arguments, which stand in `field`; a part of some kinds has more hooks, such as
-`check_files(arguments, field)`. Nothing about one part is written down anywhere else, so that a new one is
-added without editing an existing file. Fields of the job file beside a part's name and its arguments are
-those of every part of the kind (`rollout.device`, `weights.codec`), or of a group that says so of itself
-(`rollout.server`, for an engine that `is_server`).
+Each kind's owner keeps the table of its built-in parts, `{name: "module:attribute"}`, and each part declares
+its own arguments: the `Section` `Arguments` if it has one, otherwise its parameters after the first `leading`
+ones, with their annotations. `check_job(job, arguments, field)`, if the part has it, yields the `Mistake`s of
+a job that uses it with these arguments, given in `field`; parts of some kinds have more hooks, such as
+`check_files(arguments, field)`. No other file knows about one part, so that a new part needs no change to an
+existing file. The job file's other fields apply to every part of the kind (`rollout.device`,
+`weights.codec`), or to a group that declares itself (`rollout.server`, for an engine that `is_server`).
 
-Reading a job file imports built-in parts and installed packages, never a file of the user's: that is read as
-a syntax tree. What its parts say of themselves is asked before a job starts, in a process of its own
-(`areal_async.launch.preflight`), and by the service that uses them (`areal_async.config.parts.load_part`).
+Reading a job file imports built-in parts and installed packages, but reads a file of the user's only as a
+syntax tree. A separate process asks the parts in it before a job starts (`areal_async.launch.preflight`), and
+so does the service that uses them (`areal_async.config.parts.load_part`).
 """
 
 from __future__ import annotations
@@ -27,23 +25,25 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
-import importlib.util
 import inspect
 import json
 import sys
+import traceback
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
+from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, NotRequired
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from areal_async.base.errors import ArealError
 from areal_async.base.mistakes import (
     ADD_IT,
-    MOST_MISTAKES,
     Mistake,
     blank_after_colon,
     in_words,
@@ -60,43 +60,34 @@ class PartError(ArealError):
     restart_helps = False
 
 
+@dataclass(eq=False)
 class Registry:
-    """All parts of one kind, such as `Registry("workflow", "rollout_service.workflows:BUILT_IN", leading=2)`.
+    """All parts of one kind, such as `Registry("tool", "rollout_service.workflows.tools:BUILT_IN")`."""
 
-    `built_in` is the `module:attribute` of the owner's table, which is imported when a part is asked for.
-    `leading` is how many positional parameters of a part the caller fills itself, `filled` names the keywords
-    that it fills; `coroutine` says that a part which is a function is an `async def`. `signatures` are those
-    of other frameworks' functions, which have no decorator: a parameter that tells one, and those that the
-    caller fills there; with none named, any that no argument gives. `mark` is how to mark a function of one's
-    own, if that is needed.
-    """
+    kind: str
+    table: str
+    """`module:attribute` of the owner's table, which is imported when a part is asked for."""
+    leading: int = 0
+    """Positional parameters of a part that the caller fills."""
+    filled: tuple[str, ...] = ()
+    """Keyword parameters of a part that the caller fills."""
+    coroutine: bool = False
+    """True if a function must be an `async def`."""
+    signatures: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """Functions of other frameworks, which have no decorator: the parameter that identifies one, and the
+    parameters that the caller fills; an empty list stands for all that no argument gives."""
+    mark: str = ""
+    """Instruction to mark a function of one's own, if that is needed."""
+    _own_parts: dict[str, Any] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        kind: str,
-        built_in: str,
-        *,
-        leading: int = 0,
-        filled: tuple[str, ...] = (),
-        coroutine: bool = False,
-        signatures: Mapping[str, Collection[str]] | None = None,
-        mark: str = "",
-    ) -> None:
-        self.kind = kind
-        self.leading = leading
-        self.filled = filled
-        self.coroutine = coroutine
-        self.signatures = signatures or {}
-        self.mark = mark
-        self._own_parts: dict[str, Any] = {}
-        self.group = f"areal_async.{kind}{'es' if kind.endswith('s') else 's'}"
-        self._table = built_in
+    def __post_init__(self) -> None:
+        self.group = f"areal_async.{self.kind}{'es' if self.kind.endswith('s') else 's'}"
 
     @cached_property
     def built_in(self) -> Mapping[str, str]:
         """The owner's table: name → `module:attribute`."""
-        table: Mapping[str, str] = _imported(self._table)
-        return table
+        found: Mapping[str, str] = _imported(self.table)
+        return found
 
     @cached_property
     def installed(self) -> Mapping[str, EntryPoint]:
@@ -109,9 +100,9 @@ class Registry:
         return (*self.built_in, *sorted(set(self.installed) - set(self.built_in)))
 
     def find(self, name: str) -> Any:
-        """Load the part called `name`. Runs the file's code where the name is a path, once in a process.
+        """Load the part called `name`. If the name is a path, run the file's code, once in a process.
 
-        Raises `PartError` where there is no such part or its module cannot be imported."""
+        Raises `PartError` if there is no such part or its module cannot be imported."""
         if name in self.built_in:
             return _imported(self.built_in[name])
         if name in self.installed:
@@ -123,36 +114,34 @@ class Registry:
                     f"the {self.kind} {name!r} is {value} of an installed package, which cannot be imported: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-        if name in self._own_parts:
-            return self._own_parts[name]
-        path, attribute = self._own(name)
-        module = run_user_file(path, kind=self.kind, name=name, error=PartError)
-        if not hasattr(module, attribute):
-            fix = _meant(attribute, [key for key in vars(module) if not key.startswith("_")])
-            raise PartError(f"the {self.kind} {name!r}: {path} defines no {attribute!r}. {fix}")
-        return self._own_parts.setdefault(name, getattr(module, attribute))
+        if name not in self._own_parts:
+            if (place := _own_place(name)) is None:
+                raise PartError(f"{self._unknown(name)}. {self._choice}.")
+            module = run_user_file(place[0], kind=self.kind, name=name, error=PartError)
+            if not hasattr(module, place[1]):
+                fix = _meant(place[1], [key for key in vars(module) if not key.startswith("_")])
+                raise PartError(f"the {self.kind} {name!r}: {place[0]} defines no {place[1]!r}. {fix}")
+            self._own_parts[name] = getattr(module, place[1])
+        return self._own_parts[name]
 
     def explain(self, name: str) -> dict[str, Any]:
-        """What the function called `name`, one of `names`, `does` by its docstring, and its `arguments` with
-        their defaults; `...` stands for none."""
+        """Describe the function called `name`, one of `names`: its docstring as `does`, and its `arguments`
+        with their defaults; `...` stands for none."""
         function = inspect.unwrap(self.find(name))
         keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
         arguments = {p.name: "..." if p.default is p.empty else p.default for p in keywords}
         return {"does": inspect.getdoc(function) or "", "arguments": arguments}
 
     def known(self, name: str) -> Any:
-        """The part called `name`, if no file has to be run for it: None for one in a file not run so far, and
-        for one that cannot be loaded."""
+        """Return the part called `name`, or None if it is in a file that was not run yet or cannot load."""
         try:
             return self.find(name) if name in self.names else self._own_parts.get(name)
         except PartError:
             return None
 
-    def _own(self, name: str) -> tuple[Path, str]:
-        path_text, _, attribute = name.rpartition(":")
-        if not path_text.endswith(".py") or not attribute.isidentifier():
-            raise PartError(f"{self._unknown(name)}. {self._choice}.")
-        return Path(path_text), attribute
+    def arguments_of(self, name: str) -> type[Section]:
+        """Return the `Arguments` of a part that is known, or an empty section."""
+        return getattr(self.known(name), "Arguments", None) or Section
 
     def _unknown(self, name: str) -> str:
         return f"there is no {self.kind} {name!r}, built in or installed"
@@ -171,19 +160,17 @@ class Registry:
         args_field: str,
         run_own: bool = False,
     ) -> Iterator[Mistake]:
-        """What is wrong with `name`, which stands in `field`, and with its `arguments` in `args_field` (None:
-        a part of this kind takes none from a job file).
+        """Yield the mistakes in `name`, given in `field`, and in its `arguments`, given in `args_field`; None
+        is for a part of a kind that takes none from a job file.
 
-        Runs a file of the user's only with `run_own`. What depends on the rest of the job, `check_job` of the
-        part tells."""
+        Runs a user's file only with `run_own`. Mistakes that depend on the rest of the job come from
+        `check_job` of the part."""
         if name not in self.names:
-            try:
-                path, attribute = self._own(name)
-            except PartError:
+            if (place := _own_place(name)) is None:
                 yield Mistake(field, self._unknown(name), _half_named(name) or self._choice)
                 return
             if not run_own:
-                yield from self._mistakes_of_file(path, attribute, arguments, field, args_field)
+                yield from self._mistakes_of_file(*place, arguments, field, args_field)
                 return
         try:
             part = self.find(name)
@@ -191,29 +178,15 @@ class Registry:
             fix = "Mend it (reinstall its package), or name another part"
             yield Mistake(field, str(error).rstrip("."), fix)
             return
-        if arguments is None:
-            return
         section = getattr(part, "Arguments", None)
-        if section is not None:
+        if arguments is not None and section is not None:
             yield from section_mistakes(args_field, section, arguments, name)
-        elif callable(part):
-            yield from self._mistakes_of_signature(part, arguments, args_field, name)
-
-    def _mistakes_of_signature(
-        self, part: Any, given: Mapping[str, Any], field: str, owner: str
-    ) -> Iterator[Mistake]:
-        parameters = list(inspect.signature(part).parameters.values())
-        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        taken = [*positional[self.leading :], *(p for p in parameters if p.kind is p.KEYWORD_ONLY)]
-        taken = [p for p in taken if p.name not in self.filled]
-        needed = [p.name for p in taken if p.default is p.empty]
-        free = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        yield from _keyword_mistakes(owner, given, [p.name for p in taken], needed, free=free, field=field)
-        scope = vars(sys.modules.get(inspect.unwrap(part).__module__, inspect))
-        for parameter in taken:
-            if parameter.name in given:
-                where = f"{field}.{parameter.name}"
-                yield from _value_mistakes(where, parameter, given[parameter.name], scope, owner)
+        elif arguments is not None and callable(part):
+            parameters = list(inspect.signature(part).parameters.values())
+            taken = _taken(parameters, self.leading, self.filled)
+            scope = vars(sys.modules.get(inspect.unwrap(part).__module__, inspect))
+            typed = [each.replace(annotation=_type_of(each, scope)) for each in taken]
+            yield from _keyword_mistakes(name, arguments, parameters, typed, args_field)
 
     def _mistakes_of_file(
         self, path: Path, attribute: str, given: Mapping[str, Any] | None, field: str, args_field: str
@@ -221,45 +194,62 @@ class Registry:
         try:
             tree = ast.parse(read_regular(path))
         except OSError as error:
-            yield Mistake(
-                field,
-                f"{path} cannot be read: {error.strerror or error}",
-                "Check the path; it is relative to the job file",
-            )
+            problem = f"{path} cannot be read: {error.strerror or error}"
+            yield Mistake(field, problem, "Check the path; it is relative to the job file")
             return
         except (SyntaxError, ValueError) as error:
             yield Mistake(field, f"{path} is not Python that can be read: {error}", "Mend the file")
             return
         node = _defined(tree).get(attribute)
-        if self.coroutine and isinstance(node, ast.FunctionDef):
+        if node is None:
+            yield Mistake(field, f"{path} defines no {attribute!r}", _meant(attribute, _defined(tree)))
+        elif self.coroutine and isinstance(node, ast.FunctionDef):
             yield Mistake(field, f"{attribute} in {path} is not a coroutine", "Write it as `async def`")
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and given is not None:
-            a = node.args
-            positional = [argument.arg for argument in (*a.posonlyargs, *a.args)]
-            keywords = zip(a.kwonlyargs, a.kw_defaults, strict=True)
-            optional = {*positional[len(positional) - len(a.defaults) :]}
-            optional |= {argument.arg for argument, default in keywords if default is not None}
-            named, leading, filled = [each.arg for each in a.kwonlyargs], self.leading, {*self.filled}
-            foreign = [name for name in self.signatures if name in (*positional, *named)]
+            parameters = _parameters(node)
+            foreign = [each for each in self.signatures if each in {one.name for one in parameters}]
+            taken = _taken(parameters, self.leading, self.filled)
             if foreign and not node.decorator_list:
-                leading, filled = 0, {*self.signatures[foreign[0]]}
-                optional |= {*positional, *named} if not filled else set()
-            takes = [each for each in (*positional[leading:], *named) if each not in filled]
-            needed = [each for each in takes if each not in optional]
+                filled = self.signatures[foreign[0]]
+                taken = _taken(parameters, 0, filled)
+                taken = taken if filled else [each.replace(default=None) for each in taken]
             owner = f"the {self.kind} {attribute} in {path}"
-            free = a.kwarg is not None
-            mistakes = [*_keyword_mistakes(owner, given, takes, needed, free=free, field=args_field)]
+            mistakes = [*_keyword_mistakes(owner, given, parameters, taken, args_field)]
             marked = foreign or node.decorator_list or _is_passed(attribute, tree)
-            # Loading a reward tells of a missing mark too, together with what is wrong in other files.
+            # Loading a reward reports a missing mark too, together with mistakes in other files.
             if mistakes and self.mark and not marked:
                 mistakes = [Mistake(field, f"{attribute} in {path} is not marked", self.mark)]
             yield from mistakes
-        elif node is None:
-            yield Mistake(field, f"{path} defines no {attribute!r}", _meant(attribute, _defined(tree)))
+
+
+def _own_place(name: str) -> tuple[Path, str] | None:
+    """Return the parts of `path.py:name`, or None for another name."""
+    path, _, attribute = name.rpartition(":")
+    return (Path(path), attribute) if path.endswith(".py") and attribute.isidentifier() else None
+
+
+def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[Parameter]:
+    """Return the parameters of a function in a syntax tree; any default is None."""
+    a, empty = function.args, Parameter.empty
+    positional, keywords = [*a.posonlyargs, *a.args], zip(a.kwonlyargs, a.kw_defaults, strict=True)
+    given = len(positional) - len(a.defaults)
+    names = [(each.arg, empty if place < given else None) for place, each in enumerate(positional)]
+    found = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in names]
+    named = [(each.arg, empty if default is None else None) for each, default in keywords]
+    found += [Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in named]
+    return found + ([Parameter(a.kwarg.arg, Parameter.VAR_KEYWORD)] if a.kwarg is not None else [])
+
+
+def _taken(parameters: list[Parameter], leading: int, filled: Collection[str]) -> list[Parameter]:
+    """Return the parameters that arguments of a job file fill."""
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [each for each in parameters if each.kind in kinds]
+    keywords = [each for each in parameters if each.kind is Parameter.KEYWORD_ONLY]
+    return [each for each in (*positional[leading:], *keywords) if each.name not in filled]
 
 
 def _defined(tree: ast.Module) -> dict[str, ast.AST]:
-    """What a file defines, assigns or imports at its top level, by name."""
+    """Return the definitions, assignments and imports at the top level of a file, by name."""
     found: dict[str, ast.AST] = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -274,13 +264,13 @@ def _defined(tree: ast.Module) -> dict[str, ast.AST]:
 
 
 def _is_passed(attribute: str, tree: ast.Module) -> bool:
-    """Return whether a file calls something with what it calls so, which may mark it."""
+    """Return whether a file passes the object of this name to a call, which may mark it."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     return any(isinstance(each, ast.Name) and each.id == attribute for call in calls for each in call.args)
 
 
 def _meant(attribute: str, defined: Collection[str]) -> str:
-    """The name in a file that was most likely meant, else all of them."""
+    """Return the name in a file that was most likely meant, else all of them."""
     if close := difflib.get_close_matches(attribute, defined, n=1):
         return f"Did you mean {close[0]!r}?"
     return f"It defines {', '.join(defined) or 'nothing'}."
@@ -294,87 +284,82 @@ def _imported(reference: str) -> Any:
 def section_mistakes(
     field: str, section: type[Section], given: Mapping[str, Any], owner: str
 ) -> Iterator[Mistake]:
-    """What is wrong with the mapping `given` in `field`, which `owner` takes as a `section`."""
+    """Yield the mistakes in the mapping `given` in `field`, which `owner` takes as a `section`."""
+    takes = {info.alias or name: info.description or "" for name, info in section.model_fields.items()}
     try:
         section.model_validate(dict(given))
     except ValidationError as error:
-        details = error.errors(include_url=False)
-    else:
-        return
-    # What is refused for holding a password is not shown, nor what it is a part of.
-    secret = any("holds a password" in detail["msg"] for detail in details)
-    takes = ", ".join(info.alias or name for name, info in section.model_fields.items()) or "nothing"
+        yield from _argument_mistakes(field, error, owner, takes, ", ".join(takes) or "nothing")
+
+
+def _argument_mistakes(
+    field: str, error: ValidationError, owner: str, about: Mapping[str, str], takes: str
+) -> Iterator[Mistake]:
+    details = sorted(error.errors(include_url=False), key=lambda each: each["type"] != "extra_forbidden")
+    # A value that is refused for holding a password is not shown, nor a value that contains it.
+    hidden = any("holds a password" in detail["msg"] for detail in details)
 
     def explain(detail: Mapping[str, Any]) -> Mistake:
-        name = ".".join(str(part) for part in detail["loc"])
+        name, found = ".".join(str(part) for part in detail["loc"]), detail.get("input")
         where = f"{field}.{name}" if name else field
         if detail["type"] == "extra_forbidden":
             fix = blank_after_colon(str(detail["loc"][-1])) or f"It takes {takes}"
             return Mistake(where, f"{owner} has no argument {name!r}", fix)
         if detail["type"] == "missing":
-            about = section.model_fields[name].description if name in section.model_fields else ""
-            fix = " ".join(f"{ADD_IT}. {about or ''}".split()).rstrip(". ")
+            fix = " ".join(f"{ADD_IT}. {about.get(name, '')}".split()).rstrip(". ")
             return Mistake(where, f"{owner} needs {name!r}, and it is missing", fix)
-        return _value_mistake(where, name, detail, owner, secret=secret)
+        if (words := value_in_words(detail)) is not None and not hidden:
+            return Mistake(where, f"{found!r:.80} {words[0]}", words[1])
+        message = str(detail["msg"]).removeprefix("Value error, ").rstrip(".")
+        shown = "" if hidden or is_secret(name, found) else f" = {found!r:.80}"
+        return Mistake(where, f"{owner} cannot take {name}{shown}: {message}", "Correct it")
 
     yield from in_words(details, explain, field)
 
 
-def _value_mistake(
-    where: str, name: str, detail: Mapping[str, Any], owner: str, *, secret: bool = False
-) -> Mistake:
-    """The mistake behind an entry of `ValidationError.errors()` that is about the value of an argument."""
-    if (words := value_in_words(detail)) is not None and not secret:
-        return Mistake(where, f"{detail.get('input')!r:.80} {words[0]}", words[1])
-    message = str(detail["msg"]).removeprefix("Value error, ").rstrip(".")
-    secret = secret or is_secret(name, detail.get("input"))
-    shown = "" if secret else f" = {detail.get('input')!r:.80}"
-    return Mistake(where, f"{owner} cannot take {name}{shown}: {message}", "Correct it")
-
-
-def _value_mistakes(
-    where: str, parameter: inspect.Parameter, value: Any, scope: dict[str, Any], owner: str
-) -> Iterator[Mistake]:
-    """What is wrong with the value of a parameter by its annotation, whose names are those of `scope`;
-    nothing where that is none, or says nothing about values. Values reach a function as they are, so none is
-    converted."""
-    if parameter.annotation is parameter.empty or value == parameter.default:
-        return
+def _type_of(parameter: Parameter, scope: dict[str, Any]) -> Any:
+    """Return the type of a parameter by its annotation, with the names of `scope`; Any if it has none or if
+    the annotation does not restrict values."""
+    annotation = parameter.annotation
     try:
-        annotation = parameter.annotation
         kind = eval(annotation, scope) if isinstance(annotation, str) else annotation
-        adapter = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
-    except Exception:  # a name for type checkers alone, or a type that says of itself what it likes
-        return
+        TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
+    except Exception:  # a name for type checkers alone, or a type with a schema of its own
+        return Any
+    return Any if annotation is parameter.empty else kind
+
+
+def _keyword_mistakes(
+    owner: str, given: Mapping[str, Any], parameters: list[Parameter], taken: list[Parameter], field: str
+) -> Iterator[Mistake]:
+    """Yield the mistakes in arguments of a function with these parameters. Values reach a function as they
+    are, so none is converted; a default is always right."""
+    known, empty = {each.name: each for each in taken}, Parameter.empty
+    kinds = {name: Any if each.annotation is empty else each.annotation for name, each in known.items()}
+    needed = {name for name, each in known.items() if each.default is empty}
+    shape = {name: kind if name in needed else NotRequired[kind] for name, kind in kinds.items()}
+    arguments = TypedDict("arguments", shape)  # type: ignore[misc]
+    free = any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
+    extra: Literal["allow", "forbid"] = "allow" if free else "forbid"
+    arguments.__pydantic_config__ = ConfigDict(extra=extra, allow_inf_nan=False)
+    values = {
+        name: None if kinds.get(name, Any) is Any else value
+        for name, value in given.items()
+        if name not in known or value != known[name].default
+    }
+    takes = ", ".join(shape) or "none: arguments are keyword-only parameters"
     try:
-        adapter.validate_json(json.dumps(value, default=str), strict=True)
+        TypeAdapter(arguments).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
-        for detail in error.errors(include_url=False)[:MOST_MISTAKES]:
-            inner = "".join(f".{part}" for part in detail["loc"])
-            yield _value_mistake(f"{where}{inner}", f"{parameter.name}{inner}", detail, owner)
+        yield from _argument_mistakes(field, error, owner, {}, takes)
 
 
 def _half_named(name: str) -> str:
-    """What to write for a file that is named without what it defines, or without its ending."""
+    """Return the fix for a name that lacks the object in a file, or the file's ending; else nothing."""
     stem, colon, attribute = name.partition(":")
     if name.endswith(".py"):
         return f"Name what it defines, too: `{name}:NAME`"
     return f"Name the file with its ending: `{stem}.py:{attribute}`" if stem and colon and attribute else ""
-
-
-def _keyword_mistakes(
-    owner: str, given: Mapping[str, Any], takes: list[str], needed: list[str], *, free: bool, field: str
-) -> Iterator[Mistake]:
-    listed = (
-        f"It takes {', '.join(takes)}" if takes else "It takes none: arguments are keyword-only parameters"
-    )
-    for name in given:
-        if name not in takes and not free:
-            fix = blank_after_colon(str(name)) or listed
-            yield Mistake(f"{field}.{name}", f"{owner} has no argument {name!r}", fix)
-    for name in needed:
-        if name not in given:
-            yield Mistake(f"{field}.{name}", f"{owner} needs {name!r}, and it is missing", ADD_IT)
 
 
 MARK_REWARD = (
@@ -406,7 +391,7 @@ LOGGERS = Registry("logger", "areal_async.show.loggers:BUILT_IN", leading=1)
 
 
 def forget_own_parts() -> None:
-    """Have a file of the user's run anew when a part of it is next asked for: she may have edited it."""
+    """Run files of the user's again when a part of them is next asked for: they may have changed."""
     for found in globals().values():
         if isinstance(found, Registry):
             found._own_parts.clear()
@@ -415,12 +400,12 @@ def forget_own_parts() -> None:
 def run_user_file(
     path: Path, *, kind: str, name: str, error: type[ArealError], source: bytes | None = None
 ) -> ModuleType:
-    """Import the file at `path` as a module of its own and return it. Runs the file's code.
+    """Import the file at `path` as a separate module and return it. Runs the file's code.
 
-    The file's folder is put on the import path, so it may import its neighbours. `kind` is what the job
-    calls it (`reward`, `workflow`) and `name` its entry there; both go into the text of `error`, which is
-    raised for a missing file and for whatever the file raises. With `source` that text is run as if the file
-    held it.
+    The file's folder is added to the import path, so that the file may import its neighbours. `kind` is the
+    kind of part in the job (`reward`, `workflow`) and `name` its name there; both are in the text of `error`,
+    which is raised for a missing file and for any exception of the file. With `source`, runs that text
+    instead of the file's.
     """
     what = f"the {kind} {name!r}"
     if source is None and not path.is_file():
@@ -428,32 +413,18 @@ def run_user_file(
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    module_name = f"areal_{kind}_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise error(f"{what}: {path} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(f"areal_{kind}_{path.stem}")
+    module.__file__ = str(path)
     # Dataclasses and msgspec look their module up by name while they are being defined.
-    sys.modules[module_name] = module
+    sys.modules[module.__name__] = module
     try:
-        if source is None:
-            spec.loader.exec_module(module)
-        else:
-            exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
+        code = compile(path.read_bytes() if source is None else source, str(path), "exec", dont_inherit=True)
+        exec(code, module.__dict__)
     except (Exception, SystemExit) as raised:
-        raise error(
-            f"{what}: {path} failed while it was imported{_where(raised, path)}: "
-            f"{type(raised).__name__}: {raised}"
-        ) from raised
+        frames = traceback.extract_tb(raised.__traceback__)
+        own = [frame.lineno for frame in frames if frame.filename == str(path)]
+        line = own[-1] if own else getattr(raised, "lineno", None)
+        where = f" at line {line}" if line else ""
+        said = f"{type(raised).__name__}: {raised}"
+        raise error(f"{what}: {path} failed while it was imported{where}: {said}") from raised
     return module
-
-
-def _where(raised: BaseException, path: Path) -> str:
-    """` at line n`, the last line of the file itself that was running."""
-    line = raised.lineno if isinstance(raised, SyntaxError) else None
-    trace = raised.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return f" at line {line}" if line else ""

@@ -1,9 +1,9 @@
-"""Which reward scores which task: the rewards of a job, and the routes to them. Pure but for the last
-class."""
+"""Routing of tasks to rewards. Only the last class runs programs."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from areal_async.config.rewardcheck import part_of, with_those_inside
 
 
 class RewardSpec(msgspec.Struct, frozen=True, dict=True):
-    """One reward as a job asks for it. Two of the same content are the same reward."""
+    """A reward with its settings in a job. Two with the same content are the same reward."""
 
     name: str
     """Built-in, or `path.py:function`."""
@@ -25,23 +25,23 @@ class RewardSpec(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def key(self) -> str:
-        """Text that tells it from any other."""
+        """Text that identifies the reward."""
         return msgspec.json.encode(self, order="deterministic").decode()
 
     @cached_property
     def longest_s(self) -> float:
-        """What a call may take when it is its turn: its deadline, and how long what scores it may be away."""
+        """Longest time of a running call: its deadline, and the time that a remote scorer may be away."""
         patience_s = getattr(part_of(self.name), "patience_s", None)
         return self.timeout_s + (patience_s(self.args, self.timeout_s) if patience_s is not None else 0.0)
 
     @property
     def label(self) -> str:
-        """What metrics call it: the name, without the folders of a file."""
+        """The name in metrics, without the folders of a file."""
         return self.name.rpartition("/")[2]
 
 
 class Asking(Protocol):
-    """What routes look at: of a task, or of what a reward is given."""
+    """The fields that routes match, of a task or of a reward's input."""
 
     @property
     def data_source(self) -> str: ...
@@ -62,7 +62,7 @@ class Routing:
 
     @property
     def specs(self) -> list[RewardSpec]:
-        """Every reward of the job once, the default last: it may be needed by none of the tasks."""
+        """Every reward of the job once, with the default last."""
         return list({spec.key: spec for spec in [*(spec for _, spec in self._routes), self.default]}.values())
 
     def of(self, task: Asking) -> RewardSpec:
@@ -72,7 +72,7 @@ class Routing:
 
 
 def matches(route: RouteSection, task: Asking) -> bool:
-    """Whether every pattern of `route` matches. Upper and lower case differ."""
+    """Return whether every pattern of `route` matches, with upper and lower case."""
     tags = task.extra_info.get("tag", ())
     tags = [tags] if isinstance(tags, str) else [tag for tag in tags or () if isinstance(tag, str)]
     return (
@@ -88,22 +88,20 @@ def _spec(asked: RewardSection | RouteSection, section: RewardSection) -> Reward
 
 class ImportedModules:
     """The modules that tests of tasks import, for each reward that runs them: `note` each task, then ask for
-    what is `missing`.
+    the `missing` modules.
 
-    A part that runs programs says which modules a task's tests import (`modules_of(truth)`), and which of
-    them they cannot (`modules_away(names, arguments)`)."""
+    A part that runs programs returns the modules that a task's tests import (`modules_of(truth)`), and those
+    that they cannot import (`modules_away(names, arguments)`)."""
 
     def __init__(self, reward: RewardSection) -> None:
         self._routing = Routing(reward)
-        self._programs = {
-            spec.key: [
-                (name, args, part)
-                for name, args in with_those_inside(spec.name, spec.args)
-                if hasattr(part := part_of(name), "modules_of")
-            ]
-            for spec in self._routing.specs
-        }
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._programs: dict[str, list[tuple[str, Mapping[str, Any], Any]]] = {}
+        for spec in self._routing.specs:
+            inside = [
+                (name, args, part_of(name)) for _, name, args in with_those_inside("", spec.name, spec.args)
+            ]
+            self._programs[spec.key] = [each for each in inside if hasattr(each[2], "modules_of")]
 
     def note(self, task: Asking, truth: Any) -> None:
         key = self._routing.of(task).key

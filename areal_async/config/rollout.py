@@ -1,6 +1,7 @@
 """`rollout`: how episodes are generated."""
 
 import ipaddress
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,7 +10,7 @@ from pydantic import Field, field_validator
 from areal_async.config.base import Section
 
 StopText = Annotated[str, Field(min_length=1)]
-"""An empty one would end every response before its first token."""
+"""A stop text; an empty one would end every response before its first token."""
 
 
 class SamplingSection(Section):
@@ -66,15 +67,12 @@ class GatewaySection(Section):
     @field_validator("host")
     @classmethod
     def _an_interface(cls, host: str) -> str:
-        if host not in ("loopback", "host"):
-            try:
-                usable = not ipaddress.ip_address(host).is_unspecified
-            except ValueError:
-                usable = False
-            if not usable:
-                raise ValueError(
-                    f"agents could not be sent to {host!r}: use loopback, host, or an IP address of the host"
-                )
+        usable = host in ("loopback", "host")
+        with suppress(ValueError):
+            usable = usable or not ipaddress.ip_address(host).is_unspecified
+        if not usable:
+            use = "use loopback, host, or an IP address of the host"
+            raise ValueError(f"agents could not be sent to {host!r}: {use}")
         return host
 
 
@@ -148,5 +146,5 @@ class RolloutSection(Section):
 
     @property
     def greedy_sample(self) -> int | None:
-        """The number in its group of the episode that is answered greedily; None where none is."""
+        """The number in its group of the episode that is sampled greedily, or None."""
         return 0 if self.greedy_baseline else None

@@ -18,7 +18,7 @@ from areal_async.base.processes import ChildProcess
 from areal_async.base.topology import Role
 from areal_async.config.base import Overrides
 from areal_async.config.job import JobConfig
-from areal_async.config.load import job_of, overrides_of
+from areal_async.config.load import load_job, overrides_of
 from areal_async.launch.folders import TOPOLOGY, supervisor_of
 from areal_async.launch.plan import MODULES
 from areal_async.launch.preflight import check_contents
@@ -39,14 +39,15 @@ def run(
     """Start a job in processes of its own, and return its run as soon as it has its folder.
 
     `job` is a `Job`, the path of a job file, or what one says as a mapping, whose relative paths begin at the
-    working directory; `overrides` are those of `Job.load`. The run ends with this process
+    working directory; `overrides` are those of `load_job`. The run ends with this process
     unless `Run.wait` has waited for it. Raises `ConfigError` for a job that cannot be run here, and
     `RunFolderError` where its folder is taken.
 
     `inline`: run all of it in this process instead, in the main thread, and return once it is done; what a
     user's code raises is raised here.
     """
-    source, job = job_of(job, overrides_of(overrides, others))
+    source = str(job) if isinstance(job, str | Path) else "the job"
+    job = load_job(job, overrides_of(overrides, others))
     check_contents(job, source=source)
     if not inline:
         return start(job, overwrite=overwrite, resume=resume)

@@ -9,6 +9,7 @@ from areal_async.trajectory.builder import EpisodeBuilder
 from areal_async.trajectory.codec import glance, pack, unpack
 from areal_async.trajectory.episode import Episode, PolicyVersions
 from areal_async.trajectory.layout import (
+    Call,
     CodecError,
     EpisodeLimits,
     InvariantError,
@@ -21,27 +22,7 @@ from areal_async.trajectory.layout import (
 from areal_async.trajectory.routes import pack_routes, with_routes
 from areal_async.trajectory.rows import Row, row_profile, row_sizes, seen_by, training_rows, untrainable
 
-__all__ = [
-    "CodecError",
-    "Episode",
-    "EpisodeBuilder",
-    "EpisodeLimits",
-    "InvariantError",
-    "PolicyVersions",
-    "Row",
-    "Sampling",
-    "SchemaError",
-    "SegmentKind",
-    "SizeError",
-    "TrajectoryError",
-    "glance",
-    "pack",
-    "pack_routes",
-    "row_profile",
-    "row_sizes",
-    "seen_by",
-    "training_rows",
-    "unpack",
-    "untrainable",
-    "with_routes",
-]
+__all__ = ["Call", "Episode", "EpisodeBuilder", "EpisodeLimits", "PolicyVersions", "Row", "Sampling"]
+__all__ += ["CodecError", "InvariantError", "SchemaError", "SegmentKind", "SizeError", "TrajectoryError"]
+__all__ += ["glance", "pack", "pack_routes", "row_profile", "row_sizes", "seen_by", "training_rows"]
+__all__ += ["unpack", "untrainable", "with_routes"]

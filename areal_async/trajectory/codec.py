@@ -142,18 +142,14 @@ def _columns_at(
     """Name, type, shape and place of each optional column."""
     columns: dict[str, tuple[str, np.dtype, tuple[int, ...], int]] = {}
     for (name, dtype_name, width), (at, size) in zip(head.columns, spans[CORE_FRAMES:], strict=True):
-        dtype = COLUMN_DTYPES.get(dtype_name)
+        dtype, what = COLUMN_DTYPES.get(dtype_name), f"optional column {name[:64]!r}"
         if dtype is None or name in columns:
-            raise CodecError(
-                f"optional column {name[:64]!r} of type {dtype_name[:16]!r}: unknown or repeated"
-            )
+            raise CodecError(f"{what} of type {dtype_name[:16]!r}: unknown or repeated")
         if not 0 <= width <= limits.column_width:
-            raise SizeError(
-                f"optional column {name[:64]!r}: width {width}, the limit is {limits.column_width}"
-            )
+            raise SizeError(f"{what}: width {width}, the limit is {limits.column_width}")
         shape = (head.units, width) if width else (head.units,)
         if size != math.prod(shape) * dtype.itemsize:
-            raise CodecError(f"optional column {name[:64]!r}: {size} bytes for {shape} {dtype_name}")
+            raise CodecError(f"{what}: {size} bytes for {shape} {dtype_name}")
         columns[name] = (name, dtype, shape, at)
     return list(columns.values())
 
@@ -190,21 +186,27 @@ def _table_of(n_frames: int) -> struct.Struct:
     return struct.Struct(f"<{2 * n_frames}Q")
 
 
+def _prefix_of(view: memoryview) -> tuple[int, int, int, int]:
+    """Return the number of frames, the size, the checksum and the reserved field of a blob."""
+    if len(view) < _PREFIX.size:
+        raise CodecError(f"{len(view)} bytes are not an episode")
+    magic, schema, *rest = _PREFIX.unpack_from(view)
+    if magic != MAGIC:
+        raise CodecError("the bytes do not start with the magic of an episode")
+    if schema != TRAJECTORY_SCHEMA:
+        raise SchemaError(f"a blob of schema {schema}, this process reads {TRAJECTORY_SCHEMA}")
+    return tuple(rest)
+
+
 def _opened(buffer: Buffer, limits: EpisodeLimits) -> tuple[memoryview, list[tuple[int, int]]]:
     """The bytes of a blob whose prefix, frame table and checksum hold, and (offset, size) of each frame."""
     view = memoryview(buffer).toreadonly()
     if view.itemsize != 1 or view.ndim != 1:
         view = view.cast("B")
     size = len(view)
-    if size < _PREFIX.size:
-        raise CodecError(f"{size} bytes are not an episode")
     if size > limits.blob_bytes:
         raise SizeError(f"a blob of {size} bytes, the limit is {limits.blob_bytes}")
-    magic, schema, n_frames, declared, crc, zero = _PREFIX.unpack_from(view)
-    if magic != MAGIC:
-        raise CodecError("the bytes do not start with the magic of an episode")
-    if schema != TRAJECTORY_SCHEMA:
-        raise SchemaError(f"a blob of schema {schema}, this process reads {TRAJECTORY_SCHEMA}")
+    n_frames, declared, crc, zero = _prefix_of(view)
     if declared != size or zero:
         raise CodecError(f"the blob says {declared} bytes and has {size}")
     body_at = _PREFIX.size + n_frames * _FRAME_BYTES
@@ -229,15 +231,12 @@ def glance(buffer: Buffer, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> tuple[E
     read as a whole where it was taken in. Checks what it reads, and not the rest: no checksum, no invariant
     of units or segments. Raises TrajectoryError."""
     view = memoryview(buffer)
+    _, declared, _, _ = _prefix_of(view)
     table = _table_of(CORE_FRAMES)
-    if len(view) < _PREFIX.size + table.size or view[: len(MAGIC)] != MAGIC:
+    if declared != len(view) or declared < _PREFIX.size + table.size:
         raise CodecError(f"{len(view)} bytes are not an episode")
-    _, schema, _, declared, _, _ = _PREFIX.unpack_from(view)
-    if schema != TRAJECTORY_SCHEMA:
-        raise SchemaError(f"a blob of schema {schema}, this process reads {TRAJECTORY_SCHEMA}")
-    places = table.unpack_from(view, _PREFIX.size)
-    (head_at, head_bytes), (mask_at, mask_bytes) = places[:2], places[-2:]
-    if declared != len(view) or max(head_at + head_bytes, mask_at + mask_bytes) > declared:
+    head_at, head_bytes, *_, mask_at, mask_bytes = table.unpack_from(view, _PREFIX.size)
+    if max(head_at + head_bytes, mask_at + mask_bytes) > declared:
         raise CodecError(f"the blob has {len(view)} bytes, less than it says")
     head = _decode_head(view[head_at : head_at + head_bytes], limits)
     if mask_bytes != head.units:

@@ -16,15 +16,13 @@ columns       optional columns have one value (or a row of values) per unit and 
 
 `training_rows` adds the last one: each unit with mask 1 is trained in exactly one row.
 
-The segment table is checked row by row, the unit table in whole columns: as plain numbers where there are
-few, for a call into numpy costs more than a dozen of those, and in numpy where there are many.
+The segment table is checked row by row, the unit table in whole columns.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -57,8 +55,6 @@ from areal_async.trajectory.layout import (
 )
 
 LOGPROB_SLACK = 1e-3  # A log-prob may exceed 0 by this much: engines add float32 rounding to a log-softmax
-
-SHORT_UNITS = 128  # Up to so many units plain numbers are quicker than numpy
 
 _INT32_MAX = 2**31 - 1
 _NONE_BYTE = b"\xff"  # Bytes of a version of -1
@@ -145,12 +141,10 @@ def _check_arrays(segments: Segments, units: Units, limits: EpisodeLimits) -> No
 
 
 def _check_units(units: Units) -> tuple[int, int, int]:
-    """The first three facts."""
+    """Return the number of trained units, and their lowest and highest version."""
+    version, mask, logprob = units.version, units.mask, units.logprob
     if not len(units):
         return 0, NO_VERSION, NO_VERSION
-    if len(units) <= SHORT_UNITS and (facts := _facts_of_few(units)):
-        return facts
-    version, mask, logprob = units.version, units.mask, units.logprob
     if (lowest := version.min()) < NO_VERSION:
         raise InvariantError(f"version: {lowest}; a version is >= 0, or -1 for none")
     if (lowest := units.token_id.min()) < 0:
@@ -166,23 +160,6 @@ def _check_units(units: Units) -> tuple[int, int, int]:
     if trained.min() < 0:
         raise InvariantError("version: a unit with mask 1 has the version that sampled it")
     return len(trained), int(trained.min()), int(trained.max())
-
-
-def _facts_of_few(units: Units) -> tuple[int, int, int] | None:
-    """What `_check_units` returns, of a few units; None where something is wrong with them."""
-    version: list[int] = units.version.tolist()
-    mask: list[int] = units.mask.tolist()
-    logprob: list[float] = units.logprob.tolist()
-    if min(version) < NO_VERSION or min(units.token_id.tolist()) < 0 or max(mask) > 1:
-        return None
-    # The sum of a few f32 in f64 overflows nowhere: it is finite exactly if they all are.
-    if not math.isfinite(sum(logprob)) or max(logprob) > LOGPROB_SLACK:
-        return None
-    trained = list(compress(version, mask))
-    if not trained:
-        return 0, NO_VERSION, NO_VERSION
-    lowest = min(trained)
-    return (len(trained), lowest, max(trained)) if lowest >= 0 else None
 
 
 def _check_segments(segments: Segments, n_units: int, versions: bytes, n_agents: int) -> list[int]:
@@ -206,9 +183,7 @@ def _check_segments(segments: Segments, n_units: int, versions: bytes, n_agents:
         end += length
         if kind == _SAMPLED:
             sampled.append(i)
-        elif versions[4 * offset : 4 * end].strip(
-            _NONE_BYTE
-        ):  # mask 1 implies a version: this covers the mask
+        elif versions[4 * offset : 4 * end].strip(_NONE_BYTE):  # covers the mask, which implies a version
             raise InvariantError(f"segment {i}: it is not sampled, so its units have mask 0 and version -1")
     if end != n_units:
         raise InvariantError(f"segments: their lengths sum to {end}, there are {n_units} units")

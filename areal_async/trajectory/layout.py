@@ -1,4 +1,4 @@
-"""What an episode is made of: its header, its two tables, its caps, and the errors that refuse one.
+"""The contents of an episode: its header, its two tables, its caps, and the errors that refuse one.
 
 Small values (`Agent`, `Sampling`, `Call`, `Media`) travel as msgpack arrays in field order; later fields are
 appended with defaults, so older bytes stay readable. `EpisodeHeader` travels as a map without its default
@@ -30,16 +30,9 @@ I64 = np.dtype("<i8")
 F32 = np.dtype("<f4")
 U8 = np.dtype("u1")
 
+_COLUMN_TYPES = ("f16", "f32", "f64", "i8", "i16", "i32", "i64", "u8", "u16")  # Letter and bits
 COLUMN_DTYPES: Mapping[str, np.dtype] = {
-    "f16": np.dtype("<f2"),
-    "f32": F32,
-    "f64": np.dtype("<f8"),
-    "i8": np.dtype("i1"),
-    "i16": np.dtype("<i2"),
-    "i32": I32,
-    "i64": I64,
-    "u8": U8,
-    "u16": np.dtype("<u2"),
+    name: np.dtype(f"<{name[0]}{int(name[1:]) // 8}") for name in _COLUMN_TYPES
 }
 """Element types of optional unit columns, by their name in the codec."""
 
@@ -124,7 +117,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     truncation, `raw` is the model's own at temperature 1.
     """
 
-    segment: int
+    segment: int = 0
     policy: int = 0
     sampling: Sampling = Sampling()
     finish_reason: FinishReason = "stop"

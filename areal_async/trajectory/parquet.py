@@ -1,8 +1,7 @@
-"""Episodes as a parquet file: one row each, for data frames, and nothing is lost on the way.
+"""Episodes as a parquet file for data frames: one row each, without loss.
 
-Columns that people ask for stand beside `blob`, the episode's codec blob, which has everything else (see
-`codec.unpack`). Written in row groups, so memory does not grow with the file, which gets its name once it is
-whole.
+The common columns stand beside `blob`, the episode's codec blob, which has everything (see `codec.unpack`).
+The file is written in row groups, so that memory does not grow with it, and gets its name once it is whole.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from areal_async.base.errors import ArealError
 from areal_async.trajectory.codec import unpack
 from areal_async.trajectory.verdicts import Parts
 
-KEY = b"areal_async.export"  # Key of the file's metadata that says what it is: `{"schema": 2, "job": …}`
+KEY = b"areal_async.export"  # Key of the file's metadata, whose value is `{"schema": 2, "job": …}`
 SCHEMA = 2
 ROW_GROUP_BYTES = 32 << 20
 ROW_GROUP_ROWS = 4096
@@ -41,6 +40,9 @@ COLUMNS = pa.schema(
     ]
 )
 
+OF_HEADER = ("group_id", "task_id", "sample", "attempt", "prompt_text", "response_text")
+OF_EPISODE = ("episode_id", "min_version", "max_version", "n_units", "n_sampled")
+
 
 class ExportError(ArealError):
     """A parquet file that cannot be written."""
@@ -48,7 +50,7 @@ class ExportError(ArealError):
 
 @dataclass(frozen=True)
 class ExportedEpisode:
-    """An episode and what the buffer or a batch says of it. `reward` is None without a verdict."""
+    """An episode with its state in the buffer or a batch. `reward` is None without a verdict."""
 
     blob: bytes
     data_source: str
@@ -62,26 +64,12 @@ class ExportedEpisode:
 
 def _row_of(exported: ExportedEpisode) -> dict[str, Any]:
     episode = unpack(exported.blob)
-    header, units = episode.header, episode.units
-    return vars(exported) | {
-        "episode_id": episode.episode_id,
-        "group_id": header.group_id,
-        "task_id": header.task_id,
-        "sample": header.sample,
-        "attempt": header.attempt,
-        "prompt_text": header.prompt_text,
-        "response_text": header.response_text,
-        "min_version": episode.min_version,
-        "max_version": episode.max_version,
-        "n_units": episode.n_units,
-        "n_sampled": episode.n_sampled,
-        "components": list(exported.components.items()),
-        "parts": msgspec.json.encode(exported.parts).decode() if exported.parts is not None else None,
-        "token_ids": units.token_id,
-        "mask": units.mask,
-        "logprobs": units.logprob,
-        "versions": units.version,
-    }
+    units, parts = episode.units, exported.parts
+    row = vars(exported) | {name: getattr(episode.header, name) for name in OF_HEADER}
+    row |= {name: getattr(episode, name) for name in OF_EPISODE}
+    row |= {"token_ids": units.token_id, "mask": units.mask, "logprobs": units.logprob}
+    row |= {"versions": units.version, "components": list(exported.components.items())}
+    return row | {"parts": msgspec.json.encode(parts).decode() if parts is not None else None}
 
 
 class EpisodeWriter:

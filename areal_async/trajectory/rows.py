@@ -72,22 +72,11 @@ def training_rows(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -
     units = episode.units
     if not episode.n_sampled:
         return []
-    parent: list[int] = episode.segments.parent.tolist()
-    n_segments = len(parent)
-    length: list[int] = episode.segments.length.tolist()
+    segments = episode.segments
+    parent, offset, length = segments.parent.tolist(), segments.offset.tolist(), segments.length.tolist()
     if _is_chain(parent):
-        return [
-            Row(
-                units.token_id,
-                units.mask,
-                units.logprob,
-                units.version,
-                units.columns,
-                tuple(range(n_segments)),
-                tuple(length),
-            )
-        ]
-    offset: list[int] = episode.segments.offset.tolist()
+        columns = units.token_id, units.mask, units.logprob, units.version, units.columns
+        return [Row(*columns, tuple(range(len(parent))), tuple(length))]
     mask = units.mask.tobytes()
     owned_paths = _owned_paths(parent, length, offset, mask, limits)
     return [_row(episode, path, owned, offset, length) for path, owned in owned_paths]
@@ -155,15 +144,10 @@ def _row(episode: Episode, path: list[int], owned: int, offset: list[int], lengt
     mask = np.concatenate([units.mask[span] for span in spans])
     mask[: sum(length[s] for s in path[:owned])] = 0
     mask.setflags(write=False)
-    return Row(
-        join(units.token_id),
-        mask,
-        join(units.logprob),
-        join(units.version),
-        {name: join(column) for name, column in units.columns.items()},
-        tuple(path),
-        tuple(length[s] for s in path),
-    )
+    columns = {name: join(column) for name, column in units.columns.items()}
+    lengths = tuple(length[s] for s in path)
+    of_units = join(units.token_id), mask, join(units.logprob), join(units.version), columns
+    return Row(*of_units, tuple(path), lengths)
 
 
 _PROFILE_ENTRY = struct.Struct("<4i")  # row, version, units of it that the row trains, position of the last

@@ -29,6 +29,7 @@ from areal_async.base.errors import ArealError
 from areal_async.base.mistakes import ConfigError, Mistake, as_typed, in_words
 from areal_async.cli.tools import TrialRequest, plain, print_json, run_tool
 from areal_async.config.fields import explain
+from areal_async.config.job import JobConfig
 from areal_async.config.load import apply_overrides, load_job
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import ImportedModules
@@ -125,7 +126,7 @@ def target(request: TrialRequest) -> tuple[RewardSection, Path]:
         section = RewardSection.model_validate(content)
     except ValidationError as error:
         details = [detail | {"loc": ("reward", *detail["loc"])} for detail in error.errors(include_url=False)]
-        found = in_words(details, partial(explain, within=OF_JOB))
+        found = in_words(details, partial(explain, JobConfig, within=OF_JOB))
         raise ConfigError(COMMAND_LINE, _here([*mistakes, *found])) from error
     mistakes += [*section_mistakes(section), *reward_file_mistakes(section)]
     if mistakes:

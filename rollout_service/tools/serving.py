@@ -24,7 +24,7 @@ from areal_async.base.mistakes import ConfigError, Mistake, as_typed
 from areal_async.base.own_files import write_whole
 from areal_async.base.versions import VersionTag
 from areal_async.cli.tools import AnswersRequest, CheckpointRequest, EvaluateRequest, module_of
-from areal_async.config.load import job_from_mapping
+from areal_async.config.load import load_job
 from areal_async.launch.folders import claim_folders
 from areal_async.launch.one_host import topology_here
 from areal_async.launch.plan import services_of
@@ -154,7 +154,7 @@ def lone_evaluator(
             own = own | {"temperature": trained_at or 1.0}
         evaluation["sampling"] = own | _given(sampling)
         try:
-            job = job_from_mapping(content, request.fields or (), source="the command line", base=Path.cwd())
+            job = load_job(content, request.fields or (), source="the command line", base=Path.cwd())
         except ConfigError as error:
             typed = as_typed(error.mistakes, "--set {}=VALUE".format)
             here = [replace(each, field=_by_option(each.field), fix=_by_option(each.fix)) for each in typed]

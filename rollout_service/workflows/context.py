@@ -23,7 +23,7 @@ import numpy as np
 from areal_async.base.errors import ArealError
 from areal_async.models.answers import opens_thought, spoken
 from areal_async.models.prompts import Tokenizer
-from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
+from areal_async.trajectory import Call, EpisodeBuilder, Sampling, SegmentKind
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRequest, GenerateResult, Tell
 from rollout_service.workflows.tools import Tool, ToolAnswer, ToolReply, WorkflowResources, run_tool
@@ -271,12 +271,10 @@ class Context:
             result.logprobs,
             result.versions,
             parent=parent,
-            sampling=request.sampling,
-            finish_reason=result.finish_reason,
+            call=Call(request.sampling, finish_reason=result.finish_reason, logprobs_of=result.logprobs_of),
             epoch=result.epochs,
             agent=agent,
             turn=turn,
-            logprobs_of=result.logprobs_of,
             mask=None if trained else np.zeros(len(result.token_ids), np.uint8),
         )
         if result.routes is not None and request.routes_from is not None:

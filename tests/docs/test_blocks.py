@@ -36,7 +36,7 @@ from areal_async.base.yaml_file import parse_yaml
 from areal_async.cli.main import app
 from areal_async.config.cluster import ClusterConfig
 from areal_async.config.job import merged
-from areal_async.config.load import job_from_mapping
+from areal_async.config.load import load_job
 from replay_buffer.simulation.costs import Costs
 from tests.waiting import LIMIT_S
 
@@ -262,7 +262,7 @@ def test_job_files_load(block, tmp_path):
         Costs.model_validate(content)
     else:
         least = {"job": "page", "model": "model", "tasks": {"train": "train.jsonl"}}
-        job_from_mapping(merged(least, content), source=block.page, base=tmp_path, files=False)
+        load_job(merged(least, content), source=block.page, base=tmp_path, files=False)
 
 
 @of("python")

@@ -280,7 +280,7 @@ TWICE = """
 import sys
 from pathlib import Path
 
-from areal_async import Job, run
+from areal_async import load_job, run
 
 for value in ("0.25", "0.75"):
     Path("own.py").write_text(
@@ -289,7 +289,7 @@ for value in ("0.25", "0.75"):
         "@advantage(needs_group=2)\\ndef told(samples):\\n"
         "    sys.stdout.write('advantage " + value + "\\\\n')\\n    return samples.reward\\n"  # at once
     )
-    done = run(Job.load(sys.argv[1]), overwrite=True, inline=True)
+    done = run(load_job(sys.argv[1]), overwrite=True, inline=True)
     assert done.wait()["reward_last"] == float(value), done.summary()
     print("steps", [step["step"] for step in done.metrics()])
 """

@@ -10,7 +10,6 @@ from operator import attrgetter
 from typing import Any, get_args
 
 from areal_async.config.job import JobConfig
-from areal_async.config.parts import arguments_of
 from areal_async.config.registry import BACKENDS
 from areal_async.models.files import looks_beyond_tokens
 from trainer_service.backends.fsdp.memory import Recompute
@@ -103,7 +102,7 @@ def _after(values: Sequence[Any], value: Any) -> Sequence[Any]:
 def _argument(job: JobConfig, name: str, *values: Any) -> Sequence[Any]:
     """Return the values of an argument of the back end that come after the job's, the first being the
     default."""
-    known = arguments_of(BACKENDS, job.trainer.backend).model_fields
+    known = BACKENDS.arguments_of(job.trainer.backend).model_fields
     return _after(values, job.trainer.backend_args.get(name, values[0])) if name in known else ()
 
 

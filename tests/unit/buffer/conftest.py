@@ -44,7 +44,7 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.schema import Message, Ok
 from areal_async.service.context import ServiceContext
-from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from areal_async.trajectory import Call, EpisodeBuilder, Sampling, pack
 from areal_async.trajectory.verdicts import Score, Verdict
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
@@ -400,8 +400,7 @@ def blob() -> Callable[..., bytes]:
             [-0.5] * n,
             [version] * n,
             parent=prompt,
-            sampling=SAMPLING,
-            finish_reason="stop",
+            call=Call(sampling=SAMPLING),
             epoch=epoch,
         )
         return pack(builder.build())

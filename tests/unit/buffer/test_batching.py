@@ -6,7 +6,7 @@ import pytest
 
 from areal_async.rpc.messages import Batch
 from areal_async.rpc.schema import Fault
-from areal_async.trajectory import EpisodeBuilder, row_profile
+from areal_async.trajectory import Call, EpisodeBuilder, row_profile
 from areal_async.trajectory.verdicts import Score
 from tests.unit.buffer.conftest import SAMPLING, CountedTasks, ids, reasons
 
@@ -167,7 +167,7 @@ def branching():
     """An episode of three rows: the first sampled by versions 0 and 2, the others by 0 and by 1."""
     builder = EpisodeBuilder("job", "t", "t#0", 0)
     prompt = builder.prompt([1, 2, 3])
-    options = {"sampling": SAMPLING, "finish_reason": "stop"}
+    options = {"call": Call(sampling=SAMPLING)}
     first = builder.sampled([4, 5], [-1.0] * 2, 0, parent=prompt, **options)
     for parent, versions in ((first, [0, 2]), (first, [0]), (prompt, [1, 1])):
         builder.sampled([6] * len(versions), [-1.0] * len(versions), versions, parent=parent, **options)

@@ -14,13 +14,17 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 import yaml
 
-from areal_async.config.fields import Field, job_fields
+from areal_async.config.base import Section
+from areal_async.config.fields import Field, section_of
+from areal_async.config.job import JobConfig, job_fields
 
 _TABLE = re.compile(r"(<!-- fields: ?([\w.]*) -->\n).*?(<!-- end -->)", re.DOTALL)
-_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path"}
+_TYPES = {int: "integer", float: "number", str: "text", bool: "boolean", Path: "path"}
 _BOUNDS = (
-    ((annotated_types.Ge, "≥", "ge"), (annotated_types.Gt, ">", "gt")),
-    ((annotated_types.Le, "≤", "le"), (annotated_types.Lt, "<", "lt")),
+    (annotated_types.Ge, "≥", "ge"),
+    (annotated_types.Gt, ">", "gt"),
+    (annotated_types.Le, "≤", "le"),
+    (annotated_types.Lt, "<", "lt"),
 )
 
 
@@ -29,11 +33,12 @@ def renew(page: str) -> str:
 
     Raises ValueError when the page leaves a field out or has one twice."""
     shown: list[str] = []
+    places: dict[type[Section], str] = {}
 
     def table(match: re.Match[str]) -> str:
         fields = _fields_of(match[2])
         shown.extend(field.path for field in fields)
-        return f"{match[1]}{_table(fields)}{match[3]}"
+        return f"{match[1]}{_table(fields, places)}{match[3]}"
 
     renewed = _TABLE.sub(table, page)
     if sorted(shown) != sorted(job_fields()):
@@ -49,13 +54,20 @@ def _fields_of(section: str) -> list[Field]:
     return [field for field in job_fields().values() if field.path.startswith(f"{section}.")]
 
 
-def _table(fields: list[Field]) -> str:
-    lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
+def _table(fields: list[Field], places: dict[type[Section], str]) -> str:
+    """A row for each field; one for all of a section that has the fields of one before it, in `places`."""
+    lines = ["field | type | default | meaning", "---|---|---|---"]
     for field in fields:
+        above = field.path.rpartition(".")[0]
+        kind = section_of(JobConfig, above)
+        if kind is not None and (place := places.setdefault(kind, above)) != above:
+            if (row := f"`{above}.*` | | | As `{place}.*`.") not in lines:
+                lines.append(row)
+            continue
         default = "required" if field.required else f"`{_yaml(field.default)}`"
         meaning = " ".join(field.description.split())
         row = (f"`{field.path}`", f"{_type(field)}", default, meaning)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+        lines.append(" | ".join(cell.replace("|", "\\|") for cell in row))
     return "\n".join(lines) + "\n"
 
 
@@ -68,9 +80,9 @@ def _name(annotation: Any) -> str:
     if origin is Annotated:
         return _name(arguments[0])
     if origin is Literal:
-        return " or ".join(f"`{choice}`" for choice in arguments)
+        return ", ".join(f"`{choice}`" for choice in arguments)
     if origin in (Union, types.UnionType):
-        return " or ".join("none" if part is type(None) else _name(part) for part in arguments)
+        return ", ".join("none" if part is type(None) else _name(part) for part in arguments)
     if origin is tuple:
         many = arguments[-1] is Ellipsis
         return (
@@ -83,12 +95,13 @@ def _name(annotation: Any) -> str:
 
 
 def _range(metadata: list[Any]) -> str:
-    parts = []
-    for bounds in _BOUNDS:
-        for kind, sign, name in bounds:
-            values = [getattr(item, name) for item in metadata if isinstance(item, kind)]
-            parts += [f"{sign} {value}" for value in values]
-    return f", {' and '.join(parts)}" if parts else ""
+    """` ≥1 ≤64` for a number between bounds."""
+    return "".join(
+        f" {sign}{getattr(item, name)}"
+        for kind, sign, name in _BOUNDS
+        for item in metadata
+        if isinstance(item, kind)
+    )
 
 
 def _yaml(value: Any) -> str:

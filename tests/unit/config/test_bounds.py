@@ -17,7 +17,7 @@ from areal_async.base.mistakes import ConfigError
 from areal_async.base.yaml_file import MOST_LEVELS, too_nested
 from areal_async.config.base import Section
 from areal_async.config.job import JobConfig
-from areal_async.config.load import job_from_mapping, load_job, overrides_of
+from areal_async.config.load import load_job, overrides_of
 from areal_async.config.registry import REWARDS, WORKFLOWS
 from areal_async.config.reward import RouteSection
 from areal_async.data.tasks import TaskFileError, read_tasks
@@ -114,7 +114,7 @@ def test_a_job_given_as_values_may_not_be_nested_either():
     for _ in range(50_000):
         deep = [deep]
     with pytest.raises(ConfigError, match=r"reward\.args.*nested more than"):
-        job_from_mapping({"reward": {"args": {"rules": deep}}}, source="job.yaml", base=Path("/nowhere"))
+        load_job({"reward": {"args": {"rules": deep}}}, source="job.yaml", base=Path("/nowhere"))
 
 
 TEN_TO_THE_TWELFTH = ["x0: &x0 [a, a, a, a, a, a, a, a, a, a]"]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from areal_async.base.mistakes import ConfigError
 from areal_async.base.yaml_file import dump_yaml, parse_yaml
-from areal_async.config.fields import job_fields
-from areal_async.config.load import job_from_mapping, load_job
+from areal_async.config.job import job_fields
+from areal_async.config.load import load_job
 from tests.harness.profiles import examples
 
 VALUES = st.recursive(
@@ -46,7 +46,7 @@ def test_hostile_values_give_a_typed_error(changes):
         if isinstance(inner, dict):
             inner[last] = value
     with pytest.raises(ConfigError) as caught:  # the model does not exist, so none of these is right
-        job_from_mapping(content, source="job.yaml", base=Path("/nowhere"))
+        load_job(content, source="job.yaml", base=Path("/nowhere"))
     assert all(mistake.field and mistake.problem and mistake.fix for mistake in caught.value.mistakes)
 
 
@@ -63,7 +63,7 @@ def test_hostile_bytes_give_a_typed_error(data):
 @given(st.lists(st.text(max_size=30), max_size=3))
 def test_hostile_overrides_give_a_typed_error(overrides):
     with pytest.raises(ConfigError):
-        job_from_mapping({}, overrides, source="job.yaml", base=Path("/nowhere"))
+        load_job({}, overrides, source="job.yaml", base=Path("/nowhere"))
 
 
 TEXT = st.one_of(

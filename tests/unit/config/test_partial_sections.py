@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from areal_async.base.mistakes import ConfigError
-from areal_async.config.fields import Field, job_fields
-from areal_async.config.job import JobConfig
+from areal_async.config.fields import Field
+from areal_async.config.job import JobConfig, job_fields
 from areal_async.config.load import load_job
 
 BASE: dict[str, Any] = {"job": "sums", "model": "model", "tasks": {"train": "train.jsonl"}}

@@ -9,7 +9,7 @@ import pytest
 from areal_async.base.mistakes import Mistake
 from areal_async.config import registry
 from areal_async.config.job import JobConfig
-from areal_async.config.load import dump_job, job_from_mapping, load_job
+from areal_async.config.load import dump_job, load_job
 from areal_async.config.parts import PART_FIELDS, named_parts, own_part_mistakes, part_mistakes
 from rollout_service.workflows import WorkflowError, load_workflow
 
@@ -96,7 +96,7 @@ def test_paths_in_the_arguments_are_relative_to_the_job_file(tmp_path):
     given = {"tools": ["t.py:look_up"], "environment": "sub/w.py:World", "answer": "x.py: {answer}"}
     content = {"job": "test", "model": "m", "tasks": {"train": "t.jsonl"}}
     content["rollout"] = {"workflow": "tool_use", "workflow_args": given}
-    read = job_from_mapping(content, source="test", base=tmp_path, files=False).rollout.workflow_args
+    read = load_job(content, source="test", base=tmp_path, files=False).rollout.workflow_args
     assert read["tools"] == [f"{tmp_path}/t.py:look_up"]
     assert read["environment"] == f"{tmp_path}/sub/w.py:World"
     assert read["answer"] == "x.py: {answer}"

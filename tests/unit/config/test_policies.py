@@ -9,14 +9,14 @@ from areal_async.base.mistakes import ConfigError
 from areal_async.base.yaml_file import parse_yaml
 from areal_async.config.advice import advise, explain
 from areal_async.config.job import JobConfig
-from areal_async.config.load import dump_job, job_from_mapping
+from areal_async.config.load import dump_job, load_job
 
 REST = {"job": "duel", "tasks": {"train": "tasks.jsonl"}}
 POLICY = {"model": "model", "trainer": {"steps": 7}, "rollout": {"group_size": 4}}
 
 
 def load(base: Path, overrides: tuple[str, ...] = (), **content: Any) -> JobConfig:
-    return job_from_mapping(REST | content, overrides, source="job.yaml", base=base, files=False)
+    return load_job(REST | content, overrides, source="job.yaml", base=base, files=False)
 
 
 def mistakes(base: Path, **content: Any) -> list[str]:
@@ -27,7 +27,7 @@ def mistakes(base: Path, **content: Any) -> list[str]:
 
 def loaded_again(job: JobConfig, base: Path) -> JobConfig:
     again: dict[str, Any] = parse_yaml(dump_job(job))
-    return job_from_mapping(again, (), source="job.yaml", base=base, files=False)
+    return load_job(again, (), source="job.yaml", base=base, files=False)
 
 
 def test_the_flat_form_is_the_shorthand_for_one_policy(tmp_path):

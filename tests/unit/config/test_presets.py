@@ -7,7 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
-from areal_async.config.load import dump_job, job_from_mapping, load_job
+from areal_async.config.load import dump_job, load_job
 from areal_async.config.presets import PRESETS, expansion
 from trainer_service.algorithms.objective import Objective
 
@@ -20,9 +20,9 @@ def preset(name):
 def test_every_preset_is_a_job_that_trains_and_loads_as_it_was_dumped(folder, name):
     """Asynchronously, as everything is by default: an uncorrected one would be refused."""
     job = load_job(folder / "job.yaml", [preset(name), "buffer.max_staleness=4"])
-    assert not [line for line in expansion(job) if "job's own" in line]
+    assert not [line for line in expansion(job.model_dump(mode="json")) if "job's own" in line]
     Objective(job.trainer.objective, job)
-    again = job_from_mapping(yaml.safe_load(dump_job(job)), source="dumped", base=folder)
+    again = load_job(yaml.safe_load(dump_job(job)), source="dumped", base=folder)
     assert again == job
 
 
@@ -54,7 +54,7 @@ def test_what_the_job_file_and_its_overrides_say_stays(folder):
     objective = job.trainer.objective
     assert objective.loss_args == {"clip_low": 0.1, "clip_high": 0.28}
     assert (objective.normaliser, job.buffer.dynamic_filtering) == ("rollout", False)
-    own = [line for line in expansion(job) if "job's own" in line]
+    own = [line for line in expansion(job.model_dump(mode="json")) if "job's own" in line]
     assert own == [
         "trainer.objective.normaliser: rollout (the job's own; dapo has token)",
         "buffer.dynamic_filtering: False (the job's own; dapo has True)",
@@ -91,7 +91,7 @@ def test_the_command_lists_parts_and_presets_and_prints_what_one_sets(folder):
     assert "losses: ppo, gspo" in said()
     # What it prints is a job file's.
     content = yaml.safe_load((folder / "job.yaml").read_text()) | yaml.safe_load(said("dapo"))
-    job = job_from_mapping(content, source="printed", base=folder)
+    job = load_job(content, source="printed", base=folder)
     named = load_job(folder / "job.yaml", [preset("dapo")])
     assert job.trainer.objective.model_copy(update={"preset": "dapo"}) == named.trainer.objective
     assert json.loads(said("remax", "--json"))["rollout.greedy_baseline"] is True

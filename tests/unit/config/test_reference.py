@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal_async.config.fields import job_fields, suggest
-from areal_async.config.job import JobConfig
+from areal_async.config.fields import suggest
+from areal_async.config.job import JobConfig, job_fields
 from tests.unit.config.job_file_tables import renew
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -40,5 +40,5 @@ def test_a_default_is_that_of_its_place():
 
 
 def test_an_unknown_key_that_is_like_none_is_left_alone():
-    assert suggest("", "job_name") is suggest("reward", "xyzzy") is None
-    assert suggest("nowhere", "metrics_port") == "observe.metrics_port"
+    assert suggest(JobConfig, "", "job_name") is suggest(JobConfig, "reward", "xyzzy") is None
+    assert suggest(JobConfig, "nowhere", "metrics_port") == "observe.metrics_port"

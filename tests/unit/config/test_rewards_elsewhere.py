@@ -5,7 +5,7 @@ import json
 import pytest
 
 from areal_async.base.mistakes import ConfigError
-from areal_async.config.load import job_from_mapping, load_job
+from areal_async.config.load import load_job
 from reward_service.backends.remote import RemoteArguments
 
 URL = "http://127.0.0.1:8700"
@@ -13,7 +13,7 @@ URL = "http://127.0.0.1:8700"
 
 def load(tmp_path, reward):
     content = {"job": "demo", "model": "m", "tasks": {"train": "t.jsonl"}, "reward": reward}
-    return job_from_mapping(content, source="job.yaml", base=tmp_path, files=False)
+    return load_job(content, source="job.yaml", base=tmp_path, files=False)
 
 
 def test_paths_of_files_are_relative_to_the_job_file(tmp_path):

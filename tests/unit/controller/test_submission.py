@@ -23,7 +23,7 @@ from areal_async.cluster.submission import (
     write_files,
 )
 from areal_async.config import fields
-from areal_async.config.fields import job_fields
+from areal_async.config.job import job_fields
 from tests.unit.controller.world import JOB, submission
 
 REWARD = """

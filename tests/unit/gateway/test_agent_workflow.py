@@ -15,7 +15,7 @@ import pytest
 from areal_async.base.errors import InfrastructureFault
 from areal_async.base.mistakes import ConfigError
 from areal_async.base.records import Task
-from areal_async.config.load import job_from_mapping
+from areal_async.config.load import load_job
 from areal_async.trajectory import unpack
 from rollout_service.engines.base import EngineError
 from rollout_service.worker.failures import run_episode
@@ -285,7 +285,7 @@ def test_the_agent_of_a_job_file_is_looked_up_beside_it(tmp_path: Path) -> None:
         rollout = {"workflow": "agent", "workflow_args": {"agent": name, "cwd": "."}}
         content = {"job": "test", "model": "m", "tasks": {"train": "t.jsonl"}, "rollout": rollout}
         with pytest.raises(ConfigError) as broken:
-            job_from_mapping(content, source="job.yaml", base=tmp_path)
+            load_job(content, source="job.yaml", base=tmp_path)
         said[name] = [m.problem for m in broken.value.mistakes if m.field == "rollout.workflow_args.agent"]
     assert said["mine.py:agent"] == []
     assert said["mine.py:blocking"] == [f"blocking in {tmp_path}/mine.py is not a coroutine"]

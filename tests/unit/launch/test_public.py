@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import areal_async
-from areal_async import Job, Run
+from areal_async import Job, Run, load_job
 from areal_async.base.errors import ArealError, RunFailed, RunFolderError, RunInterrupted
 from areal_async.base.mistakes import ConfigError
 from areal_async.cli.jobs import is_run
@@ -29,7 +29,7 @@ from tests.unit.launch.launching import STAND_IN, changed
 
 def test_the_public_names_are_these():
     names = """
-        ArealError Job Mistake Run RunStatus Section Task VersionTag run Context Reply SegmentKind
+        ArealError Job Mistake Run RunStatus Section Task VersionTag load_job run Context Reply SegmentKind
         TemplateRewrites ToolReply tool workflow Environment EnvironmentFailure Step level_seed
         load_environment Abstain Parts RewardInput Score TooCostly answer_of load_reward reward
         FaultOf InfrastructureFault blocks program_of within
@@ -56,19 +56,19 @@ def test_a_job_takes_its_changes_as_a_text_a_list_or_a_mapping_and_says_how_it_i
         {"trainer.steps": 3},
         {"trainer": {"steps": 3, "optimizer": {"lr": 1e-3}}},
     ):
-        assert Job.load(job_file, changes).trainer.steps == 3
-    faster = Job.load(job_file, ["trainer.optimizer.lr=1e-3", "trainer.optimizer.warmup_steps=7"])
-    kept = faster.changed({"trainer": {"steps": 3, "optimizer": {"lr": 0.5}}}).trainer
+        assert load_job(job_file, changes).trainer.steps == 3
+    faster = load_job(job_file, ["trainer.optimizer.lr=1e-3", "trainer.optimizer.warmup_steps=7"])
+    kept = load_job(faster, {"trainer": {"steps": 3, "optimizer": {"lr": 0.5}}}).trainer
     assert (kept.steps, kept.optimizer.lr, kept.optimizer.warmup_steps) == (3, 0.5, 7)
-    job = Job.load(str(job_file))
-    assert job.changed({"rollout.sampling.stop": ["a=b"]}).rollout.sampling.stop == ("a=b",)
-    assert job.changed({"reward.timeout_s": 3}).changed({"trainer.hang_s": None}).trainer.hang_s is None
+    job = load_job(str(job_file))
+    assert load_job(job, {"rollout.sampling.stop": ["a=b"]}).rollout.sampling.stop == ("a=b",)
+    assert load_job(load_job(job, {"reward.timeout_s": 3}), {"trainer.hang_s": None}).trainer.hang_s is None
     for wrong in ([3], 3, [["trainer.steps=3"]]):
         with pytest.raises(ConfigError, match=r"the overrides: .* Give 'trainer\.steps=3', a list"):
-            Job.load(job_file, wrong)
+            load_job(job_file, wrong)
     with pytest.raises(ConfigError, match=r"trainer\.stps: .* Did you mean trainer\.steps"):
-        job.changed({"trainer.stps": 3})
-    with pytest.raises(AttributeError, match=r"steps cannot be set: .*job\.changed"):
+        load_job(job, {"trainer.stps": 3})
+    with pytest.raises(AttributeError, match=r"steps cannot be set: .*load_job\(job"):
         job.trainer.steps = 3
     with pytest.raises(ConfigError, match=r"(?s)the job.*model: this field is missing"):
         areal_async.run({"job": "sums"})
@@ -76,7 +76,7 @@ def test_a_job_takes_its_changes_as_a_text_a_list_or_a_mapping_and_says_how_it_i
         areal_async.run("nowhere.yaml")
     for nothing in (None, 3, [job_file]):
         with pytest.raises(ConfigError, match=r"is neither a path nor a mapping\. Give the path"):
-            Job.load(nothing)
+            load_job(nothing)
     with pytest.raises(ConfigError, match="3 is neither a path nor a mapping"):
         areal_async.run(3)
     known = {"job": "sums", "model": job.model, "tasks": {"train": job.tasks.train}}
@@ -111,10 +111,10 @@ def test_what_holds_no_samples_or_steps_is_refused_with_what_does(tmp_path, name
         (lambda file: Job(job="X y", model="m", tasks={"train": "t"}), "job: 'X y' does not have the right"),
         (lambda file: Job({"job": "x"}), "Write Job\\(job=…, model=…, tasks=…\\)"),
         (lambda file: Job.model_validate({"job": "x", "modle": "m"}), "modle: .* Did you mean model"),
-        (lambda file: Job.load({"job": "x"}), "the job has 2 mistakes:.*tasks: this field is missing"),
-        (lambda file: Job.load(3), "3 is neither a path nor a mapping. Give the path of a job file"),
-        (lambda file: Job.load(file, trainer={"steps": 3}), "trainer: it is no argument.*{'trainer': …}"),
-        (lambda file: Job.load(file).changed(seed=3), "seed: it is no argument"),
+        (lambda file: load_job({"job": "x"}), "the job has 2 mistakes:.*tasks: this field is missing"),
+        (lambda file: load_job(3), "3 is neither a path nor a mapping. Give the path of a job file"),
+        (lambda file: load_job(file, trainer={"steps": 3}), "trainer: it is no argument.*{'trainer': …}"),
+        (lambda file: load_job(load_job(file), seed=3), "seed: it is no argument"),
         (lambda file: areal_async.run(file, trainer={}), "trainer: it is no argument"),
         (lambda file: areal_async.run(None), "None is neither a path nor a mapping"),
         (lambda file: Run.open(3), "3 is no run: give the path of its folder"),
@@ -126,8 +126,8 @@ def test_what_python_gives_wrongly_is_an_error_of_ours_with_the_words_of_the_cli
 
 
 def test_a_job_is_loaded_from_its_fields_too(job_file):
-    job = Job.load(job_file)
-    assert Job.load(job.model_dump(mode="json"), "trainer.steps=3").trainer.steps == 3
+    job = load_job(job_file)
+    assert load_job(job.model_dump(mode="json"), "trainer.steps=3").trainer.steps == 3
 
 
 KINDS = [kind for kind in vars(registry).values() if isinstance(kind, registry.Registry)]
@@ -267,7 +267,7 @@ def test_a_job_is_checked_before_anything_is_started(job, tmp_path):
     with pytest.raises(ConfigError, match="steps"):
         areal_async.run(tmp_path / "job.yaml")
     with pytest.raises(ConfigError, match="steps"):
-        Job.load(tmp_path / "job.yaml")
+        load_job(tmp_path / "job.yaml")
 
 
 def test_a_workflow_is_a_coroutine_function():

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 from areal_async.models.files import mixture_of
 from areal_async.models.routers import routers_of
 from areal_async.trajectory import (
+    Call,
     CodecError,
     Episode,
     EpisodeBuilder,
@@ -117,8 +118,7 @@ def test_a_later_turn_adds_the_routes_of_what_was_not_fed_yet(mixture: Tiny) -> 
             got.logprobs,
             got.versions,
             parent=parent,
-            sampling=SAMPLING,
-            finish_reason="length",
+            call=Call(sampling=SAMPLING, finish_reason="length"),
         )
         builder.routes(segment, got.routes, request.routes_from)
         ids = [*ids, *got.token_ids.tolist(), 3]
@@ -169,8 +169,7 @@ def test_a_branch_keeps_the_routes_that_its_trunk_was_given_first() -> None:
     builder = EpisodeBuilder("job", "task", "task#0", 0)
     prompt = builder.prompt([5, 6])
     leaves = [
-        builder.sampled([7, 8], [-1.0] * 2, 0, parent=prompt, sampling=SAMPLING, finish_reason="stop")
-        for _ in range(2)
+        builder.sampled([7, 8], [-1.0] * 2, 0, parent=prompt, call=Call(sampling=SAMPLING)) for _ in range(2)
     ]
     for number, leaf in enumerate(leaves):
         builder.routes(leaf, np.full((3, 4), number, np.uint8))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from areal_async.cli.quickstart.model import make_tokenizer, write_model
-from areal_async.config.load import job_from_mapping
+from areal_async.config.load import load_job
 from areal_async.data.prepare import load_tokenizer
 from areal_async.models.prompts import prompt_ids, with_template_args
 from rollout_service.process import make_renderers
@@ -31,7 +31,7 @@ def job_of(tmp_path):
     def make(rollout, **more):
         how = {"max_model_len": 64, "sampling": {"max_new_tokens": 8}} | rollout
         content = {"job": "x", "tasks": {"train": "train.jsonl"}, "rollout": how} | more
-        return job_from_mapping(content, source="job.yaml", base=tmp_path)
+        return load_job(content, source="job.yaml", base=tmp_path)
 
     return make
 

@@ -15,7 +15,7 @@ from areal_async.service.samples import (
     short_text,
     write_samples,
 )
-from areal_async.trajectory import EpisodeBuilder, Sampling
+from areal_async.trajectory import Call, EpisodeBuilder
 from areal_async.trajectory.layout import SegmentKind
 from tests.contexts import context_for_test
 from tests.unit.status.test_record import home
@@ -28,12 +28,9 @@ def decode(ids):
 def a_turn_with_a_tool():
     builder = EpisodeBuilder("job", "task", "task#0", 1)
     prompt = builder.prompt([*b"2+3="])
-    how = {"sampling": Sampling(), "finish_reason": "stop"}
-    call = builder.sampled([*b"calc"], [-0.25] * 4, [3, 3, 4, 4], parent=prompt, mask=[0, 1, 1, 1], **how)
+    call = builder.sampled([*b"calc"], [-0.25] * 4, [3, 3, 4, 4], parent=prompt, mask=[0, 1, 1, 1])
     tool = builder.observed(SegmentKind.TOOL, [*b"5"], call, turn=1)
-    builder.sampled(
-        [*b"5."], [-1 / 3, 0.0], 4, parent=tool, sampling=Sampling(), finish_reason="length", turn=1
-    )
+    builder.sampled([*b"5."], [-1 / 3, 0.0], 4, parent=tool, call=Call(finish_reason="length"), turn=1)
     return builder.build()
 
 

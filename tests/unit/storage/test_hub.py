@@ -18,12 +18,12 @@ REPOSITORY = Path(__file__).parents[3]
 COMMIT = "c" * 40
 LOAD = """
 import json, sys
-from areal_async.config.load import dump_job, job_from_mapping
+from areal_async.config.load import dump_job, load_job
 from areal_async.base.mistakes import ConfigError
 from pathlib import Path
 mapping = json.loads(sys.argv[1])
 try:
-    job = job_from_mapping(mapping, source="job.yaml", base=Path.cwd())
+    job = load_job(mapping, source="job.yaml", base=Path.cwd())
 except ConfigError as error:
     print(json.dumps({"error": str(error)}))
 else:

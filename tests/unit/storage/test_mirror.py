@@ -13,7 +13,7 @@ import pytest
 from areal_async.base.errors import RunError, RunFolderError
 from areal_async.base.retry import Tries
 from areal_async.config.content import store_url
-from areal_async.config.load import job_from_mapping
+from areal_async.config.load import load_job
 from areal_async.launch import stored_runs
 from areal_async.launch.stored_runs import bring_run, bring_run_of, mirrored, run_at
 from areal_async.storage.mirror import MARK, Mirror, MirrorLost, mark_here, mark_there
@@ -42,7 +42,7 @@ MIRRORED = ["job.yaml", MARK, "logs/trainer.log", "metrics.jsonl"]
 @pytest.fixture
 def job(place, tmp_path):
     content = {"job": "job", "run_dir": place, "model": "model", "tasks": {"train": "train.jsonl"}}
-    return job_from_mapping(content, source="job", base=tmp_path, files=False)
+    return load_job(content, source="job", base=tmp_path, files=False)
 
 
 def test_what_changes_is_in_the_store_a_little_later(place, tmp_path):
@@ -191,7 +191,7 @@ def test_a_run_that_another_host_is_at_is_not_taken_over(job, place, monkeypatch
 def test_with_a_store_of_checkpoints_alone_what_a_resume_needs_goes_there(place, tmp_path):
     content = {"job": "job", "run_dir": "runs", "model": "model", "tasks": {"train": "train.jsonl"}}
     content["checkpoint"] = {"store": place}
-    job = job_from_mapping(content, source="job", base=tmp_path, files=False)
+    job = load_job(content, source="job", base=tmp_path, files=False)
     run_dir = run_folder(job.run_dir)
     with mirrored(job, run_dir, overwrite=False, resume=False):
         pass

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from areal_async.base.mistakes import ConfigError
 from areal_async.config.content import run_url, store_url
 from areal_async.config.job import JobConfig
-from areal_async.config.load import dump_job, job_from_mapping
+from areal_async.config.load import dump_job, load_job
 from areal_async.storage.remote import Remote, StorageError
 from areal_async.storage.urls import is_url, local_path, shown, url_of
 
@@ -39,7 +39,7 @@ def _job(tmp_path, **changes):
 
 
 def test_a_job_holds_local_paths_and_is_written_with_urls(tmp_path, cache):
-    job = job_from_mapping(_job(tmp_path), source="job", base=tmp_path, files=False)
+    job = load_job(_job(tmp_path), source="job", base=tmp_path, files=False)
     assert job.model == cache / "s3/bucket/models/tiny"
     assert job.tasks.evaluation == tmp_path / "held_out.jsonl"
     assert run_url(job) == store_url(job) == "s3://bucket/runs/stored"
@@ -50,7 +50,7 @@ def test_a_job_holds_local_paths_and_is_written_with_urls(tmp_path, cache):
 
 def test_each_host_makes_local_paths_of_its_own(tmp_path, cache, monkeypatch):
     text = json.dumps(
-        job_from_mapping(_job(tmp_path), source="job", base=tmp_path, files=False).model_dump(mode="json")
+        load_job(_job(tmp_path), source="job", base=tmp_path, files=False).model_dump(mode="json")
     )
     monkeypatch.setenv("AREAL_ASYNC_CACHE", str(tmp_path / "elsewhere"))
     there = JobConfig.model_validate_json(text)
@@ -60,7 +60,7 @@ def test_each_host_makes_local_paths_of_its_own(tmp_path, cache, monkeypatch):
 
 def test_a_store_of_its_own_holds_the_checkpoints_of_each_job_in_a_folder(tmp_path):
     content = _job(tmp_path, run_dir="runs", checkpoint={"store": "s3://bucket/checkpoints/"})
-    job = job_from_mapping(content, source="job", base=tmp_path, files=False)
+    job = load_job(content, source="job", base=tmp_path, files=False)
     assert run_url(job) is None
     assert store_url(job) == "s3://bucket/checkpoints/stored"
 
@@ -77,7 +77,7 @@ def test_a_store_of_its_own_holds_the_checkpoints_of_each_job_in_a_folder(tmp_pa
 )
 def test_a_url_of_no_good_form_is_refused_with_its_field(tmp_path, field, url, said):
     with pytest.raises(ConfigError, match=said) as refused:
-        job_from_mapping(_job(tmp_path), [f"{field}={url}"], source="job", base=tmp_path, files=False)
+        load_job(_job(tmp_path), [f"{field}={url}"], source="job", base=tmp_path, files=False)
     assert {mistake.field for mistake in refused.value.mistakes} == {field}
     assert "secret" not in str(refused.value)
 
@@ -91,7 +91,7 @@ def test_a_protocol_that_cannot_be_used_here_is_named(tmp_path, url, said):
         Remote(url)
     content = _job(tmp_path, model=url, run_dir="runs", tasks={"train": "file:///nowhere/train.jsonl"})
     with pytest.raises(ConfigError) as refused:
-        job_from_mapping(content, source="job", base=tmp_path)
+        load_job(content, source="job", base=tmp_path)
     told = {mistake.field: str(mistake) for mistake in refused.value.mistakes}
     assert said in told["model"]
     assert "there is nothing there" in told["tasks.train"]
@@ -103,7 +103,7 @@ def test_what_is_wrong_with_content_is_said_of_its_url(s3, tmp_path, cache):
     s3.files.pipe_file(f"{url}/train.jsonl", b'{"prompt": ""}\n')
     content = _job(tmp_path, model=f"{url}/model", tasks={"train": f"{url}/train.jsonl"}, run_dir="runs")
     with pytest.raises(ConfigError) as refused:
-        job_from_mapping(content, source="job", base=tmp_path)
+        load_job(content, source="job", base=tmp_path)
     said = str(refused.value)
     assert f"model: {url}/model has no .safetensors weights" in said
     assert f"{url}/train.jsonl" in said

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
-from areal_async.trajectory import Episode, EpisodeBuilder, Sampling, pack, row_profile, row_sizes
+from areal_async.trajectory import Call, Episode, EpisodeBuilder, Sampling, pack, row_profile, row_sizes
 from areal_async.trajectory.verdicts import Parts
 from tests.unit.families import config_of
 from trainer_service.data.rows import TrainingRow, row_of
@@ -121,8 +121,7 @@ def synthetic_batch(
                     (-np.log(len(SYMBOLS)) + 0.3 * rng.standard_normal(n)).astype(np.float32),
                     versions,
                     parent=root,
-                    sampling=Sampling(temperature=temperature, max_new_tokens=8),
-                    finish_reason="stop",
+                    call=Call(sampling=Sampling(temperature=temperature, max_new_tokens=8)),
                 )
             episode = builder.build()
             blobs[episode.episode_id] = pack(episode)

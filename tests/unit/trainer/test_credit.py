@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from areal_async.rpc.messages import Batch, BatchGroup
-from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack
+from areal_async.trajectory import Call, EpisodeBuilder, Sampling, SegmentKind, pack
 from areal_async.trajectory.layout import SegmentFlag
 from areal_async.trajectory.verdicts import Parts
 from tests.unit.trainer.conftest import entry_of
@@ -32,8 +32,7 @@ def agents_episode(sample, *, rewards, states, flag=SegmentFlag.TERMINAL, train=
             [-2.0] * count,
             0,
             parent=last,
-            sampling=Sampling(temperature=1.0 if train else 0.0),
-            finish_reason="stop",
+            call=Call(sampling=Sampling(temperature=1.0 if train else 0.0)),
             turn=turn,
             mask=None if train else np.zeros(count, np.uint8),
         )

@@ -23,7 +23,7 @@ from areal_async.models.files import Mixture, mixture_of
 from areal_async.models.routers import routers_of, tried
 from areal_async.rpc.messages import Batch, BatchGroup
 from areal_async.service.record import read_run_log
-from areal_async.trajectory import EpisodeBuilder, Sampling, pack, pack_routes, unpack
+from areal_async.trajectory import Call, EpisodeBuilder, pack, pack_routes, unpack
 from areal_async.trajectory.layout import ROUTES, Units
 from areal_async.weights.pieces import whole_tensors
 from tests.unit.families import FAMILIES, VOCABULARY, config_of
@@ -295,8 +295,7 @@ def recorded(folder: Path, out: Path, *, told: bool = True) -> Path:
                 logprobs,
                 0,
                 parent=builder.prompt(ids[:4]),
-                sampling=Sampling(),
-                finish_reason="stop",
+                call=Call(),
                 epoch=1,
             )
             builder.routes(segment, row.routes[:13].reshape(13, -1))
@@ -363,8 +362,7 @@ def test_units_after_an_update_within_their_answer_are_not_compared_over_older_r
         np.zeros(10, np.float32),
         np.repeat([0, 1], [3, 7]),
         parent=builder.prompt([5, 6]),
-        sampling=Sampling(),
-        finish_reason="stop",
+        call=Call(),
         epoch=1,
     )
     builder.routes(segment, np.zeros((11, LAYERS * CHOSEN), np.uint8))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, seen_by
+from areal_async.trajectory import Call, EpisodeBuilder, Sampling, SegmentKind, pack, seen_by
 from tests.golden.tables import Alone, episodes_of
 from tests.unit.trainer.conftest import entry_of
 from trainer_service.data.episode_rows import (
@@ -32,10 +32,13 @@ def _builder():
     return EpisodeBuilder("job", "t", "t#0", 0)
 
 
-def _sampled(builder, ids, parent, version=0, logprobs=None, temperature=1.0, **options):
+def _sampled(
+    builder, ids, parent, version=0, logprobs=None, temperature=1.0, logprobs_of="sampled", **options
+):
     logprobs = [-1.0 - i for i in range(len(ids))] if logprobs is None else logprobs
-    options = {"sampling": Sampling(temperature=temperature)} | options
-    return builder.sampled(ids, logprobs, version, parent=parent, finish_reason="stop", **options)
+    sampling = options.pop("sampling", Sampling(temperature=temperature))
+    call = Call(sampling=sampling, logprobs_of=logprobs_of)
+    return builder.sampled(ids, logprobs, version, parent=parent, call=call, **options)
 
 
 @st.composite

@@ -13,7 +13,7 @@ from areal_async.config.job import JobConfig
 from areal_async.models.files import is_mixture
 from areal_async.rpc.messages import Batch, BatchGroup
 from areal_async.service.record import read_run_log
-from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from areal_async.trajectory import Call, EpisodeBuilder, Sampling, pack
 from rollout_service.engines.local import Local
 from tests.unit.trainer import rank_process
 from tests.unit.trainer.conftest import entry_of
@@ -84,10 +84,8 @@ def episodes(
                     told.astype(np.float32),
                     versions(step, n),
                     parent=parent,
-                    sampling=how,
-                    finish_reason="stop",
+                    call=Call(sampling=how, logprobs_of=logprobs_of),
                     epoch=epoch,
-                    logprobs_of=logprobs_of,
                 )
                 path = np.concatenate((path, ids))
             episode = builder.build()

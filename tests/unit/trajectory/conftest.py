@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from areal_async.trajectory import Episode, EpisodeBuilder, EpisodeLimits, Sampling, SegmentKind
+from areal_async.trajectory import Call, Episode, EpisodeBuilder, EpisodeLimits, Sampling, SegmentKind
 from areal_async.trajectory.layout import DEFAULT_LIMITS, SegmentFlag, Units
 
 
@@ -90,8 +90,10 @@ def histories(draw: st.DrawFn, max_segments: int = 8) -> History:
                 call.logprobs,
                 call.versions,
                 parent=parent,
-                sampling=draw(_samplings),
-                finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+                call=Call(
+                    sampling=draw(_samplings),
+                    finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+                ),
                 epoch=one if one_epoch else epochs,
                 agent=agent,
                 turn=turn,
@@ -130,7 +132,7 @@ def two_turns() -> EpisodeBuilder:
     builder = EpisodeBuilder("job", "abcdef01:3:0", "abcdef01:3:0#1", 2, attempt=1)
     prompt = builder.prompt([11, 12, 13])
     first = builder.sampled(
-        [21, 22], [-0.5, -0.25], [4, 4], parent=prompt, sampling=sampling, finish_reason="stop", epoch=0
+        [21, 22], [-0.5, -0.25], [4, 4], parent=prompt, call=Call(sampling=sampling), epoch=0
     )
     tool = builder.observed(SegmentKind.TOOL, [31, 32], first, turn=1)
     second = builder.sampled(
@@ -138,13 +140,12 @@ def two_turns() -> EpisodeBuilder:
         np.array([-1.5, -0.125, -2.0]),
         np.array([5, 5, 6], np.int32),
         parent=tool,
-        sampling=sampling,
-        finish_reason="length",
+        call=Call(sampling=sampling, finish_reason="length"),
         epoch=[0, 0, 1],
         turn=1,
     )
     builder.sampled(
-        [51, 52], [-1.0, -3.0], 6, parent=prompt, sampling=sampling, finish_reason="abort", epoch=1
+        [51, 52], [-1.0, -3.0], 6, parent=prompt, call=Call(sampling=sampling, finish_reason="abort"), epoch=1
     )
     builder.reward(second, 0.5)
     builder.episode_reward("tests_passed", 0.75)
@@ -159,8 +160,8 @@ def two_turns() -> EpisodeBuilder:
 
 def add_call(builder: EpisodeBuilder, ids: Any, logprobs: Any, versions: Any = 0, **how: Any) -> int:
     """Add a sampled segment of the builder's first agent, which begins a tree unless `parent` is given."""
-    plain = {"parent": None, "sampling": Sampling(), "finish_reason": "stop"}
-    return builder.sampled(ids, logprobs, versions, **plain | how)
+    call = Call(sampling=how.pop("sampling", Sampling()))
+    return builder.sampled(ids, logprobs, versions, call=call, **{"parent": None} | how)
 
 
 def one_call(ids: Any, logprobs: Any, versions: Any = 0, **how: Any) -> Episode:

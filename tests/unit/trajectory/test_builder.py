@@ -119,7 +119,6 @@ def test_columns_that_do_not_fit_the_ids_are_refused_and_nothing_is_added(builde
         lambda b: add_call(b, [1], [-1e300], 0),
         lambda b: add_call(b, [1], [-1.0], -1),
         lambda b: add_call(b, [1], [-1.0], 0, epoch=-1),
-        lambda b: add_call(b, [1], [-1.0], 0, policy=1),
         lambda b: add_call(b, [1], [-1.0], 0, agent=7),
         lambda b: add_call(b, [1], [-1.0], 0, mask=[2]),
         lambda b: b.reward(b.prompt([1]), math.inf),
@@ -190,7 +189,6 @@ def test_an_episode_of_one_answer_is_what_the_check_of_any_episode_makes_of_it(h
         {"versions": (-2, -2), "mask": [0, 0]},
         {"mask": [1, 2]},
         {"epoch": -1},
-        {"policy": 1},
         {"agent": 1},
         {"turn": -1},
         {"parent": 1},
@@ -229,12 +227,12 @@ def test_what_is_built_cannot_be_changed(two_turns):
             array[0] = 0
 
 
-def test_a_call_takes_the_policy_of_its_agent_unless_told():
+def test_a_call_takes_the_policy_of_its_agent():
     b = EpisodeBuilder("j", "t", "g", 0, policies=("a", "b"), agents=(("x", 0), ("y", 1)))
-    for agent, policy in ((0, None), (1, None), (1, 0)):
-        add_call(b, [1], [-1.0], agent=agent, policy=policy)
+    for agent in (0, 1):
+        add_call(b, [1], [-1.0], agent=agent)
     calls = b.build().header.calls
-    assert calls == [Call(i, p, Sampling(), "stop", "sampled") for i, p in enumerate((0, 1, 0))]
+    assert calls == [Call(i, p, Sampling(), "stop", "sampled") for i, p in enumerate((0, 1))]
     assert (b.agent("y"), b.agent("y", 1), b.agent("z", 1)) == (1, 1, 2)
     with pytest.raises(InvariantError, match="agent 'y' speaks for b"):
         b.agent("y", 0)

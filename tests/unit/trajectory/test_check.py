@@ -19,7 +19,7 @@ from areal_async.trajectory import (
     pack,
     unpack,
 )
-from areal_async.trajectory.episode import LOGPROB_SLACK, SHORT_UNITS
+from areal_async.trajectory.episode import LOGPROB_SLACK
 from areal_async.trajectory.layout import Agent, Media, Segments, Units
 from tests.unit.trajectory.conftest import add_call, with_columns
 
@@ -288,6 +288,6 @@ def test_an_episode_with_nothing_sampled_has_no_versions_and_no_epochs():
 def test_a_long_episode_is_checked_as_a_short_one_is(change, named):
     builder = EpisodeBuilder("job", "t", "g", 0)
     prompt = builder.prompt([1, 2, 3])
-    add_call(builder, [7] * SHORT_UNITS, [-0.5] * SHORT_UNITS, 4, parent=prompt)
+    add_call(builder, [7] * 128, [-0.5] * 128, 4, parent=prompt)
     with pytest.raises(InvariantError, match=named):
         rebuilt(builder.build(), **change)
