@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -38,7 +37,7 @@ from areal_async.base.own_files import (
 from areal_async.base.processes import kill_processes_of, start_of
 from areal_async.base.topology import OnHost, RunHost
 from areal_async.config.job import JobConfig
-from areal_async.launch.one_host import HERE, SHM_ROOT, make_host
+from areal_async.launch.one_host import HERE, SHM_ROOT, volatile_host
 from areal_async.rpc.secret import ROLES, RunSecret
 from areal_async.service.context import keys_file
 from areal_async.service.record import holds_results
@@ -278,13 +277,10 @@ def _clear(run_dir: Path) -> None:
 
 def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFolders:
     run_id = secrets.token_hex(6)
-    name = f"areal-{os.getuid()}-{run_id}"
-    usable = shm_root.is_dir() and os.access(shm_root, os.W_OK | os.X_OK)
-    shm_dir = (shm_root if usable else Path(tempfile.gettempdir())) / f"{name}-shm"
-    host = make_host(HERE, run_dir=run_dir, socket_dir=Path(tempfile.gettempdir()) / name, shm_dir=shm_dir)
-    socket_dir = Path(host.socket_dir)
+    host = volatile_host(HERE, run_id, shm_root, run_dir=run_dir)
+    socket_dir, shm_dir = Path(host.socket_dir), Path(host.shm_dir)
     pid = os.getpid()
-    record = msgspec.json.encode(Owner(pid, start_of(pid), job.job, run_id, str(socket_dir), str(shm_dir)))
+    record = msgspec.json.encode(Owner(pid, start_of(pid), job.job, run_id, host.socket_dir, host.shm_dir))
     os.ftruncate(lock_fd, 0)
     os.pwrite(lock_fd, record, 0)
     for folder in (socket_dir, shm_dir):
