@@ -7,8 +7,9 @@ back, and the rest would not be busy. A change is of a quarter of the workers, a
 
 Each change is on trial over a span of the same length as the one before it. Added workers stay if the steps
 per second rose by `WORTH`; removed ones stay away unless the steps per second fell by as much; else the
-change is taken back, and not tried again for a while, which doubles (`Hold`). So it does if workers are needed again
-that could be spared a while ago: batches that lie ready hide for some steps that workers are missing.
+change is taken back, and not tried again for a while, which doubles (`Hold`). So it does if workers are
+needed again that could be spared a while ago: batches that lie ready hide for some steps that workers are
+missing.
 
 Workers that vanish with their node are replaced at once. Those that joined and never came to serve have no
 room: no more are requested, for a while that doubles too.

@@ -68,17 +68,15 @@ class StatusClients:
         if topology is not self._seen:
             self._seen, self._places = topology, {place.name: place for place in topology.services}
         place = self._places.get(name) or topology.place(name)
-        client = self._clients.pop(name, None)
-        is_new = client is None
-        if client is None:
-            client = Client(
-                Address(place.status, place.role),
-                job=self._job,
-                role="supervisor",
-                name="monitor",
-                access=self._access,
-                max_part_bytes=MAX_PART_BYTES,
-            )
+        is_new = name not in self._clients
+        client = self._clients.pop(name, None) or Client(
+            Address(place.status, place.role),
+            job=self._job,
+            role="supervisor",
+            name="monitor",
+            access=self._access,
+            max_part_bytes=MAX_PART_BYTES,
+        )
         client.address.move(place.status)
         try:
             if is_new:
@@ -143,7 +141,7 @@ class Monitor:
             asyncio.run_coroutine_threadsafe(self._look(LOOK_S), self._loop).result(2 * LOOK_S)
 
     async def metrics(self, name: str) -> bytes:
-        """What `StatusClients.metrics` says, for another loop. Raises PeerGone once this has ended."""
+        """Return `StatusClients.metrics`, for another loop. Raises PeerGone once this has ended."""
         if self._loop.is_closed():
             raise PeerGone("The run is not watched any more.")
         return await asyncio.wrap_future(

@@ -3,9 +3,9 @@
 
 Both sides begin with one thread for each rank and each engine. The side that is busier by more than `BAND`
 gets one thread more: from the unused cores, or else from the other side. Each split is on trial, as a number
-of workers is (`autoscale.py`): it is kept if the steps per second rose by `WORTH`, and is taken back otherwise;
-then that side gets no further thread for a while, which doubles each time. So a job in balance is left alone,
-and a job that changes is followed.
+of workers is (`autoscale.py`): it is kept if the steps per second rose by `WORTH`, and is taken back
+otherwise; then that side gets no further thread for a while, which doubles each time. So a job in balance is
+left alone, and a job that changes is followed.
 """
 
 from __future__ import annotations
