@@ -1,5 +1,5 @@
-"""Runs whose folder, or whose checkpoints, lie in a store: claimed, mirrored while they run, and brought
-here.
+"""Runs with their folder, or their checkpoints, in a store: they are claimed, mirrored while they run, and
+fetched.
 
 The lock of a run folder is one host's. What keeps two hosts apart is the mark of a mirror: whoever resumes a
 run that another host seems to run watches that mark for `WATCH_S`, and gives up where it still changes.
@@ -29,12 +29,13 @@ from areal_async.storage.urls import is_url, joined, local_path, url_problem
 WATCH_S = 3 * EVERY_S
 INTERRUPTED_S = 60.0  # The longest that a run which did not finish is mirrored at its end
 OF_THIS_HOST = frozenset({LOCK, TOPOLOGY, "buffer", *BY_TRAINER})
-"""Of a run folder what is not mirrored: its lock and its processes' places; the buffer's Redis files, which
-are whole together or not at all, and whose content is in each checkpoint; what the trainer puts there."""
+"""Entries of a run folder that are not mirrored: its lock and its processes' places; the buffer's Redis
+files, which are whole together or not at all, and are in each checkpoint; files that the trainer writes
+there."""
 WORK = frozenset({"checkpoints", "model", "adapter", "batches"})
 """Folders that are deleted only when asked."""
 TO_RESUME = frozenset({"job.yaml", "metrics.jsonl", "published.jsonl", "buffer-node.json"})
-"""What goes beside the checkpoints of a run whose own folder is on this host alone."""
+"""Files that are stored beside the checkpoints of a run with its own folder on this host alone."""
 
 log = get_logger("supervisor")
 
@@ -64,7 +65,7 @@ def mirrored(job: JobConfig, run_dir: Path, *, overwrite: bool, resume: bool) ->
 
 
 def _places(job: JobConfig) -> dict[str, Callable[[str], bool]]:
-    """Where what of the run's folder is mirrored to: URL → whether a file is, by its name."""
+    """Return the URLs that the run's folder is mirrored to, each with a test for the names of files."""
     run, store = run_url(job), store_url(job)
     places: dict[str, Callable[[str], bool]] = {}
     if run is not None:
