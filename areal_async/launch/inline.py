@@ -25,20 +25,16 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from operator import attrgetter
 from types import FrameType, TracebackType
 from typing import TypeVar
 
 from pydantic import BaseModel
 
-from areal_async.base.errors import FaultError, RunError, RunFailed
+from areal_async.base.errors import FaultError, RunFailed
 from areal_async.base.log import get_logger
-from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.base.processes import RUN_VARIABLE, kill_processes_of
 from areal_async.base.topology import Role
-from areal_async.config.cluster import ClusterConfig
 from areal_async.config.devices import first_threads
-from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
 from areal_async.config.registry import forget_own_parts
@@ -67,34 +63,6 @@ CANCEL = signal.SIGURG  # By itself it does nothing, and hardly any program has 
 M = TypeVar("M", bound=BaseModel)
 
 log = get_logger("supervisor")
-
-
-def check_inline(job: JobConfig, cluster: ClusterConfig | None = None, *, source: str) -> None:
-    """Raise `ConfigError` with every reason why `job` cannot be in one process, and `RunError` outside the
-    main thread."""
-    mistakes = []
-    fields = {"trainer.ranks": 1, "rollout.workers": 1, "rollout.replicas": 1, "rollout.autoscale.max": 0}
-    for field, only in fields.items():
-        if (value := attrgetter(field)(job)) > only:
-            problem = f"it is {value}, and an inline run has one trainer, one worker and one engine"
-            mistakes.append((field, problem, f"Set it to {only}"))
-    engines = {evaluation_engine(job): "evaluation.engine", job.rollout.engine: "rollout.engine"}
-    for engine, field in engines.items() if job.kind == "rl" else ():
-        if engine_part(engine).is_server:
-            mistakes.append((field, f"{engine} is a server, a process of its own", "Set it to local"))
-    if job.policies:
-        problem = f"{len(job.policies)} policies have a trainer each, and an inline run has one"
-        mistakes.append(("policies", problem, "Keep one of them"))
-    if job.placement.pretend:
-        mistakes.append(("placement.pretend", "an inline run is one process on one host", "Remove it"))
-    if cluster is not None:
-        mistakes.append(("--cluster", "an inline run is one process of this machine", "Leave it out"))
-    if mistakes:
-        raise ConfigError(
-            source, [Mistake(f, why, f"{fix}, or run without --inline") for f, why, fix in mistakes]
-        )
-    if threading.current_thread() is not threading.main_thread():
-        raise RunError("an inline run has its trainer in the main thread: call it there.")
 
 
 def without_limits(job: JobConfig) -> JobConfig:

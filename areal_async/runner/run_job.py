@@ -47,7 +47,7 @@ from areal_async.launch.aggregator import DropReport, RunStatus, StatusAggregato
 from areal_async.launch.autoscale import ScaleChange
 from areal_async.launch.buffer_files import recover_here
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
-from areal_async.launch.inline import InlineRun, check_inline
+from areal_async.launch.inline import InlineRun
 from areal_async.launch.launcher import Launcher
 from areal_async.launch.lifecycle import Ending
 from areal_async.launch.load import LoadLog
@@ -61,7 +61,7 @@ from areal_async.launch.plan import (
     supervisor_port,
     with_channel,
 )
-from areal_async.launch.preflight import check_for_cluster, check_machine
+from areal_async.launch.preflight import check_for_cluster, check_inline, check_machine
 from areal_async.launch.stored_runs import mirrored
 from areal_async.launch.summary import failure_text, summarise
 from areal_async.launch.supervisor import RunHooks, Supervisor
