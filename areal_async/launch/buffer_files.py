@@ -34,9 +34,7 @@ CONFIRMED = "confirmed"  # File of the buffer with the newest revision that Redi
 PIECE_BYTES = 1 << 20  # Most bytes of files in one answer
 KEPT_S = 14 * 24 * 3600.0
 """Seconds that a node keeps the files of a run that nobody resumes."""
-ORDERLY_S = (
-    12.0  # In which processes of a run whose supervisor was killed end by themselves; then they are killed
-)
+ORDERLY_S = 12.0  # Time for processes without a supervisor to end by themselves; then they are killed
 ENDING_S = 60.0  # Longest wait for them to be gone; those that did not end are killed meanwhile
 LOOK_S = 0.05
 FOLDER = re.compile(r"areal-(?P<uid>\d+)-(?P<run_id>[0-9a-f]+)-run")
@@ -92,9 +90,9 @@ class LeftFiles:
         self.close()
 
     def close(self) -> None:
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        lock_fd, self._lock_fd = self._lock_fd, None
+        if lock_fd is not None:
+            os.close(lock_fd)
 
     def _wait_for_end(self, run_id: str) -> None:
         """Wait until no process of that run lives, and no Redis has the lock that it holds while it does."""
@@ -119,13 +117,12 @@ class LeftFiles:
         there = self._folder / BUFFER
         if not there.is_dir():
             return True
-        lock_fd = os.open(there / "redis.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock_fd = os.open(there / "redis.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(lock_fd)
+            self.close()
             return False
-        self._lock_fd = lock_fd
         return True
 
 
@@ -155,10 +152,9 @@ def fetch_buffer(run_dir: Path, pull: Callable[[dict[str, int]], list[FileNews]]
                 fresh.mkdir(mode=0o700, exist_ok=True)
                 append_beneath(fresh, _name_in(BUFFER, piece), piece.data)
                 have[piece.name] = piece.offset + len(piece.data)
-        for path in fresh.rglob("*"):  # their only other copy is removed next
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+        for path in filter(Path.is_file, fresh.rglob("*")):  # their only other copy is removed next
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         if have:
             shutil.rmtree(run_dir / BUFFER, ignore_errors=True)
             fresh.rename(run_dir / BUFFER)
