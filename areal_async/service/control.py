@@ -1,8 +1,8 @@
-"""What a service says of itself to whoever asks: the answer to the request `Status`.
+"""The status of a service: its answer to the request `Status`.
 
 Promises: every service of a run answers at an endpoint of its own, from before its own code runs, and from a
-thread of its own, so that it answers while it computes; what it says are typed fields that it fills itself,
-so that a metric or a log line may change its name.
+thread of its own, so that it answers while it computes; the answer has typed fields that the service fills
+itself, so that a metric or a log line may change its name.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ControlServer:
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
     def start(self) -> None:
-        """Raises `EndpointError` where the endpoint cannot be served."""
+        """Serve the endpoint. Raises `EndpointError` if that cannot be done."""
         self._thread.start()
         self._started.result(START_WAIT_S)
 
@@ -72,7 +72,7 @@ class ControlServer:
             self._thread.join(START_WAIT_S)
 
     def do(self, work: Coroutine[Any, Any, object]) -> None:
-        """Have its thread do this beside, as long as it runs. Any thread may ask."""
+        """Run a coroutine on its thread, as long as it runs. Any thread may call."""
         asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _run(self) -> None:
