@@ -51,15 +51,11 @@ def mirrored(job: JobConfig, run_dir: Path, *, overwrite: bool, resume: bool) ->
         for mirror in mirrors:
             _claim(mirror.url, overwrite=overwrite, resume=resume)
     finished = False
-
-    def end(mirror: Mirror) -> None:
-        _end(mirror, run_dir, finished)
-
     with ExitStack() as stack:
         for mirror in mirrors:
             with _as_run_errors():
                 mirror.start()
-            stack.callback(end, mirror)
+            stack.callback(lambda mirror=mirror: _end(mirror, run_dir, finished))
         yield
         finished = True
 
@@ -100,7 +96,7 @@ def _claim(url: str, *, overwrite: bool, resume: bool) -> None:
 
 
 def _watch(url: str, mark: MirrorMark) -> None:
-    """Raise `RunFolderError` where the mark of another host still changes."""
+    """Raise `RunFolderError` if the mark of another host still changes."""
     log.info("another host ran this job last; is it still?", host=mark.host, url=url, watched_s=WATCH_S)
     deadline_s = time.monotonic() + WATCH_S
     while time.monotonic() < deadline_s:
@@ -123,8 +119,8 @@ def _end(mirror: Mirror, run_dir: Path, finished: bool) -> None:
 
 
 def run_at(target: str | Path) -> Path:
-    """The run folder or job file that a command names: of a URL, the folder here into which what is there
-    was brought. Raises `RunFolderError`."""
+    """Return the run folder or job file that a command names; for a URL, the folder here into which its files
+    were fetched. Raises `RunFolderError`."""
     if not isinstance(target, str | Path):
         raise RunFolderError(f"{target!r:.80} is no run: give the path of its folder or its job file.")
     if isinstance(target, Path) or not is_url(target):
@@ -136,7 +132,7 @@ def run_at(target: str | Path) -> Path:
 
 
 def bring_run_of(job: JobConfig) -> None:
-    """Bring what the store of `job` has of its run, where its folder here is older or lost."""
+    """Fetch the files of the run of `job` from its store, if its folder here is older or lost."""
     folder = job.run_dir / job.job
     if (url := run_url(job)) is not None:
         bring_run(url, folder)
@@ -148,8 +144,8 @@ def bring_run_of(job: JobConfig) -> None:
 
 
 def bring_run(url: str, folder: Path) -> None:
-    """Have the run that is mirrored to `url` lie at `folder`, but for what its trainer fetches. A folder that
-    was mirrored from here last is as new, and stays. Raises `RunFolderError`."""
+    """Fetch the run that is mirrored to `url` into `folder`, except for the files that its trainer fetches. A
+    folder that was last mirrored from here is up to date, and stays. Raises `RunFolderError`."""
     with _as_run_errors(), private_files():
         there = mark_there(url)
         if there is None:
@@ -164,7 +160,8 @@ def bring_run(url: str, folder: Path) -> None:
 
 
 def has_checkpoint(run_dir: Path) -> bool:
-    """Whether the store of the job recorded in `run_dir` has a checkpoint of it. Raises `RunFolderError`."""
+    """Return whether the store of the job recorded in `run_dir` has a checkpoint of it. Raises
+    `RunFolderError`."""
     store = store_url(load_job(run_dir / "job.yaml", files=False))
     if store is None:
         return False
