@@ -96,8 +96,8 @@ class Ending:
     lived_s: float = 0.0
     deaths: int = 1  # How often the culprit, or its group, died within the window of the restart policy
     cause: str = ""
-    """How it died, in words, if more is known than its status; for a rank that did not serve, the other ranks
-    that did not."""
+    """Cause of its death, in words, if more is known than its status; for a rank that did not serve, the
+    other ranks that did not."""
 
 
 def in_order_of_cause(ended: Mapping[str, int]) -> list[str]:

@@ -115,6 +115,9 @@ class Run:
             values = now.ask(Status(), timeout_s=ANSWER_S).figures.run
             if values is not None:
                 return msgspec.convert(values, RunStatus)
+        return self._from_records()
+
+    def _from_records(self) -> RunStatus:
         aggregator = StatusAggregator(self.job, [], 0.0)
         aggregator.read(read_run_log(self.folder / "metrics.jsonl"))
         return aggregator.status(0.0)

@@ -1,4 +1,4 @@
-"""How a run ended: the paragraph that explains a failure, and the numbers of `summary.json`."""
+"""The end of a run: the paragraph that explains a failure, and the numbers of `summary.json`."""
 
 from __future__ import annotations
 

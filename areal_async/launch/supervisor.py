@@ -99,7 +99,7 @@ class Supervisor:
         self._launcher = launcher or LocalLauncher(job, folders)
         self.services = self._launcher.begin(job, services_of(job, modules))
         self.topology = self._publish()
-        """Where everything is. Any thread may read it; it is replaced as a whole."""
+        """Places of all services. Any thread may read it; it is replaced as a whole."""
         self.lifecycle = Lifecycle(self.services, ready_limit_s(job), job.supervisor.restart_policy())
         self.children: dict[str, Child] = {}
         self._lines = Lines(self._hang_s)
