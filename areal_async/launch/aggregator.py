@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -94,6 +94,13 @@ class Progress:
         self.first: Accuracy | None = None  # Of the earliest version
         self.last: Accuracy | None = None  # Of the latest version
         self._times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
+
+    def read(self, records: Iterable[Mapping[str, Any]]) -> Self:
+        """Take in records of metrics.jsonl."""
+        for record in records:
+            with suppress(msgspec.ValidationError):  # of a kind that is not shown
+                self.feed(msgspec.convert(record, RunRecord))
+        return self
 
     def feed(self, record: RunRecord) -> None:
         if record.policy not in ("", self._policy):
@@ -296,11 +303,7 @@ class StatusAggregator:
 
     def read(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Set the progress of the run from its whole metrics.jsonl, earlier lives included."""
-        progress = Progress(self._job.policy)
-        for record in records:
-            with suppress(msgspec.ValidationError):  # of a kind that is not shown
-                progress.feed(msgspec.convert(record, RunRecord))
-        self._progress = progress
+        self._progress = Progress(self._job.policy).read(records)
 
     def feed_status(self, name: str, status: ServiceStatus, now_s: float) -> None:
         """Take the status that service `name` reported at `now_s`."""

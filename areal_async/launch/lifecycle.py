@@ -108,7 +108,7 @@ def in_order_of_cause(ended: Mapping[str, int]) -> list[str]:
 
 @dataclass
 class Lifecycle:
-    services: Sequence[ServicePlace]
+    begun_with: Sequence[ServicePlace]
     ready_limit_s: float
     restarts: RestartPolicy = NO_RESTARTS
     ending: Ending | None = None
@@ -122,11 +122,15 @@ class Lifecycle:
     def __post_init__(self) -> None:
         groups: dict[str, Restarts] = {}  # One count for all ranks of a trainer
         self.states = {}
-        for place in self.services:
+        for place in self.begun_with:
             restarts = Restarts(self.restarts)
             if place.role == "trainer":
                 restarts = groups.setdefault(place.policy, restarts)
             self.states[place.name] = ServiceState(place, restarts)
+
+    @property
+    def services(self) -> list[ServicePlace]:
+        return [state.place for state in self.states.values()]
 
     @property
     def stopping(self) -> bool:
@@ -187,7 +191,6 @@ class Lifecycle:
 
     def join(self, place: ServicePlace, now_s: float) -> list[Action]:
         """Take in another service of the running job; it starts as soon as the buffer serves."""
-        self.services = [*self.services, place]
         self.states[place.name] = ServiceState(place, Restarts(self.restarts), unproven=True)
         ready = all(map(self._served, awaited_first(self.services)))
         return self._start([place.name], now_s) if ready else []
@@ -205,7 +208,6 @@ class Lifecycle:
 
     def forget(self, name: str) -> None:
         """Take out a service that is gone."""
-        self.services = [place for place in self.services if place.name != name]
         del self.states[name]
 
     def interrupt(self, now_s: float) -> list[Action]:

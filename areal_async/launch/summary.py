@@ -7,7 +7,6 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +210,7 @@ def _of_episodes(
         "held_out_rewards_start": first.get("rewards") or {},
         "held_out_rewards_end": last.get("rewards") or {},
         "unscored_end": last.get("unscored"),
-        "warning": _warning(job, records),
+        "warning": Progress(job.policy).read(records).warning,
         "self_check": {name: check.get(name) for name in SELF_CHECK_FIELDS} if check else None,
     }
 
@@ -225,14 +224,6 @@ def _stopped(job: JobConfig, done: int, accuracy: float | None) -> str:
         field, (low, high) = f"{job.kind}.stop_between", wanted
         return f"held-out accuracy {accuracy:.3f} lies within {field}, {low:g} to {high:g}"
     return f"all passes over the training file are done (tasks.passes: {job.tasks.passes})"
-
-
-def _warning(job: JobConfig, records: Sequence[Record]) -> str:
-    progress = Progress(job.policy)
-    for record in records:
-        with suppress(msgspec.ValidationError):  # of a kind that is not shown
-            progress.feed(msgspec.convert(record, RunRecord))
-    return progress.warning
 
 
 def _of_policies(

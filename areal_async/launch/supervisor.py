@@ -97,10 +97,10 @@ class Supervisor:
         self.job = job
         self.folders = folders
         self._launcher = launcher or LocalLauncher(job, folders)
-        self.services = self._launcher.begin(job, services_of(job, modules))
+        services = self._launcher.begin(job, services_of(job, modules))
+        self.lifecycle = Lifecycle(services, ready_limit_s(job), job.supervisor.restart_policy())
         self.topology = self._publish()
         """Places of all services. Any thread may read it; it is replaced as a whole."""
-        self.lifecycle = Lifecycle(self.services, ready_limit_s(job), job.supervisor.restart_policy())
         self.children: dict[str, Child] = {}
         self._lines = Lines(self._hang_s)
         self.metrics_ports: dict[str, int] = {}
@@ -140,16 +140,19 @@ class Supervisor:
         assert self.lifecycle.ending is not None
         return self.lifecycle.ending
 
+    @property
+    def services(self) -> list[ServicePlace]:
+        return self.lifecycle.services
+
     def phases(self) -> dict[str, str]:
         """Return the phase of each service, in words, by its name. Any thread may call."""
         return {name: state.shown for name, state in list(self.lifecycle.states.items())}
 
     def _observe(self) -> None:
         """Tell the lifecycle of all events since the last look."""
-        for name in self.lifecycle.alive():
-            child = self.children[name]
-            starting = self.lifecycle.states[name].phase is Phase.STARTING
-            if starting and (report := child.ready_report()) is not None:
+        for name, state in list(self.lifecycle.states.items()):
+            if state.phase is Phase.STARTING and (report := self.children[name].ready_report()) is not None:
+                child = self.children[name]
                 self.metrics_ports[name] = int(report["metrics_port"])
                 log.info("service serves", service=name, pid=child.pid)
                 events.record("ready", service=name, service_pid=child.pid)
@@ -160,9 +163,11 @@ class Supervisor:
         self._apply(self.lifecycle.tick(time.monotonic()))
         self._socket.carry_out(self._change_by_hand)
         if not self.lifecycle.stopping:
-            tended = self._launcher.tend(time.monotonic(), calm=self.lifecycle.all_serve())
-            if moved := {place.name: place for place in tended}:
-                self.services = [moved.get(place.name, place) for place in self.services]
+            moved = self._launcher.tend(time.monotonic(), calm=self.lifecycle.all_serve())
+            for place in moved:
+                if place.name in self.lifecycle.states:
+                    self.lifecycle.states[place.name].place = place
+            if moved:
                 self.topology = self._publish()
         for name in [name for name, state in self.lifecycle.states.items() if state.gone]:
             self._forget(name)
@@ -226,7 +231,6 @@ class Supervisor:
             joining, leaving = workers_to_change(staying, asked.workers, self._modules["rollout"], is_taken)
         joining = [self._launcher.join(place) for place in joining]
         for place in joining:
-            self.services = [*self.services, place]
             self._apply(self.lifecycle.join(place, now_s))
             events.record("joined", service=place.name)
         ends = {}
@@ -255,12 +259,9 @@ class Supervisor:
         if self._autoscaler is None or self.lifecycle.stopping or not self._told_serving:
             return
         staying, states = [place.name for place in self._staying()], self.lifecycle.states
-        change = self._autoscaler.look(
-            {name for name in staying if states[name].phase is Phase.SERVING},
-            workers=len(staying),
-            leave=len(self._leaving),
-            never_came=self._never_came,
-        )
+        serving = {name for name in staying if states[name].phase is Phase.SERVING}
+        leave, never_came = len(self._leaving), self._never_came
+        change = self._autoscaler.look(serving, workers=len(staying), leave=leave, never_came=never_came)
         if change is None:
             return
         told = dataclasses.asdict(change)
@@ -281,7 +282,6 @@ class Supervisor:
         state, entry = self.lifecycle.states[name], self._leaving.pop(name, None)
         log.info("worker is gone", service=name, status=state.status)
         events.record("left", service=name, status=state.status)
-        self.services = [place for place in self.services if place.name != name]
         child = self.children.pop(name, None)
         self.metrics_ports.pop(name, None)
         self.lifecycle.forget(name)
@@ -349,13 +349,13 @@ class Supervisor:
                 getattr(self.children[action.name], action.do)()
 
     def _start(self, name: str) -> None:
-        place = next(place for place in self.services if place.name == name)
+        state = self.lifecycle.states[name]
         if name in self.children:
             self.children[name].close()
-        served_before = self.lifecycle.states[name].served_before
-        child = self.children[name] = self._launcher.start(place, served_before=served_before)
-        self._lines.started(place, child)
-        self.metrics_ports[name] = place.metrics_port
+        child = self._launcher.start(state.place, served_before=state.served_before)
+        self.children[name] = child
+        self._lines.started(state.place, child)
+        self.metrics_ports[name] = state.place.metrics_port
         RESTARTS.labels(name)  # 0 until it dies: a rate needs both
         events.record("started", service=name, service_pid=child.pid)
 
