@@ -156,11 +156,11 @@ class ProcessHost:
     def _end(self) -> None:
         """Kill the process and all that it has started. Others of the run on this node have other marks."""
         self.kill()
-        deadline_s = time.monotonic() + SWEEP_S
-        while kill_processes_of(self._mark) and time.monotonic() < deadline_s:
+        child, deadline_s = self._child, time.monotonic() + SWEEP_S
+        while kill_processes_of(self._mark) or (child is not None and child.poll() is None):
+            if time.monotonic() > deadline_s:
+                return
             time.sleep(LOOK_S)
-        if self._child is not None:
-            self._child.poll()
 
     @property
     def _mark(self) -> str:
