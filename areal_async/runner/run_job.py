@@ -13,9 +13,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import BufferStats, Stats
 from areal_async.rpc.secret import RoleKeys
-from areal_async.service.record import RunLog, as_it_became, read_run_log
+from areal_async.service.record import RECORDS, RunLog, as_it_became, read_run_log
 from areal_async.show.loggers import watched_by_loggers
 from areal_async.show.view import PlainLines, RunConsole, open_view
 from areal_async.storage.urls import url_of
@@ -117,6 +116,8 @@ class _Life:
     folders: RunFolders
     run_log: RunLog
     lines: PlainLines
+    port: int
+    """Port of this process's metrics."""
     resumed_by: str
     """Command that resumes the run."""
     started_s: float = field(default_factory=time.monotonic)
@@ -170,22 +171,21 @@ def run_job(
     cluster_file: Path | None = None,
     inline: bool = False,
 ) -> RunResult:
-    """Run `job`, or with `resume` go on with its run, and return once it is done; must be called in the main
-    thread. Without a `cluster` all of it runs on this machine; `cluster_file` is the cluster's file, for
-    messages. `inline`: all roles in this process (`launch/inline.py`), and an error of one is raised as is.
+    """Run `job`, or resume its run, and return once it and all its processes have ended. Call it in the main
+    thread. Without a `cluster` all of it runs on this machine; `cluster_file` is named in messages. `inline`:
+    all roles in this process (`launch/inline.py`), and an error of one is raised as it is.
 
-    Everything it starts has ended when it returns or raises. Raises `ConfigError` when the machine cannot
-    run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`.
-    """
+    Raises `ConfigError` if the machine cannot run the job, `RunFolderError`, `RunFailed`, `RunInterrupted`."""
     console = console or RunConsole()
     raise_file_limit()
     check_start(job, modules=modules, cluster=cluster, inline=inline)
-    if cluster is not None and cluster.launcher == "ray":
+    if on_cluster := cluster is not None and cluster.launcher == "ray":
         job = on_any_ports(job)
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
     run_dir, name = folders.run_dir, "inline" if inline else "supervisor"
     lines = PlainLines(console, policy=job.policy, steps=job.trainer.steps)
     are_shown = inline or plain or not console.is_terminal
+    by = f" --cluster {cluster_file}" if cluster_file is not None else ""
 
     def on_line(line: bytes) -> None:
         if are_shown:
@@ -194,40 +194,28 @@ def run_job(
             lines.flush()
 
     try:
-        with ExitStack() as stack:
-            stack.enter_context(private_files())
-            stack.enter_context(mirrored(job, run_dir, overwrite=overwrite, resume=resume))
-            stack.enter_context(_logged_to(folders.logs / f"{name}.log", job))
+        with (
+            private_files(),
+            mirrored(job, run_dir, overwrite=overwrite, resume=resume),
+            _logged_to(folders.logs / f"{name}.log", job),
+            RunLog(run_dir / RECORDS, on_line) as run_log,
+            serve_metrics(supervisor_port(job, services_of(job, modules))) as port,
+            watched_by_loggers(job, run_dir),
+        ):
             # A finished run that goes on with more steps is not finished from here on.
             (run_dir / "summary.json").unlink(missing_ok=True)
             if job.observe.event_log:
                 open_events(run_dir, "supervisor")
-            if cluster is None or cluster.launcher == "local":
+            if not on_cluster:
                 recover_here(run_dir)
-            run_log = stack.enter_context(RunLog(run_dir / "metrics.jsonl", on_line))
-            port = stack.enter_context(serve_metrics(supervisor_port(job, services_of(job, modules))))
-            stack.enter_context(watched_by_loggers(job, run_dir))
             watch_disk(run_dir)
             run_log.write("resume" if resume else "start")
-            resumed_by = f"areal-async resume {_short(run_dir)}"
-            if cluster_file is not None:
-                resumed_by += f" --cluster {cluster_file}"
-            life = _Life(job, folders, run_log, lines, resumed_by)
+            life = _Life(job, folders, run_log, lines, port, f"areal-async resume {_short(run_dir)}{by}")
             if inline:
-                result = _run_inline(life, port)
+                result = _run_inline(life)
             else:
-                launcher = _launcher(cluster, folders, console)
-                supervisor = partial(
-                    Supervisor,
-                    job,
-                    folders,
-                    launcher=launcher,
-                    records=run_log,
-                    modules=modules,
-                    metrics_port=port,
-                )
                 view = open_view(console, lines if are_shown else None)
-                result = _run(life, supervisor, view, LoadLog(run_log) if launcher is None else None)
+                result = _run(life, _launcher(cluster, folders, console), modules, view)
     finally:
         close_events()
         folders.release()
@@ -237,9 +225,9 @@ def run_job(
 
 def _run(
     life: _Life,
-    new_supervisor: Callable[..., Supervisor],
+    launcher: Launcher | None,
+    modules: Mapping[Role, str],
     view: AbstractContextManager[Callable[[RunStatus], None]],
-    load: LoadLog | None,
 ) -> RunResult:
     job, run_log = life.job, life.run_log
 
@@ -259,14 +247,20 @@ def _run(
         shown = f"from {change.before} to {change.workers} workers: {change.text}"
         record("scale", shown, **asdict(change))
 
-    supervisor = new_supervisor(
+    supervisor = Supervisor(
+        job,
+        life.folders,
+        launcher=launcher,
+        records=run_log,
+        modules=modules,
+        metrics_port=life.port,
         hooks=RunHooks(
             on_ending=on_ending,
             on_restart=lambda name, text: record("restart", text, service=name, text=text),
             on_death=lambda name, text: record("death", text, service=name, text=text),
             on_scale=on_scale,
             newest=lambda: monitor.newest,
-        )
+        ),
     )
     aggregator = StatusAggregator(job, list(supervisor.phases()), life.started_s)
     aggregator.read(read_run_log(run_log.path))  # of the lives before
@@ -277,7 +271,7 @@ def _run(
             phases=supervisor.phases,
             show=show,
             threads=ThreadSplit(job, len(os.sched_getaffinity(0))),
-            load=load,
+            load=LoadLog(run_log) if launcher is None else None,
         )
         board.figures = lambda: ServiceFigures(run=msgspec.to_builtins(monitor.newest))
         monitor.start()
@@ -287,15 +281,14 @@ def _run(
         finally:
             other_hosts.forget()
             monitor.stop()
-    busy = [aggregator.busy_while_training(name) for name in aggregator.names("rollout")]
-    shares = [share for share in busy if share]
+    shares = [busy for name in aggregator.names("rollout") if (busy := aggregator.busy_while_training(name))]
     return life.ended(ending, rollout_busy=sum(shares) / len(shares) if shares else None)
 
 
-def _run_inline(life: _Life, port: int) -> RunResult:
+def _run_inline(life: _Life) -> RunResult:
     host = life.folders.host
     labels = {"job": life.job.job, "service": "inline", "process": "inline", "host": host.node_id}
-    write_targets(life.folders.targets, [{"targets": [f"{host.loopback}:{port}"], "labels": labels}])
+    write_targets(life.folders.targets, [{"targets": [f"{host.loopback}:{life.port}"], "labels": labels}])
     run = InlineRun(
         life.job,
         life.folders,
