@@ -21,7 +21,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 
 from areal_async.base import events
 from areal_async.base.errors import FaultError
@@ -49,6 +48,7 @@ from areal_async.launch.plan import (
 )
 from areal_async.launch.rank_lines import Lines
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
+from areal_async.service.main import SignalHandler, ignore, signal_pipe
 from areal_async.service.record import RunLog
 
 TICK_S = 0.1
@@ -382,20 +382,13 @@ class Supervisor:
         write_targets(self.folders.targets, targets)
 
 
-def ignore(number: int, frame: FrameType | None) -> None:
-    """A Python handler must exist for the C handler to write to the pipe."""
-
-
 @contextmanager
-def caught_signals(
-    handler: Callable[[int, FrameType | None], None] = ignore, numbers: Sequence[int] = SIGNALS
-) -> Iterator[int]:
+def caught_signals(handler: SignalHandler = ignore, numbers: Sequence[int] = SIGNALS) -> Iterator[int]:
     """Yield a file descriptor that gets the number of each of these signals. They have no other effect than
     that of `handler` in the main thread."""
-    read_fd, write_fd = os.pipe()
-    os.set_blocking(write_fd, False)
-    old_wakeup_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    old_handlers = {number: signal.signal(number, handler) for number in numbers}
+    old_handlers = {number: signal.getsignal(number) for number in numbers}
+    old_wakeup_fd = signal.set_wakeup_fd(-1)
+    read_fd, write_fd = signal_pipe(numbers, handler)
     try:
         yield read_fd
     finally:

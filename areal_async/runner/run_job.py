@@ -173,16 +173,15 @@ def run_job(
 ) -> RunResult:
     """Run `job`, or resume its run, and return once it and all its processes have ended. Call it in the main
     thread. Without a `cluster` all of it runs on this machine; `cluster_file` is named in messages. `inline`:
-    all roles in this process (`launch/inline.py`), and an error of one is raised as it is.
-
-    Raises `ConfigError` if the machine cannot run the job, `RunFolderError`, `RunFailed`, `RunInterrupted`."""
+    all roles in this process (`launch/inline.py`), and an error of one is raised as it is. Raises
+    `ConfigError` if the machine cannot run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`."""
     console = console or RunConsole()
     raise_file_limit()
     check_start(job, modules=modules, cluster=cluster, inline=inline)
     if on_cluster := cluster is not None and cluster.launcher == "ray":
         job = on_any_ports(job)
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
-    run_dir, name = folders.run_dir, "inline" if inline else "supervisor"
+    run_dir = folders.run_dir
     lines = PlainLines(console, policy=job.policy, steps=job.trainer.steps)
     are_shown = inline or plain or not console.is_terminal
     by = f" --cluster {cluster_file}" if cluster_file is not None else ""
@@ -197,7 +196,7 @@ def run_job(
         with (
             private_files(),
             mirrored(job, run_dir, overwrite=overwrite, resume=resume),
-            _logged_to(folders.logs / f"{name}.log", job),
+            _logged_to(folders.logs / f"{'inline' if inline else 'supervisor'}.log", job),
             RunLog(run_dir / RECORDS, on_line) as run_log,
             serve_metrics(supervisor_port(job, services_of(job, modules))) as port,
             watched_by_loggers(job, run_dir),
@@ -446,9 +445,7 @@ def _episode_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _short(path: Path) -> str:
     if (url := url_of(path)) is not None:
         return url
-    with suppress(ValueError):
-        return str(path.relative_to(Path.cwd()))
-    return str(path)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def carry_out(request: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
@@ -154,8 +154,6 @@ def stop_on_signals(
     the main thread to leave native code, and could deadlock on the event's own lock. So a service must not
     use `loop.add_signal_handler`, which takes over that pipe.
     """
-    read_fd, write_fd = os.pipe()
-    os.set_blocking(write_fd, False)
 
     def listen() -> None:
         interrupts = 0
@@ -172,13 +170,25 @@ def stop_on_signals(
             with contextlib.suppress(RuntimeError):  # the loop may have closed meanwhile
                 loop.call_soon_threadsafe(ctx.stop.set)
 
-    def ignore(number: int, frame: FrameType | None) -> None:
-        """A Python handler must exist for the C handler to write to the pipe."""
-
-    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, ignore)
+    read_fd, _ = signal_pipe((signal.SIGTERM, signal.SIGINT))
     threading.Thread(target=listen, name="signals", daemon=True).start()
+
+
+def ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing: a Python handler must exist for the C handler to write to the pipe."""
+
+
+SignalHandler = Callable[[int, FrameType | None], None]
+
+
+def signal_pipe(numbers: Iterable[int], handler: SignalHandler = ignore) -> tuple[int, int]:
+    """Return both ends of a pipe that gets the number of each of these signals."""
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, handler)
+    return read_fd, write_fd
 
 
 def _end_later(grace_s: float) -> None:
