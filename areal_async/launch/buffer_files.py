@@ -144,21 +144,17 @@ def pieces_of(root: Path, paths: Iterable[Path], have: Mapping[str, int]) -> Ite
 def fetch_buffer(run_dir: Path, pull: Callable[[dict[str, int]], list[FileNews]]) -> bool:
     """Bring the files to the run's folder, all or none, and return whether there were any. Raises OSError,
     and `NotBeneath` for a file that is none of the buffer's."""
-    fresh, have = run_dir / f".{BUFFER}", dict[str, int]()
+    fresh = run_dir / f".{BUFFER}"
     shutil.rmtree(fresh, ignore_errors=True)
     try:
-        while pieces := pull(have):
-            for piece in pieces:
-                fresh.mkdir(mode=0o700, exist_ok=True)
-                append_beneath(fresh, _name_in(BUFFER, piece), piece.data)
-                have[piece.name] = piece.offset + len(piece.data)
+        found = _append_pieces(fresh, "", BUFFER, {}, pull)
         for path in filter(Path.is_file, fresh.rglob("*")):  # their only other copy is removed next
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        if have:
+        if found:
             shutil.rmtree(run_dir / BUFFER, ignore_errors=True)
             fresh.rename(run_dir / BUFFER)
-        return bool(have)
+        return found
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
@@ -167,20 +163,26 @@ def append_rest(run_dir: Path, part: Part, pull: Callable[[dict[str, int]], list
     """Append to the files of a part what was written after their last bytes came home, and return whether
     there was any. Raises as `fetch_buffer` does."""
     paths = [path for path in (run_dir / part).glob("*") if path.is_file()]
-    have, found = {f"{part}/{path.name}": path.stat().st_size for path in paths}, False
+    have = {f"{part}/{path.name}": path.stat().st_size for path in paths}
+    return _append_pieces(run_dir, f"{part}/", part, have, pull)
+
+
+def _append_pieces(
+    root: Path, prefix: str, part: str, have: dict[str, int], pull: Callable[[dict[str, int]], list[FileNews]]
+) -> bool:
+    """Append the pieces of a part to files with this prefix below `root` until there are no more, and return
+    whether there were any."""
+    found = False
     while pieces := pull(have):
         found = True
         for piece in pieces:
-            append_beneath(run_dir, f"{part}/{_name_in(part, piece)}", piece.data)
+            folder, _, name = piece.name.partition("/")
+            if folder != part:
+                raise NotBeneath(f"a node sent {piece.name[:200]!r}, no file of {part}")
+            root.mkdir(mode=0o700, exist_ok=True)
+            append_beneath(root, prefix + name, piece.data)
             have[piece.name] = piece.offset + len(piece.data)
     return found
-
-
-def _name_in(part: str, piece: FileNews) -> str:
-    folder, _, name = piece.name.partition("/")
-    if folder != part:
-        raise NotBeneath(f"a node sent {piece.name[:200]!r}, no file of {part}")
-    return name
 
 
 def lie_at_home(run_dir: Path) -> bool:

@@ -79,7 +79,7 @@ class FleetChange:
         return "; autoscaling is off from now on" if self.ends_autoscale else ""
 
 
-class ControlSocket:
+class ControlSocket(ControlServer):
     """`start`, then `carry_out` what is asked as often as the supervisor looks, then `stop`.
 
     A buffer that does not answer within `buffer_wait_s` is not told of workers that leave."""
@@ -99,7 +99,7 @@ class ControlSocket:
         self._buffer = Address(topology.buffer, "buffer")
         self._buffer_wait_s = buffer_wait_s
         self._asked: queue.Queue[tuple[WorkersRequest, Future[FleetChange]]] = queue.Queue(MAX_ASKED)
-        self._server = ControlServer(
+        super().__init__(
             topology.control,
             service="supervisor",
             job=job,
@@ -115,10 +115,6 @@ class ControlSocket:
             },
         )
 
-    def start(self) -> None:
-        """Serve the socket. Raises `EndpointError` if that cannot be done."""
-        self._server.start()
-
     def carry_out(self, begin: Callable[[WorkersRequest], FleetChange]) -> None:
         """Have `begin` begin what was asked since the last look."""
         with suppress(queue.Empty):
@@ -131,10 +127,7 @@ class ControlSocket:
 
     def tell_of_drain(self, name: str) -> None:
         """Have the buffer lease a worker nothing more, without waiting for that."""
-        self._server.do(self._tell_buffer(name))
-
-    def stop(self) -> None:
-        self._server.stop()
+        self.do(self._tell_buffer(name))
 
     async def _status(self, peer: Peer, request: Status, attachments: list[memoryview]) -> ServiceStatus:
         return board.status("supervisor", serves=True)
