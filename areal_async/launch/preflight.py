@@ -27,7 +27,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 import psutil
-from safetensors import SafetensorError, safe_open
 
 from areal_async.base.cache import digest_of, keep, recall
 from areal_async.base.errors import RunError
@@ -177,19 +176,16 @@ def port_holder(port: int) -> str | None:
 
 def published_bytes(model: Path, dtype: str) -> int:
     """Return the bytes of the weights in a model directory once they are published as `dtype` (`float32`,
-    `bfloat16`), which need not be that of the files. A file that cannot be read counts with its size."""
-    return sum(_published_bytes(path, 4 if dtype == "float32" else 2) for path in weight_files(model))
-
-
-def _published_bytes(path: Path, width: int) -> int:
+    `bfloat16`), which need not be that of the files. Weights that cannot be read count with their files'
+    sizes."""
+    width = 4 if dtype == "float32" else 2
     try:
-        with safe_open(path, "numpy") as file:
-            kinds = [
-                (part.get_dtype(), math.prod(part.get_shape())) for part in map(file.get_slice, file.keys())
-            ]
-    except (OSError, SafetensorError):
-        return path.stat().st_size
-    return sum(n * (width if "F" in kind else int(re.sub(r"\D", "", kind) or 8) // 8) for kind, n in kinds)
+        tensors = stored_tensors(model).values()
+    except (OSError, ValueError):
+        return sum(path.stat().st_size for path in weight_files(model))
+    return sum(
+        math.prod(each.shape) * width if "F" in each.dtype else each.end - each.begin for each in tensors
+    )
 
 
 def _check_ports(services: Sequence[ServicePlace]) -> Iterator[Mistake]:
