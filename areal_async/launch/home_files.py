@@ -23,6 +23,7 @@ from areal_async.base.own_files import NotBeneath, open_beneath, parts_of, remov
 from areal_async.base.topology import Role
 from areal_async.config.content import CONTENT, OF_TRAINER, content_mistakes, store_url
 from areal_async.config.job import JobConfig
+from areal_async.launch.plan import with_fields
 from areal_async.rpc.home_messages import HomeFile, HomeFiles, ListHome, ReadHome, RemoveHome, WriteHome
 from areal_async.rpc.schema import Ok
 from areal_async.rpc.server import Answer, Handler, Peer
@@ -98,8 +99,7 @@ def with_home_store(job: JobConfig) -> JobConfig:
     """Return `job` with the home of its run as the store, if it names none."""
     if store_url(job) is not None:
         return job
-    store = job.checkpoint.model_copy(update={"store": f"{PROTOCOL}://{RUN}"})
-    return job.model_copy(update={"checkpoint": store})
+    return with_fields(job, "checkpoint", store=f"{PROTOCOL}://{RUN}")
 
 
 def moved_to(job: Mapping[str, Any], places: Mapping[str, Path]) -> dict[str, Any]:

@@ -26,9 +26,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import TypeVar
-
-from pydantic import BaseModel
 
 from areal_async.base.errors import FaultError, RunFailed
 from areal_async.base.log import get_logger
@@ -43,7 +40,7 @@ from areal_async.launch.folders import RunFolders
 from areal_async.launch.lifecycle import STAGE_LIMITS_S, Ending
 from areal_async.launch.local_launcher import write_json, write_whole
 from areal_async.launch.one_host import topology_here
-from areal_async.launch.plan import STOP_STAGES, ready_limit_s, services_of, with_channel
+from areal_async.launch.plan import STOP_STAGES, ready_limit_s, services_of, with_channel, with_fields
 from areal_async.launch.supervisor import SAME_INTERRUPT_S, SIGNALS, TICK_S, caught_signals
 from areal_async.service.context import ServiceContext
 from areal_async.service.main import STOP_GRACE_S, first_cause, until_stopped
@@ -60,7 +57,6 @@ LONG_S = 7 * 24 * 3600.0
 """Time limit of everything that is given to another process when its own dies."""
 AT_ONCE_S = 3.0  # After the second Ctrl-C: then the process ends wherever its threads are
 CANCEL = signal.SIGURG  # By itself it does nothing, and hardly any program has a use for it
-M = TypeVar("M", bound=BaseModel)
 
 log = get_logger("supervisor")
 
@@ -70,18 +66,11 @@ def without_limits(job: JobConfig) -> JobConfig:
     roles, which share torch, compute with the trainer's threads."""
     threads, group = first_threads(job.trainer.torch_threads), job.buffer.group
     if group.deadline_s is not None:
-        group = _with(group, deadline_s=LONG_S)
-    overtaken = _with(job.buffer.on_overtaken, limit_s=LONG_S)
-    return _with(
-        job,
-        buffer=_with(job.buffer, lease_s=LONG_S, on_overtaken=overtaken, group=group),
-        rollout=_with(job.rollout, episode_timeout_s=None, stuck_s=LONG_S, torch_threads=threads),
-        evaluation=_with(job.evaluation, torch_threads=threads),
-    )
-
-
-def _with(section: M, **fields: object) -> M:
-    return section.model_copy(update=fields)
+        group = group.model_copy(update={"deadline_s": LONG_S})
+    overtaken = job.buffer.on_overtaken.model_copy(update={"limit_s": LONG_S})
+    job = with_fields(job, "buffer", lease_s=LONG_S, on_overtaken=overtaken, group=group)
+    job = with_fields(job, "rollout", episode_timeout_s=None, stuck_s=LONG_S, torch_threads=threads)
+    return with_fields(job, "evaluation", torch_threads=threads)
 
 
 class _Cancelled(BaseException):

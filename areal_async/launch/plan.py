@@ -64,17 +64,17 @@ def services_of(job: JobConfig, modules: Mapping[Role, str] = MODULES) -> list[S
 def with_channel(job: JobConfig, *, several_hosts: bool) -> JobConfig:
     """Return `job` with the channel that `weights.channel: auto` stands for: `zmq` on several hosts.
     Beside `nccl` snapshots are brought in the same way, and with the same codec."""
-    weights, chosen = job.weights, dict[str, object]()
-    if weights.channel == "auto":
+    channel = job.weights.channel
+    if channel == "auto":
         chosen = {"channel": "zmq"} if several_hosts else {"channel": "shm", "channel_args": {}}
-    elif weights.channel == "nccl" and several_hosts and weights.codec == "auto":
-        chosen = {"codec": "delta"}
-    return job.model_copy(update={"weights": weights.model_copy(update=chosen)})
+        return with_fields(job, "weights", **chosen)
+    by_delta = channel == "nccl" and several_hosts and job.weights.codec == "auto"
+    return with_fields(job, "weights", codec="delta") if by_delta else job
 
 
-def on_any_ports(job: JobConfig) -> JobConfig:
-    """Return `job` with metrics on any free port of each process: consecutive ones are of one machine."""
-    return job.model_copy(update={"observe": job.observe.model_copy(update={"metrics_port": 0})})
+def with_fields(job: JobConfig, section: str, **fields: object) -> JobConfig:
+    """Return `job` with other values of these fields in a section."""
+    return job.model_copy(update={section: getattr(job, section).model_copy(update=fields)})
 
 
 def awaited_first(services: Sequence[ServicePlace]) -> list[str]:

@@ -43,6 +43,7 @@ from areal_async.launch.plan import (
     MODULES,
     ready_limit_s,
     services_of,
+    with_fields,
     worker_to_drain,
     workers_to_change,
 )
@@ -301,8 +302,7 @@ class Supervisor:
         if self._autoscaler is None:
             scale = scale.model_copy(update={"max": 0})
         workers = max(scale.min if scale.max else 1, len(self._staying()))
-        rollout = self.job.rollout.model_copy(update={"workers": workers, "autoscale": scale})
-        self.job = self.job.model_copy(update={"rollout": rollout})
+        self.job = with_fields(self.job, "rollout", workers=workers, autoscale=scale)
         self.topology = self._publish()
 
     def _tell_restart(self, name: str, ended: str) -> None:

@@ -55,10 +55,10 @@ from areal_async.launch.metrics import watch_disk
 from areal_async.launch.monitor import Monitor, StatusClients
 from areal_async.launch.plan import (
     MODULES,
-    on_any_ports,
     services_of,
     supervisor_port,
     with_channel,
+    with_fields,
 )
 from areal_async.launch.preflight import check_for_cluster, check_inline, check_machine
 from areal_async.launch.stored_runs import mirrored
@@ -179,7 +179,7 @@ def run_job(
     raise_file_limit()
     check_start(job, modules=modules, cluster=cluster, inline=inline)
     if on_cluster := cluster is not None and cluster.launcher == "ray":
-        job = on_any_ports(job)
+        job = with_fields(job, "observe", metrics_port=0)  # consecutive ports are of one machine
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
     run_dir = folders.run_dir
     lines = PlainLines(console, policy=job.policy, steps=job.trainer.steps)
