@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,10 +33,10 @@ from areal_async.base.own_files import (
     read_own,
     take_lock,
 )
-from areal_async.base.processes import kill_processes_of, start_of
+from areal_async.base.processes import start_of
 from areal_async.base.topology import OnHost, RunHost
 from areal_async.config.job import JobConfig
-from areal_async.launch.one_host import HERE, SHM_ROOT, volatile_host
+from areal_async.launch.one_host import HERE, SHM_ROOT, sweep_processes, volatile_host
 from areal_async.rpc.secret import ROLES, RunSecret
 from areal_async.service.context import keys_file
 from areal_async.service.record import holds_results
@@ -50,6 +49,7 @@ STATE = frozenset({LOCK, "job.yaml", TOPOLOGY, "logs", "buffer", "buffer-node.js
 """Entries that a run needs while it lives. Everything else in its folder is work, unknown files too."""
 OWNER = "owner.json"
 RECORD_BYTES = 4096
+SWEEP_S = 5.0
 
 
 class Owner(msgspec.Struct):
@@ -219,27 +219,19 @@ def _running(run_dir: Path) -> RunFolderError:
 
 def refuse_running(run_dir: Path) -> None:
     """Raise `RunFolderError` when a run holds the lock of `run_dir` at this moment."""
-    with suppress(FileNotFoundError):
-        lock_fd = os.open(run_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            if is_locked(lock_fd):
-                raise _running(run_dir)
-        finally:
-            os.close(lock_fd)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with suppress(FileNotFoundError), os.fdopen(os.open(run_dir / LOCK, flags), "rb") as lock:
+        if is_locked(lock.fileno()):
+            raise _running(run_dir)
 
 
 def clean_up(run_dir: Path) -> None:
-    """End the processes and remove the volatile folders that a run left in whose supervisor was killed. Does
-    nothing where there are none, or where a run holds the lock."""
-    if not (run_dir / LOCK).exists():
-        return
-    with suppress(RunFolderError, OSError):
-        lock_fd = _lock(run_dir)
-        try:
-            _end_dead_run(lock_fd)
-            os.ftruncate(lock_fd, 0)
-        finally:
-            os.close(lock_fd)
+    """End the processes and remove the volatile folders of a run without a supervisor. Do nothing if there
+    are none, or if a run holds the lock."""
+    if (run_dir / LOCK).exists():
+        with suppress(RunFolderError, OSError), os.fdopen(_lock(run_dir), "r+b") as lock:
+            _end_dead_run(lock.fileno())
+            lock.truncate(0)
 
 
 def _end_dead_run(lock_fd: int) -> None:
@@ -249,9 +241,7 @@ def _end_dead_run(lock_fd: int) -> None:
         record = msgspec.json.decode(os.pread(lock_fd, RECORD_BYTES, 0), type=Owner)
     except msgspec.DecodeError:
         return
-    deadline_s = time.monotonic() + 5.0
-    while kill_processes_of(record.run_id) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
+    sweep_processes(record.run_id, SWEEP_S)
     for folder in (Path(record.socket_dir), Path(record.shm_dir)):
         if folder.name.startswith(f"areal-{os.getuid()}-") and is_own_folder(folder):
             shutil.rmtree(folder, ignore_errors=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,14 +16,13 @@ import msgspec
 
 from areal_async.base.processes import (
     ChildProcess,
-    kill_processes_of,
     service_environment,
     start_service,
 )
 from areal_async.base.topology import Role, ServicePlace, Topology
 from areal_async.config.job import JobConfig
 from areal_async.launch.folders import RunFolders
-from areal_async.launch.one_host import topology_here
+from areal_async.launch.one_host import sweep_processes, topology_here
 from areal_async.launch.plan import name_is_held, thread_count, with_channel
 from areal_async.launch.spares import PRELOADED, Spares
 from areal_async.service.context import SERVED_VARIABLE
@@ -182,13 +180,12 @@ class LocalLauncher:
         self._spares.close()
         for child in self._children.values():
             child.kill()
-        deadline_s = time.monotonic() + SWEEP_S
-        while kill_processes_of(self._folders.run_id) and time.monotonic() < deadline_s:
-            for child in self._children.values():
-                child.poll()
-            time.sleep(0.02)
+
+        def are_reaped() -> bool:
+            return all(child.poll() is not None for child in self._children.values())
+
+        sweep_processes(self._folders.run_id, SWEEP_S, are_reaped)
         for child in self._children.values():
-            child.poll()
             child.close()
 
     def _environment(self, job: JobConfig, role: Role) -> dict[str, str]:

@@ -6,23 +6,34 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from areal_async.base.addresses import LOOPBACK, SOCKET_PATH_LIMIT
+from areal_async.base.processes import kill_processes_of
 from areal_async.base.topology import RunHost, ServicePlace, Topology
 
 HERE = "local"
 """Default node id of this machine."""
 SHM_ROOT = Path("/dev/shm")
+SWEEP_LOOK_S = 0.02
 LONGEST_SOCKET_NAME = 32  # Room that a socket folder must leave for the names in it
 
 
 def volatile_roots() -> list[Path]:
     """Return the folders that hold the shared memory and the socket folders of runs."""
     return list(dict.fromkeys((SHM_ROOT, Path(tempfile.gettempdir()), Path("/tmp"))))
+
+
+def sweep_processes(mark: str, limit_s: float, are_reaped: Callable[[], bool] = lambda: True) -> None:
+    """Kill the processes of this user with this mark until there are none and `are_reaped`, at most for
+    `limit_s`."""
+    deadline_s = time.monotonic() + limit_s
+    while (kill_processes_of(mark) or not are_reaped()) and time.monotonic() < deadline_s:
+        time.sleep(SWEEP_LOOK_S)
 
 
 def short_socket_dir(wanted: Path) -> Path:

@@ -65,9 +65,10 @@ def with_channel(job: JobConfig, *, several_hosts: bool) -> JobConfig:
     """Return `job` with the channel that `weights.channel: auto` stands for: `zmq` on several hosts.
     Beside `nccl` snapshots are brought in the same way, and with the same codec."""
     channel = job.weights.channel
+    if channel == "auto" and several_hosts:
+        return with_fields(job, "weights", channel="zmq")
     if channel == "auto":
-        chosen = {"channel": "zmq"} if several_hosts else {"channel": "shm", "channel_args": {}}
-        return with_fields(job, "weights", **chosen)
+        return with_fields(job, "weights", channel="shm", channel_args={})
     by_delta = channel == "nccl" and several_hosts and job.weights.codec == "auto"
     return with_fields(job, "weights", codec="delta") if by_delta else job
 

@@ -28,12 +28,12 @@ import msgspec
 
 from areal_async.base.errors import RunError
 from areal_async.base.own_files import NotOurs, is_own_folder, read_own
-from areal_async.base.processes import kill_processes_of, service_environment
+from areal_async.base.processes import service_environment
 from areal_async.base.topology import Role, RunHost, ServicePlace, Topology
 from areal_async.launch.buffer_files import LeftFiles, Part, confirmed_in, is_forgotten, pieces_of
 from areal_async.launch.home_files import BUFFER, bring_buffer, bring_content
 from areal_async.launch.local_launcher import LocalChild, RankLines, write_whole
-from areal_async.launch.one_host import SHM_ROOT, volatile_host, volatile_roots
+from areal_async.launch.one_host import SHM_ROOT, sweep_processes, volatile_host, volatile_roots
 from areal_async.launch.ray.orders import (
     FileNews,
     Placed,
@@ -156,11 +156,8 @@ class ProcessHost:
     def _end(self) -> None:
         """Kill the process and all that it has started. Others of the run on this node have other marks."""
         self.kill()
-        child, deadline_s = self._child, time.monotonic() + SWEEP_S
-        while kill_processes_of(self._mark) or (child is not None and child.poll() is None):
-            if time.monotonic() > deadline_s:
-                return
-            time.sleep(LOOK_S)
+        child = self._child
+        sweep_processes(self._mark, SWEEP_S, lambda: child is None or child.poll() is not None)
 
     @property
     def _mark(self) -> str:
