@@ -136,11 +136,12 @@ class Progress:
     @property
     def warning(self) -> str:
         """Return a sentence if training reward rises and held-out reward falls; else an empty text."""
-        if not (self.first and self.last and self.first.interval and self.last.interval):
+        first, last = self.first, self.last
+        if not (first and last and first.interval and last.interval):
             return ""
-        first, last = (HeldOut(each.value, *each.interval) for each in (self.first, self.last))
+        ends = HeldOut(first.value, *first.interval), HeldOut(last.value, *last.interval)
         edge = edge_of(self._rewarded)
-        return reward_warning(self._rewards_first[:edge], list(self.rewards)[-edge:], first, last)
+        return reward_warning(self._rewards_first[:edge], list(self.rewards)[-edge:], *ends)
 
     def left_s(self, steps: int) -> float | None:
         """Return the seconds until `steps` are done at the recent pace; None before the second and at the

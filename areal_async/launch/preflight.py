@@ -117,7 +117,7 @@ def check_inline(job: JobConfig, cluster: ClusterConfig | None = None, *, source
     rules.append((job.placement.pretend, "placement.pretend", problem, "Remove it"))
     problem = "an inline run is one process of this machine"
     rules.append((cluster, "--cluster", problem, "Leave it out"))
-    _refuse(source, [(*rule, f"{fix}, or run without --inline") for *rule, fix in rules])
+    _refuse(source, rules, ", or run without --inline")
     if threading.current_thread() is not threading.main_thread():
         raise RunError("an inline run has its trainer in the main thread: call it there.")
 
@@ -126,8 +126,9 @@ Rule = tuple[object, str, str, str]
 """If the first is true, the job has the mistake of the others: field, problem and fix."""
 
 
-def _refuse(source: str, rules: Iterable[Rule]) -> None:
-    if mistakes := [Mistake(*mistake) for is_broken, *mistake in rules if is_broken]:
+def _refuse(source: str, rules: Iterable[Rule], else_do: str = "") -> None:
+    broken = [(field, problem, fix) for is_broken, field, problem, fix in rules if is_broken]
+    if mistakes := [Mistake(field, problem, f"{fix}{else_do}") for field, problem, fix in broken]:
         raise ConfigError(source, mistakes)
 
 

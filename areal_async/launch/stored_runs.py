@@ -51,11 +51,15 @@ def mirrored(job: JobConfig, run_dir: Path, *, overwrite: bool, resume: bool) ->
         for mirror in mirrors:
             _claim(mirror.url, overwrite=overwrite, resume=resume)
     finished = False
+
+    def end(mirror: Mirror) -> None:
+        _end(mirror, run_dir, finished)
+
     with ExitStack() as stack:
         for mirror in mirrors:
             with _as_run_errors():
                 mirror.start()
-            stack.callback(lambda mirror=mirror: _end(mirror, run_dir, finished))
+            stack.callback(end, mirror)
         yield
         finished = True
 

@@ -82,7 +82,7 @@ def needs_of(job: JobConfig, services: Sequence[ServicePlace]) -> dict[str, floa
     """Return the total needs of these services."""
     total: Counter[str] = Counter()
     for place in services:
-        total.update(need_of(job, place.role).resources)  # type: ignore[arg-type]
+        total.update(need_of(job, place.role).resources)
     return dict(total)
 
 
