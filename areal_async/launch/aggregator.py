@@ -1,4 +1,4 @@
-"""How a run stands right now, worked out from what its services say of themselves, its records among it.
+"""The current status of a run, computed from the statuses of its services and from its records.
 
 `StatusAggregator` is pure: it is fed and asked, with the time of each given. Everything in it is bounded.
 """
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -31,7 +31,7 @@ DROPPED, MASKED, BY_VERDICT = "dropped:", "episode_masked:", "verdict_"
 
 @dataclass(frozen=True)
 class DropReport:
-    """What a run has lost so far, the most frequent reason first."""
+    """Losses of a run so far, the most frequent reason first."""
 
     groups: Mapping[str, int] = field(default_factory=dict)  # Groups dropped, by reason
     masked: Mapping[str, int] = field(default_factory=dict)  # Episodes masked, by the kind of their verdict
@@ -39,15 +39,13 @@ class DropReport:
 
     @classmethod
     def of(cls, transitions: Mapping[str, int], no_scores: Sequence[NoScore] = ()) -> DropReport:
-        """What the buffer's counts of transitions, and its verdicts without a score, say was lost."""
+        """Return the losses in the buffer's counts of transitions, with its verdicts without a score."""
 
         def under(prefix: str) -> dict[str, int]:
-            found = {
-                reason.removeprefix(prefix): count
-                for reason, count in transitions.items()
-                if reason.startswith(prefix) and count
-            }
-            return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+            found = [
+                (r.removeprefix(prefix), n) for r, n in transitions.items() if r.startswith(prefix) and n
+            ]
+            return dict(sorted(found, key=lambda item: (-item[1], item[0])))
 
         return cls(under(DROPPED), under(MASKED), sorted(no_scores, key=lambda note: -note.age_ms))
 
@@ -70,8 +68,16 @@ def no_score_text(note: NoScore) -> str:
     return f"{note.kind} ×{note.count}: {note.message}"
 
 
+class Accuracy(NamedTuple):
+    """The held-out accuracy of one version, with the ends of its 95 % interval."""
+
+    version: int
+    value: float
+    interval: tuple[float, float] | None
+
+
 class Progress:
-    """What a run has come to, from its records in their order; of several policies, the first one's."""
+    """Progress of a run (of its first policy), from its records in their order."""
 
     def __init__(self, policy: str) -> None:
         self._policy = policy
@@ -86,12 +92,16 @@ class Progress:
         self.rewards: deque[float] = deque(maxlen=EDGE_STEPS)
         self._rewards_first: list[float] = []
         self._rewarded = 0  # Steps with a reward
-        self.first: tuple[int, float] | None = None
-        """The earliest evaluation: version and accuracy."""
-        self.last: tuple[int, float] | None = None
-        self.interval: tuple[float, float] | None = None
-        self._interval_first: tuple[float, float] | None = None
+        self.first: Accuracy | None = None  # Of the earliest version
+        self.last: Accuracy | None = None  # Of the latest version
         self._times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
+
+    def read(self, records: Iterable[Mapping[str, Any]]) -> Self:
+        """Take in records of metrics.jsonl."""
+        for record in records:
+            with suppress(msgspec.ValidationError):  # of a kind that is not shown
+                self.feed(msgspec.convert(record, RunRecord))
+        return self
 
     def feed(self, record: RunRecord) -> None:
         if record.policy not in ("", self._policy):
@@ -120,26 +130,23 @@ class Progress:
                 self.staleness_seen = max(self.staleness_seen or 0, record.staleness_max)
         if record.accuracy is not None:
             at = record.version if record.version is not None else record.step
-            if self.first is None or at < self.first[0]:
-                self.first, self._interval_first = (at, record.accuracy), record.interval
-            if self.last is None or at >= self.last[0]:
-                self.last, self.interval = (at, record.accuracy), record.interval
+            found = Accuracy(at, record.accuracy, record.interval)
+            self.first = found if self.first is None or at < self.first.version else self.first
+            self.last = found if self.last is None or at >= self.last.version else self.last
 
     @property
     def warning(self) -> str:
-        """A sentence where training reward rises and held-out reward falls; empty where not."""
-        if not (self.first and self.last and self._interval_first and self.interval):
+        """Return a sentence if training reward rises and held-out reward falls; else an empty text."""
+        first, last = self.first, self.last
+        if not (first and last and first.interval and last.interval):
             return ""
+        ends = HeldOut(first.value, *first.interval), HeldOut(last.value, *last.interval)
         edge = edge_of(self._rewarded)
-        return reward_warning(
-            self._rewards_first[:edge],
-            list(self.rewards)[-edge:],
-            HeldOut(self.first[1], *self._interval_first),
-            HeldOut(self.last[1], *self.interval),
-        )
+        return reward_warning(self._rewards_first[:edge], list(self.rewards)[-edge:], *ends)
 
     def left_s(self, steps: int) -> float | None:
-        """Seconds until `steps` are done at the pace of the last. None before the second and at the end."""
+        """Return the seconds until `steps` are done at the recent pace; None before the second and at the
+        end."""
         if len(self._times) < 2 or self.done >= steps:
             return None
         (first, first_s), (last, last_s) = self._times[0], self._times[-1]
@@ -147,7 +154,7 @@ class Progress:
 
 
 class WorkSample(NamedTuple):
-    """What a process had done at one moment."""
+    """Cumulative work of a process at one moment."""
 
     at_s: float
     busy_s: Mapping[str, float]
@@ -172,20 +179,19 @@ class RateTracker:
             self._at_steps = [*self._at_steps[:1], sample]
 
     def tokens_per_s(self) -> float | None:
-        """Tokens per second over the window."""
-        if len(self._recent) < 2:
+        """Return the tokens per second over the window."""
+        if not self._recent or (last := self._recent[-1]).tokens is None:
             return None
-        first, last = self._recent[0], self._recent[-1]
-        if last.tokens is None or last.at_s <= first.at_s:
-            return None
-        return max(0, last.tokens - (first.tokens or 0)) / (last.at_s - first.at_s)
+        first = self._recent[0]
+        elapsed_s = last.at_s - first.at_s
+        return max(0, last.tokens - (first.tokens or 0)) / elapsed_s if elapsed_s > 0 else None
 
     def busy(self) -> float | None:
-        """Share of the window in the busiest activity."""
+        """Return the share of the window in the busiest activity."""
         return _busy_share(self._recent[0], self._recent[-1]) if self._recent else None
 
     def busy_while_training(self) -> float | None:
-        """The same from the first to the last step that this process has seen finished."""
+        """Return the share from the first to the last step that this process has seen finished."""
         return _busy_share(self._at_steps[0], self._at_steps[-1]) if self._at_steps else None
 
 
@@ -198,7 +204,7 @@ def _busy_share(first: WorkSample, last: WorkSample) -> float | None:
 
 @dataclass(frozen=True)
 class ServiceActivity:
-    """What one service does."""
+    """Current activity of one service."""
 
     name: str
     phase: str
@@ -259,12 +265,12 @@ class _Service:
         return self.status.figures if self.status is not None else ServiceFigures()
 
     def waiting_for(self, subject: str | None = None) -> str:
-        """What it waits for of one subject, or of all."""
+        """Return the reason why it waits for one subject, or for any."""
         waits = self.status.waiting_for if self.status is not None else {}
         return "; ".join(waits.values()) if subject is None else waits.get(subject, "")
 
     def is_silent(self, now_s: float) -> bool:
-        """It serves, but not even its control thread answers: the whole process is held up or stopped."""
+        """Return whether it serves, but not even its control thread answers: the process is held up."""
         return self.phase == "serving" and self.answered_s is not None and now_s - self.answered_s > SILENT_S
 
 
@@ -285,7 +291,7 @@ class StatusAggregator:
         self.stopping = False
 
     def set_phases(self, phases: Mapping[str, str]) -> None:
-        """The services of the run now, each with its phase; whoever is not among them has left."""
+        """Take the services of the run, each with its phase; any other has left."""
         for name in [name for name in self._services if name not in phases]:
             del self._services[name]
         for name, phase in phases.items():
@@ -298,23 +304,21 @@ class StatusAggregator:
             service.phase = phase
 
     def read(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Take the run to be where its whole metrics.jsonl says: that of lives that have ended."""
-        progress = Progress(self._job.policy)
-        for record in records:
-            with suppress(msgspec.ValidationError):  # of a kind that is not shown
-                progress.feed(msgspec.convert(record, RunRecord))
-        self._progress = progress
+        """Set the progress of the run from its whole metrics.jsonl, earlier lives included."""
+        self._progress = Progress(self._job.policy).read(records)
 
     def feed_status(self, name: str, status: ServiceStatus, now_s: float) -> None:
-        """What service `name` said of itself at `now_s`."""
+        """Take the status that service `name` reported at `now_s`."""
         service = self._services.get(name)
         if service is None:
             return  # it has just left, or joined since the last look at the phases
         before, service.status, service.answered_s = service.status, status, now_s
-        known = before is not None and before.pid == status.pid
-        if status.notices > (before.notices if before is not None and known else 0):
+        told = recorded = 0
+        if before is not None and before.pid == status.pid:
+            told, recorded = before.notices, before.recorded
+        if status.notices > told:
             self.tell(f"{name}: {status.notice}", now_s)
-        new = status.recorded - (before.recorded if before is not None and known else 0)
+        new = status.recorded - recorded
         for record in status.records[-new:] if new else ():
             self._progress.feed(record)
         lead = next(iter(self.names("trainer")), "")
@@ -331,7 +335,7 @@ class StatusAggregator:
             self._dropped = DropReport.of(stats.reasons, stats.no_scores)
 
     def held_up(self, seconds: float, now_s: float) -> None:
-        """Nobody was asked for so long, as who asks was stopped itself: silence of that time says nothing."""
+        """Leave out so much silence: the process that asks the services was stopped itself."""
         if self._computed_s is not None:
             self._computed_s = min(now_s, self._computed_s + seconds)
         for service in self._services.values():
@@ -339,7 +343,7 @@ class StatusAggregator:
                 service.answered_s = min(now_s, service.answered_s + seconds)
 
     def tell(self, text: str, now_s: float) -> None:
-        """Something to show for a while."""
+        """Show a message for a while."""
         self._message = (now_s, text)
 
     def busy_while_training(self, name: str) -> float | None:
@@ -348,7 +352,7 @@ class StatusAggregator:
 
     @property
     def answers(self) -> dict[str, ServiceStatus]:
-        """What each service that has answered said last."""
+        """Newest status of each service that has answered."""
         return {name: one.status for name, one in self._services.items() if one.status is not None}
 
     @property
@@ -359,42 +363,34 @@ class StatusAggregator:
         return [name for name in self._services if name.startswith(prefix)]
 
     def idle_s(self, now_s: float) -> float:
-        """Since the trainer was last seen to compute; 0 where that says nothing."""
+        """Return the seconds since the trainer was last seen to compute; 0 if that is no sign of a stall."""
         if self._computed_s is None or self.stopping or self._trainer.phase == "ended":
             return 0.0
         return now_s - self._computed_s
 
     @property
     def _trainer(self) -> _Service:
-        return next((self._services[name] for name in self.names("trainer")), _Service())
+        return self._service(next(iter(self.names("trainer")), ""))
 
     def stall(self, now_s: float) -> Stall | None:
-        """The starving edge, when the trainer has computed nothing for `observe.stall_s`."""
-        job, services = self._job, self._services
+        """Return the starving edge if the trainer has computed nothing for `observe.stall_s`."""
+        job, services, trainer = self._job, self._services, self._trainer
         rollouts = {name: services[name] for name in self.names("rollout")}
-        buffer, reward = services.get("buffer", _Service()), services.get("reward", _Service())
+        answered_s = {name: each.answered_s for name, each in services.items()}
+        weights = {name: each.waiting_for("weights") for name, each in rollouts.items()}
+        serving = {name: each.figures.version for name, each in rollouts.items()}
         facts = Facts(
             idle_s=self.idle_s(now_s),
             phases={name: service.phase for name, service in services.items()},
-            silent_s={
-                name: now_s - service.answered_s
-                for name, service in services.items()
-                if service.answered_s is not None
-            },
+            silent_s={name: now_s - at_s for name, at_s in answered_s.items() if at_s is not None},
             groups=self._groups(),
-            redis=buffer.waiting_for("redis"),
-            commit=self._trainer.waiting_for("commit"),
-            checkpoint=self._trainer.waiting_for("checkpoint"),
-            version=self._trainer.figures.version,
-            weights={
-                name: what for name, service in rollouts.items() if (what := service.waiting_for("weights"))
-            },
-            serving={
-                name: version
-                for name, service in rollouts.items()
-                if (version := service.figures.version) is not None
-            },
-            workers_alive=reward.figures.workers_alive,
+            redis=self._service("buffer").waiting_for("redis"),
+            commit=trainer.waiting_for("commit"),
+            checkpoint=trainer.waiting_for("checkpoint"),
+            version=trainer.figures.version,
+            weights={name: what for name, what in weights.items() if what},
+            serving={name: version for name, version in serving.items() if version is not None},
+            workers_alive=self._service("reward").figures.workers_alive,
             workers=job.reward.workers,
             max_groups=job.buffer.max_groups,
             steps_left=job.trainer.steps - self._progress.done,
@@ -403,16 +399,19 @@ class StatusAggregator:
         )
         return find_stall(facts, job.observe.stall_s)
 
+    def _service(self, name: str) -> _Service:
+        return self._services.get(name, _Service())
+
     @property
     def _buffer_stats(self) -> BufferStats | None:
-        return self._services.get("buffer", _Service()).figures.buffer
+        return self._service("buffer").figures.buffer
 
     def _groups(self) -> dict[str, int]:
         stats = self._buffer_stats
         return {state.lower(): count for state, count in stats.groups.items()} if stats is not None else {}
 
     def status(self, now_s: float) -> RunStatus:
-        """How the run stands."""
+        """Return the current status of the run."""
         job, progress, steps = self._job, self._progress, self._job.trainer.steps
         step, first, last = progress.newest, progress.first, progress.last
         return RunStatus(
@@ -425,9 +424,9 @@ class StatusAggregator:
             version=step.version,
             reward=sum(progress.rewards) / len(progress.rewards) if progress.rewards else None,
             loss=progress.loss,
-            accuracy=last[1] if last else None,
-            accuracy_start=first[1] if first else None,
-            accuracy_version=last[0] if last else None,
+            accuracy=last.value if last else None,
+            accuracy_start=first.value if first else None,
+            accuracy_version=last.version if last else None,
             generated_per_s=self._sum_rate("rollout", now_s),
             trained_per_s=self._sum_rate("trainer", now_s),
             staleness_mean=step.staleness_mean,
@@ -441,7 +440,7 @@ class StatusAggregator:
             stall_s=self.idle_s(now_s),
             stopping=self.stopping,
             trained=progress.trained,
-            accuracy_interval=progress.interval,
+            accuracy_interval=last.interval if last else None,
             self_check=progress.self_check,
             dropped=self._dropped,
             pacing=self._pacing(),
@@ -451,7 +450,7 @@ class StatusAggregator:
         )
 
     def _pacing(self) -> str:
-        """How far ahead is generated and why; of several policies, by their names."""
+        """Return how far ahead is generated and why; with several policies, for each by name."""
         stats = self._buffer_stats
         told = {policy: own.pacing for policy, own in stats.policies.items() if own.pacing} if stats else {}
         if len(told) == 1:
@@ -459,23 +458,22 @@ class StatusAggregator:
         return "; ".join(f"{policy} {text}" for policy, text in told.items())
 
     def _shown(self, now_s: float) -> str:
-        """The newest message, else what a service that serves waits for."""
+        """Return the newest message, else the reason why a service that serves waits."""
         if self._message is not None and now_s - self._message[0] < MESSAGE_LIFE_S:
             return self._message[1]
-        waiting = (
-            f"{name} waits for {what}"
-            for name, service in self._services.items()
-            if service.phase == "serving" and not service.is_silent(now_s) and (what := service.waiting_for())
-        )
-        return next(waiting, "")
+        for name, service in self._services.items():
+            if (
+                service.phase == "serving"
+                and not service.is_silent(now_s)
+                and (what := service.waiting_for())
+            ):
+                return f"{name} waits for {what}"
+        return ""
 
     def _sum_rate(self, prefix: str, now_s: float) -> float | None:
         services = [self._services[name] for name in self.names(prefix)]
-        rates = [
-            rate
-            for service in services
-            if not service.is_silent(now_s) and (rate := service.rates.tokens_per_s()) is not None
-        ]
+        found = [each.rates.tokens_per_s() for each in services if not each.is_silent(now_s)]
+        rates = [rate for rate in found if rate is not None]
         return sum(rates) if rates else None
 
     def _activity(self, name: str, now_s: float) -> ServiceActivity:
@@ -490,7 +488,7 @@ class StatusAggregator:
 
 
 def self_check_text(record: RunRecord) -> str:
-    """The outcome of a self-check in one line."""
+    """Return the outcome of a self-check in one line."""
     version = f" of version {record.version}" if record.version is not None else ""
     if record.max is None or not isinstance(record.mean, float):
         return f"failed: a log-prob{version} is not finite"

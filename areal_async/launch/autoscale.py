@@ -1,17 +1,18 @@
-"""How many rollout workers a run has, within the limits of `rollout.autoscale`. `follow` is pure: the clock,
-the steps and the figures of the run are passed in.
+"""The number of rollout workers of a run, within the limits of `rollout.autoscale`. `follow` is pure: the
+clock, the steps and the figures of the run are passed in.
 
-Workers are added where the trainer waits for batches and the workers are what it waits for: they are busy, or
-the buffer would lease more than they take. They are taken away where the trainer hardly waits, the buffer
-holds them back, and those that stay would not be busy. A change is of a quarter of the workers, at least one.
+Workers are added if the trainer waits for batches and the workers are the bottleneck: they are busy, or the
+buffer would lease more than they take. They are removed if the trainer hardly waits, the buffer holds them
+back, and the rest would not be busy. A change is of a quarter of the workers, at least one.
 
-Whether it paid is measured, over a span of the same length as before it: workers that were added stay if the
-steps per second rose by `WORTH`, those that were taken away stay away unless the steps per second fell by as
-much; else the change is taken back, and not tried again for a while, which doubles. So it does where workers
-are needed again that could be spared a while ago: what lies ready hides for some steps that they are missed.
+Each change is on trial over a span of the same length as the one before it. Added workers stay if the steps
+per second rose by `WORTH`; removed ones stay away unless the steps per second fell by as much; else the
+change is taken back, and not tried again for a while, which doubles (`Hold`). So it does if workers are
+needed again that could be spared a while ago: batches that lie ready hide for some steps that workers are
+missing.
 
 Workers that vanish with their node are replaced at once. Those that joined and never came to serve have no
-room: no more are asked for, for a while that doubles too.
+room: no more are requested, for a while that doubles too.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ Direction = Literal["up", "down"]
 ScaleReason = Literal["trainer_waits", "workers_idle", "no_gain", "fewer_steps", "replaced"]
 
 WORTH = 1.03
-"""Steps per second with more workers, relative to those with fewer, from which on the more are worth it."""
+"""Least gain in steps per second, as a factor, for which a change on trial is kept."""
 SPAN_STEPS = 10
-"""A rate is measured over at least so many steps, beside `every_s`."""
+"""Least number of steps over which a rate is measured."""
 HELD_BACK = 0.5
-"""Workers to whom the buffer would lease nothing for this share of the time are held back by it."""
+"""Share of the time without a lease from which on the buffer counts as holding workers back."""
 LONGEST_PATIENCE_S = 3600.0
 
 
 @dataclass(frozen=True)
 class FleetLook:
-    """What is known of a run's workers at one moment."""
+    """Figures of a run's workers at one moment."""
 
     at_s: float
     step: int  # Steps finished
@@ -53,7 +54,7 @@ class FleetLook:
 
 @dataclass(frozen=True)
 class ScaleChange:
-    """A decision: have so many workers, and why."""
+    """A decision on the number of workers, with its reason."""
 
     workers: int
     before: int
@@ -74,12 +75,8 @@ class FleetSpan:
     held_back: int = 0
 
     def with_look(self, look: FleetLook) -> FleetSpan:
-        return replace(
-            self,
-            looks=self.looks + 1,
-            busy_sum=self.busy_sum + look.busy,
-            held_back=self.held_back + look.held_back,
-        )
+        busy_sum, held_back = self.busy_sum + look.busy, self.held_back + look.held_back
+        return replace(self, looks=self.looks + 1, busy_sum=busy_sum, held_back=held_back)
 
 
 @dataclass(frozen=True)
@@ -93,20 +90,20 @@ class ScaleTrial:
 
 @dataclass(frozen=True)
 class Hold:
-    """How long a direction is not tried, and for how long the next time."""
+    """The time until a direction may be tried again; it doubles with each failure in a row."""
 
     until_s: float = 0.0
     begun_s: float = 0.0
     patience_s: float = 0.0
 
-    def again(self, section: AutoscaleSection, now_s: float) -> Hold:
-        patience_s = min(LONGEST_PATIENCE_S, 2 * self.patience_s) if self.patience_s else section.retry_s
+    def again(self, first_s: float, now_s: float) -> Hold:
+        patience_s = min(LONGEST_PATIENCE_S, 2 * self.patience_s) if self.patience_s else first_s
         return Hold(now_s + patience_s, now_s, patience_s)
 
 
 @dataclass(frozen=True)
 class ScaleCourse:
-    """The number of workers wanted, and what is known of others."""
+    """The number of workers wanted, and the trials so far."""
 
     wanted: int
     step: int | None = None  # Finished at the last look
@@ -121,7 +118,7 @@ class ScaleCourse:
 def follow(
     course: ScaleCourse, section: AutoscaleSection, look: FleetLook
 ) -> tuple[ScaleCourse, ScaleChange | None]:
-    """The course after a look, and what is to be changed now."""
+    """Return the course after a look, and the change to make now."""
     before, new_step = course.step, course.step is not None and look.step > course.step
     # A trainer that came back does steps again.
     went_back = before is not None and look.step < before
@@ -132,7 +129,7 @@ def follow(
             course,
             wanted=wanted,
             never_came=look.never_came,
-            up=course.up.again(section, look.at_s),
+            up=course.up.again(section.retry_s, look.at_s),
             trial=course.trial if course.trial and course.trial.before != wanted else None,
             span=None,
         )
@@ -151,13 +148,9 @@ def follow(
     elapsed_s, steps = look.at_s - span.first.at_s, look.step - span.first.step
     if not new_step or elapsed_s < section.every_s or steps < SPAN_STEPS:
         return course, None
-    measured = SpanFigures(
-        steps / elapsed_s,
-        min(1.0, (look.waited_s - span.first.waited_s) / elapsed_s),
-        span.busy_sum / span.looks,
-        span.held_back / span.looks,
-        elapsed_s,
-    )
+    waits = min(1.0, (look.waited_s - span.first.waited_s) / elapsed_s)
+    shares = span.busy_sum / span.looks, span.held_back / span.looks
+    measured = SpanFigures(steps / elapsed_s, waits, *shares, elapsed_s)
     course = replace(course, span=FleetSpan(look))
     if course.trial is not None:
         return _judged(course, course.trial, section, measured, look)
@@ -166,7 +159,7 @@ def follow(
 
 @dataclass(frozen=True)
 class SpanFigures:
-    """What a span has shown: shares are of its time."""
+    """Figures of a span: shares are of its time."""
 
     rate: float
     waits: float
@@ -182,53 +175,41 @@ def _judged(
     course: ScaleCourse, trial: ScaleTrial, section: AutoscaleSection, measured: SpanFigures, look: FleetLook
 ) -> tuple[ScaleCourse, ScaleChange | None]:
     """Keep the change under trial, or take it back."""
-    course = replace(course, trial=None)
-    needed = trial.rate * WORTH if trial.way == "up" else trial.rate / WORTH
-    if measured.rate >= needed:
-        again = course.kept == trial.way
-        if trial.way == "up":
-            down = course.down.again(section, look.at_s) if course.kept == "down" else course.down
-            return replace(course, kept="up", down=down, up=Hold()), None
-        return replace(course, kept="down", down=Hold() if again else course.down), None
+    course, up = replace(course, trial=None), trial.way == "up"
+    if measured.rate >= (trial.rate * WORTH if up else trial.rate / WORTH):
+        down = course.down
+        if course.kept == "down":  # spared workers are needed again, or still more can be spared
+            down = down.again(section.retry_s, look.at_s) if up else Hold()
+        return replace(course, kept=trial.way, down=down, up=Hold() if up else course.up), None
     text = f"{measured.rate:.3g} steps/s with {look.workers}, {trial.rate:.3g} with {trial.before}"
     wanted = min(section.max, max(section.min, trial.before))
-    if trial.way == "up":
-        course = replace(course, up=course.up.again(section, look.at_s))
-    else:
-        course = replace(course, down=course.down.again(section, look.at_s))
+    hold = (course.up if up else course.down).again(section.retry_s, look.at_s)
+    course = replace(course, up=hold) if up else replace(course, down=hold)
     if wanted == look.workers:
         return course, None
-    reason: ScaleReason = "no_gain" if trial.way == "up" else "fewer_steps"
-    return replace(course, wanted=wanted, span=None), measured.change(wanted, look.workers, reason, text)
+    change = measured.change(wanted, look.workers, "no_gain" if up else "fewer_steps", text)
+    return replace(course, wanted=wanted, span=None), change
 
 
 def _changed(
     course: ScaleCourse, section: AutoscaleSection, measured: SpanFigures, look: FleetLook
 ) -> tuple[ScaleCourse, ScaleChange | None]:
-    """Try more or fewer workers, where something speaks for it."""
-    n, change = look.workers, max(1, look.workers // 4)
-    more, fewer = min(section.max, n + change), max(section.min, n - change)
-    held_back = measured.held_back >= HELD_BACK
-    shown = f"of {measured.elapsed_s:.0f} s"
+    """Try more or fewer workers if the figures speak for it."""
+    n, quarter = look.workers, max(1, look.workers // 4)
+    more, fewer = min(section.max, n + quarter), max(section.min, n - quarter)
+    held_back, shown = measured.held_back >= HELD_BACK, f"of {measured.elapsed_s:.0f} s"
+    spared = measured.busy * n / max(1, fewer) < section.busy_share
     if measured.waits > section.wait_share and (measured.busy >= section.busy_share or not held_back):
-        if more <= n or look.at_s < course.up.until_s:
-            return course, None
         text = f"the trainer waited for batches {measured.waits:.0%} {shown}"
-        made = measured.change(more, n, "trainer_waits", text)
-        trial = ScaleTrial("up", n, measured.rate)
-    elif (
-        measured.waits < section.wait_share / 2
-        and held_back
-        and measured.busy * n / max(1, fewer) < section.busy_share
-    ):
-        if fewer >= n or look.at_s < course.down.until_s:
-            return course, None
-        made = measured.change(
-            fewer, n, "workers_idle", f"the workers were idle {1 - measured.busy:.0%} {shown}"
-        )
-        trial = ScaleTrial("down", n, measured.rate)
+        made, hold = measured.change(more, n, "trainer_waits", text), course.up
+    elif measured.waits < section.wait_share / 2 and held_back and spared:
+        text = f"the workers were idle {1 - measured.busy:.0%} {shown}"
+        made, hold = measured.change(fewer, n, "workers_idle", text), course.down
     else:
         return course, None
+    if made.workers == n or look.at_s < hold.until_s:
+        return course, None
+    trial = ScaleTrial("up" if made.workers > n else "down", n, measured.rate)
     return replace(course, wanted=made.workers, trial=trial, span=None), made
 
 
@@ -245,8 +226,8 @@ class Autoscaler:
     def look(
         self, serving: Collection[str], *, workers: int, leave: int, never_came: int
     ) -> ScaleChange | None:
-        """What is to be changed now. Of `workers` that are to stay those named serve; `leave` beside them are
-        leaving, and `never_came` have so far joined and not come to serve."""
+        """Return the change to make now. Of the `workers` that are to stay those named serve; `leave` others
+        are leaving, and `never_came` have so far joined and never served."""
         status = self._newest()
         if status is None or status is self._seen or status.stopping:
             return None

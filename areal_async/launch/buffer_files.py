@@ -33,9 +33,7 @@ CONFIRMED = "confirmed"  # File of the buffer with the newest revision that Redi
 PIECE_BYTES = 1 << 20  # Most bytes of files in one answer
 KEPT_S = 14 * 24 * 3600.0
 """Seconds that a node keeps the files of a run that nobody resumes."""
-ORDERLY_S = (
-    12.0  # In which processes of a run whose supervisor was killed end by themselves; then they are killed
-)
+ORDERLY_S = 12.0  # Time for processes without a supervisor to end by themselves; then they are killed
 ENDING_S = 60.0  # Longest wait for them to be gone; those that did not end are killed meanwhile
 LOOK_S = 0.05
 FOLDER = re.compile(r"areal-(?P<uid>\d+)-(?P<run_id>[0-9a-f]+)-run")
@@ -91,9 +89,9 @@ class LeftFiles:
         self.close()
 
     def close(self) -> None:
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        lock_fd, self._lock_fd = self._lock_fd, None
+        if lock_fd is not None:
+            os.close(lock_fd)
 
     def _wait_for_end(self, run_id: str) -> None:
         """Wait until no process of that run lives, and no Redis has the lock that it holds while it does."""
@@ -118,13 +116,12 @@ class LeftFiles:
         there = self._folder / BUFFER
         if not there.is_dir():
             return True
-        lock_fd = os.open(there / "redis.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock_fd = os.open(there / "redis.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(lock_fd)
+            self.close()
             return False
-        self._lock_fd = lock_fd
         return True
 
 
@@ -146,22 +143,17 @@ def pieces_of(root: Path, paths: Iterable[Path], have: Mapping[str, int]) -> Ite
 def fetch_buffer(run_dir: Path, pull: Callable[[dict[str, int]], list[FileNews]]) -> bool:
     """Bring the files to the run's folder, all or none, and return whether there were any. Raises OSError,
     and `NotBeneath` for a file that is none of the buffer's."""
-    fresh, have = run_dir / f".{BUFFER}", dict[str, int]()
+    fresh = run_dir / f".{BUFFER}"
     shutil.rmtree(fresh, ignore_errors=True)
     try:
-        while pieces := pull(have):
-            for piece in pieces:
-                fresh.mkdir(mode=0o700, exist_ok=True)
-                append_beneath(fresh, _name_in(BUFFER, piece), piece.data)
-                have[piece.name] = piece.offset + len(piece.data)
-        for path in fresh.rglob("*"):  # their only other copy is removed next
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-        if have:
+        found = _append_pieces(fresh, "", BUFFER, {}, pull)
+        for path in filter(Path.is_file, fresh.rglob("*")):  # their only other copy is removed next
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if found:
             shutil.rmtree(run_dir / BUFFER, ignore_errors=True)
             fresh.rename(run_dir / BUFFER)
-        return bool(have)
+        return found
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
@@ -170,20 +162,26 @@ def append_rest(run_dir: Path, part: Part, pull: Callable[[dict[str, int]], list
     """Append to the files of a part what was written after their last bytes came home, and return whether
     there was any. Raises as `fetch_buffer` does."""
     paths = [path for path in (run_dir / part).glob("*") if path.is_file()]
-    have, found = {f"{part}/{path.name}": path.stat().st_size for path in paths}, False
+    have = {f"{part}/{path.name}": path.stat().st_size for path in paths}
+    return _append_pieces(run_dir, f"{part}/", part, have, pull)
+
+
+def _append_pieces(
+    root: Path, prefix: str, part: str, have: dict[str, int], pull: Callable[[dict[str, int]], list[FileNews]]
+) -> bool:
+    """Append the pieces of a part to files with this prefix below `root` until there are no more, and return
+    whether there were any."""
+    found = False
     while pieces := pull(have):
         found = True
         for piece in pieces:
-            append_beneath(run_dir, f"{part}/{_name_in(part, piece)}", piece.data)
+            folder, _, name = piece.name.partition("/")
+            if folder != part:
+                raise NotBeneath(f"a node sent {piece.name[:200]!r}, no file of {part}")
+            root.mkdir(mode=0o700, exist_ok=True)
+            append_beneath(root, prefix + name, piece.data)
             have[piece.name] = piece.offset + len(piece.data)
     return found
-
-
-def _name_in(part: str, piece: FileNews) -> str:
-    folder, _, name = piece.name.partition("/")
-    if folder != part:
-        raise NotBeneath(f"a node sent {piece.name[:200]!r}, no file of {part}")
-    return name
 
 
 def lie_at_home(run_dir: Path) -> bool:

@@ -1,9 +1,9 @@
-"""The supervisor's control socket: how the run stands, and what `areal-async scale` and `drain` ask, on a
-thread of its own.
+"""The supervisor's control socket for the status of the run, `areal-async scale` and `drain`, on a thread of
+its own.
 
-Promises: a request is carried out by the supervisor's own loop, one at a time; it is answered with what was
-done, or with why not; a worker that is to leave is named to the buffer, so that it is leased nothing more.
-Nobody but who has the secret of the run is heard.
+Promises: a request is carried out by the supervisor's own loop, one at a time; the answer says what was done,
+or why nothing was; a worker that is to leave is named to the buffer, so that it is leased nothing more. Only
+peers with the secret of the run are served.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from areal_async.base.addresses import Address
-from areal_async.base.errors import FaultError, WireError
+from areal_async.base.errors import FaultError, FaultKind, WireError
 from areal_async.base.log import get_logger
 from areal_async.base.processes import exit_text
 from areal_async.base.topology import Topology
@@ -67,7 +67,7 @@ class LeavingWorker:
 
 @dataclass(frozen=True)
 class FleetChange:
-    """What the supervisor has set going: workers started, workers that leave, and those that stay."""
+    """A change that the supervisor has begun: workers started, workers that leave, and those that stay."""
 
     joined: list[str]
     leaving: Mapping[str, Future[str]]
@@ -79,7 +79,7 @@ class FleetChange:
         return "; autoscaling is off from now on" if self.ends_autoscale else ""
 
 
-class ControlSocket:
+class ControlSocket(ControlServer):
     """`start`, then `carry_out` what is asked as often as the supervisor looks, then `stop`.
 
     A buffer that does not answer within `buffer_wait_s` is not told of workers that leave."""
@@ -99,7 +99,7 @@ class ControlSocket:
         self._buffer = Address(topology.buffer, "buffer")
         self._buffer_wait_s = buffer_wait_s
         self._asked: queue.Queue[tuple[WorkersRequest, Future[FleetChange]]] = queue.Queue(MAX_ASKED)
-        self._server = ControlServer(
+        super().__init__(
             topology.control,
             service="supervisor",
             job=job,
@@ -115,10 +115,6 @@ class ControlSocket:
             },
         )
 
-    def start(self) -> None:
-        """Raises `EndpointError` where the socket cannot be served."""
-        self._server.start()
-
     def carry_out(self, begin: Callable[[WorkersRequest], FleetChange]) -> None:
         """Have `begin` begin what was asked since the last look."""
         with suppress(queue.Empty):
@@ -131,10 +127,7 @@ class ControlSocket:
 
     def tell_of_drain(self, name: str) -> None:
         """Have the buffer lease a worker nothing more, without waiting for that."""
-        self._server.do(self._tell_buffer(name))
-
-    def stop(self) -> None:
-        self._server.stop()
+        self.do(self._tell_buffer(name))
 
     async def _status(self, peer: Peer, request: Status, attachments: list[memoryview]) -> ServiceStatus:
         return board.status("supervisor", serves=True)
@@ -153,10 +146,9 @@ class ControlSocket:
         data = b"".join(map(bytes, attachments))
         try:
             await asyncio.to_thread(self._run_log.write_samples, request.folder, request.name, data)
-        except ValueError as error:
-            raise FaultError("invalid", str(error)) from error
-        except OSError as error:
-            raise FaultError("failed", str(error)) from error
+        except (OSError, ValueError) as error:
+            kind: FaultKind = "failed" if isinstance(error, OSError) else "invalid"
+            raise FaultError(kind, str(error)) from error
         return Ok()
 
     async def _read(self, peer: Peer, request: ReadRecords, attachments: list[memoryview]) -> Answer:
@@ -169,13 +161,18 @@ class ControlSocket:
             raise FaultError("invalid", "this supervisor keeps no records")
         return self._records
 
-    async def _scale(
-        self, peer: Peer, request: ScaleWorkers, attachments: list[memoryview]
-    ) -> WorkersChanged:
+    async def _scale(self, peer: Peer, request: ScaleWorkers, _: list[memoryview]) -> WorkersChanged:
         begun = await self._begin(request)
         told = await asyncio.gather(*map(self._tell_buffer, begun.leaving))
         untold = [name for name, heard in zip(begun.leaving, told, strict=True) if not heard]
-        text = _scaled_text(begun, request.limit_ms / 1000, untold)
+        late = f"so {', '.join(untold)} will be told at the end of that time"
+        parts = {
+            f"started {', '.join(begun.joined)}": begun.joined,
+            f"draining {', '.join(begun.leaving)} (at most {request.limit_ms / 1000:.0f} s)": begun.leaving,
+            f"the buffer does not answer, {late}": untold,
+        }
+        nothing = f"nothing to do: the workers are {', '.join(begun.workers)}"
+        text = "; ".join(part for part, names in parts.items() if names) or nothing
         return WorkersChanged(text + begun.note, begun.workers)
 
     async def _drain(self, peer: Peer, request: DrainWorker, attachments: list[memoryview]) -> WorkersChanged:
@@ -212,16 +209,3 @@ class ControlSocket:
         finally:
             await client.close()
         return True
-
-
-def _scaled_text(begun: FleetChange, limit_s: float, untold: list[str]) -> str:
-    parts = []
-    if begun.joined:
-        parts.append(f"started {', '.join(begun.joined)}")
-    if begun.leaving:
-        parts.append(f"draining {', '.join(begun.leaving)} (at most {limit_s:.0f} s)")
-    if untold:
-        parts.append(
-            f"the buffer does not answer, so {', '.join(untold)} will be told at the end of that time"
-        )
-    return "; ".join(parts) or f"nothing to do: the workers are {', '.join(begun.workers)}"

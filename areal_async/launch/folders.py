@@ -1,4 +1,4 @@
-"""The folders of a run: who may use them, what is in them, and that nothing volatile is left behind.
+"""The folders of a run: their lock, their content, and the removal of volatile files.
 
 Promises: one run at a time per run folder (a lock that dies with its process); work of an earlier run is
 deleted only when asked; a folder that no run of ours made is never touched, and of another user's nothing is
@@ -15,8 +15,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,10 +33,10 @@ from areal_async.base.own_files import (
     read_own,
     take_lock,
 )
-from areal_async.base.processes import kill_processes_of, start_of
+from areal_async.base.processes import start_of
 from areal_async.base.topology import OnHost, RunHost
 from areal_async.config.job import JobConfig
-from areal_async.launch.one_host import HERE, SHM_ROOT, make_host
+from areal_async.launch.one_host import HERE, SHM_ROOT, sweep_processes, volatile_host
 from areal_async.rpc.secret import ROLES, RunSecret
 from areal_async.service.context import keys_file
 from areal_async.service.record import holds_results
@@ -48,13 +46,14 @@ from areal_async.weights.manifest import remove_snapshots
 LOCK = "run.lock"
 TOPOLOGY = "topology.json"
 STATE = frozenset({LOCK, "job.yaml", TOPOLOGY, "logs", "buffer", "buffer-node.json", "events", "failpoints"})
-"""What a run needs while it lives. Everything else in its folder is work, also what we do not know."""
+"""Entries that a run needs while it lives. Everything else in its folder is work, unknown files too."""
 OWNER = "owner.json"
 RECORD_BYTES = 4096
+SWEEP_S = 5.0
 
 
 class Owner(msgspec.Struct):
-    """The supervisor of a run, as it is written down in its volatile folders and, with them, in its lock."""
+    """The supervisor of a run, as recorded in its volatile folders and, with these, in its lock."""
 
     pid: int
     started: str  # As `start_of` says it
@@ -65,15 +64,15 @@ class Owner(msgspec.Struct):
 
     @classmethod
     def read(cls, path: Path) -> Owner | None:
-        """What a file of ours says; None where there is none that can be believed."""
+        """Return the record in a file of ours; None if there is none to be trusted."""
         with suppress(OSError, NotOurs, msgspec.DecodeError):
             return msgspec.json.decode(read_own(path, max_bytes=RECORD_BYTES), type=Owner)
         return None
 
     @property
     def alive(self) -> bool:
-        """Whether the process lives; its start time tells it from a later one of the same pid. One that was
-        killed and nobody has reaped, as where process 1 reaps none, does not."""
+        """Whether the process lives; its start time tells it from a later one of the same pid. A killed one
+        that nobody has reaped, as in a container without an init, does not."""
         with suppress(OSError):
             return start_of(self.pid) == self.started
         return False
@@ -90,7 +89,7 @@ class RunFolders(OnHost):
     lock_fd: int
     secret: RunSecret  # What the keys of its roles are made of; in a file beside the sockets
     snapshots: Path | None = None
-    """Where they outlive `shm_dir`: the job's folder in the directory of weights channel `disk`."""
+    """Snapshots that outlive `shm_dir`: the job's folder in the directory of weights channel `disk`."""
 
     @property
     def logs(self) -> Path:
@@ -126,11 +125,11 @@ def claim_folders(
     run_dir = job.run_dir / job.job
     if run_dir.is_dir():
         check_run_folder(run_dir)
-    if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / LOCK).exists():
-        raise RunFolderError(
-            f"{run_dir} is not empty and was not made by a run; nothing in it is touched. Give the job "
-            "another name (`job:`) or another `run_dir`."
-        )
+        if any(run_dir.iterdir()) and not (run_dir / LOCK).exists():
+            raise RunFolderError(
+                f"{run_dir} is not empty and was not made by a run; nothing in it is touched. Give the job "
+                "another name (`job:`) or another `run_dir`."
+            )
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         run_dir.mkdir(mode=0o700, exist_ok=True)
@@ -142,16 +141,8 @@ def claim_folders(
         raise RunFolderError(f"{run_dir} cannot be used: {error.strerror}. Set another `run_dir`.") from error
     try:
         _end_dead_run(lock_fd)
-        if resume:
-            return _make(job, run_dir, lock_fd, shm_root)
-        if (work := describe_work(run_dir)) and not overwrite:
-            is_done = (run_dir / "summary.json").exists()
-            go_on = "" if is_done else f"go on with `areal-async resume {run_dir}`, "
-            raise RunFolderError(
-                f"{run_dir} holds {work}. Give the job another name (job=NAME), move that folder away, "
-                f"{go_on}or add --overwrite to delete it and start anew."
-            )
-        _clear(run_dir)
+        if not resume:
+            _clear(run_dir, overwrite)
         return _make(job, run_dir, lock_fd, shm_root)
     except BaseException:
         os.close(lock_fd)
@@ -159,7 +150,7 @@ def claim_folders(
 
 
 def describe_work(run_dir: Path) -> str:
-    """What a run folder holds that is worth keeping, in words; empty when there is nothing."""
+    """Return a description of the work in a run folder; empty if there is none."""
     if (run_dir / "summary.json").exists():
         return "a finished run"
     kept = [entry.name for entry in run_dir.iterdir() if entry.name not in STATE and _holds_anything(entry)]
@@ -169,13 +160,13 @@ def describe_work(run_dir: Path) -> str:
 
 
 def supervisor_of(run_dir: Path) -> Owner | None:
-    """The supervisor that runs the job of `run_dir` now; None while nobody does."""
+    """Return the supervisor that runs the job of `run_dir` now; None if there is none."""
     owner = Owner.read(run_dir / LOCK)
     return owner if owner is not None and owner.alive else None
 
 
 def check_run_folder(run_dir: Path) -> None:
-    """Raise `RunFolderError` where the existing `run_dir`, or what says whose it is, is another user's."""
+    """Raise `RunFolderError` if the existing `run_dir`, or its lock, is another user's."""
     try:
         check_owner(run_dir)
         if os.path.lexists(run_dir / LOCK):
@@ -187,7 +178,7 @@ def check_run_folder(run_dir: Path) -> None:
 
 
 def leftovers(roots: Sequence[Path]) -> Iterator[Path]:
-    """Shared memory and socket folders below `roots` of this user's runs whose supervisor is gone."""
+    """Yield shared memory and socket folders below `roots` of this user's runs without a supervisor."""
     for root in roots:
         for folder in sorted(root.glob(f"areal-{os.getuid()}-*")) if root.is_dir() else ():
             if not is_own_folder(folder):
@@ -228,27 +219,19 @@ def _running(run_dir: Path) -> RunFolderError:
 
 def refuse_running(run_dir: Path) -> None:
     """Raise `RunFolderError` when a run holds the lock of `run_dir` at this moment."""
-    with suppress(FileNotFoundError):
-        lock_fd = os.open(run_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            if is_locked(lock_fd):
-                raise _running(run_dir)
-        finally:
-            os.close(lock_fd)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with suppress(FileNotFoundError), os.fdopen(os.open(run_dir / LOCK, flags), "rb") as lock:
+        if is_locked(lock.fileno()):
+            raise _running(run_dir)
 
 
 def clean_up(run_dir: Path) -> None:
-    """End the processes and remove the volatile folders that a run left in whose supervisor was killed. Does
-    nothing where there are none, or where a run holds the lock."""
-    if not (run_dir / LOCK).exists():
-        return
-    with suppress(RunFolderError, OSError):
-        lock_fd = _lock(run_dir)
-        try:
-            _end_dead_run(lock_fd)
-            os.ftruncate(lock_fd, 0)
-        finally:
-            os.close(lock_fd)
+    """End the processes and remove the volatile folders of a run without a supervisor. Do nothing if there
+    are none, or if a run holds the lock."""
+    if (run_dir / LOCK).exists():
+        with suppress(RunFolderError, OSError), os.fdopen(_lock(run_dir), "r+b") as lock:
+            _end_dead_run(lock.fileno())
+            lock.truncate(0)
 
 
 def _end_dead_run(lock_fd: int) -> None:
@@ -258,33 +241,33 @@ def _end_dead_run(lock_fd: int) -> None:
         record = msgspec.json.decode(os.pread(lock_fd, RECORD_BYTES, 0), type=Owner)
     except msgspec.DecodeError:
         return
-    deadline_s = time.monotonic() + 5.0
-    while kill_processes_of(record.run_id) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
+    sweep_processes(record.run_id, SWEEP_S)
     for folder in (Path(record.socket_dir), Path(record.shm_dir)):
         if folder.name.startswith(f"areal-{os.getuid()}-") and is_own_folder(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _clear(run_dir: Path) -> None:
+def _clear(run_dir: Path, overwrite: bool) -> None:
+    if (work := describe_work(run_dir)) and not overwrite:
+        is_done = (run_dir / "summary.json").exists()
+        go_on = "" if is_done else f"go on with `areal-async resume {run_dir}`, "
+        raise RunFolderError(
+            f"{run_dir} holds {work}. Give the job another name (job=NAME), move that folder away, "
+            f"{go_on}or add --overwrite to delete it and start anew."
+        )
     for entry in run_dir.iterdir():
-        if entry.name == LOCK:
-            continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
-        else:
+        elif entry.name != LOCK:
             entry.unlink()
 
 
 def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFolders:
     run_id = secrets.token_hex(6)
-    name = f"areal-{os.getuid()}-{run_id}"
-    usable = shm_root.is_dir() and os.access(shm_root, os.W_OK | os.X_OK)
-    shm_dir = (shm_root if usable else Path(tempfile.gettempdir())) / f"{name}-shm"
-    host = make_host(HERE, run_dir=run_dir, socket_dir=Path(tempfile.gettempdir()) / name, shm_dir=shm_dir)
-    socket_dir = Path(host.socket_dir)
+    host = volatile_host(HERE, run_id, shm_root, run_dir=run_dir)
+    socket_dir, shm_dir = Path(host.socket_dir), Path(host.shm_dir)
     pid = os.getpid()
-    record = msgspec.json.encode(Owner(pid, start_of(pid), job.job, run_id, str(socket_dir), str(shm_dir)))
+    record = msgspec.json.encode(Owner(pid, start_of(pid), job.job, run_id, host.socket_dir, host.shm_dir))
     os.ftruncate(lock_fd, 0)
     os.pwrite(lock_fd, record, 0)
     for folder in (socket_dir, shm_dir):
@@ -305,7 +288,7 @@ def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFol
 
 
 def write_keys(secret: RunSecret, socket_dir: Path) -> None:
-    """Lay out, for each role, the keys that its processes on this host read."""
+    """Write, for each role, the keys that its processes on this host read."""
     for role in ROLES:
         path = keys_file(socket_dir, role)
         path.parent.mkdir(mode=0o700, exist_ok=True)

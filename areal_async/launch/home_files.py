@@ -1,7 +1,7 @@
-"""What the home of a run serves of its files to processes on other hosts, and takes from them.
+"""File service of a run's home for processes on other hosts.
 
-Promises: of the home host's files nobody reads any but those that the job names, and the run's own; the
-trainer alone writes, and only what trainers leave in a run's folder; a file has its name once it is whole.
+Promises: only files that the job names, and the run's own, can be read; only the trainer writes, and only
+files that trainers keep in a run's folder; a file has its name once it is whole.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import asyncio
 import os
 import re
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -22,6 +23,7 @@ from areal_async.base.own_files import NotBeneath, open_beneath, parts_of, remov
 from areal_async.base.topology import Role
 from areal_async.config.content import CONTENT, OF_TRAINER, content_mistakes, store_url
 from areal_async.config.job import JobConfig
+from areal_async.launch.plan import with_fields
 from areal_async.rpc.home_messages import HomeFile, HomeFiles, ListHome, ReadHome, RemoveHome, WriteHome
 from areal_async.rpc.schema import Ok
 from areal_async.rpc.server import Answer, Handler, Peer
@@ -31,7 +33,7 @@ from areal_async.storage.transfer import fetch
 from areal_async.storage.urls import local_path, url_of
 
 WRITTEN = frozenset({"checkpoints", "model", "adapter", "batches", "published.jsonl"})
-"""What a trainer leaves in the run's folder."""
+"""Entries that a trainer writes into the run's folder."""
 MOST_BYTES = 8 << 20  # Of one answer
 MOST_FILES = 100_000
 CODE = frozenset({".py", ".json", ".yaml", ".yml", ".txt", ".toml", ".jinja"})
@@ -45,19 +47,21 @@ UPLOAD_NAME = re.compile(r"[0-9a-f]{16}")
 
 
 def exported(job: JobConfig) -> list[Path]:
-    """What a job names by path on the home host and its processes elsewhere must have: its model, its tasks,
-    and the folders of its own parts."""
+    """Return the paths on the home host that its processes elsewhere need: its model, its tasks, and the
+    folders of its own parts."""
     return [root.path for root in _roots(job)]
 
 
 def code_folders(job: JobConfig) -> list[Path]:
-    """The folders of the files of the user's own parts."""
-    found = (OWN.fullmatch(text) for text in _texts(job.model_dump(mode="json")))
+    """Return the folders of the files of the user's own parts."""
+    texts: list[str] = []
+    _on_texts(job.model_dump(mode="json"), texts.append)
+    found = map(OWN.fullmatch, texts)
     return list(dict.fromkeys(Path(match[1]).parent for match in found if match is not None))
 
 
 def content_of(role: Role, job: JobConfig) -> list[str]:
-    """The fields whose content a process of this role must have on its host."""
+    """Return the fields whose content a process of this role needs on its host."""
     tasks = ["tasks.train", "tasks.evaluation"] if job.kind != "rl" else []
     fields: Mapping[Role, list[str]] = {
         "buffer": ["tasks.train"],
@@ -70,8 +74,8 @@ def content_of(role: Role, job: JobConfig) -> list[str]:
 
 
 def bring_content(job: Mapping[str, Any], role: Role) -> dict[str, Any]:
-    """Have lie on this host what a process of `role` needs of what the job names, from its home or from
-    stores; the job as it is here. `HomeFileSystem` is connected. Raises `ConfigError` or `StorageError`."""
+    """Fetch the content that a process of `role` needs from the job's home or from stores, and return the job
+    with its paths on this host. `HomeFileSystem` is connected. Raises `ConfigError` or `StorageError`."""
     there = JobConfig.model_validate(job)
     places = {str(path): local_path(f"{PROTOCOL}://{FILES}{path}") for path in exported(there)}
     here = moved_to(job, places)
@@ -84,7 +88,7 @@ def bring_content(job: Mapping[str, Any], role: Role) -> dict[str, Any]:
 
 
 def bring_buffer(job: str, target: Path) -> None:
-    """Have lie at `target` what a run of `job` that has ended left at home of its buffer, if anything.
+    """Fetch the buffer's files of an ended run of `job` from its home to `target`, if there are any.
     `HomeFileSystem` is connected. Raises `StorageError`."""
     if not target.exists():
         with suppress(StorageMissing):
@@ -92,42 +96,36 @@ def bring_buffer(job: str, target: Path) -> None:
 
 
 def with_home_store(job: JobConfig) -> JobConfig:
-    """`job` with the home of its run as the store, where it names none."""
+    """Return `job` with the home of its run as the store, if it names none."""
     if store_url(job) is not None:
         return job
-    store = job.checkpoint.model_copy(update={"store": f"{PROTOCOL}://{RUN}"})
-    return job.model_copy(update={"checkpoint": store})
+    return with_fields(job, "checkpoint", store=f"{PROTOCOL}://{RUN}")
 
 
 def moved_to(job: Mapping[str, Any], places: Mapping[str, Path]) -> dict[str, Any]:
-    """The job with each path that begins with one of `places` where that lies on another host."""
+    """Return the job with each path that begins with one of `places` replaced by its path on another host."""
     longest_first = sorted(places, key=len, reverse=True)
 
-    def move(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: move(inner) for key, inner in value.items()}
-        if isinstance(value, list | tuple):
-            return [move(inner) for inner in value]
-        if isinstance(value, str):
-            for old in longest_first:
-                if value == old or value.startswith((f"{old}/", f"{old}:")):
-                    return f"{places[old]}{value[len(old) :]}"
-        return value
+    def move(value: str) -> str:
+        begun = (old for old in longest_first if value == old or value.startswith((f"{old}/", f"{old}:")))
+        old = next(begun, None)
+        return value if old is None else f"{places[old]}{value[len(old) :]}"
 
-    moved: dict[str, Any] = move(dict(job))
+    moved: dict[str, Any] = _on_texts(dict(job), move)
     return moved
 
 
-def _texts(value: Any) -> Collection[str]:
+def _on_texts(value: Any, change: Callable[[str], Any]) -> Any:
+    """Return a value of JSON with each text replaced by the result of `change`."""
     if isinstance(value, dict):
-        return [text for inner in value.values() for text in _texts(inner)]
+        return {key: _on_texts(inner, change) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [text for inner in value for text in _texts(inner)]
-    return [value] if isinstance(value, str) else []
+        return [_on_texts(inner, change) for inner in value]
+    return change(value) if isinstance(value, str) else value
 
 
 class _Root(NamedTuple):
-    """A file or folder at home that is served, and by which rule (`_Root.serves`)."""
+    """A file or folder at home that is served, and the kind that decides which files (`serves`)."""
 
     path: Path
     kind: Literal["data", "code", "run"]
@@ -171,67 +169,57 @@ class HomeFilesServer:
                 )
 
     def handlers(self) -> Mapping[type, Handler]:
-        return {
+        work: Mapping[type, Callable[..., Any]] = {
             ListHome: self._list,
             ReadHome: self._read,
             WriteHome: self._write,
             RemoveHome: self._remove,
         }
+        return {request: partial(asyncio.to_thread, do) for request, do in work.items()}
 
-    async def _list(self, peer: Peer, request: ListHome, _: list[memoryview]) -> Answer:
-        roots = self._readable(request.path, peer)
-        return HomeFiles(await asyncio.to_thread(self._listed, roots))
+    def _list(self, peer: Peer, request: ListHome, _: list[memoryview]) -> Answer:
+        return HomeFiles(self._listed(self._readable(request.path, peer)))
 
-    async def _read(self, peer: Peer, request: ReadHome, _: list[memoryview]) -> Answer:
-        roots = self._readable(request.path, peer)
-        size = max(0, min(request.size_bytes, MOST_BYTES))
+    def _read(self, peer: Peer, request: ReadHome, _: list[memoryview]) -> Answer:
+        if (served := self._served(self._readable(request.path, peer))) is None:
+            raise FaultError("forbidden", f"{request.path} is not of this run")
+        try:
+            with os.fdopen(open_beneath(*served), "rb") as file:
+                file.seek(request.begin)
+                return Ok(), [file.read(max(0, min(request.size_bytes, MOST_BYTES)))]
+        except (OSError, ValueError) as error:
+            raise FaultError("invalid", f"{request.path} cannot be read: {error}") from error
 
-        def read() -> bytes:
-            if (served := self._served(roots)) is None:
-                raise FaultError("forbidden", f"{request.path} is not of this run")
-            try:
-                with os.fdopen(open_beneath(*served), "rb") as file:
-                    file.seek(request.begin)
-                    return file.read(size)
-            except (OSError, ValueError) as error:
-                raise FaultError("invalid", f"{request.path} cannot be read: {error}") from error
-
-        return Ok(), [await asyncio.to_thread(read)]
-
-    async def _write(self, peer: Peer, request: WriteHome, attachments: list[memoryview]) -> Answer:
+    def _write(self, peer: Peer, request: WriteHome, attachments: list[memoryview]) -> Answer:
         path = self._writable(request.path)
         if UPLOAD_NAME.fullmatch(request.upload) is None or len(attachments) != 1 or request.offset < 0:
             raise FaultError("forbidden", "this is no piece of a file")
         folder, _, last = path.rpartition("/")
         fresh = f"{folder}/{UPLOAD}{request.upload}".lstrip("/")
-
-        def write() -> None:
-            try:
-                with os.fdopen(open_beneath(self._run_dir, fresh, os.O_WRONLY | os.O_CREAT), "wb") as file:
-                    file.seek(request.offset)
-                    file.write(attachments[0])
-                    if request.last:
-                        file.truncate(request.offset)
-                        file.flush()
-                        os.fsync(file.fileno())
+        try:
+            with os.fdopen(open_beneath(self._run_dir, fresh, os.O_WRONLY | os.O_CREAT), "wb") as file:
+                file.seek(request.offset)
+                file.write(attachments[0])
                 if request.last:
-                    rename_beneath(self._run_dir, fresh, last)
-            except OSError as error:
-                raise FaultError("failed", f"{path} cannot be written: {error}") from error
-
-        await asyncio.to_thread(write)
+                    file.truncate(request.offset)
+                    file.flush()
+                    os.fsync(file.fileno())
+            if request.last:
+                rename_beneath(self._run_dir, fresh, last)
+        except OSError as error:
+            raise FaultError("failed", f"{path} cannot be written: {error}") from error
         return Ok()
 
-    async def _remove(self, peer: Peer, request: RemoveHome, _: list[memoryview]) -> Answer:
+    def _remove(self, peer: Peer, request: RemoveHome, _: list[memoryview]) -> Answer:
         path = self._writable(request.path)
         try:
-            await asyncio.to_thread(remove_beneath, self._run_dir, path)
+            remove_beneath(self._run_dir, path)
         except OSError as error:
             raise FaultError("failed", f"{path} cannot be removed: {error}") from error
         return Ok()
 
     def _served(self, roots: list[tuple[_Root, str]]) -> tuple[Path, str] | None:
-        """Folder and name below it of a file that may be read; None for any other."""
+        """Return the folder and the name below it of a file that may be read; None for any other."""
         for root, name in roots:
             if root.kind == "run":  # It changes: what its trainer has just written is in no listing yet
                 return (self._run_dir, f"{root.path.name}/{name}".rstrip("/")) if root.serves(name) else None
@@ -253,39 +241,38 @@ class HomeFilesServer:
         return found
 
     def _readable(self, name: str, peer: Peer) -> list[tuple[_Root, str]]:
-        """The roots that a name lies in, and its rest below each. Raises `FaultError` where there is none for
-        this peer."""
-        root, _, rest = name.partition("/")
-        parts = _checked(rest)
-        if root == RUN and parts[0] == self._run_dir.name and len(parts) > 1:
-            mine = (peer.key in ("trainer", "") and parts[1] in WRITTEN) or (
-                peer.key in (BUFFER, "trainer", "") and parts[1] == BUFFER
-            )
-            if mine:
-                return [(_Root(self._run_dir / parts[1], "run"), "/".join(parts[2:]))]
+        """Return the roots that contain a name, and its rest below each. Raises `FaultError` if there is none
+        for this peer."""
+        root, rest, parts = self._parsed(name)
+        if root == RUN and parts:
+            trains = peer.key in ("trainer", "")
+            if (trains and parts[0] in WRITTEN) or ((trains or peer.key == BUFFER) and parts[0] == BUFFER):
+                return [(_Root(self._run_dir / parts[0], "run"), "/".join(parts[1:]))]
         path = Path("/") / rest
         if root == FILES and (roots := [each for each in self._roots if path.is_relative_to(each.path)]):
             return [(each, "/".join(path.relative_to(each.path).parts)) for each in roots]
         raise FaultError("forbidden", f"{name} is not of this run")
 
     def _writable(self, name: str) -> str:
-        """The path in the run's folder that `name` stands for. Raises `FaultError` for others."""
-        root, _, rest = name.partition("/")
-        parts = _checked(rest)
-        if root != RUN or parts[0] != self._run_dir.name or len(parts) < 2 or parts[1] not in WRITTEN:
+        """Return the path in the run's folder that `name` stands for. Raises `FaultError` for others."""
+        root, _, parts = self._parsed(name)
+        if root != RUN or not parts or parts[0] not in WRITTEN:
             raise FaultError("forbidden", f"{name} is not for others to write")
-        return "/".join(parts[1:])
+        return "/".join(parts)
 
-
-def _checked(rest: str) -> list[str]:
-    try:
-        return parts_of(rest)
-    except NotBeneath as error:
-        raise FaultError("forbidden", str(error)) from error
+    def _parsed(self, name: str) -> tuple[str, str, list[str]]:
+        """Return the first part of a name, the rest, and its parts below the run's folder, if it lies there.
+        Raises `FaultError` for a name that leads elsewhere."""
+        root, _, rest = name.partition("/")
+        try:
+            first, *parts = parts_of(rest)
+        except NotBeneath as error:
+            raise FaultError("forbidden", str(error)) from error
+        return root, rest, parts if first == self._run_dir.name else []
 
 
 def _walk(root: _Root) -> dict[str, _Served]:
-    """The files that are served of `root`, by their names below it. Raises `FaultError`."""
+    """Return the files that are served of `root`, by their names below it. Raises `FaultError`."""
     # The user names the root, so it may be a link; what lies below it may not, but for the cache of the hub.
     if root.kind == "run" and root.path.is_symlink():
         return {}
@@ -311,10 +298,8 @@ def _walk(root: _Root) -> dict[str, _Served]:
                 continue
             total += status.st_size
             if len(found) >= MOST_FILES or (root.kind == "code" and total > MOST_CODE_BYTES):
-                raise FaultError(
-                    "invalid",
-                    f"{root.path} holds more than travels with a job: keep code in a folder of its own",
-                )
+                fix = "keep code in a folder of its own"
+                raise FaultError("invalid", f"{root.path} holds more than travels with a job: {fix}")
             found[name] = _Served(_about(status), folder, inner)
     return found
 
@@ -326,10 +311,8 @@ def _blob_of(top: Path, name: str) -> tuple[Path, str]:
     target = Path(os.path.normpath(top / Path(name).parent / os.readlink(top / name)))
     if repository is not None and target.parent == repository / "blobs":
         return repository, f"blobs/{target.name}"
-    raise FaultError(
-        "invalid",
-        f"{top / name} is a link, and links are not sent to other hosts: put the file or folder itself there",
-    )
+    fix = "put the file or folder itself there"
+    raise FaultError("invalid", f"{top / name} is a link, and links are not sent to other hosts: {fix}")
 
 
 def _about(status: os.stat_result) -> HomeFile:

@@ -27,26 +27,22 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType, TracebackType
 
-import msgspec
-
-from areal_async.base.errors import FaultError, RunError, RunFailed
+from areal_async.base.errors import FaultError, RunFailed
 from areal_async.base.log import get_logger
-from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.base.own_files import write_whole
 from areal_async.base.processes import RUN_VARIABLE, kill_processes_of
 from areal_async.base.topology import Role
-from areal_async.config.cluster import ClusterConfig
 from areal_async.config.devices import first_threads
-from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
 from areal_async.config.registry import forget_own_parts
 from areal_async.launch.commands import ControlSocket, FleetChange, WorkersRequest
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.lifecycle import STAGE_LIMITS_S, Ending
+from areal_async.launch.local_launcher import write_json
 from areal_async.launch.one_host import topology_here
-from areal_async.launch.plan import STOP_STAGES, ready_limit_s, services_of, with_channel
-from areal_async.launch.supervisor import SIGNALS, TICK_S, caught_signals
+from areal_async.launch.plan import STOP_STAGES, ready_limit_s, services_of, with_channel, with_fields
+from areal_async.launch.supervisor import SAME_INTERRUPT_S, SIGNALS, TICK_S, caught_signals
 from areal_async.service.context import ServiceContext
 from areal_async.service.main import STOP_GRACE_S, first_cause, until_stopped
 from areal_async.service.record import RunLog
@@ -59,66 +55,23 @@ MAINS: Mapping[Role, str] = {
     "evaluator": "rollout_service.evaluator:main",
 }
 LONG_S = 7 * 24 * 3600.0
-"""What is limited by time, so that it is given to another when its process dies, has so long here."""
-SAME_INTERRUPT_S = 0.5  # make, shells and terminals repeat signals
+"""Time limit of everything that is given to another process when its own dies."""
 AT_ONCE_S = 3.0  # After the second Ctrl-C: then the process ends wherever its threads are
 CANCEL = signal.SIGURG  # By itself it does nothing, and hardly any program has a use for it
 
 log = get_logger("supervisor")
 
 
-def check_inline(job: JobConfig, cluster: ClusterConfig | None = None, *, source: str) -> None:
-    """Raise `ConfigError` with every reason why `job` cannot be in one process, and `RunError` outside the
-    main thread."""
-    mistakes = []
-    wanted: list[tuple[str, int, int]] = [
-        ("trainer.ranks", job.trainer.ranks, 1),
-        ("rollout.workers", job.rollout.workers, 1),
-        ("rollout.replicas", job.rollout.replicas, 1),
-        ("rollout.autoscale.max", job.rollout.autoscale.max, 0),
-    ]
-    for field, value, only in wanted:
-        if value > only:
-            problem = f"it is {value}, and an inline run has one trainer, one worker and one engine"
-            mistakes.append(Mistake(field, problem, f"Set it to {only}, or run without --inline"))
-    engines = {evaluation_engine(job): "evaluation.engine", job.rollout.engine: "rollout.engine"}
-    for engine, field in engines.items() if job.kind == "rl" else ():
-        if engine_part(engine).is_server:
-            problem = f"{engine} is a server, a process of its own"
-            mistakes.append(Mistake(field, problem, "Set it to local, or run without --inline"))
-    if job.policies:
-        problem = f"{len(job.policies)} policies have a trainer each, and an inline run has one"
-        mistakes.append(Mistake("policies", problem, "Keep one of them, or run without --inline"))
-    if job.placement.pretend:
-        problem = "an inline run is one process on one host"
-        mistakes.append(Mistake("placement.pretend", problem, "Remove it, or run without --inline"))
-    if cluster is not None:
-        mistakes.append(
-            Mistake("--cluster", "an inline run is one process of this machine", "Leave one of the two out")
-        )
-    if mistakes:
-        raise ConfigError(source, mistakes)
-    if threading.current_thread() is not threading.main_thread():
-        raise RunError("an inline run has its trainer in the main thread: call it there.")
-
-
 def without_limits(job: JobConfig) -> JobConfig:
-    """`job` as its services are to see it: nothing is given up for want of a sign of life, and all roles,
-    which share torch, compute with the trainer's threads."""
-    threads, buffer = first_threads(job.trainer.torch_threads), job.buffer
-    overtaken = buffer.on_overtaken.model_copy(update={"limit_s": LONG_S})
-    group = buffer.group
+    """Return `job` as its services are to see it: nothing is given up for want of a sign of life, and all
+    roles, which share torch, compute with the trainer's threads."""
+    threads, group = first_threads(job.trainer.torch_threads), job.buffer.group
     if group.deadline_s is not None:
         group = group.model_copy(update={"deadline_s": LONG_S})
-    long = {"lease_s": LONG_S, "on_overtaken": overtaken, "group": group}
-    rollout = {"episode_timeout_s": None, "stuck_s": LONG_S, "torch_threads": threads}
-    return job.model_copy(
-        update={
-            "buffer": buffer.model_copy(update=long),
-            "rollout": job.rollout.model_copy(update=rollout),
-            "evaluation": job.evaluation.model_copy(update={"torch_threads": threads}),
-        }
-    )
+    overtaken = job.buffer.on_overtaken.model_copy(update={"limit_s": LONG_S})
+    job = with_fields(job, "buffer", lease_s=LONG_S, on_overtaken=overtaken, group=group)
+    job = with_fields(job, "rollout", episode_timeout_s=None, stuck_s=LONG_S, torch_threads=threads)
+    return with_fields(job, "evaluation", torch_threads=threads)
 
 
 class _Cancelled(BaseException):
@@ -167,11 +120,11 @@ class InlineRun:
     ) -> None:
         forget_own_parts()
         self.error: BaseException | None = None
-        """What ended the run, if it failed."""
+        """Error that ended the run, if it failed."""
         told = with_channel(without_limits(job), several_hosts=False).model_dump(mode="json")
         write_whole(folders.run_dir / "job.yaml", dump_job(job).encode())
         self.topology = topology_here(folders.run_id, folders.host, services_of(job), told, {})
-        write_whole(folders.topology, msgspec.json.format(msgspec.json.encode(self.topology)))
+        write_json(folders.topology, self.topology)
         self._job, self._run_id = job, folders.run_id
         self._on_ending = on_ending
         self._main_thread = threading.get_ident()
@@ -192,7 +145,7 @@ class InlineRun:
         self._over = threading.Event()
 
     def run(self) -> Ending:
-        """Run it to its end, and return how it ended; `error` says what it failed with."""
+        """Run it to its end, and return how it ended; `error` is the error of a failed run."""
         with ExitStack() as stack:
             stack.enter_context(_marked(self._run_id))
             stack.enter_context(one_prompt_at_a_time())
@@ -320,12 +273,12 @@ class InlineRun:
 
 
 def services_left() -> bool:
-    """Whether a service of an inline run has not ended with it: it is in code that does not return."""
+    """Return whether a service of an inline run has outlived it: it is in code that does not return."""
     return any(isinstance(thread, InlineService) for thread in threading.enumerate())
 
 
 def _main_of(role: Role) -> Callable[[ServiceContext], Awaitable[None]]:
-    """What runs a service; the trainer's blocks, and is awaited by nobody."""
+    """Return the main function of a service; the trainer's is synchronous."""
     module, _, name = MAINS[role].partition(":")
     main: Callable[[ServiceContext], Awaitable[None]] = getattr(importlib.import_module(module), name)
     return main
@@ -337,7 +290,7 @@ def _refuse(asked: WorkersRequest) -> FleetChange:
 
 @contextmanager
 def _marked(run_id: str) -> Iterator[None]:
-    """What is started meanwhile carries the mark of the run; none of it is left at the end."""
+    """Mark processes that are started meanwhile with the run's id, and kill them at the end."""
     before = os.environ.get(RUN_VARIABLE)
     os.environ[RUN_VARIABLE] = run_id
     try:

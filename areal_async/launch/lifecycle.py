@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -24,8 +24,8 @@ from areal_async.base.topology import ServicePlace
 from areal_async.launch.plan import STOP_STAGES, awaited_first, ends_the_job
 
 STAGE_LIMITS_S = (4.5, 1.5, 2.0)
-"""A stage that was asked to end is killed after so long. The first limit is above the services' own grace, so
-that a kill is the exception."""
+"""Seconds after which each stage is killed. The first limit is above the services' own grace, so that a kill
+is the exception."""
 KILL_LIMIT_S = 0.4  # The next stage goes on so long after a kill, without waiting for it
 STOP_LIMIT_S = sum(STAGE_LIMITS_S) + len(STAGE_LIMITS_S) * KILL_LIMIT_S
 KILLED_LIMIT_S = 60.0  # A process that was killed and is still there so long after is held by the kernel
@@ -40,7 +40,7 @@ class Phase(Enum):
     ENDED = "ended"
 
 
-DRAINING = "draining"  # What is said of a service that serves and is to leave
+DRAINING = "draining"  # Shown for a service that serves and is to leave
 
 
 @dataclass
@@ -77,7 +77,7 @@ class ServiceState:
 
 @dataclass(frozen=True)
 class Action:
-    """What the shell must do: start a process, send it SIGTERM, or kill its process group."""
+    """An action for the shell: start a process, send it SIGTERM, or kill its process group."""
 
     do: Literal["start", "terminate", "kill"]
     name: str
@@ -96,24 +96,19 @@ class Ending:
     lived_s: float = 0.0
     deaths: int = 1  # How often the culprit, or its group, died within the window of the restart policy
     cause: str = ""
-    """How it died, in words, where more is known than its status says; of a rank that did not serve, the
-    others that did not."""
+    """Cause of its death, in words, if more is known than its status; for a rank that did not serve, the
+    other ranks that did not."""
 
 
 def in_order_of_cause(ended: Mapping[str, int]) -> list[str]:
-    """The names of services that were found ended in one look, by exit status: first those that were killed,
-    then those that failed, last those whose error may be that another is gone."""
-
-    def effect(name: str) -> int:
-        status = ended[name]
-        return 0 if status < 0 else 2 if status in (0, os.EX_TEMPFAIL) else 1
-
-    return sorted(ended, key=effect)
+    """Return the names of services that ended in one look, given with their exit statuses: first those that
+    were killed, then those that failed, last those with an error that may follow from another's end."""
+    return sorted(ended, key=lambda name: (ended[name] >= 0, ended[name] in (0, os.EX_TEMPFAIL)))
 
 
 @dataclass
 class Lifecycle:
-    services: Sequence[ServicePlace]
+    begun_with: Sequence[ServicePlace]
     ready_limit_s: float
     restarts: RestartPolicy = NO_RESTARTS
     ending: Ending | None = None
@@ -126,15 +121,16 @@ class Lifecycle:
 
     def __post_init__(self) -> None:
         groups: dict[str, Restarts] = {}  # One count for all ranks of a trainer
-        self.states = {
-            place.name: ServiceState(
-                place,
-                groups.setdefault(place.policy, Restarts(self.restarts))
-                if place.role == "trainer"
-                else Restarts(self.restarts),
-            )
-            for place in self.services
-        }
+        self.states = {}
+        for place in self.begun_with:
+            restarts = Restarts(self.restarts)
+            if place.role == "trainer":
+                restarts = groups.setdefault(place.policy, restarts)
+            self.states[place.name] = ServiceState(place, restarts)
+
+    @property
+    def services(self) -> list[ServicePlace]:
+        return [state.place for state in self.states.values()]
 
     @property
     def stopping(self) -> bool:
@@ -144,7 +140,7 @@ class Lifecycle:
         return [name for name, state in self.states.items() if state.alive]
 
     def all_serve(self) -> bool:
-        """Every service serves now, or has finished."""
+        """Return whether every service serves now, or has finished."""
         return all(state.phase in (Phase.SERVING, Phase.ENDED) for state in self.states.values())
 
     def begin(self, now_s: float) -> list[Action]:
@@ -161,7 +157,7 @@ class Lifecycle:
         return self._start(waiting, now_s)
 
     def silent(self, name: str, now_s: float) -> list[Action]:
-        """A service gives no sign of life, or was reported as one that others wait for in vain: kill it."""
+        """Kill a service that gives no sign of life, or that others wait for in vain."""
         state = self.states[name]
         if not state.alive or state.killed_s is not None or self.stopping:
             return []
@@ -171,8 +167,8 @@ class Lifecycle:
     def exited(
         self, name: str, status: int, now_s: float, cause: str = "", *, with_host: bool = False
     ) -> list[Action]:
-        """A service has ended; `cause` says how, where more is known than its exit status says. `with_host`:
-        it is gone with its host, which is no failure of its own: it has left, and is not started again."""
+        """Take in the end of a service; `cause` has more than its exit status, if known. `with_host`: it is
+        gone with its host, which is no failure of its own: it has left, and is not started again."""
         state = self.states[name]
         lived_s = now_s - state.started_s
         state.phase, state.status, state.killed_s = Phase.ENDED, status, None
@@ -195,7 +191,6 @@ class Lifecycle:
 
     def join(self, place: ServicePlace, now_s: float) -> list[Action]:
         """Take in another service of the running job; it starts as soon as the buffer serves."""
-        self.services = [*self.services, place]
         self.states[place.name] = ServiceState(place, Restarts(self.restarts), unproven=True)
         ready = all(map(self._served, awaited_first(self.services)))
         return self._start([place.name], now_s) if ready else []
@@ -213,7 +208,6 @@ class Lifecycle:
 
     def forget(self, name: str) -> None:
         """Take out a service that is gone."""
-        self.services = [place for place in self.services if place.name != name]
         del self.states[name]
 
     def interrupt(self, now_s: float) -> list[Action]:
@@ -223,7 +217,7 @@ class Lifecycle:
         return self._stop(Ending("interrupted"), now_s)
 
     def tick(self, now_s: float) -> list[Action]:
-        """Whatever is due by the clock."""
+        """Return the actions that are due by the clock."""
         if self.stopping:
             return self._advance_stop(now_s)
         for name, state in self.states.items():
@@ -240,8 +234,7 @@ class Lifecycle:
                 return self._stop(Ending("not_gone", name, lived_s=now_s - state.killed_s), now_s)
         if leaving := self._advance_leaving(now_s):
             return leaving
-        due = [name for name, state in self.states.items() if self._may_restart(state, now_s)]
-        if due:
+        if due := [name for name, state in self.states.items() if self._may_restart(state, now_s)]:
             return self._start(due, now_s)
         if self._last_one_deadline_s is not None and now_s > self._last_one_deadline_s:
             enders = ends_the_job(self.services)
@@ -250,8 +243,8 @@ class Lifecycle:
         return []
 
     def _could_serve_from_s(self, state: ServiceState, now_s: float) -> float:
-        """When the time began within which it must serve: at its start, and for what needs weights not before
-        the last start of the trainer."""
+        """Return the begin of the time within which it must serve: its start or, for a service that needs
+        weights, the last start of the trainer if that is later."""
         begun_s = [state.started_s]
         if state.place.role in ("rollout", "evaluator"):
             trainers = self._trainers()
@@ -261,14 +254,12 @@ class Lifecycle:
     def _served(self, name: str) -> bool:
         return self.states[name].phase is Phase.SERVING
 
-    def _start(self, names: Iterable[str], now_s: float) -> list[Action]:
-        actions = []
+    def _start(self, names: Sequence[str], now_s: float) -> list[Action]:
         for name in names:
             state = self.states[name]
             state.phase, state.started_s, state.served_s = Phase.STARTING, now_s, None
             state.killed_s, state.felled = None, False
-            actions.append(Action("start", name))
-        return actions
+        return [Action("start", name) for name in names]
 
     def _may_restart(self, state: ServiceState, now_s: float) -> bool:
         first = awaited_first(self.services)
@@ -278,7 +269,7 @@ class Lifecycle:
         return state.phase is Phase.RESTARTING and now_s >= state.restart_s and has_room and whole
 
     def _group(self, state: ServiceState) -> list[ServiceState]:
-        """The services that live and die with this one, itself among them: the ranks of a trainer."""
+        """Return the services that live and die with this one, itself included: the ranks of a trainer."""
         if state.place.role != "trainer":
             return [state]
         return [other for other in self._trainers() if other.place.policy == state.place.policy]
@@ -287,7 +278,7 @@ class Lifecycle:
         return [state for state in self.states.values() if state.place.role == "trainer"]
 
     def _died(self, state: ServiceState, lived_s: float, now_s: float, cause: str) -> list[Action]:
-        """Start it, and its group, again later, or end the run."""
+        """Restart the service and its group later, or end the run."""
         name, status, group = state.place.name, state.status, self._group(state)
         served = [other.served_s for other in group if other.served_s is not None]
         served_s = max(served) if len(served) == len(group) else None
@@ -315,7 +306,7 @@ class Lifecycle:
         return actions
 
     def _advance_leaving(self, now_s: float) -> list[Action]:
-        """Tell those to end whose time to leave by themselves is over; kill those that do not."""
+        """Terminate services whose time to leave by themselves is over, then kill those that remain."""
         actions: list[Action] = []
         for name, state in self.states.items():
             if not (state.leaving and state.alive):
@@ -333,7 +324,7 @@ class Lifecycle:
         return self._advance_stop(now_s)
 
     def _advance_stop(self, now_s: float) -> list[Action]:
-        """End the current stage when it is empty, kill what is left of it at its deadline, go on."""
+        """End the current stage when it is empty, kill its remaining services at its deadline, go on."""
         actions: list[Action] = []
         while not self.over:
             left = self._left_in_stage()

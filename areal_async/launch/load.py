@@ -1,4 +1,4 @@
-"""What a run's processes have used up so far, now and then, as records of the run.
+"""Records of the resources that a run's processes have used, written now and then.
 
 From two of them `areal-async simulate --from` works out what things cost. A record has, for each service, CPU
 seconds of it and its children, its busy seconds, tokens and sums, and the buffer's counts of transitions.
@@ -36,7 +36,15 @@ class LoadLog:
         counts = [status.figures.buffer.reasons for status in services.values() if status.figures.buffer]
         try:
             cpu_s = _cpu_s({status.pid for status in services.values()})
-            told = {name: _load(status, cpu_s[status.pid]) for name, status in services.items()}
+            told: dict[str, dict[str, Any]] = {
+                name: {
+                    "cpu_s": round(cpu_s[status.pid], 3),
+                    "busy_s": {activity: round(busy_s, 4) for activity, busy_s in status.busy_s.items()},
+                    "tokens": status.figures.tokens,
+                    **status.figures.sums,
+                }
+                for name, status in services.items()
+            }
         except KeyError:
             return  # One has just ended: what it used up cannot be known any more
         told["supervisor"] = {"cpu_s": round(time.process_time(), 3)}
@@ -44,15 +52,6 @@ class LoadLog:
         self._run_log.write(
             "load", steps=steps, cores=cores, services=told, counts=counts[0] if counts else {}
         )
-
-
-def _load(status: ServiceStatus, cpu_s: float) -> dict[str, Any]:
-    return {
-        "cpu_s": round(cpu_s, 3),
-        "busy_s": {name: round(seconds, 4) for name, seconds in status.busy_s.items()},
-        "tokens": status.figures.tokens,
-        **status.figures.sums,
-    }
 
 
 def _cpu_s(pids: set[int]) -> dict[int, float]:

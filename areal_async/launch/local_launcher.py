@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from areal_async.base.own_files import write_whole
 from areal_async.base.processes import (
     ChildProcess,
-    kill_processes_of,
     service_environment,
     start_service,
 )
 from areal_async.base.topology import Role, ServicePlace, Topology
 from areal_async.config.job import JobConfig
 from areal_async.launch.folders import RunFolders
-from areal_async.launch.one_host import topology_here
+from areal_async.launch.one_host import sweep_processes, topology_here
 from areal_async.launch.plan import name_is_held, thread_count, with_channel
 from areal_async.launch.spares import PRELOADED, Spares
 from areal_async.service.context import SERVED_VARIABLE
@@ -41,18 +38,11 @@ class LocalChild:
     """A service on this machine, and the line from it."""
 
     def __init__(self, process: ChildProcess, line_fd: int) -> None:
+        self.pid = process.pid
+        self.ready_report, self.poll = process.ready_report, process.poll
+        self.terminate, self.kill = process.terminate, process.kill
         self._process = process
         self._line_fd: int | None = line_fd
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def ready_report(self) -> dict[str, Any] | None:
-        return self._process.ready_report()
-
-    def poll(self) -> int | None:
-        return self._process.poll()
 
     def lost(self) -> str:
         return ""
@@ -68,12 +58,6 @@ class LocalChild:
 
     def memory_kills(self) -> int:
         return memory_kills()
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        self._process.kill()
 
     def close(self) -> None:
         self._process.close()
@@ -93,10 +77,35 @@ class RankLines:
         self.meeting = meeting
         """Address at which the ranks of this start meet, once rank 0 was prepared."""
 
+    def start(
+        self,
+        place: ServicePlace,
+        topology: Path,
+        logs: Path,
+        environment: dict[str, str],
+        pass_fds: Sequence[int] = (),
+        spares: Spares | None = None,
+    ) -> LocalChild:
+        """Start a service with its lines, as a spare process if one is ready. Rank 0 is started first."""
+        variables, given, line_fd = self.prepare(place)
+        environment |= variables
+        log_path = logs / f"{place.name}.log"
+        try:
+            process = None
+            if spares is not None:
+                process = spares.take(place, topology, log_path, environment, given)
+            if process is None:
+                environment |= {variable: str(fd) for variable, fd in given.items()}
+                process = start_service(place, topology, log_path, environment, [*given.values(), *pass_fds])
+        finally:
+            for fd in given.values():
+                os.close(fd)
+        return LocalChild(process, line_fd)
+
     def prepare(self, place: ServicePlace) -> tuple[dict[str, str], dict[str, int], int]:
-        """The variables for the process, the descriptors that it is given, each by the variable that names
-        it, and the end of its line that stays here. Rank 0 is prepared first. Whoever calls closes the
-        descriptors once the process has them."""
+        """Return the variables for the process, the descriptors that it is given, each by the variable that
+        names it, and the end of its line that stays here. The caller closes the descriptors once the process
+        has them."""
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         given = {PULSE_VARIABLE: write_fd}
         variables = {}
@@ -118,7 +127,7 @@ class LocalLauncher:
         self._job = job
         self._folders = folders
         views = job.views
-        self._lines = {  # Those without a policy: of the only trainer, and of whoever has none
+        self._lines = {  # Under "": the only trainer's, and those of services that belong to no policy
             name: RankLines(folders.host.loopback, several=job.of(name or job.policy).trainer.ranks > 1)
             for name in ("", *job.policies)
         }
@@ -147,20 +156,9 @@ class LocalLauncher:
         environment = self._environment(self._job.of(place.policy or self._job.policy), place.role)
         if served_before:
             environment[SERVED_VARIABLE] = "1"
-        log_path = self._folders.logs / f"{place.name}.log"
-        variables, given, line_fd = self._lines[place.policy].prepare(place)
-        environment |= variables
-        try:
-            process = self._spares.take(place, self._folders.topology, log_path, environment, given)
-            if process is None:
-                environment |= {variable: str(fd) for variable, fd in given.items()}
-                process = start_service(
-                    place, self._folders.topology, log_path, environment, list(given.values())
-                )
-        finally:
-            for fd in given.values():
-                os.close(fd)
-        self._children[place.name] = child = LocalChild(process, line_fd)
+        child = self._children[place.name] = self._lines[place.policy].start(
+            place, self._folders.topology, self._folders.logs, environment, spares=self._spares
+        )
         return child
 
     def is_taken(self, name: str) -> bool:
@@ -171,7 +169,7 @@ class LocalLauncher:
         pretend = job.placement.pretend
         told = with_channel(job, several_hosts=bool(pretend)).model_dump(mode="json")
         topology = topology_here(self._folders.run_id, self._folders.host, services, told, pretend)
-        write_whole(self._folders.topology, msgspec.json.format(msgspec.json.encode(topology)))
+        write_json(self._folders.topology, topology)
         return topology
 
     def tend(self, now_s: float, *, calm: bool) -> list[ServicePlace]:
@@ -179,17 +177,16 @@ class LocalLauncher:
         return []
 
     def close(self) -> None:
-        """Leave no process: no service, nor what they detached, nor a spare."""
+        """End every process: the services, what they detached, and the spares."""
         self._spares.close()
         for child in self._children.values():
             child.kill()
-        deadline_s = time.monotonic() + SWEEP_S
-        while kill_processes_of(self._folders.run_id) and time.monotonic() < deadline_s:
-            for child in self._children.values():
-                child.poll()
-            time.sleep(0.02)
+
+        def are_reaped() -> bool:
+            return all(child.poll() is not None for child in self._children.values())
+
+        sweep_processes(self._folders.run_id, SWEEP_S, are_reaped)
         for child in self._children.values():
-            child.poll()
             child.close()
 
     def _environment(self, job: JobConfig, role: Role) -> dict[str, str]:
@@ -201,7 +198,7 @@ class LocalLauncher:
 
 
 def memory_kills(vmstat: Path = VMSTAT) -> int:
-    """How many processes of this machine the kernel has killed for want of memory; 0 where it is silent."""
+    """Return how many processes the kernel of this machine has killed for lack of memory; 0 if unknown."""
     with suppress(OSError):
         for line in vmstat.read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -215,4 +212,9 @@ def write_targets(path: Path, targets: Sequence[Mapping[str, object]]) -> None:
         path.parent.mkdir()
         path.parent.chmod(0o755)
     # Prometheus may run as another user. They are ports, which everybody on the machine may know.
-    write_whole(path, msgspec.json.format(msgspec.json.encode(targets)), mode=0o644)
+    write_json(path, targets, mode=0o644)
+
+
+def write_json(path: Path, content: object, mode: int = 0o600) -> None:
+    """Write `content` as indented JSON; readers see the old file or the new one."""
+    write_whole(path, msgspec.json.format(msgspec.json.encode(content)), mode)

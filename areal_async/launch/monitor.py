@@ -8,7 +8,6 @@ a run by failing: what cannot be known now is asked at the next poll.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -26,6 +25,7 @@ from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import ReadMetrics, ServiceStatus, Status
 from areal_async.rpc.schema import R, Request
 from areal_async.rpc.secret import Access
+from areal_async.service.control import LoopThread
 
 log = get_logger("watchdog")
 
@@ -50,15 +50,16 @@ class StatusClients:
         self._places: dict[str, ServicePlace] = {}  # Those of `_seen`
 
     async def ask(self, name: str, threads: int = 0) -> ServiceStatus:
-        """Raises ArealError where it does not answer within `ANSWER_S`. `threads` is told to it."""
+        """Return the status of a service, which is told `threads`. Raises ArealError if it does not answer
+        within `ANSWER_S`."""
         topology = self._topology()
         endpoints = {"buffer": topology.buffer, "weights": topology.weights}
         status, _ = await self._exchange(name, Status(threads, endpoints))
         return status
 
     async def metrics(self, name: str) -> bytes:
-        """The series of a service as text for Prometheus, as they are now. Raises ArealError or TimeoutError
-        where it does not answer within `SCRAPE_S`, KeyError where there is none of that name."""
+        """Return the current series of a service as text for Prometheus. Raises ArealError or TimeoutError if
+        it does not answer within `SCRAPE_S`, KeyError if there is none of that name."""
         async with asyncio.timeout(SCRAPE_S):
             _, parts = await self._exchange(name, ReadMetrics())
         return b"".join(parts)
@@ -68,17 +69,15 @@ class StatusClients:
         if topology is not self._seen:
             self._seen, self._places = topology, {place.name: place for place in topology.services}
         place = self._places.get(name) or topology.place(name)
-        client = self._clients.pop(name, None)
-        is_new = client is None
-        if client is None:
-            client = Client(
-                Address(place.status, place.role),
-                job=self._job,
-                role="supervisor",
-                name="monitor",
-                access=self._access,
-                max_part_bytes=MAX_PART_BYTES,
-            )
+        is_new = name not in self._clients
+        client = self._clients.pop(name, None) or Client(
+            Address(place.status, place.role),
+            job=self._job,
+            role="supervisor",
+            name="monitor",
+            access=self._access,
+            max_part_bytes=MAX_PART_BYTES,
+        )
         client.address.move(place.status)
         try:
             if is_new:
@@ -98,8 +97,9 @@ class StatusClients:
             await client.close()
 
 
-class Monitor:
-    """Feeds a `StatusAggregator` and hands each status of the run to `show`, until stopped."""
+class Monitor(LoopThread):
+    """Feeds a `StatusAggregator` and hands each status of the run to `show`, until stopped: the last one
+    too."""
 
     def __init__(
         self,
@@ -113,6 +113,7 @@ class Monitor:
     ) -> None:
         """`load`: only for a run whose processes are all on this machine. `threads`: how many CPU threads
         services are to compute with, by the prefixes of their names."""
+        super().__init__("monitor")
         self._aggregator = aggregator
         self._clients = clients
         self._phases = phases
@@ -121,45 +122,27 @@ class Monitor:
         self._threads: Mapping[str, int] = {}
         self._load = load
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
         self._stall: Stall | None = None
         self._reported_s = 0.0
         self.newest: RunStatus | None = None  # How the run stood at the last look
-        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Show the last status and end the thread."""
-        with suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(timeout=LOOK_S + ANSWER_S)
 
     def look(self) -> None:
         """Ask every service once, now, from another thread."""
         with suppress(TimeoutError, RuntimeError):  # the latter once this has ended
-            asyncio.run_coroutine_threadsafe(self._look(LOOK_S), self._loop).result(2 * LOOK_S)
+            self.do(self._look(LOOK_S)).result(2 * LOOK_S)
 
     async def metrics(self, name: str) -> bytes:
-        """What `StatusClients.metrics` says, for another loop. Raises PeerGone once this has ended."""
+        """Return `StatusClients.metrics`, for another loop. Raises PeerGone once this has ended."""
         if self._loop.is_closed():
             raise PeerGone("The run is not watched any more.")
-        return await asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(self._clients.metrics(name), self._loop)
-        )
+        return await asyncio.wrap_future(self.do(self._clients.metrics(name)))
 
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._watch())
-
-    async def _watch(self) -> None:
+    async def _work(self) -> None:
         try:
             looked_s = time.monotonic()
             while True:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stop.wait(), POLL_S)
+                    await asyncio.wait_for(self._stopping.wait(), POLL_S)
                 before_s, looked_s = looked_s, time.monotonic()
                 if (late_s := looked_s - before_s - POLL_S) > SILENT_S:
                     self._aggregator.held_up(late_s, looked_s)
@@ -176,7 +159,7 @@ class Monitor:
                 except (Exception, SystemExit):  # rich's own console exits where a pipe is broken
                     log.exception("the view has failed; nothing more is shown")
                     self._show = lambda status: None
-                if self._stop.is_set():
+                if self._stopping.is_set():
                     return
         finally:
             for task in self._asking.values():

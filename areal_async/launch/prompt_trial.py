@@ -43,8 +43,7 @@ UNKNOWN_SHARE = 0.1  # A tokenizer that knows less of the characters in the samp
 
 
 def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
-    """Whether the model's tokenizer and configuration load, and what is wrong with the prompts as it reads
-    them."""
+    """Return mistakes of the model's tokenizer and configuration, and of the prompts as it reads them."""
     from transformers import AutoConfig, AutoTokenizer  # seconds, which no other command pays
 
     try:
@@ -55,22 +54,18 @@ def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
     except Exception as error:  # whatever a broken file makes the library raise
         return [_not_loaded(job.model, error)]
     mistakes = [*_stop_mistakes(job, tokenizer), *_end_warnings(job, tokenizer)] if job.kind == "rl" else []
-    for field, path in (("tasks.train", job.tasks.train), ("tasks.evaluation", job.tasks.evaluation)):
-        if path is not None:
-            mistakes += list(
-                _prompt_mistakes(job, field, path, tokenizer, getattr(config, "vocab_size", None))
-            )
+    for name in ("train", "evaluation"):
+        if (path := getattr(job.tasks, name)) is not None:
+            size = getattr(config, "vocab_size", None)
+            mistakes += _prompt_mistakes(job, f"tasks.{name}", path, tokenizer, size)
     return mistakes
 
 
 def _stop_mistakes(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
-    """Stop texts of which the tokenizer knows no character: no response would ever end with one."""
+    """Yield stop texts of which the tokenizer knows no character: no response would ever end with one."""
     for section in ("rollout", "evaluation"):
         for index, text in enumerate(getattr(job, section).sampling.stop):
-            ids = [
-                token for token in text_ids(tokenizer, text, special=False) if token != tokenizer.unk_token_id
-            ]
-            if text.strip() and not tokenizer.decode(ids, skip_special_tokens=False).strip():
+            if text.strip() and not tokenizer.decode(_known_ids(tokenizer, text)).strip():
                 problem = f"the model's tokenizer knows nothing of {text!r}, so no response can end with it"
                 fix = "Give a text that the model can write, or remove it"
                 yield Mistake(f"{section}.sampling.stop.{index}", problem, fix, ("model",))
@@ -112,12 +107,9 @@ def _shown(tokenizer: Any, ids: Collection[int]) -> str:
 def _not_loaded(model: Path, error: Exception) -> Mistake:
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
-        problem = (
-            f"{model} needs code of its own, and code that comes with a model is never run: it would have "
-        )
-        return Mistake(
-            "model", problem + "the rights of the job", "Give a model that transformers itself knows"
-        )
+        why = "code that comes with a model is never run: it would have the rights of the job"
+        fix = "Give a model that transformers itself knows"
+        return Mistake("model", f"{model} needs code of its own, and {why}", fix)
     problem = f"transformers cannot read the configuration or tokenizer of {model} ({type(error).__name__}: "
     return Mistake("model", f"{problem}{text:.300})", "Give a complete Hugging Face model directory")
 
@@ -139,66 +131,63 @@ def _prompt_mistakes(
             chosen = drawn(examples, SAMPLE)
             ends = end_ids(tokenizer, job.model)
             tokens = [ids for one in chosen for ids in _answer_tokens(job, tokenizer, one, ends)]
-            answers = [answer for one in chosen for answer in one.answers]
-            texts = [
-                message_texts(part).replace("\n", "") for one in answers for part in (one.prompt, one.answer)
-            ]
+            texts = [text.replace("\n", "") for _, text in _example_texts(chosen)]
             spelled = [text_ids(tokenizer, text, special=False) for text in texts]
     except (TaskFileError, ChatError) as error:
         problem, _, fix = str(error).rstrip(".").rpartition(". ")
         yield Mistake(field, problem or fix, fix if problem else "Correct the file, or choose another")
         return
-    flat = list(itertools.chain.from_iterable(tokens))
-    largest = max(flat, default=0)
+    largest = max(itertools.chain.from_iterable(tokens), default=0)
     if vocab_size is not None and largest >= vocab_size:
+        problem = (
+            f"its tokenizer gives the token {largest} for prompts of {path}, and the model has {vocab_size}"
+        )
         yield Mistake(
-            "model",
-            f"its tokenizer gives the token {largest} for prompts of {path}, and the model has {vocab_size}",
-            "Give the model with the tokenizer that it was trained with",
-            (field,),
+            "model", problem, "Give the model with the tokenizer that it was trained with", (field,)
         )
         return
     # Some tokenizers have a token for what they do not know, and some leave it out.
     known = [tokenizer.decode([token for token in ids if token != tokenizer.unk_token_id]) for ids in spelled]
     lost = 1 - sum(map(len, known)) / max(1, sum(map(len, texts)))
     if lost > UNKNOWN_SHARE:
-        yield Mistake(
-            field,
-            f"{lost:.0%} of the characters of {len(texts)} prompts, drawn at random from {path}, are unknown "
-            "to the model's tokenizer",
-            "Give tasks in the characters that it knows, or another model",
-            ("model",),
-        )
+        of = f"of the characters of {len(texts)} prompts, drawn at random from {path},"
+        fix = "Give tasks in the characters that it knows, or another model"
+        yield Mistake(field, f"{lost:.0%} {of} are unknown to the model's tokenizer", fix, ("model",))
     else:
-        named = [(where, message_texts(prompt)) for where, prompt, _ in prompts] or [
-            (one.where, message_texts(part))
-            for one in examples
-            for answer in one.answers
-            for part in (answer.prompt, answer.answer)
-        ]
-        yield from _lost_characters(field, tokenizer, named)
+        named = [(where, message_texts(prompt)) for where, prompt, _ in prompts]
+        yield from _lost_characters(field, tokenizer, named or _example_texts(examples))
     if job.kind == "rl":
         yield from _too_long(job, field, path, tokenizer, prompts)
+
+
+def _example_texts(examples: Iterable[Example]) -> list[tuple[str, str]]:
+    """Return the places and texts of all prompts and answers of these examples."""
+    return [
+        (one.where, message_texts(part))
+        for one in examples
+        for answer in one.answers
+        for part in (answer.prompt, answer.answer)
+    ]
 
 
 def _lost_characters(field: str, tokenizer: Any, texts: Iterable[tuple[str, str]]) -> Iterator[Mistake]:
     """Warn of characters without a token, unseen by the model. `texts`: place and text of each row."""
     first: dict[str, str] = {}
     for where, text in texts:
-        for character in set(text).difference(first):
-            first[character] = where
-    lost = {character: where for character, where in first.items() if not _is_known(tokenizer, character)}
+        first |= dict.fromkeys(set(text).difference(first), where)
+    lost = {
+        character: where
+        for character, where in first.items()
+        if not (character.isspace() or tokenizer.decode(_known_ids(tokenizer, character)).strip())
+    }
     if lost:
         some = ", ".join(f"{character!r} ({where})" for character, where in list(lost.items())[:5])
         problem = f"the model's tokenizer has no token for {len(lost)} of the characters in it: {some}"
         yield Mistake(field, problem, "Write these rows in characters that it knows", ("model",), warns=True)
 
 
-def _is_known(tokenizer: Any, character: str) -> bool:
-    ids = [
-        token for token in text_ids(tokenizer, character, special=False) if token != tokenizer.unk_token_id
-    ]
-    return character.isspace() or bool(tokenizer.decode(ids).strip())
+def _known_ids(tokenizer: Any, text: str) -> list[int]:
+    return [token for token in text_ids(tokenizer, text, special=False) if token != tokenizer.unk_token_id]
 
 
 LOOKED_AT = 1000  # Most prompts that are tokenised for a warning
@@ -219,7 +208,7 @@ def _prompt_tokens(tokenizer: Any, where: str, prompt: Any, tools: Sequence[Any]
 def _answer_tokens(
     job: JobConfig, tokenizer: Any, example: Example, ends: Collection[int]
 ) -> list[list[int]]:
-    """The tokens of each answer of an example. Raises `ChatError`, which names the row."""
+    """Return the tokens of each answer of an example. Raises `ChatError`, which names the row."""
     train_on = job.sft.train_on if job.kind == "sft" else "all"
     try:
         if job.kind == "reward_model":
@@ -232,8 +221,8 @@ def _answer_tokens(
 def _too_long(
     job: JobConfig, field: str, path: Path, tokenizer: Any, prompts: list[TaskPrompt]
 ) -> Iterator[Mistake]:
-    """Prompts that leave no room for an answer: each would fail in every worker that gets it. Warn of those
-    that leave less than answers may take, in at most `LOOKED_AT` of the prompts that may be so long."""
+    """Yield a mistake for prompts that leave no room for an answer: each would fail in every worker. Warn of
+    those that leave less than answers may take, in at most `LOOKED_AT` of the prompts that may be so long."""
     length, asked = job.rollout.max_model_len, job.rollout.sampling.max_new_tokens
 
     def lengths(least: int, most_texts: int = sys.maxsize) -> tuple[list[int], int]:
@@ -248,26 +237,20 @@ def _too_long(
         return [count for count in counts if count >= least], len(looked_at)
 
     too_long, _ = lengths(length)
+    limit = "rollout.max_model_len"
     if too_long:
-        yield Mistake(
-            field,
-            f"{len(too_long)} of {len(prompts)} prompts in {path} have {length} tokens or more (the longest "
-            f"{max(too_long)}), which leaves no room for an answer in rollout.max_model_len = {length}",
-            "Raise rollout.max_model_len, or take them out of the file",
-            ("rollout.max_model_len",),
-        )
+        found = f"{len(too_long)} of {len(prompts)} prompts in {path} have {length} tokens or more"
+        why = f"(the longest {max(too_long)}), which leaves no room for an answer in {limit} = {length}"
+        yield Mistake(field, f"{found} {why}", f"Raise {limit}, or take them out of the file", (limit,))
         return
     tight, looked_at = lengths(length - asked + 1, LOOKED_AT)
     if tight:
-        yield Mistake(
-            field,
-            f"{len(tight)} of {looked_at} long prompts looked at in {path} have up to {max(tight)} "
-            f"tokens, and with rollout.sampling.max_new_tokens = {asked} that is more than "
-            f"rollout.max_model_len = {length}: their answers are cut short, and scored as they are",
-            f"Raise rollout.max_model_len to {max(tight) + asked}, or lower max_new_tokens",
-            ("rollout.max_model_len", "rollout.sampling.max_new_tokens"),
-            warns=True,
-        )
+        most = "rollout.sampling.max_new_tokens"
+        found = f"{len(tight)} of {looked_at} long prompts looked at in {path} have up to {max(tight)} tokens"
+        why = f"and with {most} = {asked} that is more than {limit} = {length}"
+        problem = f"{found}, {why}: their answers are cut short, and scored as they are"
+        fix = f"Raise {limit} to {max(tight) + asked}, or lower max_new_tokens"
+        yield Mistake(field, problem, fix, (limit, most), warns=True)
 
 
 if __name__ == "__main__":

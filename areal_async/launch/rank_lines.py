@@ -22,7 +22,7 @@ from areal_async.service.rank_group import SILENT, Note
 
 LONGEST_LOOK_S = 1.0  # Between two looks no more than this counts as silence
 MEMORY_KILL_S = 30.0
-"""A service that dies so soon after the kernel has killed something for want of memory is taken for that."""
+"""Seconds after a kill by the kernel for lack of memory in which a service's death counts as such a kill."""
 
 
 @dataclass
@@ -32,16 +32,15 @@ class _Line:
     place: ServicePlace
     child: Child
     memory_kills: int
-    """Processes that the kernel of its host had killed for want of memory at the last look."""
+    """Processes that the kernel of its host had killed for lack of memory at the last look."""
     memory_killed_s: float | None = None  # When it was last seen to kill for memory
     silent_s: float | None = None
     """Seconds since its last pulse; None before its first."""
     rest: bytes = b""
 
     def read(self) -> list[Note]:
-        """What was said since the last look; hearing anything ends the silence."""
-        heard = self.child.heard()
-        if heard:
+        """Return the notes since the last look; hearing anything ends the silence."""
+        if heard := self.child.heard():
             self.silent_s = 0.0
         *lines, self.rest = (self.rest + heard).split(b"\n")
         notes = []
@@ -57,7 +56,7 @@ class _Line:
 
 
 class Lines:
-    """`started` takes in a service, `look` finds who hangs, `cause_of` says how one died."""
+    """The lines of all services: `look` finds those that hang, `cause_of` tells how one died."""
 
     def __init__(self, hang_s: Callable[[ServicePlace], float]) -> None:
         self._hang_s = hang_s
@@ -66,7 +65,7 @@ class Lines:
         self._looked_s: float | None = None
 
     def started(self, place: ServicePlace, child: Child) -> None:
-        """A process was started; it is listened to from now on."""
+        """Listen to a new process from now on."""
         self.forget(place.name)
         self._lines[place.name] = _Line(place, child, child.memory_kills())
 
@@ -90,8 +89,8 @@ class Lines:
         return [name for name in dict.fromkeys(hanging) if name in self._lines]
 
     def cause_of(self, name: str, status: int, now_s: float) -> str:
-        """Return how the service `name` died, which ended with `status`; empty where the status says it
-        all."""
+        """Return how the service `name` died, which ended with `status`; empty if only the status is
+        known."""
         if name not in self._lines:
             return ""
         self.look(now_s)
@@ -102,6 +101,6 @@ class Lines:
         return self._causes.get(name, "")
 
     def forget(self, name: str) -> None:
-        """A service has ended, or is started again. Safe to repeat."""
+        """Stop listening to a service. Safe to repeat."""
         self._causes.pop(name, None)
         self._lines.pop(name, None)

@@ -1,8 +1,8 @@
-"""Runs as Python and the tools see them: found by folder or job file, asked, resumed, waited for.
+"""Runs for Python and the tools: find them by folder or job file, ask, resume and wait for them.
 
-What the job of a run points at (model, tasks, reward) need not be there any more. A resumed run goes on with
-the job that its folder has recorded, not with what the job file says by now: the batches of the redo log were
-made under it.
+Files that the job of a run names (model, tasks, reward) need not exist any more. A resumed run goes on with
+the job recorded in its folder, not with the job file as it is now: the batches of the redo log were made
+under the recorded one.
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ class Run:
 
     @classmethod
     def open(cls, target: str | Path) -> Run:
-        """The run at `target`: a run folder, its URL, or a job file. Raises `RunFolderError` where there is
-        none."""
+        """Return the run at `target`: a run folder, its URL, or a job file. Raises `RunFolderError`."""
         return find_run(target, kinds=("rl", *FILE_KINDS))
 
     @property
@@ -88,7 +87,7 @@ class Run:
 
     @property
     def keys(self) -> RoleKeys:
-        """What a command shows the processes of a run that is alive. Raises `EndpointError`."""
+        """Keys of a command for the processes of a run that is alive. Raises `EndpointError`."""
         assert self.topology is not None
         return RoleKeys.read(keys_file(Path(self.topology.home_host.socket_dir), "cli"))
 
@@ -103,18 +102,14 @@ class Run:
 
     @property
     def hosts(self) -> dict[str, str]:
-        """Address of the host of each process, by the process's name; of a run that is not alive, none."""
-        if self.topology is None:
-            return {}
-        known = self.topology.hosts
-        return {
-            place.name: known[place.node_id].address if place.node_id in known else "not placed"
-            for place in self.topology.services
-        }
+        """Address of the host of each process, by the process's name; empty for a run that is not alive."""
+        services = self.topology.services if self.topology is not None else []
+        known = {} if self.topology is None else {n: host.address for n, host in self.topology.hosts.items()}
+        return {place.name: known.get(place.node_id, "not placed") for place in services}
 
     def status(self) -> RunStatus:
-        """How the run stands now; of one that has ended, how it stood. Raises `WireError` where a run that
-        lives does not answer."""
+        """Return the current status of the run, or its last one. Raises `WireError` if a run that lives does
+        not answer."""
         now = Run.open(self.folder)
         if now.alive:
             values = now.ask(Status(), timeout_s=ANSWER_S).figures.run
@@ -128,8 +123,8 @@ class Run:
         return aggregator.status(0.0)
 
     def metrics(self, *, follow: bool = True) -> Iterator[dict[str, Any]]:
-        """The records of the run's steps, in the order of metrics.jsonl. With `follow` the iterator waits for
-        those to come, and ends with the run; a step that a restarted trainer does again comes again."""
+        """Yield the records of the run's steps, in the order of metrics.jsonl. With `follow` the iterator
+        waits for further records until the run ends; a step that a restarted trainer repeats comes again."""
         tail = Tail(self.folder / "metrics.jsonl")
         while True:
             over = not follow or not self._lives()  # before the look: what is written last is read too
@@ -147,8 +142,7 @@ class Run:
 
     def stop(self) -> None:
         """Ask the run to stop, as Ctrl-C does, if it lives; `wait` waits for its end."""
-        record = supervisor_of(self.folder)
-        if record is not None:
+        if (record := supervisor_of(self.folder)) is not None:
             with suppress(ProcessLookupError):
                 os.kill(record.pid, signal.SIGTERM)
 
@@ -172,17 +166,13 @@ class Run:
         return self.summary()
 
     def summary(self) -> dict[str, Any]:
-        """The content of `summary.json`. Raises `RunFolderError` where the run has not finished."""
-        try:
-            summary: dict[str, Any] = msgspec.json.decode((self.folder / "summary.json").read_bytes())
-        except FileNotFoundError:
-            raise RunFolderError(
-                f"the run in {self.folder} has not finished: it has no summary yet."
-            ) from None
+        """Return the content of `summary.json`. Raises `RunFolderError` if the run has not finished."""
+        if (summary := read_summary(self.folder)) is None:
+            raise RunFolderError(f"the run in {self.folder} has not finished: it has no summary yet.")
         return summary
 
     def ask(self, request: Request[R], *, timeout_s: float) -> R:
-        """The supervisor's answer. Raises `FaultError` where it refuses, `RpcTimeout` where it is silent."""
+        """Return the supervisor's answer. Raises `FaultError` if it refuses, `RpcTimeout` if it is silent."""
         assert self.topology is not None
         address = Address(self.topology.control, "supervisor")
         client = SyncClient(address, job=self.job.job, role="cli", name="cli", access=self.keys)
@@ -195,9 +185,7 @@ class Run:
 
 def failure_of(status: int, said: str) -> ArealError:
     """Return the error of a run that ended with `status`, from the last line that it printed."""
-    kinds: dict[str, type[ArealError]] = {
-        kind.__name__: kind for kind in (RunFailed, RunFolderError, RunInterrupted)
-    }
+    kinds = {kind.__name__: kind for kind in (RunFailed, RunFolderError, RunInterrupted)}
     last = said.strip().rpartition("\n")[2]
     try:
         error = msgspec.json.decode(last, type=dict[str, str])
@@ -206,12 +194,19 @@ def failure_of(status: int, said: str) -> ArealError:
         return RunFailed(f"the run's process {exit_text(status)}. It said last:\n{said[-2000:].strip()}")
 
 
-def find_run(target: str | Path, overrides: Sequence[str] = (), *, kinds: Sequence[str] = ("rl",)) -> Run:
-    """The run of one of these kinds at `target`: a run folder, its URL, or a job file. The folder of one of
-    its policies, `RUN/policies/NAME`, is a run of that policy alone.
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """Return the content of `summary.json` in a run's folder; None if there is none."""
+    with suppress(FileNotFoundError):
+        return msgspec.json.decode((folder / "summary.json").read_bytes(), type=dict[str, Any])
+    return None
 
-    Raises `RunFolderError` where there is none, `ConfigError` when its job cannot be read or an override does
-    not fit it."""
+
+def find_run(target: str | Path, overrides: Sequence[str] = (), *, kinds: Sequence[str] = ("rl",)) -> Run:
+    """Return the run of one of these kinds at `target`: a run folder, its URL, or a job file. The folder of
+    one of its policies, `RUN/policies/NAME`, is a run of that policy alone.
+
+    Raises `RunFolderError` if there is none, `ConfigError` if its job cannot be read or an override does not
+    fit it."""
     own = run_at(target)
     if own.parent.name == "policies" and own.is_dir():
         run = find_run(own.parents[1], overrides, kinds=kinds)
@@ -233,7 +228,7 @@ def find_run(target: str | Path, overrides: Sequence[str] = (), *, kinds: Sequen
 
 
 def _run_folder(target: Path) -> Path:
-    """The folder of the run at `target`; what the store has of it is there. Raises `RunFolderError` where
+    """Return the folder of the run at `target`, with the files that its store has. Raises `RunFolderError` if
     there is none."""
     if not (target.is_dir() or target.is_file()):
         raise RunFolderError(f"there is no run folder or job file {target}.{_neighbours(target)}")
@@ -257,7 +252,7 @@ def _run_folder(target: Path) -> Path:
 
 
 def _neighbours(path: Path) -> str:
-    """Runs beside `path` whose names are close."""
+    """Return a hint at runs beside `path` with similar names."""
     names = [lock.parent.name for lock in path.parent.glob(f"*/{LOCK}")]
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
@@ -285,15 +280,15 @@ FIXED = (
     "buffer.batch_groups",
     "trainer.lora",
 )
-"""What a resumed run cannot change, nor what is below it."""
+"""Fields that a resumed run cannot change, nor any below them."""
 
 
 def job_to_resume(target: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> JobConfig:
-    """The job of the run at `target`: a run folder or its URL, or a job file whose run is meant. Without
-    `files` what it points at is not looked at.
+    """Return the job of the run at `target`: a run folder, its URL, or the run's job file. Without `files`
+    the files that it names are not checked.
 
-    Raises `RunFolderError` when there is nothing to go on with, `ConfigError` when what was recorded cannot
-    be run any more."""
+    Raises `RunFolderError` if there is nothing to resume, `ConfigError` if the recorded job cannot be run any
+    more."""
     target = run_at(target)
     run_dir = _run_folder(target)
     _refuse_to_resume(run_dir, target, overrides)
@@ -315,26 +310,22 @@ def job_to_resume(target: str | Path, overrides: Sequence[str] = (), *, files: b
 
 
 def _value(content: Any, field: str) -> Any:
-    """The value of a dotted field; None where it is not given."""
+    """Return the value of a dotted field; None if it is missing."""
     for key in field.split("."):
         content = content.get(key) if isinstance(content, dict) else None
     return content
 
 
 def has_work(run_dir: Path) -> bool:
-    """Whether there is something to go on with in the folder of a run."""
+    """Return whether the folder of a run holds work to go on with."""
     return bool(describe_work(run_dir)) or any((run_dir / "buffer").glob("appendonly*"))
 
 
 def is_finished(run_dir: Path, overrides: Sequence[str] = ()) -> bool:
-    """Return whether the run has done all its steps, or has stopped before for what it had reached, and the
-    job with these changes asks for no more. Raises `ConfigError`."""
-    try:
-        summary = msgspec.json.decode((run_dir / "summary.json").read_bytes())
-    except FileNotFoundError:
-        return False
-    if not overrides:
-        return True
+    """Return whether the run has done all its steps, or has reached its goal before, and the job with these
+    changes asks for no more. Raises `ConfigError`."""
+    if (summary := read_summary(run_dir)) is None or not overrides:
+        return summary is not None
     before = load_job(run_dir / "job.yaml", files=False)
     now = load_job(run_dir / "job.yaml", overrides, files=False)
     steps = {name: view.trainer.steps for name, view in before.views.items()}

@@ -35,11 +35,11 @@ PRELOADED = (
     "areal_async.service.main",
     "areal_async.rpc.client",
 )
-"""What a start of a trainer or a rollout worker spends its time with; nothing of one role alone."""
+"""Slow imports of a trainer or a rollout worker; none of one role alone."""
 ROLES: frozenset[Role] = frozenset({"trainer", "rollout", "evaluator"})
-"""The others import little, and a spare would cost them memory for nothing."""
+"""Roles with slow imports."""
 SPARE_BYTES = 512 << 20
-"""What one holds at most before it is called."""
+"""Most memory of a spare before it is called."""
 FREE_SHARE = 4  # One is prepared only while so many times that is available
 AFTER_DEATH_S = 1.0  # Since all serve again; a run in which something died may lose more
 
@@ -82,7 +82,7 @@ class Spares:
     _given_up: bool = False
 
     def tend(self, now_s: float, *, calm: bool) -> None:
-        """Look after them; `calm` says whether all services serve now."""
+        """Look after the spares; `calm` says whether all services serve now."""
         for spare in [spare for spare in self._spares if not spare.child.alive]:
             self._lost(spare, now_s)
         for spare in self._spares:
@@ -104,18 +104,14 @@ class Spares:
         environment: Mapping[str, str],
         descriptors: Mapping[str, int],
     ) -> ChildProcess | None:
-        """A process that becomes the service from now on; None where no spare is ready. `descriptors` are
-        those it is given, by the variable that names each."""
+        """Return a process that becomes the service from now on; None if no spare is ready. It is given these
+        `descriptors`, each by the variable that names it."""
         if place.role not in ROLES:
             return None
         for spare in [spare for spare in self._spares if spare.ready and spare.child.alive]:
             self._spares.remove(spare)
-            calling = Calling(
-                place.module,
-                service_arguments(place, topology),
-                {name: value for name, value in environment.items() if self.environment.get(name) != value},
-                list(descriptors),
-            )
+            own = {name: value for name, value in environment.items() if self.environment.get(name) != value}
+            calling = Calling(place.module, service_arguments(place, topology), own, list(descriptors))
             taken = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 socket.send_fds(spare.channel, [msgspec.json.encode(calling)], [taken, *descriptors.values()])
@@ -136,11 +132,9 @@ class Spares:
     def _wanted(self, calm_s: float) -> bool:
         if self.after_s is None or self._given_up or len(self._spares) >= self.most:
             return False
-        if calm_s < (min(AFTER_DEATH_S, self.after_s) if self._disturbed else self.after_s):
-            return False
-        if not all(spare.ready for spare in self._spares):
-            return False
-        return psutil.virtual_memory().available >= FREE_SHARE * SPARE_BYTES
+        long_enough = calm_s >= (min(AFTER_DEATH_S, self.after_s) if self._disturbed else self.after_s)
+        ready = all(spare.ready for spare in self._spares)
+        return long_enough and ready and psutil.virtual_memory().available >= FREE_SHARE * SPARE_BYTES
 
     def _prepare(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

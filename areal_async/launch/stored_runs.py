@@ -1,5 +1,5 @@
-"""Runs whose folder, or whose checkpoints, lie in a store: claimed, mirrored while they run, and brought
-here.
+"""Runs with their folder, or their checkpoints, in a store: they are claimed, mirrored while they run, and
+fetched.
 
 The lock of a run folder is one host's. What keeps two hosts apart is the mark of a mirror: whoever resumes a
 run that another host seems to run watches that mark for `WATCH_S`, and gives up where it still changes.
@@ -29,12 +29,13 @@ from areal_async.storage.urls import is_url, joined, local_path, url_problem
 WATCH_S = 3 * EVERY_S
 INTERRUPTED_S = 60.0  # The longest that a run which did not finish is mirrored at its end
 OF_THIS_HOST = frozenset({LOCK, TOPOLOGY, "buffer", *BY_TRAINER})
-"""Of a run folder what is not mirrored: its lock and its processes' places; the buffer's Redis files, which
-are whole together or not at all, and whose content is in each checkpoint; what the trainer puts there."""
+"""Entries of a run folder that are not mirrored: its lock and its processes' places; the buffer's Redis
+files, which are whole together or not at all, and are in each checkpoint; files that the trainer writes
+there."""
 WORK = frozenset({"checkpoints", "model", "adapter", "batches"})
 """Folders that are deleted only when asked."""
 TO_RESUME = frozenset({"job.yaml", "metrics.jsonl", "published.jsonl", "buffer-node.json"})
-"""What goes beside the checkpoints of a run whose own folder is on this host alone."""
+"""Files that are stored beside the checkpoints of a run with its own folder on this host alone."""
 
 log = get_logger("supervisor")
 
@@ -64,7 +65,7 @@ def mirrored(job: JobConfig, run_dir: Path, *, overwrite: bool, resume: bool) ->
 
 
 def _places(job: JobConfig) -> dict[str, Callable[[str], bool]]:
-    """Where what of the run's folder is mirrored to: URL → whether a file is, by its name."""
+    """Return the URLs that the run's folder is mirrored to, each with a test for the names of files."""
     run, store = run_url(job), store_url(job)
     places: dict[str, Callable[[str], bool]] = {}
     if run is not None:
@@ -99,7 +100,7 @@ def _claim(url: str, *, overwrite: bool, resume: bool) -> None:
 
 
 def _watch(url: str, mark: MirrorMark) -> None:
-    """Raise `RunFolderError` where the mark of another host still changes."""
+    """Raise `RunFolderError` if the mark of another host still changes."""
     log.info("another host ran this job last; is it still?", host=mark.host, url=url, watched_s=WATCH_S)
     deadline_s = time.monotonic() + WATCH_S
     while time.monotonic() < deadline_s:
@@ -122,8 +123,8 @@ def _end(mirror: Mirror, run_dir: Path, finished: bool) -> None:
 
 
 def run_at(target: str | Path) -> Path:
-    """The run folder or job file that a command names: of a URL, the folder here into which what is there
-    was brought. Raises `RunFolderError`."""
+    """Return the run folder or job file that a command names; for a URL, the folder here into which its files
+    were fetched. Raises `RunFolderError`."""
     if not isinstance(target, str | Path):
         raise RunFolderError(f"{target!r:.80} is no run: give the path of its folder or its job file.")
     if isinstance(target, Path) or not is_url(target):
@@ -135,7 +136,7 @@ def run_at(target: str | Path) -> Path:
 
 
 def bring_run_of(job: JobConfig) -> None:
-    """Bring what the store of `job` has of its run, where its folder here is older or lost."""
+    """Fetch the files of the run of `job` from its store, if its folder here is older or lost."""
     folder = job.run_dir / job.job
     if (url := run_url(job)) is not None:
         bring_run(url, folder)
@@ -147,8 +148,8 @@ def bring_run_of(job: JobConfig) -> None:
 
 
 def bring_run(url: str, folder: Path) -> None:
-    """Have the run that is mirrored to `url` lie at `folder`, but for what its trainer fetches. A folder that
-    was mirrored from here last is as new, and stays. Raises `RunFolderError`."""
+    """Fetch the run that is mirrored to `url` into `folder`, except for the files that its trainer fetches. A
+    folder that was last mirrored from here is up to date, and stays. Raises `RunFolderError`."""
     with _as_run_errors(), private_files():
         there = mark_there(url)
         if there is None:
@@ -163,7 +164,8 @@ def bring_run(url: str, folder: Path) -> None:
 
 
 def has_checkpoint(run_dir: Path) -> bool:
-    """Whether the store of the job recorded in `run_dir` has a checkpoint of it. Raises `RunFolderError`."""
+    """Return whether the store of the job recorded in `run_dir` has a checkpoint of it. Raises
+    `RunFolderError`."""
     store = store_url(load_job(run_dir / "job.yaml", files=False))
     if store is None:
         return False

@@ -14,13 +14,13 @@ that started it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import selectors
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 
 from areal_async.base import events
 from areal_async.base.errors import FaultError
@@ -44,29 +44,45 @@ from areal_async.launch.plan import (
     MODULES,
     ready_limit_s,
     services_of,
+    with_fields,
     worker_to_drain,
     workers_to_change,
 )
 from areal_async.launch.rank_lines import Lines
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
+from areal_async.service.main import SignalHandler, ignore, signal_pipe
 from areal_async.service.record import RunLog
 
 TICK_S = 0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAME_INTERRUPT_S = 0.5  # make, shells and terminals repeat signals
+BUFFER_WAIT_S = 10.0
+"""Longest wait for the buffer when it is told of a worker that leaves."""
 
 log = get_logger("supervisor")
 
 
+@dataclasses.dataclass(frozen=True)
+class RunHooks:
+    """Callbacks of a supervisor; all must be quick."""
+
+    on_serving: Callable[[], None] = lambda: None
+    """Called once when all services serve."""
+    on_ending: Callable[[Ending], None] = lambda ending: None
+    """Called once when the end is decided, while services that did not cause it still run."""
+    on_restart: Callable[[str, str], None] = lambda name, text: None
+    """Called with the name of a service and a line of text when it died and is to be restarted."""
+    on_death: Callable[[str, str], None] = lambda name, text: None
+    """Called likewise when it is not restarted, or only together with another one."""
+    on_scale: Callable[[ScaleChange], None] = lambda change: None
+    """Called with each automatic change of the workers."""
+    newest: Callable[[], RunStatus | None] = lambda: None
+    """Return the newest status of the run; `rollout.autoscale` follows it."""
+
+
 class Supervisor:
     """Runs the services of one job. `metrics_port` is its own process's, 0 for none; `records` is the run's
-    log, which services write to through it, `files` what its processes elsewhere have of this host's files.
-
-    `newest` is how the run stood at the last look, by which its workers are scaled (`rollout.autoscale`).
-
-    `on_serving` is called once all serve, `on_restart` with the name and a line of text when a service died
-    and is to be started again, `on_death` when it is not, or only with another one, `on_ending` once when the
-    end is decided and the services that did not cause it still run, `on_scale` with each change of the
-    workers that is nobody's wish; all must be quick."""
+    log, which services write through it. With a `launcher`, processes elsewhere read this host's files."""
 
     def __init__(
         self,
@@ -75,52 +91,40 @@ class Supervisor:
         *,
         launcher: Launcher | None = None,
         records: RunLog | None = None,
-        files: HomeFilesServer | None = None,
         modules: Mapping[Role, str] = MODULES,
         metrics_port: int = 0,
-        on_serving: Callable[[], None] = lambda: None,
-        on_ending: Callable[[Ending], None] = lambda ending: None,
-        on_restart: Callable[[str, str], None] = lambda name, text: None,
-        on_death: Callable[[str, str], None] = lambda name, text: None,
-        on_scale: Callable[[ScaleChange], None] = lambda change: None,
-        newest: Callable[[], RunStatus | None] = lambda: None,
-        buffer_wait_s: float = 10.0,
-        same_interrupt_s: float = 0.5,
+        hooks: RunHooks = RunHooks(),
     ) -> None:
+        files = HomeFilesServer(folders.run_dir, job) if launcher is not None else None
         self.job = job
         self.folders = folders
         self._launcher = launcher or LocalLauncher(job, folders)
-        self.services = self._launcher.begin(job, services_of(job, modules))
+        services = self._launcher.begin(job, services_of(job, modules))
+        self.lifecycle = Lifecycle(services, ready_limit_s(job), job.supervisor.restart_policy())
         self.topology = self._publish()
-        """Where everything is. Any thread may read it; it is replaced as a whole."""
-        self.lifecycle = Lifecycle(self.services, ready_limit_s(job), job.supervisor.restart_policy())
+        """Places of all services. Any thread may read it; it is replaced as a whole."""
         self.children: dict[str, Child] = {}
         self._lines = Lines(self._hang_s)
         self.metrics_ports: dict[str, int] = {}
         """The port of each service: what it reported when ready; until then the planned one."""
-        self._on_serving = on_serving
-        self._on_ending = on_ending
-        self._on_restart = on_restart
-        self._on_death = on_death
-        self._on_scale = on_scale
+        self._hooks = hooks
         scales = job.kind == "rl" and job.rollout.autoscale.max > 0
-        self._autoscaler = Autoscaler(job, newest) if scales else None
+        self._autoscaler = Autoscaler(job, hooks.newest) if scales else None
         self._never_came = 0  # Workers that joined and never came to serve
         self._metrics_port = metrics_port
         self._told_serving = False
-        self._named: object = None  # Who was named to Prometheus, and where
+        self._named: object = None  # The services and ports that were last named to Prometheus
         self._told_ending = False
-        self._interrupted_s: float | None = None
-        self._same_interrupt_s = same_interrupt_s
+        self._interrupted_s = -math.inf
         self._socket = ControlSocket(
-            job.job, self.topology, folders.secret.of("supervisor"), buffer_wait_s, records, files
+            job.job, self.topology, folders.secret.of("supervisor"), BUFFER_WAIT_S, records, files
         )
         self._modules = modules
         self._leaving: dict[str, LeavingWorker] = {}
         """Workers that are being drained, and who waits for their end."""
 
     def run(self) -> Ending:
-        """Start everything, and return how it ended once nothing runs any more."""
+        """Start everything, and return how it ended once no process is left."""
         try:
             self._socket.start()
             with caught_signals() as signals, selectors.DefaultSelector() as selector:
@@ -138,16 +142,19 @@ class Supervisor:
         assert self.lifecycle.ending is not None
         return self.lifecycle.ending
 
+    @property
+    def services(self) -> list[ServicePlace]:
+        return self.lifecycle.services
+
     def phases(self) -> dict[str, str]:
-        """Phase of each service, in words, by its name. May be called from another thread."""
+        """Return the phase of each service, in words, by its name. Any thread may call."""
         return {name: state.shown for name, state in list(self.lifecycle.states.items())}
 
     def _observe(self) -> None:
-        """Tell the lifecycle what has happened since the last look."""
-        for name in self.lifecycle.alive():
-            child = self.children[name]
-            starting = self.lifecycle.states[name].phase is Phase.STARTING
-            if starting and (report := child.ready_report()) is not None:
+        """Tell the lifecycle of all events since the last look."""
+        for name, state in list(self.lifecycle.states.items()):
+            if state.phase is Phase.STARTING and (report := self.children[name].ready_report()) is not None:
+                child = self.children[name]
                 self.metrics_ports[name] = int(report["metrics_port"])
                 log.info("service serves", service=name, pid=child.pid)
                 events.record("ready", service=name, service_pid=child.pid)
@@ -158,7 +165,12 @@ class Supervisor:
         self._apply(self.lifecycle.tick(time.monotonic()))
         self._socket.carry_out(self._change_by_hand)
         if not self.lifecycle.stopping:
-            self._take_moves(self._launcher.tend(time.monotonic(), calm=self.lifecycle.all_serve()))
+            moved = self._launcher.tend(time.monotonic(), calm=self.lifecycle.all_serve())
+            for place in moved:
+                if place.name in self.lifecycle.states:
+                    self.lifecycle.states[place.name].place = place
+            if moved:
+                self.topology = self._publish()
         for name in [name for name, state in self.lifecycle.states.items() if state.gone]:
             self._forget(name)
         self._autoscale()
@@ -170,7 +182,7 @@ class Supervisor:
             self._write_targets()
         if not self._told_serving:
             self._told_serving = True
-            self._on_serving()
+            self._hooks.on_serving()
 
     def _observe_ends(self) -> None:
         ended: dict[str, int] = {}
@@ -191,7 +203,9 @@ class Supervisor:
             cause = lost or self._lines.cause_of(name, status, time.monotonic())
             self._lines.forget(name)
             brought_down = states[name].felled  # If not `felled`: by another one of this look
-            with_host = bool(lost) and self._is_replaced(name, status)
+            # Another worker takes the place of one that is gone with its node.
+            worker = states[name].place.role == "rollout" and self._autoscaler is not None
+            with_host = bool(lost) and worker and status != INCURABLE_STATUS
             self._apply(self.lifecycle.exited(name, status, time.monotonic(), cause, with_host=with_host))
             if stopping or name in felled or (states[name].leaving and not lost):
                 continue
@@ -203,7 +217,7 @@ class Supervisor:
     # --- workers that join and leave -----------------------------------------------------------------
 
     def _change_workers(self, asked: WorkersRequest) -> FleetChange:
-        """Begin what was asked. Raises `FaultError` where that makes no sense."""
+        """Begin a requested change. Raises `FaultError` if it makes no sense."""
         if self.lifecycle.stopping:
             raise FaultError("invalid", "the run is ending")
         staying = self._staying()
@@ -212,12 +226,13 @@ class Supervisor:
             joining: list[ServicePlace] = []
             leaving = [worker_to_drain(staying, asked.worker)]
         else:
-            joining, leaving = workers_to_change(
-                staying, asked.workers, self._modules["rollout"], self._is_taken
-            )
+
+            def is_taken(name: str) -> bool:
+                return name in self.lifecycle.states or self._launcher.is_taken(name)
+
+            joining, leaving = workers_to_change(staying, asked.workers, self._modules["rollout"], is_taken)
         joining = [self._launcher.join(place) for place in joining]
         for place in joining:
-            self.services = [*self.services, place]
             self._apply(self.lifecycle.join(place, now_s))
             events.record("joined", service=place.name)
         ends = {}
@@ -232,7 +247,7 @@ class Supervisor:
         return FleetChange([place.name for place in joining], ends, names)
 
     def _change_by_hand(self, asked: WorkersRequest) -> FleetChange:
-        """The same where somebody asks: from then on the number is theirs."""
+        """Begin a change that a person has requested, which ends autoscaling."""
         autoscaler, self._autoscaler = self._autoscaler, None
         try:
             begun = self._change_workers(asked)
@@ -242,16 +257,13 @@ class Supervisor:
         return dataclasses.replace(begun, ends_autoscale=autoscaler is not None)
 
     def _autoscale(self) -> None:
-        """Have as many workers as the run's figures speak for, once all have served."""
+        """Change the number of workers as the run's figures demand, once all have served."""
         if self._autoscaler is None or self.lifecycle.stopping or not self._told_serving:
             return
         staying, states = [place.name for place in self._staying()], self.lifecycle.states
-        change = self._autoscaler.look(
-            {name for name in staying if states[name].phase is Phase.SERVING},
-            workers=len(staying),
-            leave=len(self._leaving),
-            never_came=self._never_came,
-        )
+        serving = {name for name in staying if states[name].phase is Phase.SERVING}
+        leave, never_came = len(self._leaving), self._never_came
+        change = self._autoscaler.look(serving, workers=len(staying), leave=leave, never_came=never_came)
         if change is None:
             return
         told = dataclasses.asdict(change)
@@ -260,28 +272,18 @@ class Supervisor:
         limit_ms = int(self.job.rollout.autoscale.drain_s * 1000)
         for name in self._change_workers(ScaleWorkers(change.workers, limit_ms)).leaving:
             self._socket.tell_of_drain(name)
-        self._on_scale(change)
+        self._hooks.on_scale(change)
 
     def _staying(self) -> list[ServicePlace]:
-        """The workers that are not to leave, oldest first."""
+        """Return the workers that are not to leave, oldest first."""
         states = self.lifecycle.states
         return [p for p in self.services if p.role == "rollout" and not states[p.name].leaving]
 
-    def _is_replaced(self, name: str, status: int) -> bool:
-        """Whether another worker takes the place of this one, which is gone with its node."""
-        worker = self.lifecycle.states[name].place.role == "rollout"
-        return worker and self._autoscaler is not None and status != INCURABLE_STATUS
-
-    def _is_taken(self, name: str) -> bool:
-        """Whether a process that we did not start, or that still leaves, works by this name."""
-        return name in self.lifecycle.states or self._launcher.is_taken(name)
-
     def _forget(self, name: str) -> None:
-        """A worker is gone: nothing of it is shown or watched any more."""
+        """Stop showing and watching a worker that is gone."""
         state, entry = self.lifecycle.states[name], self._leaving.pop(name, None)
         log.info("worker is gone", service=name, status=state.status)
         events.record("left", service=name, status=state.status)
-        self.services = [place for place in self.services if place.name != name]
         child = self.children.pop(name, None)
         self.metrics_ports.pop(name, None)
         self.lifecycle.forget(name)
@@ -293,52 +295,42 @@ class Supervisor:
             entry.left(name, state.status, time.monotonic())
         elif not state.served_before:
             self._never_came += 1
-            self._on_restart(name, f"{name} joined but did not come to serve; see logs/{name}.log")
+            self._hooks.on_restart(name, f"{name} joined but did not come to serve; see logs/{name}.log")
 
     def _record_workers(self) -> None:
-        """Write down who is there now; a resume begins with as many workers, and scales them if this does."""
+        """Record the number of workers: a resume begins with it, and scales if this run does."""
         scale = self.job.rollout.autoscale
         if self._autoscaler is None:
             scale = scale.model_copy(update={"max": 0})
         workers = max(scale.min if scale.max else 1, len(self._staying()))
-        rollout = self.job.rollout.model_copy(update={"workers": workers, "autoscale": scale})
-        self.job = self.job.model_copy(update={"rollout": rollout})
+        self.job = with_fields(self.job, "rollout", workers=workers, autoscale=scale)
         self.topology = self._publish()
-
-    def _take_moves(self, moved: Sequence[ServicePlace]) -> None:
-        """Processes are elsewhere than they were: everybody is told."""
-        if moved:
-            by_name = {place.name: place for place in moved}
-            self.services = [by_name.get(place.name, place) for place in self.services]
-            self.topology = self._publish()
 
     def _tell_restart(self, name: str, ended: str) -> None:
         state = self.lifecycle.states[name]
         died_s = state.restarts.deaths_s
         deaths, pause_s = len(died_s), state.restart_s - died_s[-1]
-        who = "it is"
         ranks = sum(p.role == "trainer" and p.policy == state.place.policy for p in self.services)
-        if state.place.role == "trainer" and ranks > 1:
-            who = f"the {ranks} ranks of the trainer are"
-        log.warning(
-            f"{name} {ended}; {who} started again", service=name, deaths=deaths, pause_s=round(pause_s, 2)
-        )
+        several = state.place.role == "trainer" and ranks > 1
+        who = f"the {ranks} ranks of the trainer are" if several else "it is"
+        text = f"{name} {ended}; {who} started again"
+        log.warning(text, service=name, deaths=deaths, pause_s=round(pause_s, 2))
         events.record("restart", service=name, deaths=deaths, pause_s=pause_s)
         RESTARTS.labels(name).inc()
         when = f"in {pause_s:.1f} s" if pause_s else "at once"
         left = f"death {deaths} of {self.job.supervisor.restarts} allowed"
-        self._on_restart(name, f"{name} {ended}; {who} started again {when} ({left})")
+        self._hooks.on_restart(name, f"{text} {when} ({left})")
 
     def _tell_death(self, name: str, ended: str) -> None:
-        """Tell of a death after which the service is not started again, or only with another one."""
+        """Report a death after which the service is not restarted, or only together with another one."""
         log.warning(f"{name} {ended}", service=name)
-        self._on_death(name, f"{name} {ended}")
+        self._hooks.on_death(name, f"{name} {ended}")
 
     def _interrupt(self, signals: int) -> None:
         os.read(signals, 64)
         now_s = time.monotonic()
-        if self._interrupted_s is not None and now_s - self._interrupted_s < self._same_interrupt_s:
-            return  # make, shells and terminals repeat signals
+        if now_s - self._interrupted_s < SAME_INTERRUPT_S:
+            return
         self._interrupted_s = now_s
         log.info("asked to stop", at_once=self.lifecycle.stopping)
         self._apply(self.lifecycle.interrupt(now_s))
@@ -349,44 +341,40 @@ class Supervisor:
             self._told_ending = True
             log.info("the run ends", kind=ending.kind, culprit=ending.culprit)
             events.record("ending", kind=ending.kind, culprit=ending.culprit)
-            self._on_ending(ending)
+            self._hooks.on_ending(ending)
         for action in actions:
             log.info(action.do, service=action.name)
             if action.do == "start":
                 self._start(action.name)
-            elif action.do == "terminate":
-                self.children[action.name].terminate()
             else:
-                self.children[action.name].kill()
+                getattr(self.children[action.name], action.do)()
 
     def _start(self, name: str) -> None:
-        place = next(place for place in self.services if place.name == name)
+        state = self.lifecycle.states[name]
         if name in self.children:
             self.children[name].close()
-        child = self._launcher.start(place, served_before=self.lifecycle.states[name].served_before)
+        child = self._launcher.start(state.place, served_before=state.served_before)
         self.children[name] = child
-        self._lines.started(place, child)
-        self.metrics_ports[name] = place.metrics_port
+        self._lines.started(state.place, child)
+        self.metrics_ports[name] = state.place.metrics_port
         RESTARTS.labels(name)  # 0 until it dies: a rate needs both
         events.record("started", service=name, service_pid=child.pid)
 
     def _hang_s(self, place: ServicePlace) -> float:
-        """Longest silence of a service."""
-        trainer = self.job.of(place.policy or self.job.policy).trainer
-        own = trainer.hang_s if place.role == "trainer" else None
-        return self.job.supervisor.hang_s if own is None else own
+        """Return the longest silence of a service."""
+        own = self.job.of(place.policy or self.job.policy).trainer.hang_s
+        return own if place.role == "trainer" and own is not None else self.job.supervisor.hang_s
 
     def _publish(self) -> Topology:
-        """Write down who is there. Last: a run is found once it says where it serves."""
+        """Write the job, then the topology: a run is found once it has one."""
         write_whole(self.folders.run_dir / "job.yaml", dump_job(self.job).encode())
         return self._launcher.publish(self.job, self.services)
 
     def _write_targets(self) -> None:
         home, targets = self.topology.home_host, []
-        ports = self.metrics_ports | {"supervisor": self._metrics_port}
-        found: list[tuple[str, str, str]] = [(p.role, p.name, p.node_id) for p in self.services]
-        for service, process, host in (*found, ("supervisor", "supervisor", home.node_id)):
-            port = ports.get(process, 0)
+        found = [(str(p.role), p.name, p.node_id, self.metrics_ports.get(p.name, 0)) for p in self.services]
+        ours = ("supervisor", "supervisor", home.node_id, self._metrics_port)
+        for service, process, host, port in (*found, ours):
             labels = {"job": self.job.job, "service": service, "process": process, "host": host}
             if host != home.node_id:  # it serves its metrics to its own host alone
                 port, labels["__metrics_path__"] = self._metrics_port, elsewhere(process)
@@ -395,20 +383,13 @@ class Supervisor:
         write_targets(self.folders.targets, targets)
 
 
-def ignore(number: int, frame: FrameType | None) -> None:
-    """A Python handler must exist for the C handler to write to the pipe."""
-
-
 @contextmanager
-def caught_signals(
-    handler: Callable[[int, FrameType | None], None] = ignore, numbers: Sequence[int] = SIGNALS
-) -> Iterator[int]:
-    """A file descriptor that gets the number of each of these signals, which do nothing else meanwhile than
-    what `handler` does in the main thread."""
-    read_fd, write_fd = os.pipe()
-    os.set_blocking(write_fd, False)
-    old_wakeup_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    old_handlers = {number: signal.signal(number, handler) for number in numbers}
+def caught_signals(handler: SignalHandler = ignore, numbers: Sequence[int] = SIGNALS) -> Iterator[int]:
+    """Yield a file descriptor that gets the number of each of these signals. They have no other effect than
+    that of `handler` in the main thread."""
+    old_handlers = {number: signal.getsignal(number) for number in numbers}
+    old_wakeup_fd = signal.set_wakeup_fd(-1)
+    read_fd, write_fd = signal_pipe(numbers, handler)
     try:
         yield read_fd
     finally:

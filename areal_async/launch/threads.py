@@ -1,23 +1,24 @@
-"""How the cores of a host are split between training and generation, where the job file leaves it open
+"""The split of a host's cores between training and generation, if the job file leaves it open
 (`torch_threads: auto`). Pure: the clock, the steps and the busy shares are passed in.
 
-Both sides begin with one thread for each rank and each engine. The side that is busier by more than `BAND` is
-given one thread more: from the cores that are left, or else from the other side. Whether that paid is
-measured, for a small model may not gain from a thread: a split is kept if the steps per second rose by
-`WORTH`, and is taken back otherwise; then that side gets no further thread for a while, which doubles each
-time. So a job in balance is left alone, and a job that changes is followed.
+Both sides begin with one thread for each rank and each engine. The side that is busier by more than `BAND`
+gets one thread more: from the unused cores, or else from the other side. Each split is on trial, as a number
+of workers is (`autoscale.py`): it is kept if the steps per second rose by `WORTH`, and is taken back
+otherwise; then that side gets no further thread for a while, which doubles each time. So a job in balance is
+left alone, and a job that changes is followed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Literal, get_args
 
 from areal_async.base.log import get_logger
 from areal_async.config.devices import first_threads
 from areal_async.config.job import JobConfig
 from areal_async.launch.aggregator import RunStatus
+from areal_async.launch.autoscale import SPAN_STEPS, WORTH, Hold
 
 log = get_logger("threads")
 
@@ -25,17 +26,15 @@ Side = Literal["trainer", "rollout"]
 
 BAND = 0.15
 """Busy shares that differ by no more than this are in balance."""
-WORTH = 1.03
-"""Steps per second with a split, relative to those before it, from which on it is kept."""
-SPAN_S, SPAN_STEPS = 15.0, 10
-"""A rate is measured over at least so long and so many steps."""
-PATIENCE_S, MOST_PATIENCE_S = 60.0, 3600.0
-"""How long a side that gained nothing is not tried again, at first and at most."""
+SPAN_S = 15.0
+"""Least number of seconds over which a rate is measured."""
+PATIENCE_S = 60.0
+"""Seconds until a side that gained nothing is tried again, at first."""
 
 
 @dataclass(frozen=True)
 class Sides:
-    """What shares the cores. A side that is fixed keeps the threads that it has."""
+    """The processes that share the cores. A side that is fixed keeps its threads."""
 
     cores: int
     ranks: int
@@ -56,7 +55,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Search:
-    """The split in use since a moment and a step, and what is known of others."""
+    """The split in use since a moment and a step, and the trials so far."""
 
     split: Split
     since_s: float
@@ -65,14 +64,13 @@ class Search:
     """The split before, while this one is on trial."""
     rate_before: float = 0.0
     given: Side = "trainer"
-    patience_s: Mapping[Side, float] = field(default_factory=dict)
-    not_before_s: Mapping[Side, float] = field(default_factory=dict)
+    holds: Mapping[Side, Hold] = field(default_factory=dict)
 
 
 def sides_of(job: JobConfig, cores: int) -> Sides:
-    """Only torch on the CPU is given threads while it runs: not a rank on a GPU, and no engine's server; and
-    nobody where the number of workers may change, or several policies are trained: what a change is worth
-    could not be told."""
+    """Return the sides of a job. A side is fixed unless its torch computes on the CPU with `torch_threads:
+    auto`. Both are fixed if the number of workers may change, or several policies are trained: the effect of
+    a split could not be measured."""
     trainer, rollout = job.trainer, job.rollout
     fixed: set[Side] = {"trainer", "rollout"} if rollout.autoscale.max or job.policies else set()
     if trainer.torch_threads != "auto" or trainer.device != "cpu":
@@ -82,14 +80,8 @@ def sides_of(job: JobConfig, cores: int) -> Sides:
     return Sides(cores, trainer.ranks, rollout.workers * rollout.replicas, frozenset(fixed))
 
 
-def start(job: JobConfig, now_s: float, step: int) -> Search:
-    """The split that a job begins with."""
-    split = Split(first_threads(job.trainer.torch_threads), first_threads(job.rollout.torch_threads))
-    return Search(split, now_s, step)
-
-
 def follow(search: Search, sides: Sides, busy: Mapping[Side, float], *, now_s: float, step: int) -> Search:
-    """The split from now on. `busy` is the busy share of each side over the last seconds, 0 to 1."""
+    """Return the search from now on. `busy` is the busy share of each side over the last seconds, 0 to 1."""
     if step < search.since_step:  # a trainer that came back does steps again
         return replace(search, since_s=now_s, since_step=step)
     elapsed_s, steps = now_s - search.since_s, step - search.since_step
@@ -98,40 +90,31 @@ def follow(search: Search, sides: Sides, busy: Mapping[Side, float], *, now_s: f
     rate = steps / elapsed_s
     anew = replace(search, since_s=now_s, since_step=step, tried_from=None)
     if search.tried_from is not None:
-        if rate >= WORTH * search.rate_before:
-            return replace(anew, patience_s={**search.patience_s, search.given: 0.0})
-        patience_s = min(MOST_PATIENCE_S, max(PATIENCE_S, 2 * search.patience_s.get(search.given, 0.0)))
-        return replace(
-            anew,
-            split=search.tried_from,
-            patience_s={**search.patience_s, search.given: patience_s},
-            not_before_s={**search.not_before_s, search.given: now_s + patience_s},
-        )
+        paid, given = rate >= WORTH * search.rate_before, search.given
+        hold = Hold() if paid else search.holds.get(given, Hold()).again(PATIENCE_S, now_s)
+        split = search.split if paid else search.tried_from
+        return replace(anew, split=split, holds={**search.holds, given: hold})
     gap = busy["trainer"] - busy["rollout"]
     side: Side = "trainer" if gap > 0 else "rollout"
     wanted = _one_more(search.split, side, sides)
-    if abs(gap) <= BAND or wanted is None or now_s < search.not_before_s.get(side, now_s):
+    if abs(gap) <= BAND or wanted is None or now_s < search.holds.get(side, Hold()).until_s:
         return anew
     return replace(anew, split=wanted, tried_from=search.split, rate_before=rate, given=side)
 
 
 def _one_more(split: Split, side: Side, sides: Sides) -> Split | None:
-    """The split with one thread more for `side`; None where there is none to be had."""
+    """Return the split with one thread more for `side`; None if there is none to be had."""
     if side in sides.fixed:
         return None
-    change = 1 if side == "trainer" else -1
-    more = replace(split, **{side: getattr(split, side) + 1})
-    if more.cores(sides) <= sides.cores:
-        return more
-    moved = Split(split.trainer + change, split.rollout - change)
     other: Side = "rollout" if side == "trainer" else "trainer"
-    if other in sides.fixed or min(moved.trainer, moved.rollout) < 1 or moved.cores(sides) > sides.cores:
-        return None
-    return moved
+    more = replace(split, **{side: getattr(split, side) + 1})
+    moved = replace(more, **{other: getattr(split, other) - 1})
+    choices = [more, *(() if other in sides.fixed or getattr(moved, other) < 1 else (moved,))]
+    return next((choice for choice in choices if choice.cores(sides) <= sides.cores), None)
 
 
 class ThreadSplit:
-    """Follows a run: called with each of its statuses, it says how many threads its services are to use."""
+    """Follows a run: called with each of its statuses, it returns the threads of its services."""
 
     def __init__(self, job: JobConfig, cores: int) -> None:
         self._job = job
@@ -139,24 +122,22 @@ class ThreadSplit:
         self._search: Search | None = None
 
     def __call__(self, status: RunStatus) -> Mapping[str, int]:
-        """Threads of each rank and each engine; empty where none are to be changed."""
+        """Return the threads of each rank and each engine; empty if they are fixed."""
         if len(self._sides.fixed) == 2 or not status.step:
             return {}
+        threads = self._job.trainer.torch_threads, self._job.rollout.torch_threads
         if self._search is None:
-            self._search = start(self._job, status.elapsed_s, status.step)
+            self._search = Search(Split(*map(first_threads, threads)), status.elapsed_s, status.step)
         before = self._search.split
-        busy: dict[Side, float] = {
-            "trainer": _busiest(status, "trainer"),
-            "rollout": _busiest(status, "rollout"),
-        }
+        busy: dict[Side, float] = {side: _busiest(status, side) for side in get_args(Side)}
         self._search = follow(self._search, self._sides, busy, now_s=status.elapsed_s, step=status.step)
         split = self._search.split
         if split != before:
             log.info("threads split anew", trainer=split.trainer, rollout=split.rollout)
-        return {"trainer": split.trainer, "rollout": split.rollout}
+        return asdict(split)
 
 
 def _busiest(status: RunStatus, side: Side) -> float:
-    """The busy share of the side's busiest process: the others wait for it, or could take work from it."""
+    """Return the busy share of the side's busiest process: the others wait for it."""
     shares = [s.busy for s in status.services if s.name.partition("-")[0] == side and s.busy is not None]
     return max(shares, default=0.0)

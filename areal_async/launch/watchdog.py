@@ -1,4 +1,4 @@
-"""Which edge of the pipeline starves when training stands still. Pure.
+"""The search for the starving edge of the pipeline when training stands still. Pure.
 
     tasks → rollout workers → buffer → reward service → buffer → trainer → (weights) → rollout workers
 
@@ -15,17 +15,26 @@ from typing import Literal
 from areal_async.rpc.board import SILENT_S
 
 Edge = Literal["buffer", "redis", "trainer", "reward", "rollout", "weights", "checkpoint", "evaluator"]
-"""What does not come. `weights`: every worker samples from a version behind the newest and is given no group.
+"""The missing input. `weights`: every worker samples from an old version and is given no group.
 `checkpoint`: the buffer is full of trained groups that none covers yet, or the newest is not on disk yet."""
+
+
+MISSING = {
+    "restarting": "died and is started again",
+    "waiting": "is starting",
+    "starting": "is starting",
+    "draining": "is draining",
+    "ended": "has ended",
+}
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a run at one moment, from the supervisor's states and what the services say."""
+    """Facts of a run at one moment, from the supervisor's states and the statuses of the services."""
 
     idle_s: float  # Since the trainer was last seen to compute
     phases: Mapping[str, str]
-    """What each process is at: waiting, starting, serving, draining, restarting or ended."""
+    """Phase of each process: waiting, starting, serving, draining, restarting or ended."""
     silent_s: Mapping[str, float] = field(default_factory=dict)  # Since each process last answered
     groups: Mapping[str, int] = field(default_factory=dict)  # Groups by their state in the ledger
     redis: str = ""  # Why the buffer waits for Redis; empty when it does not
@@ -34,7 +43,7 @@ class Facts:
     version: int | None = None  # Newest that the trainer has published
     serving: Mapping[str, int] = field(default_factory=dict)  # Version that each rollout worker samples from
     weights: Mapping[str, str] = field(default_factory=dict)
-    """What a rollout worker waits for whose next snapshot does not come, in words."""
+    """Reason why a rollout worker's next snapshot does not come, in words."""
     workers_alive: int | None = None  # Scoring processes of the reward service; None when it does not say
     workers: int = 0  # Those that the job asks for
     max_groups: int = 0
@@ -51,7 +60,7 @@ class Stall:
 
 
 def find_stall(facts: Facts, limit_s: float) -> Stall | None:
-    """The starving edge of a run whose trainer has computed nothing for `limit_s`; None while it does."""
+    """Return the starving edge of a run whose trainer has computed nothing for `limit_s`, else None."""
     if facts.idle_s < limit_s:
         return None
     if "buffer" in facts.phases and (why := _missing(facts, "buffer")):
@@ -74,7 +83,7 @@ def find_stall(facts: Facts, limit_s: float) -> Stall | None:
 
 
 def _starving(facts: Facts) -> Stall:
-    """What a trainer that waits for a batch lacks."""
+    """Return the missing input of a trainer that waits for a batch."""
     held = {state.lower(): count for state, count in facts.groups.items()}
     unscored, leased = held.get("generated", 0), held.get("leased", 0)
     reward = _reward_missing(facts)
@@ -89,17 +98,12 @@ def _starving(facts: Facts) -> Stall:
         return Stall("reward", f"trainer waits for scored groups; {why}")
     if not serving:
         reasons = "; ".join(why for why in rollouts.values() if why)
-        return Stall(
-            "rollout",
-            f"trainer waits for generated groups; 0 of {len(rollouts)} rollout workers serve ({reasons})",
-        )
+        what = f"0 of {len(rollouts)} rollout workers serve ({reasons})"
+        return Stall("rollout", f"trainer waits for generated groups; {what}")
     trained = held.get("trained", 0)
     if facts.max_groups and sum(held.values()) >= facts.max_groups and trained and not leased:
-        return Stall(
-            "checkpoint",
-            f"trainer waits for generated groups; the buffer is full, and {trained} of its groups wait for "
-            "the next checkpoint",
-        )
+        what = f"the buffer is full, and {trained} of its groups wait for the next checkpoint"
+        return Stall("checkpoint", f"trainer waits for generated groups; {what}")
     if reward and held.get("scored", 0) == 0 and not leased:
         return Stall("reward", f"trainer waits for scored groups; {reward}")
     if not leased and (behind := _behind(facts, serving)):
@@ -110,7 +114,7 @@ def _starving(facts: Facts) -> Stall:
 
 
 def _behind(facts: Facts, workers: Sequence[str]) -> str:
-    """How far the workers are behind the newest weights; empty unless all are."""
+    """Return how far the workers are behind the newest weights; empty unless all are."""
     versions = [facts.serving[name] for name in workers if name in facts.serving]
     if facts.version is None or not versions or max(versions) >= facts.version:
         return ""
@@ -130,15 +134,8 @@ def _reward_missing(facts: Facts) -> str:
 
 
 def _missing(facts: Facts, name: str) -> str:
-    """Why process `name` does not do its work; empty when it seems to."""
-    phase = facts.phases.get(name)
-    if phase == "restarting":
-        return f"{name} died and is started again"
-    if phase in ("waiting", "starting"):
-        return f"{name} is starting"
-    if phase == "draining":
-        return f"{name} is draining"
-    if phase == "ended":
-        return f"{name} has ended"
+    """Return why process `name` does not do its work; empty if it seems to."""
+    if why := MISSING.get(facts.phases.get(name, "")):
+        return f"{name} {why}"
     silent_s = facts.silent_s.get(name, 0.0)
     return f"{name} has not answered for {silent_s:.0f} s" if silent_s > SILENT_S else ""

@@ -1,8 +1,8 @@
-"""Running one job from its configuration to its summary: what `areal-async run` and the quickstart do.
+"""One job from its configuration to its summary, for `areal-async run` and the quickstart.
 
-As a program, `python -m areal_async.runner.run_job`, it is the process of a run that `areal_async.run`
-started: it reads `{"job": …, "overwrite": …, "resume": …, "modules": …}` from its standard input, runs the
-job with plain lines, and says how it failed as JSON in the last line that it prints.
+`python -m areal_async.runner.run_job` is the process of a run that `areal_async.run` started: it reads
+`{"job": …, "overwrite": …, "resume": …, "modules": …}` from its standard input, runs the job with plain
+lines, and prints how it failed as JSON in its last line.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,11 @@ from areal_async.base.topology import Role, Topology
 from areal_async.config.cluster import ClusterConfig
 from areal_async.config.content import materialise, store_url
 from areal_async.config.job import JobConfig
-from areal_async.launch.aggregator import DropReport, StatusAggregator
+from areal_async.launch.aggregator import DropReport, RunStatus, StatusAggregator
 from areal_async.launch.autoscale import ScaleChange
 from areal_async.launch.buffer_files import recover_here
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
-from areal_async.launch.home_files import HomeFilesServer
-from areal_async.launch.inline import InlineRun, check_inline
+from areal_async.launch.inline import InlineRun
 from areal_async.launch.launcher import Launcher
 from areal_async.launch.lifecycle import Ending
 from areal_async.launch.load import LoadLog
@@ -57,22 +56,22 @@ from areal_async.launch.metrics import watch_disk
 from areal_async.launch.monitor import Monitor, StatusClients
 from areal_async.launch.plan import (
     MODULES,
-    on_any_ports,
     services_of,
     supervisor_port,
     with_channel,
+    with_fields,
 )
-from areal_async.launch.preflight import check_for_cluster, check_machine
+from areal_async.launch.preflight import check_for_cluster, check_inline, check_machine
 from areal_async.launch.stored_runs import mirrored
 from areal_async.launch.summary import failure_text, summarise
-from areal_async.launch.supervisor import Supervisor
+from areal_async.launch.supervisor import RunHooks, Supervisor
 from areal_async.launch.threads import ThreadSplit
 from areal_async.rpc.board import NoticeHandler, board
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import BufferStats, Stats
 from areal_async.rpc.secret import RoleKeys
-from areal_async.service.record import RunLog, as_it_became, read_run_log
+from areal_async.service.record import RECORDS, RunLog, as_it_became, read_run_log
 from areal_async.show.loggers import watched_by_loggers
 from areal_async.show.view import PlainLines, RunConsole, open_view
 from areal_async.storage.urls import url_of
@@ -109,6 +108,57 @@ def check_start(
         check_machine(view, services_of(job, modules), source=f"job {job.job}")
 
 
+@dataclass
+class _Life:
+    """One life of a run, from its start to the record of its end."""
+
+    job: JobConfig
+    folders: RunFolders
+    run_log: RunLog
+    lines: PlainLines
+    port: int
+    """Port of this process's metrics."""
+    resumed_by: str
+    """Command that resumes the run."""
+    started_s: float = field(default_factory=time.monotonic)
+    wall_s: float = 0.0
+    buffer: BufferStats | None = None
+    """The buffer's last figures, if the run has finished."""
+
+    @property
+    def keys(self) -> RoleKeys:
+        return self.folders.secret.of("supervisor")
+
+    def ending(self, ending: Ending, topology: Topology) -> None:
+        """Take in the end of the run, while the buffer still serves."""
+        self.wall_s = time.monotonic() - self.started_s
+        if ending.kind == "finished" and self.job.kind == "rl":
+            self.buffer = _buffer_stats(self.job, topology, self.keys)
+
+    def ended(
+        self, ending: Ending, *, rollout_busy: float | None = None, error: BaseException | None = None
+    ) -> RunResult:
+        """Record how the run has ended. Raises `error`, or the reason why it has not finished."""
+        log_path, run_dir = self.run_log.path, self.folders.run_dir
+        try:
+            self.run_log.write(
+                "end", ending=ending.kind, wall_s=round(self.wall_s, 3), rollout_busy=rollout_busy
+            )
+        except OSError as problem:
+            if ending.kind == "finished":
+                raise
+            log.warning("the end of the run is not recorded", error=str(problem))  # what ended it is told
+        if error is not None:
+            raise error
+        _raise_unless_finished(ending, self.folders, self.resumed_by)
+        records = as_it_became(read_run_log(log_path))
+        summary = summarise(self.job, records, buffer=self.buffer)
+        _draw(self.job, records, self.folders)
+        write_whole(run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
+        _report(self.job, self.folders)
+        return RunResult(run_dir, summary)
+
+
 def run_job(
     job: JobConfig,
     *,
@@ -121,70 +171,50 @@ def run_job(
     cluster_file: Path | None = None,
     inline: bool = False,
 ) -> RunResult:
-    """Run `job`, or with `resume` go on with its run, and return once it is done; must be called in the main
-    thread. Without a `cluster` all of it runs on this machine; `cluster_file` is what a person names it by.
-    `inline`: all roles in this process (`launch/inline.py`), and an error of one is raised as it is.
-
-    Everything it starts has ended when it returns or raises. Raises `ConfigError` when the machine cannot
-    run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`.
-    """
+    """Run `job`, or resume its run, and return once it and all its processes have ended. Call it in the main
+    thread. Without a `cluster` all of it runs on this machine; `cluster_file` is named in messages. `inline`:
+    all roles in this process (`launch/inline.py`), and an error of one is raised as it is. Raises
+    `ConfigError` if the machine cannot run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`."""
     console = console or RunConsole()
     raise_file_limit()
     check_start(job, modules=modules, cluster=cluster, inline=inline)
-    if cluster is not None and cluster.launcher == "ray":
-        job = on_any_ports(job)
+    if on_cluster := cluster is not None and cluster.launcher == "ray":
+        job = with_fields(job, "observe", metrics_port=0)  # consecutive ports are of one machine
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
+    run_dir = folders.run_dir
+    lines = PlainLines(console, policy=job.policy, steps=job.trainer.steps)
+    are_shown = inline or plain or not console.is_terminal
+    by = f" --cluster {cluster_file}" if cluster_file is not None else ""
+
+    def on_line(line: bytes) -> None:
+        if are_shown:
+            lines.record(line)
+        if inline:
+            lines.flush()
+
     try:
         with (
             private_files(),
-            mirrored(job, folders.run_dir, overwrite=overwrite, resume=resume),
+            mirrored(job, run_dir, overwrite=overwrite, resume=resume),
             _logged_to(folders.logs / f"{'inline' if inline else 'supervisor'}.log", job),
+            RunLog(run_dir / RECORDS, on_line) as run_log,
+            serve_metrics(supervisor_port(job, services_of(job, modules))) as port,
+            watched_by_loggers(job, run_dir),
         ):
             # A finished run that goes on with more steps is not finished from here on.
-            (folders.run_dir / "summary.json").unlink(missing_ok=True)
+            (run_dir / "summary.json").unlink(missing_ok=True)
             if job.observe.event_log:
-                open_events(folders.run_dir, "supervisor")
-            if cluster is None or cluster.launcher == "local":
-                recover_here(folders.run_dir)
-            port = supervisor_port(job, services_of(job, modules))
-            resumed_by = f"areal-async resume {_short(folders.run_dir)}" + (
-                f" --cluster {cluster_file}" if cluster_file is not None else ""
-            )
-            lines = PlainLines(console, policy=job.policy, steps=job.trainer.steps)
-            are_shown = inline or plain or not console.is_terminal
-
-            def on_line(line: bytes) -> None:
-                if are_shown:
-                    lines.record(line)
-                if inline:
-                    lines.flush()
-
-            with (
-                RunLog(folders.run_dir / "metrics.jsonl", on_line) as run_log,
-                serve_metrics(port) as port,
-                watched_by_loggers(job, folders.run_dir),
-            ):
-                watch_disk(folders.run_dir)
-                run_log.write("resume" if resume else "start")
-                if inline:
-                    host = folders.host
-                    labels = {"job": job.job, "service": "inline", "process": "inline", "host": host.node_id}
-                    write_targets(
-                        folders.targets, [{"targets": [f"{host.loopback}:{port}"], "labels": labels}]
-                    )
-                    result = _run_inline(job, folders, run_log, lines=lines, resumed_by=resumed_by)
-                else:
-                    result = _run(
-                        job,
-                        folders,
-                        port,
-                        run_log,
-                        lines=lines if are_shown else None,
-                        console=console,
-                        modules=modules,
-                        launcher=_launcher(cluster, folders, console),
-                        resumed_by=resumed_by,
-                    )
+                open_events(run_dir, "supervisor")
+            if not on_cluster:
+                recover_here(run_dir)
+            watch_disk(run_dir)
+            run_log.write("resume" if resume else "start")
+            life = _Life(job, folders, run_log, lines, port, f"areal-async resume {_short(run_dir)}{by}")
+            if inline:
+                result = _run_inline(life)
+            else:
+                view = open_view(console, lines if are_shown else None)
+                result = _run(life, _launcher(cluster, folders, console), modules, view)
     finally:
         close_events()
         folders.release()
@@ -193,61 +223,50 @@ def run_job(
 
 
 def _run(
-    job: JobConfig,
-    folders: RunFolders,
-    metrics_port: int,
-    run_log: RunLog,
-    *,
-    lines: PlainLines | None,
-    console: Console,
-    modules: Mapping[Role, str],
+    life: _Life,
     launcher: Launcher | None,
-    resumed_by: str,
+    modules: Mapping[Role, str],
+    view: AbstractContextManager[Callable[[RunStatus], None]],
 ) -> RunResult:
-    started_s = time.monotonic()
-    final: dict[str, Any] = {}
+    job, run_log = life.job, life.run_log
 
     def on_ending(ending: Ending) -> None:
         aggregator.stopping = True
-        final["wall_s"] = time.monotonic() - started_s
         if ending.kind == "finished":
             aggregator.read(read_run_log(run_log.path))  # what the trainer wrote last it could not tell
             if job.kind == "rl":
                 monitor.look()
-                final["buffer"] = _buffer_stats(job, supervisor.topology, folders.secret.of("supervisor"))
+        life.ending(ending, supervisor.topology)
 
-    def on_restart(name: str, text: str) -> None:
-        run_log.write("restart", service=name, text=text)
-        aggregator.tell(text, time.monotonic())
-
-    def on_death(name: str, text: str) -> None:
-        run_log.write("death", service=name, text=text)
-        aggregator.tell(text, time.monotonic())
+    def record(kind: str, shown: str, **fields: Any) -> None:
+        run_log.write(kind, **fields)
+        aggregator.tell(shown, time.monotonic())
 
     def on_scale(change: ScaleChange) -> None:
-        run_log.write("scale", **asdict(change))
-        aggregator.tell(f"from {change.before} to {change.workers} workers: {change.text}", time.monotonic())
+        shown = f"from {change.before} to {change.workers} workers: {change.text}"
+        record("scale", shown, **asdict(change))
 
     supervisor = Supervisor(
         job,
-        folders,
+        life.folders,
         launcher=launcher,
-        modules=modules,
-        metrics_port=metrics_port,
         records=run_log,
-        files=HomeFilesServer(folders.run_dir, job) if launcher is not None else None,
-        on_ending=on_ending,
-        on_restart=on_restart,
-        on_death=on_death,
-        on_scale=on_scale,
-        newest=lambda: monitor.newest,
+        modules=modules,
+        metrics_port=life.port,
+        hooks=RunHooks(
+            on_ending=on_ending,
+            on_restart=lambda name, text: record("restart", text, service=name, text=text),
+            on_death=lambda name, text: record("death", text, service=name, text=text),
+            on_scale=on_scale,
+            newest=lambda: monitor.newest,
+        ),
     )
-    aggregator = StatusAggregator(job, list(supervisor.phases()), started_s)
+    aggregator = StatusAggregator(job, list(supervisor.phases()), life.started_s)
     aggregator.read(read_run_log(run_log.path))  # of the lives before
-    with open_view(console, lines) as show:
+    with view as show:
         monitor = Monitor(
             aggregator,
-            clients=StatusClients(lambda: supervisor.topology, job.job, folders.secret.of("supervisor")),
+            clients=StatusClients(lambda: supervisor.topology, job.job, life.keys),
             phases=supervisor.phases,
             show=show,
             threads=ThreadSplit(job, len(os.sched_getaffinity(0))),
@@ -261,66 +280,31 @@ def _run(
         finally:
             other_hosts.forget()
             monitor.stop()
-    shares = [
-        share for name in aggregator.names("rollout") if (share := aggregator.busy_while_training(name))
-    ]
-    rollout_busy = sum(shares) / len(shares) if shares else None
-    return _ended(job, folders, run_log, ending, final, rollout_busy=rollout_busy, resumed_by=resumed_by)
+    shares = [busy for name in aggregator.names("rollout") if (busy := aggregator.busy_while_training(name))]
+    return life.ended(ending, rollout_busy=sum(shares) / len(shares) if shares else None)
 
 
-def _run_inline(
-    job: JobConfig, folders: RunFolders, run_log: RunLog, *, lines: PlainLines, resumed_by: str
-) -> RunResult:
-    started_s = time.monotonic()
-    final: dict[str, Any] = {}
-
-    def on_ending(ending: Ending) -> None:
-        final["wall_s"] = time.monotonic() - started_s
-        if ending.kind == "finished" and job.kind == "rl":
-            final["buffer"] = _buffer_stats(job, run.topology, folders.secret.of("supervisor"))
-
-    run = InlineRun(job, folders, records=run_log, on_ending=on_ending)
-    warnings, ours = NoticeHandler(lines.warning), logging.getLogger("areal")
+def _run_inline(life: _Life) -> RunResult:
+    host = life.folders.host
+    labels = {"job": life.job.job, "service": "inline", "process": "inline", "host": host.node_id}
+    write_targets(life.folders.targets, [{"targets": [f"{host.loopback}:{life.port}"], "labels": labels}])
+    run = InlineRun(
+        life.job,
+        life.folders,
+        records=life.run_log,
+        on_ending=lambda ending: life.ending(ending, run.topology),
+    )
+    warnings, ours = NoticeHandler(life.lines.warning), logging.getLogger("areal")
     ours.addHandler(warnings)
     try:
         ending = run.run()
     finally:
         ours.removeHandler(warnings)
-    return _ended(job, folders, run_log, ending, final, error=run.error, resumed_by=resumed_by)
-
-
-def _ended(
-    job: JobConfig,
-    folders: RunFolders,
-    run_log: RunLog,
-    ending: Ending,
-    final: Mapping[str, Any],
-    *,
-    resumed_by: str,
-    rollout_busy: float | None = None,
-    error: BaseException | None = None,
-) -> RunResult:
-    """Write down how the run has ended: `final` has its `wall_s`, and the `buffer`'s last figures if it has
-    finished. Raises `error`, or why else it has not finished."""
-    try:
-        run_log.write("end", ending=ending.kind, wall_s=round(final["wall_s"], 3), rollout_busy=rollout_busy)
-    except OSError as problem:
-        if ending.kind == "finished":
-            raise
-        log.warning("the end of the run is not recorded", error=str(problem))  # what ended it is told
-    if error is not None:
-        raise error
-    _raise_unless_finished(ending, folders, resumed_by)
-    records = as_it_became(read_run_log(run_log.path))
-    summary = summarise(job, records, buffer=final.get("buffer"))
-    _draw(job, records, folders)
-    write_whole(folders.run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
-    _report(job, folders)
-    return RunResult(folders.run_dir, summary)
+    return life.ended(ending, error=run.error)
 
 
 def _launcher(cluster: ClusterConfig | None, folders: RunFolders, console: Console) -> Launcher | None:
-    """What places the processes; None for this machine."""
+    """Return the launcher that places the processes; None for this machine."""
     if cluster is None or cluster.launcher == "local":
         return None
     try:
@@ -335,7 +319,7 @@ def _launcher(cluster: ClusterConfig | None, folders: RunFolders, console: Conso
 
 @contextmanager
 def _logged_to(path: Path, job: JobConfig) -> Iterator[None]:
-    """This process's log goes to `path` meanwhile, not over the live view; the rest is as before after."""
+    """Write this process's log to `path` meanwhile, not over the live view."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     with path.open("a", encoding="utf-8") as stream:
@@ -363,14 +347,9 @@ def _raise_unless_finished(ending: Ending, folders: RunFolders, resumed_by: str)
 
 
 def _buffer_stats(job: JobConfig, topology: Topology, keys: RoleKeys) -> BufferStats | None:
-    """The buffer's last figures; a summary without them is better than none."""
-    client = SyncClient(
-        Address(topology.buffer, "buffer"),
-        job=job.job,
-        role="supervisor",
-        name="supervisor",
-        access=keys,
-    )
+    """Return the buffer's last figures; None if it does not answer."""
+    address = Address(topology.buffer, "buffer")
+    client = SyncClient(address, job=job.job, role="supervisor", name="supervisor", access=keys)
     try:
         client.connect(STATS_LIMIT_S)
         return client.call(Stats(), timeout_s=STATS_LIMIT_S)
@@ -399,57 +378,9 @@ def _report(job: JobConfig, folders: RunFolders) -> None:
 
 
 def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
-    """What came out, of several policies of the first, and where it is: the last panel of a terminal, else
+    """Print the results of the run (of its first policy) and where they are: a panel on a terminal, else
     lines that are whole however long a path is."""
-    summary, run_dir = result.summary, _short(result.run_dir)
-    rows: list[tuple[str, str]] = []
-    start, end = summary["accuracy_start"], summary["accuracy_end"]
-    if end is not None:
-        rows.append((f"held-out {summary['held_out']}", f"{start:.3f} → {end:.3f}"))
-    if job.kind == "rl" and summary["reward_last"] is not None:
-        first, last = summary["reward_first"], summary["reward_last"]
-        rows.append(("mean reward", f"{first:.3f} → {last:.3f}  (first and last steps' batches)"))
-    rows.append(("steps", f"{summary['steps']} in {summary['wall_s']:.0f} s"))
-    if summary["stopped"]:
-        rows.append(("stopped", summary["stopped"]))
-    made, planned = summary.get("updates"), summary.get("updates_planned")
-    if made is not None and planned is not None:
-        rows.append(("updates", f"{made} of {planned} made"))
-        if made < planned:
-            why = summary["updates_left_out"]
-            rows.append(("warning", f"{planned - made} updates were left out, the last because {why}"))
-    if summary.get("warning"):
-        rows.append(("warning", summary["warning"]))
-    if job.kind == "rl":
-        seen, bound = summary["max_staleness_seen"], summary["max_staleness_bound"]
-        rows.append(("staleness", f"at most {seen}, bound {bound}"))
-        if summary["trainer_busy"] is not None and summary["rollout_busy"] is not None:
-            busy = f"trainer {summary['trainer_busy']:.0%}, rollout {summary['rollout_busy']:.0%}"
-            rows.append(("busy", busy))
-        dropped = summary["episodes_dropped"]
-        told = "how many were dropped is not known: the buffer did not answer at the end"
-        rows.append(
-            (
-                "episodes",
-                f"{summary['episodes_trained']} trained, {told if dropped is None else f'{dropped} dropped'}",
-            )
-        )
-        if lost := DropReport.of(summary["transitions"] or {}).text:
-            rows.append(("dropped", lost))
-        if summary["lost_writes"]:
-            rows.append(("lost", f"{summary['lost_writes']} acknowledged writes, which were done again"))
-    for kind, note in summary["no_scores"].items():
-        rows.append(("no score", f"{kind} ×{note['count']}, the last: {note['message']}"))
-    if restarts := summary["restarts"]:
-        each = (f"{name} ×{count}" if count > 1 else name for name, count in sorted(restarts.items()))
-        rows.append(("restarts", f"{sum(restarts.values())} ({', '.join(each)})"))
-    model_dir = f"{run_dir}/policies/*" if job.policies else store_url(job) or run_dir
-    rows.append(("model", f"{model_dir}/model"))
-    if job.trainer.lora.rank:
-        rows.append(("adapter", f"{model_dir}/adapter"))
-    rows.append(("numbers", f"{run_dir}/summary.json, metrics.jsonl, curves.png, report.html"))
-    rows.append(("logs", f"{run_dir}/logs"))
-    title = f"{job.job} is done"
+    rows, title = list(_closing_rows(job, result)), f"{job.job} is done"
     with suppress(OSError, ValueError):  # it cannot be written; the run is done all the same
         if not console.is_terminal:
             text = "\n".join([title, *(f"{label}: {value}" for label, value in rows)])
@@ -463,16 +394,62 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
         console.print(Panel(table, title=title, title_align="left", border_style="green", expand=False))
 
 
+def _closing_rows(job: JobConfig, result: RunResult) -> Iterator[tuple[str, str]]:
+    summary, run_dir = result.summary, _short(result.run_dir)
+    is_rl = job.kind == "rl"
+    if (end := summary["accuracy_end"]) is not None:
+        yield f"held-out {summary['held_out']}", f"{summary['accuracy_start']:.3f} → {end:.3f}"
+    if is_rl and (last := summary["reward_last"]) is not None:
+        yield "mean reward", f"{summary['reward_first']:.3f} → {last:.3f}  (first and last steps' batches)"
+    yield "steps", f"{summary['steps']} in {summary['wall_s']:.0f} s"
+    if summary["stopped"]:
+        yield "stopped", summary["stopped"]
+    made, planned = summary.get("updates"), summary.get("updates_planned")
+    if made is not None and planned is not None:
+        yield "updates", f"{made} of {planned} made"
+        if made < planned:
+            why = summary["updates_left_out"]
+            yield "warning", f"{planned - made} updates were left out, the last because {why}"
+    if summary.get("warning"):
+        yield "warning", summary["warning"]
+    if is_rl:
+        yield from _episode_rows(summary)
+    for kind, note in summary["no_scores"].items():
+        yield "no score", f"{kind} ×{note['count']}, the last: {note['message']}"
+    if restarts := summary["restarts"]:
+        each = (f"{name} ×{count}" if count > 1 else name for name, count in sorted(restarts.items()))
+        yield "restarts", f"{sum(restarts.values())} ({', '.join(each)})"
+    model_dir = f"{run_dir}/policies/*" if job.policies else store_url(job) or run_dir
+    yield "model", f"{model_dir}/model"
+    if job.trainer.lora.rank:
+        yield "adapter", f"{model_dir}/adapter"
+    yield "numbers", f"{run_dir}/summary.json, metrics.jsonl, curves.png, report.html"
+    yield "logs", f"{run_dir}/logs"
+
+
+def _episode_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "staleness", f"at most {summary['max_staleness_seen']}, bound {summary['max_staleness_bound']}"
+    trainer, rollout = summary["trainer_busy"], summary["rollout_busy"]
+    if trainer is not None and rollout is not None:
+        yield "busy", f"trainer {trainer:.0%}, rollout {rollout:.0%}"
+    told = "how many were dropped is not known: the buffer did not answer at the end"
+    if (dropped := summary["episodes_dropped"]) is not None:
+        told = f"{dropped} dropped"
+    yield "episodes", f"{summary['episodes_trained']} trained, {told}"
+    if lost := DropReport.of(summary["transitions"] or {}).text:
+        yield "dropped", lost
+    if summary["lost_writes"]:
+        yield "lost", f"{summary['lost_writes']} acknowledged writes, which were done again"
+
+
 def _short(path: Path) -> str:
     if (url := url_of(path)) is not None:
         return url
-    with suppress(ValueError):
-        return str(path.relative_to(Path.cwd()))
-    return str(path)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def carry_out(request: Mapping[str, Any]) -> None:
-    """Run the job of a request with plain lines, as `run_job` does."""
+    """Run the job of a request by `run_job`, with plain lines."""
     job = JobConfig.model_validate(request["job"])
     run_job(
         job,

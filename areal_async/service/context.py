@@ -1,4 +1,4 @@
-"""What a service process is told about the job it belongs to.
+"""The context of a service process: its job and its place in the run.
 
 The launcher writes the topology of the run for all services of a host, and the keys of its role for each;
 a process reads them with its own name.
@@ -28,7 +28,7 @@ SERVED_VARIABLE = "AREAL_ASYNC_SERVED_BEFORE"
 
 @dataclass(frozen=True)
 class ServiceContext(OnHost):
-    """All a service needs to know about its place in the run.
+    """The job of a service and its place in the run.
 
     `stop` and `stopping` are one signal, for coroutines and for threads: once set, the service finishes
     what is short, closes its sockets and returns within a few seconds.
@@ -68,7 +68,7 @@ class ServiceContext(OnHost):
 
     @property
     def gpu_index(self) -> int:
-        """Which GPU of those that it sees is that of a rank."""
+        """Index of a rank's GPU among those that it sees."""
         return 0 if self.place.gpus_of_its_own else self.index
 
     @property
@@ -82,39 +82,35 @@ class ServiceContext(OnHost):
         return self._told.is_set()
 
     def of(self, policy: str) -> ServiceContext:
-        """The context as what serves or trains one policy of the job sees it: a job of that policy alone, its
-        trainer's publisher and, below those of the run, folders of its own."""
+        """Return the context for one policy of the job: a job of that policy alone, its trainer's publisher
+        and folders of its own below those of the run."""
         if not self.job.policies:
             return self
-        host = msgspec.structs.replace(
-            self.host,
-            run_dir=str(self.run_dir / "policies" / policy),
-            shm_dir=str(self.shm_dir / "policies" / policy),
-        )
+        run_dir, shm_dir = (str(folder / "policies" / policy) for folder in (self.run_dir, self.shm_dir))
+        host = msgspec.structs.replace(self.host, run_dir=run_dir, shm_dir=shm_dir)
         weights = Address(self.topology.publishers[policy], "trainer")
         return replace(self, job=self.job.of(policy), host=host, weights=weights)
 
     def ready(self) -> None:
         """Tell the supervisor that this service serves. A second call does nothing; so does a call in a
         process started by hand."""
-        if self._told.is_set():
-            return
+        was_told = self._told.is_set()
         self._told.set()
-        if self.ready_fd is None:
+        if self.ready_fd is None or was_told:
             return
         line = json.dumps({"ready": self.name, "pid": os.getpid(), "metrics_port": self.metrics_port})
         os.write(self.ready_fd, line.encode() + b"\n")
         os.close(self.ready_fd)
 
     def moved(self, endpoints: dict[str, str]) -> None:
-        """Servers of the run are found elsewhere now, by their names (`buffer`, `weights`)."""
+        """Take new endpoints of servers of the run, by their names (`buffer`, `weights`)."""
         for name, address in (("buffer", self.buffer), ("weights", self.weights)):
             if name in endpoints:
                 address.move(endpoints[name])
 
     @classmethod
     def load(cls, path: Path, name: str, *, ready_fd: int | None = None) -> ServiceContext:
-        """The context of the service called `name`, from the file of the run's topology.
+        """Return the context of the service called `name`, from the file of the run's topology.
 
         Raises OSError or ValueError when the file is no topology, `EndpointError` where the keys of its role
         are not there, KeyError for a name that nobody has."""
@@ -137,5 +133,5 @@ class ServiceContext(OnHost):
 
 
 def keys_file(socket_dir: Path, role: KeyRole) -> Path:
-    """Where the keys of a role lie on a host."""
+    """Return the path of the keys of a role on a host."""
     return socket_dir / KEYS / f"{role}.json"

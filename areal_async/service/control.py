@@ -1,8 +1,8 @@
-"""What a service says of itself to whoever asks: the answer to the request `Status`.
+"""The status of a service: its answer to the request `Status`.
 
 Promises: every service of a run answers at an endpoint of its own, from before its own code runs, and from a
-thread of its own, so that it answers while it computes; what it says are typed fields that it fills itself,
-so that a metric or a log line may change its name.
+thread of its own, so that it answers while it computes; the answer has typed fields that the service fills
+itself, so that a metric or a log line may change its name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import prometheus_client
 
@@ -29,8 +29,40 @@ from areal_async.service.context import ServiceContext
 START_WAIT_S = 10.0
 LAST_ANSWERS_S = 0.05  # Time for answers that have just been given to go out
 
+T = TypeVar("T")
 
-class ControlServer:
+
+class LoopThread:
+    """A thread with an event loop of its own, on which `_work` runs."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Set `_stopping`, and wait for the end of the thread. Safe to repeat."""
+        if self._thread.is_alive():
+            with suppress(RuntimeError):  # its loop has ended by itself
+                self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(START_WAIT_S)
+
+    def do(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the thread, as long as it runs. Any thread may call."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._work())
+
+    async def _work(self) -> None:
+        raise NotImplementedError
+
+
+class ControlServer(LoopThread):
     """An RPC server on a thread of its own: it answers while the process's own loop, or native code, is busy.
 
     `start`, then the handler of its type answers each request on the server's thread, then `stop`."""
@@ -45,6 +77,8 @@ class ControlServer:
         handlers: Mapping[type[Request[Any]], Handler],
         limits: ServerLimits | None = None,
     ) -> None:
+        """Take the `limits` of the server."""
+        super().__init__("control")
         self._make = partial(
             Server,
             endpoint,
@@ -54,34 +88,14 @@ class ControlServer:
             handler=by_type(service, handlers),
             limits=limits,
         )
-        self._loop = asyncio.new_event_loop()
-        self._stopping = asyncio.Event()
         self._started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
     def start(self) -> None:
-        """Raises `EndpointError` where the endpoint cannot be served."""
-        self._thread.start()
+        """Serve the endpoint. Raises `EndpointError` if that cannot be done."""
+        super().start()
         self._started.result(START_WAIT_S)
 
-    def stop(self) -> None:
-        """Give the last answers, and end the thread. Safe to repeat."""
-        if self._thread.is_alive():
-            with suppress(RuntimeError):  # its loop has ended by itself
-                self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(START_WAIT_S)
-
-    def do(self, work: Coroutine[Any, Any, object]) -> None:
-        """Have its thread do this beside, as long as it runs. Any thread may ask."""
-        asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            self._loop.close()
-
-    async def _serve(self) -> None:
+    async def _work(self) -> None:
         server = self._make()
         try:
             await server.start()

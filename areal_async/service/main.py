@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
@@ -47,7 +47,7 @@ ORPHAN_GRACE_S = 8.0
 log = get_logger("service")
 
 
-def run_service(role: Role, main: Callable[[ServiceContext], Awaitable[None]]) -> None:
+def run_service(role: Role, main: Main) -> None:
     """Run `main(ctx)` as the process of a service; never returns: exits 0 when `main` has returned."""
     os.umask(PRIVATE_UMASK)
     raise_file_limit()
@@ -79,7 +79,7 @@ def run_service(role: Role, main: Callable[[ServiceContext], Awaitable[None]]) -
 
 
 def _reach_home(ctx: ServiceContext) -> None:
-    """Have `home://` stand for the files of the run's home."""
+    """Let `home://` stand for the files of the run's home."""
     from areal_async.storage.home import HomeFileSystem  # fsspec: most services have no use for it
 
     address = Address(ctx.topology.control, "supervisor")
@@ -87,20 +87,19 @@ def _reach_home(ctx: ServiceContext) -> None:
 
 
 def restart_may_help(error: BaseException, *, served: bool) -> bool:
-    """Whether a service that ended with `error` should be started again. What fails before it has ever served
-    is taken to be wrong in the same way the next time; so is what says of itself that it would be."""
+    """Return whether a service that ended with `error` should be restarted: not if the error says no, nor if
+    it came before the service has ever served, for then it would come again."""
     helps = getattr(error, "restart_helps", None)
     return served if helps is None else helps
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The one error to report: in an exception group, the first of ours."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    if isinstance(error, BaseExceptionGroup) and (ours := error.subgroup(ArealError)) is not None:
-        error = ours
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+    """Return the one error to report: in an exception group, the first of ours."""
+    while isinstance(error, BaseExceptionGroup):
+        ours = error.subgroup(ArealError)
+        if ours is None and len(error.exceptions) > 1:
+            break
+        error = (ours or error).exceptions[0]
     return error
 
 
@@ -114,20 +113,19 @@ def _report(name: str, error: BaseException) -> None:
         traceback.print_exception(error)
 
 
-async def _serve(
-    ctx: ServiceContext, main: Callable[[ServiceContext], Awaitable[None]], supervisor_pid: int | None
-) -> None:
+Main = Callable[[ServiceContext], Awaitable[None]]
+"""Main function of a service."""
+
+
+async def _serve(ctx: ServiceContext, main: Main, supervisor_pid: int | None) -> None:
     stop_on_signals(ctx, asyncio.get_running_loop(), supervisor_pid=supervisor_pid)
     await until_stopped(ctx, main, on_cancel=lambda: _end_later(CANCEL_GRACE_S))
 
 
 async def until_stopped(
-    ctx: ServiceContext,
-    main: Callable[[ServiceContext], Awaitable[None]],
-    *,
-    on_cancel: Callable[[], None] = lambda: None,
+    ctx: ServiceContext, main: Main, *, on_cancel: Callable[[], None] = lambda: None
 ) -> None:
-    """`main(ctx)` until it returns, or is cancelled after the grace that follows `ctx.stop`."""
+    """Run `main(ctx)` until it returns, or is cancelled after the grace that follows `ctx.stop`."""
     log.info("service starts", service=ctx.name, pid=os.getpid(), metrics_port=ctx.metrics_port)
     work = asyncio.ensure_future(main(ctx))
     stop = asyncio.ensure_future(ctx.stop.wait())
@@ -156,8 +154,6 @@ def stop_on_signals(
     the main thread to leave native code, and could deadlock on the event's own lock. So a service must not
     use `loop.add_signal_handler`, which takes over that pipe.
     """
-    read_fd, write_fd = os.pipe()
-    os.set_blocking(write_fd, False)
 
     def listen() -> None:
         interrupts = 0
@@ -174,13 +170,25 @@ def stop_on_signals(
             with contextlib.suppress(RuntimeError):  # the loop may have closed meanwhile
                 loop.call_soon_threadsafe(ctx.stop.set)
 
-    def ignore(number: int, frame: FrameType | None) -> None:
-        """A Python handler must exist for the C handler to write to the pipe."""
-
-    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, ignore)
+    read_fd, _ = signal_pipe((signal.SIGTERM, signal.SIGINT))
     threading.Thread(target=listen, name="signals", daemon=True).start()
+
+
+def ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing: a Python handler must exist for the C handler to write to the pipe."""
+
+
+SignalHandler = Callable[[int, FrameType | None], None]
+
+
+def signal_pipe(numbers: Iterable[int], handler: SignalHandler = ignore) -> tuple[int, int]:
+    """Return both ends of a pipe that gets the number of each of these signals."""
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, handler)
+    return read_fd, write_fd
 
 
 def _end_later(grace_s: float) -> None:

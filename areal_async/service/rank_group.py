@@ -31,12 +31,12 @@ NOTE_LIMIT = 300  # Characters of a note's text: with its frame it fits into one
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a rank knows of a death."""
+    """A note of a rank about a death, its own or another's."""
 
     cause: str
-    """How it dies, in words that follow its name."""
+    """Cause of the death, in words that follow its name."""
     ranks: tuple[int, ...] = ()
-    """Whom it says it of; none is the rank itself."""
+    """Ranks that the note is about; none for the sender itself."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Meeting:
 
     @classmethod
     def from_environment(cls) -> Meeting | None:
-        """What the supervisor has said; None for a rank that is alone."""
+        """Return the meeting given by the supervisor; None for a rank that is alone."""
         host, _, port = os.environ.get(MEETING_VARIABLE, "").rpartition(":")
         if not host:
             return None
@@ -62,7 +62,7 @@ _pulse_fd: int | None = None
 
 
 def start_pulse() -> None:
-    """Give pulses from now on, where the supervisor listens for them. A second call does nothing."""
+    """Give pulses from now on, if the supervisor listens for them. A second call does nothing."""
     global _pulse_fd
     if _pulse_fd is not None or (fd := os.environ.pop(PULSE_VARIABLE, None)) is None:
         return  # children of this process have no such descriptor
@@ -79,7 +79,7 @@ def _beat(fd: int) -> None:
 
 
 def tell(note: Note) -> None:
-    """Tell the supervisor; nothing happens where none listens."""
+    """Send a note to the supervisor, if it listens."""
     if _pulse_fd is not None:
         cut = Note(" ".join(note.cause.split())[:NOTE_LIMIT], note.ranks)
         with suppress(BrokenPipeError):

@@ -13,10 +13,11 @@ import queue
 import re
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Self
 
 import msgspec
 
@@ -39,34 +40,51 @@ MOST_WAITING = 4096  # Records on their way; whoever writes one more waits
 FLUSH_S = 15.0
 ANSWER_S = 30.0
 
+RECORDS = "metrics.jsonl"
 POLICY_FOLDER = re.compile(f"policies/{POLICY_NAME}")
 
 _decoder = msgspec.json.Decoder(dict[str, Any])
 
 
-class RunRecords(Protocol):
-    """Where the records of a run go, and come from."""
+class RunRecords(ABC):
+    """The records of a run. `path` is their file, on the home host. Use it as a context manager."""
 
     path: Path
-    """The file, on the home host."""
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one record, and have this process's `Status` tell it; `time_s` (unix time in seconds) is
-        added unless given. Raises OSError where it cannot be written."""
+        """Append one record, and add it to this process's `Status`; `time_s` (unix time in seconds) is added
+        unless given. Raises OSError if it cannot be written."""
+        record = {"kind": kind, "time_s": round(time.time(), 3), **fields}
+        line = msgspec.json.encode(record, enc_hook=as_plain) + b"\n"
+        self.append(line)
+        board.record(line)
 
+    @abstractmethod
+    def append(self, line: bytes) -> None:
+        """Append the line of one record, or nothing of it. Raises OSError."""
+
+    @abstractmethod
     def write_samples(self, folder: str, name: str, data: bytes) -> None:
-        """Write the file `name` of samples, of the run or of a policy whose folder below that of the run is
-        `folder`; see `samples.py`. Waits until it is written. Raises OSError or `WireError`."""
+        """Write the file `name` of samples, of the run or of a policy with the folder `folder` below that of
+        the run; see `samples.py`. Waits until it is written. Raises OSError or `WireError`."""
 
+    @abstractmethod
     def read(self, *kinds: str) -> list[dict[str, Any]]:
-        """The records of these kinds so far, in the order they were written; of all where none is named.
+        """Return the records of these kinds so far, in the order they were written; without kinds, all.
         Raises OSError or `WireError`."""
 
+    @abstractmethod
     def close(self) -> None:
         """Wait, for a while, until all is written."""
 
+    def __enter__(self) -> Self:
+        return self
 
-class RunLog:
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RunLog(RunRecords):
     """Appends records to the file. Any thread may write; one process at a time does."""
 
     def __init__(self, path: Path, on_line: Callable[[bytes], None] = lambda line: None) -> None:
@@ -79,26 +97,18 @@ class RunLog:
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             os.write(self._fd, b"\n")  # else the first record of ours would join the half line
 
-    def write(self, kind: str, **fields: Any) -> None:
-        line = line_of(kind, fields)
-        self.append(line)
-        board.record(line)
-
     def append(self, line: bytes) -> None:
-        """Append the line of one record, or nothing of it. Raises OSError."""
         with self._lock:
             before = os.fstat(self._fd).st_size
             written = os.write(self._fd, line)
             if written != len(line):
                 os.ftruncate(self._fd, before)
-                raise OSError(
-                    errno.ENOSPC,
-                    f"only {written} of {len(line)} bytes were written to {self.path}: the disk is full",
-                )
+                why = f"only {written} of {len(line)} bytes were written to {self.path}: the disk is full"
+                raise OSError(errno.ENOSPC, why)
         self._on_line(line)
 
     def write_samples(self, folder: str, name: str, data: bytes) -> None:
-        """Raises ValueError for what is no folder of a policy or no name of such a file."""
+        """Write the file as `RunRecords` does. Raises ValueError for any other folder or name."""
         if folder and POLICY_FOLDER.fullmatch(folder) is None:
             raise ValueError(f"{folder!r} is no folder of a policy")
         write_samples(self.path.parent / folder, name, data)
@@ -109,42 +119,36 @@ class RunLog:
     def close(self) -> None:
         os.close(self._fd)
 
-    def __enter__(self) -> RunLog:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class RemoteRecords:
-    """The run log of the supervisor at `address`, for a process of the run.
+class RemoteRecords(RunRecords):
+    """The run log of the supervisor, for a process of the run.
 
     Records are written in their order, each once, from a thread of its own. A supervisor that does not answer
     holds up nobody for longer than one wait, however many records follow: once a write has waited in vain,
     the next ones do not wait, and samples are given up, until a record has been written. At `MOST_WAITING`
     records writing waits for room."""
 
-    def __init__(self, address: Address, path: Path, *, job: str, name: str, ctx: ServiceContext) -> None:
-        self.path = path
-        self._client = SyncClient(address, job=job, role=ctx.role, name=f"{name}/records", access=ctx.keys)
+    def __init__(self, ctx: ServiceContext) -> None:
+        self.path = Path(ctx.topology.home_host.run_dir) / RECORDS
+        address, name = Address(ctx.topology.control, "supervisor"), f"{ctx.name}/records"
+        self._client = SyncClient(address, job=ctx.job.job, role=ctx.role, name=name, access=ctx.keys)
         self._waiting: queue.Queue[tuple[bytes, Future[None]] | None] = queue.Queue(MOST_WAITING)
         self._failed: OSError | None = None
         self._silent = False
-        """True where somebody has waited in vain since a record was last written."""
+        """True once a write has waited in vain, until a record is written."""
         self._thread = threading.Thread(target=self._send, name="records", daemon=True)
         self._thread.start()
 
-    def write(self, kind: str, **fields: Any) -> None:
+    def append(self, line: bytes) -> None:
         if self._failed is not None:
             raise self._failed
-        line, written = line_of(kind, fields), Future[None]()
+        written = Future[None]()
         self._waiting.put((line, written))
         if not self._silent:
             try:
                 written.result(WRITE_WAIT_S)
             except TimeoutError:
                 self._silent = not written.done()
-        board.record(line)
 
     def write_samples(self, folder: str, name: str, data: bytes) -> None:
         if self._silent:
@@ -172,12 +176,6 @@ class RemoteRecords:
         if self._thread.is_alive():
             log.warning("records were not written", number=self._waiting.qsize())
         self._client.close()
-
-    def __enter__(self) -> RemoteRecords:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _send(self) -> None:
         while (entry := self._waiting.get()) is not None:
@@ -209,22 +207,10 @@ class RemoteRecords:
 
 
 def open_records(ctx: ServiceContext) -> RunRecords:
-    """The run's records, for a process of it."""
+    """Return the run's records, for a process of it."""
     if not ctx.topology.control:
         return RunLog(ctx.run_dir / RECORDS)
-    path = Path(ctx.topology.home_host.run_dir) / RECORDS
-    return RemoteRecords(
-        Address(ctx.topology.control, "supervisor"), path, job=ctx.job.job, name=ctx.name, ctx=ctx
-    )
-
-
-RECORDS = "metrics.jsonl"
-
-
-def line_of(kind: str, fields: Mapping[str, Any]) -> bytes:
-    """A record as it is written."""
-    record = {"kind": kind, "time_s": round(time.time(), 3), **fields}
-    return msgspec.json.encode(record, enc_hook=as_plain) + b"\n"
+    return RemoteRecords(ctx)
 
 
 class Tail:
@@ -246,47 +232,38 @@ class Tail:
 
 
 LIFE_KINDS = frozenset({"start", "resume", "restart", "death", "scale", "end"})
-"""Records of when a run lived, what died in it and how many workers it had: no results."""
+"""Kinds of records that are no results: on the lives of a run, its deaths and its number of workers."""
 
 
 def holds_results(path: Path) -> bool:
-    """Whether a run log has anything but records of the run's own lives."""
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                if _decoder.decode(line).get("kind") not in LIFE_KINDS:
-                    return True
-            except msgspec.DecodeError:
-                return True
-    return False
+    """Return whether a run log has any record that is not about the run's own lives."""
+    try:
+        with path.open("rb") as file:
+            return any(_decoder.decode(line).get("kind") not in LIFE_KINDS for line in file)
+    except msgspec.DecodeError:
+        return True
 
 
 def read_run_log(path: Path) -> list[dict[str, Any]]:
-    """All records of a run in the order they were written; none when there is no file yet.
+    """Return all records of a run in the order they were written; none if there is no file yet.
 
     A line that is no record (one cut short by a crash) is left out and logged."""
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        return []
     records = []
-    for number, line in enumerate(raw.split(b"\n"), start=1):
-        if not line:
-            continue
+    for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else (), start=1):
         try:
-            records.append(_decoder.decode(line))
+            records += [_decoder.decode(line)] if line else []
         except msgspec.DecodeError:
             log.warning("unreadable record", path=str(path), line=number)
     return records
 
 
 def held_out_name(records: Sequence[Mapping[str, Any]]) -> str:
-    """What the held-out figure of a run is: a share of right answers only where every score was 0 or 1."""
+    """Return the name of the held-out figure: `accuracy` only if every score was 0 or 1."""
     return "mean reward" if any(record.get("partial_credit") for record in records) else "accuracy"
 
 
 def lives_of(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The records of each life of a run: from its start, and from each `resume`, to the next."""
+    """Return the records of each life of a run: from its start, and from each `resume`, to the next."""
     lives: list[list[Mapping[str, Any]]] = []
     for record in records:
         if not lives or record.get("kind") == "resume":
@@ -296,13 +273,11 @@ def lives_of(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any
 
 
 def as_it_became(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The records of a run without those of work that a restarted trainer did again: of each step and of each
-    version's evaluation of a policy, the last record, in the order of the last ones."""
+    """Return the records of a run without those of work that a restarted trainer did again: for each step and
+    each evaluated version of a policy, the last record, in the order of the last ones."""
     last: dict[Any, int] = {}
     for number, record in enumerate(records):
-        kind = record.get("kind")
-        name = record.get("version") if kind == "evaluation" else record.get("step")
-        last[
-            (kind, record.get("policy"), name) if kind in ("step", "evaluation", *FILE_KINDS) else number
-        ] = number
+        kind, key = record.get("kind"), "version" if record.get("kind") == "evaluation" else "step"
+        is_work = kind in ("step", "evaluation", *FILE_KINDS)
+        last[(kind, record.get("policy"), record.get(key)) if is_work else number] = number
     return [dict(records[number]) for number in sorted(last.values())]

@@ -51,8 +51,8 @@ def sample_of(
     advantages: Mapping[int, float] | None = None,
     **said: Any,
 ) -> dict[str, Any]:
-    """An episode as a line says it, with what else is `said` of it. `advantages` has those of trained units,
-    by their number in the episode; units of a version below `lowest_version` are told as masked."""
+    """Return an episode as a line has it, with further fields in `said`. `advantages` has those of trained
+    units, by their number in the episode; units of a version below `lowest_version` are shown as masked."""
     header, segments, units = episode.header, episode.segments, episode.units
     mask = units.mask.astype(bool) & (units.version >= lowest_version)
     left, told = MOST_UNITS, []
@@ -61,12 +61,8 @@ def sample_of(
         own = slice(begin, begin + min(length, left))
         left -= own.stop - own.start
         ids = units.token_id[own].tolist()
-        known = (
-            {token: decode([token]) for token in {*ids}}
-            if segments.kind[index] == SegmentKind.SAMPLED
-            else {}
-        )
         kind = SegmentKind(int(segments.kind[index]))
+        known = {token: decode([token]) for token in {*ids}} if kind == SegmentKind.SAMPLED else {}
         segment: dict[str, Any] = {
             "author": AUTHORS[kind],
             "agent": header.agents[int(segments.agent[index])].name if header.agents else "",
@@ -101,7 +97,7 @@ def _short(values: Any) -> list[float]:
 
 
 def lines_of(samples: Sequence[Mapping[str, Any]]) -> bytes:
-    """The file of these samples. What JSON has no form for is written as text."""
+    """Return the content of a file of these samples. Values that JSON has no form for are written as text."""
     return b"".join(msgspec.json.encode(sample, enc_hook=str) + b"\n" for sample in samples)
 
 
@@ -155,7 +151,7 @@ def read_samples(path: str | Path) -> list[dict[str, Any]]:
 
 
 def short_text(sample: Mapping[str, Any]) -> str:
-    """What was sampled in an episode, on one line and shortened."""
+    """Return the sampled text of an episode, on one line and shortened."""
     texts = (segment["text"] for segment in sample["segments"] if segment["author"] == "assistant")
     text = " ".join(" ".join(texts).split())
     return text if len(text) <= IN_LOG else f"{text[: IN_LOG - 1]}…"

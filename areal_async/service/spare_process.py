@@ -37,7 +37,7 @@ ARG_START, ARG_END = 48, 49  # Fields of /proc/self/stat, from 1: where the comm
 
 
 class Calling(msgspec.Struct, frozen=True):
-    """What a spare is to become."""
+    """The service that a spare is to become."""
 
     module: str
     arguments: list[str]
@@ -50,8 +50,8 @@ class Calling(msgspec.Struct, frozen=True):
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Around imports that stay: nothing is searched for garbage meanwhile, nor what was loaded later on. The
-    searches took a fifth of the time in which torch and transformers are imported."""
+    """Suspend garbage collection during imports that stay, and freeze the loaded objects. Collection took a
+    fifth of the time in which torch and transformers are imported."""
     gc.disable()
     try:
         yield

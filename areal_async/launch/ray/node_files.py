@@ -1,5 +1,5 @@
-"""Files of a run that are on the nodes of its Ray cluster, and come home: those of the buffer at an end in
-order, and before a resume what a killed supervisor has left there (`buffer_files.py`)."""
+"""Files of a run that come home from the nodes of its Ray cluster: those of the buffer at an orderly end, and
+before a resume those that a killed supervisor has left there (`buffer_files.py`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from areal_async.launch.buffer_files import (
     fetch_buffer,
     lie_at_home,
 )
-from areal_async.launch.ray.actor import answer_of, new_actor
+from areal_async.launch.ray.actor import answer_of, call, new_actor
 from areal_async.launch.ray.orders import FileNews
 
 HOME = "home"
@@ -51,8 +51,7 @@ class NodeFiles:
         deadline_s = time.monotonic() + KEEP_S
 
         def pull(have: dict[str, int]) -> list[FileNews]:
-            asked = actor.kept.remote(msgspec.msgpack.encode(have))
-            return _pieces(asked, max(0.0, deadline_s - time.monotonic()))
+            return _pieces(call(actor, "kept", have), max(0.0, deadline_s - time.monotonic()))
 
         try:
             fetch_buffer(self._run_dir, pull)
@@ -95,14 +94,14 @@ class NodeFiles:
         actor = new_actor(f"left.{part}.{node_id}", {"num_cpus": 0, "scheduling_strategy": on_it})
 
         def pull(have: dict[str, int]) -> list[FileNews]:
-            return _pieces(actor.left.remote(folder, part, msgspec.msgpack.encode(have)), PIECE_S)
+            return _pieces(call(actor, "left", folder, part, have), PIECE_S)
 
         try:
             if part == "events":
                 return append_rest(self._run_dir, part, pull)
             if found := fetch_buffer(self._run_dir, pull):
                 self._tell(f"the buffer's files came from {address}, where the run before had left them")
-                ray.get(actor.remove_left.remote(), timeout=REMOVE_S)
+                ray.get(call(actor, "remove_left"), timeout=REMOVE_S)
             return found
         except (RayError, NotBeneath) as error:
             problem = f"{part} in {folder} of {address} did not come: {first_line(error)}"
@@ -122,4 +121,4 @@ def first_line(error: BaseException) -> str:
 
 
 def _pieces(asked: Any, limit_s: float) -> list[FileNews]:
-    return msgspec.msgpack.decode(answer_of(ray.get(asked, timeout=limit_s)), type=list[FileNews])
+    return answer_of(ray.get(asked, timeout=limit_s), list[FileNews])

@@ -1,5 +1,4 @@
-"""What the launcher and its actors on the nodes of a Ray cluster tell each other: msgpack, as everywhere. Ray
-carries the bytes."""
+"""Messages between the launcher and its actors on the nodes of a Ray cluster: msgpack, carried by Ray."""
 
 from __future__ import annotations
 
@@ -13,29 +12,29 @@ from areal_async.rpc.secret import RoleKeys
 
 
 class PlaceOrder(msgspec.Struct, frozen=True):
-    """Be the host of one process."""
+    """A request to host one process."""
 
     run_id: str
     place: ServicePlace
     keys: RoleKeys
     ports: tuple[int, int] | None
-    """First and last port that may be listened on; None: any."""
+    """First and last port that the host may listen on; None: any."""
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """The actor's host, and the endpoints that it holds for its process, by what is served there."""
+    """The actor's host, and the endpoints that it holds for its process, by the name of the server."""
 
     host: RunHost
     endpoints: dict[str, str]
 
 
 class StartOrder(msgspec.Struct, frozen=True):
-    """Start the process; `topology` is written to its host before."""
+    """A request to start the process; `topology` is written to its host before."""
 
     topology: bytes
     environment: dict[str, str]
     meets: bool
-    """Whether it is a rank of a trainer that has several."""
+    """True for a rank of a trainer that has several."""
     meeting: str
     """Address at which these meet; empty for rank 0, which makes one."""
 
@@ -57,7 +56,7 @@ class FileNews(msgspec.Struct, frozen=True):
 
 
 class ProcessNews(msgspec.Struct, frozen=True):
-    """What is known of the process. `heard` is what its line has said since the last answer."""
+    """State of the process. `heard` has the bytes from its line since the last answer."""
 
     ready: dict[str, Any] | None
     status: int | None
@@ -66,7 +65,3 @@ class ProcessNews(msgspec.Struct, frozen=True):
     files: list[FileNews] = []
     confirmed: int = 0
     """Newest revision that the Redis of a buffer has confirmed."""
-
-
-def pack(message: msgspec.Struct) -> bytes:
-    return msgspec.msgpack.encode(message)

@@ -1,4 +1,4 @@
-"""What each process of a job needs of a node, and how its processes are to lie to each other. Pure.
+"""Needs of each process of a job, and the placement of its processes relative to each other. Pure.
 
 The ranks of a trainer are one placement group, packed: as few nodes as they fit on. The workers that a job
 begins with, and its evaluation, are another, spread. Buffer and reward service are a third; a buffer that has
@@ -7,6 +7,7 @@ its own Redis stays on the node where its files are. Ray reserves each group as 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,23 +17,24 @@ from areal_async.config.devices import evaluation_rollout, first_threads, width_
 from areal_async.config.job import JobConfig, ShapeSection
 
 Strategy = Literal["PACK", "SPREAD"]
+BUILT_IN = ("CPU", "GPU", "memory")  # Ray's own resources
 LIGHT_CPUS = 0.0
-"""Cores that buffer and reward service reserve where the job file does not say: they share what is there."""
+"""Cores that buffer and reward service reserve by default: they share the cores of their node."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """What one process is to be given."""
+    """Resources and labels that one process needs."""
 
     resources: Mapping[str, float]
-    """By Ray's names: CPU, GPU, memory in bytes, and custom ones."""
+    """Amounts by Ray's names: CPU, GPU, memory in bytes, and custom ones."""
     labels: Mapping[str, str]
-    """Labels that its node must have."""
+    """Labels required of its node."""
 
 
 @dataclass(frozen=True)
 class PlacedTogether:
-    """Processes whose places are reserved as one."""
+    """A group of processes: Ray reserves their places as one."""
 
     name: str
     places: Sequence[ServicePlace]
@@ -40,7 +42,7 @@ class PlacedTogether:
 
 
 def together(services: Sequence[ServicePlace]) -> list[PlacedTogether]:
-    """The groups of the processes that a job begins with, in the order in which they are reserved."""
+    """Return the groups of the processes that a job begins with, in the order of reservation."""
     groups: Mapping[str, tuple[Strategy, tuple[Role, ...]]] = {
         "services": ("PACK", ("buffer", "reward")),
         "trainer": ("PACK", ("trainer",)),
@@ -54,8 +56,7 @@ def together(services: Sequence[ServicePlace]) -> list[PlacedTogether]:
 
 
 def need_of(job: JobConfig, role: Role) -> Need:
-    """What a process of `role` needs: what `placement` of the job file says, and what its devices and threads
-    do."""
+    """Return the needs of a process: those in `placement`, else those of its devices and threads."""
     shape: ShapeSection = getattr(job.placement, role)
     cpus, gpus = LIGHT_CPUS, 0
     if role == "trainer":
@@ -78,23 +79,25 @@ def need_of(job: JobConfig, role: Role) -> Need:
 
 
 def needs_of(job: JobConfig, services: Sequence[ServicePlace]) -> dict[str, float]:
-    """What all of these need together."""
-    total: dict[str, float] = {}
+    """Return the total needs of these services."""
+    total: Counter[str] = Counter()
     for place in services:
-        for name, amount in need_of(job, place.role).resources.items():
-            total[name] = total.get(name, 0.0) + amount
-    return total
+        total.update(need_of(job, place.role).resources)
+    return dict(total)
 
 
 def needs_in_words(job: JobConfig, services: Sequence[ServicePlace]) -> str:
-    """What the job needs in all, for people: `CPU 4, GPU 2`."""
-    total = needs_of(job, services)
-    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(total.items())) or "no resources"
+    """Return the total needs of these services as text: `CPU 4, GPU 2`."""
+    return in_words(needs_of(job, services)) or "no resources"
+
+
+def in_words(amounts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(amounts.items()))
 
 
 def lacking(needs: Sequence[Need], nodes: Sequence[Mapping[str, str]]) -> str:
-    """The labels that are needed and that none of `nodes` has, as the end of a sentence; empty where there is
-    none. What is more than a value, such as `in(a,b)`, is Ray's to judge."""
+    """Return the needed labels that none of `nodes` has, as the end of a sentence; empty if there is none.
+    Expressions such as `in(a,b)` are left to Ray."""
     wanted = {label for need in needs for label in need.labels.items() if not set(label[1]) & set("!(")}
     nowhere = sorted(wanted - {label for node in nodes for label in node.items()})
     shown = ", ".join(f"{name}={value}" for name, value in nowhere)

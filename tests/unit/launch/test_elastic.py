@@ -21,10 +21,15 @@ from areal_async.launch.local_launcher import LocalLauncher
 from areal_async.launch.one_host import make_host
 from areal_async.launch.plan import name_is_held, services_of, workers_to_change
 from areal_async.launch.run_handle import change_workers
-from areal_async.launch.supervisor import Supervisor
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
-from tests.unit.launch.launching import STAND_IN, changed
+from tests.unit.launch.launching import changed, supervisor_of
 from tests.waiting import wait_for
+
+
+@pytest.fixture(autouse=True)
+def _silent_buffer(monkeypatch):
+    """The stand-in of the buffer does not answer."""
+    monkeypatch.setattr("areal_async.launch.supervisor.BUFFER_WAIT_S", 0.2)
 
 
 def worker(number):
@@ -126,8 +131,7 @@ def drive(job, folders, script, on_restart=lambda name, text: None, told_by=None
 
     thread = threading.Thread(target=follow)
     told = {"on_serving": thread.start, "on_restart": on_restart, **hooks}
-    # The stand-in of the buffer does not answer.
-    supervisor = Supervisor(job, folders, modules=STAND_IN, buffer_wait_s=0.2, **told)
+    supervisor = supervisor_of(job, folders, **told)
     if told_by is not None:
         told_by.supervisor = supervisor
     try:

@@ -7,7 +7,8 @@ import pytest
 from areal_async.base.errors import RunError
 from areal_async.base.mistakes import ConfigError
 from areal_async.config.cluster import ClusterConfig
-from areal_async.launch.inline import LONG_S, check_inline, without_limits
+from areal_async.launch.inline import LONG_S, without_limits
+from areal_async.launch.preflight import check_inline
 from tests.unit.launch.launching import changed
 
 

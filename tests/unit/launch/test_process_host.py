@@ -57,7 +57,7 @@ def node(tmp_path, monkeypatch):
     root = tmp_path / "node"
     (root / "shm").mkdir(parents=True)
     monkeypatch.setattr(process_host, "SHM_ROOT", root / "shm")
-    monkeypatch.setattr(process_host.tempfile, "gettempdir", lambda: str(root))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(root))
     monkeypatch.setenv("AREAL_ASYNC_CACHE", str(root / "cache"))
     return root
 

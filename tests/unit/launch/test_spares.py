@@ -14,8 +14,7 @@ from areal_async.base.processes import service_environment
 from areal_async.base.topology import ServicePlace
 from areal_async.launch.local_launcher import LocalLauncher
 from areal_async.launch.spares import Spares
-from areal_async.launch.supervisor import Supervisor
-from tests.unit.launch.launching import STAND_IN, changed
+from tests.unit.launch.launching import changed, supervisor_of
 from tests.unit.launch.test_supervisor import assert_nothing_is_left
 from tests.waiting import wait_for
 
@@ -167,7 +166,7 @@ def test_the_supervisor_starts_a_killed_trainer_from_a_spare_and_leaves_none(job
     behave({"trainer": "waits for the next"})
     job = changed(job, "supervisor", restarts=3, spare_after_s=0.0)
     launcher = LocalLauncher(job, folders, spare_modules=("json",))
-    supervisor = Supervisor(job, folders, modules=STAND_IN, launcher=launcher)
+    supervisor = supervisor_of(job, folders, launcher=launcher)
     first = []
 
     def kill_once_a_spare_is_ready():

@@ -14,14 +14,13 @@ from areal_async.launch.folders import claim_folders
 from areal_async.launch.lifecycle import Ending
 from areal_async.launch.local_launcher import LocalChild, LocalLauncher
 from areal_async.launch.summary import failure_text
-from areal_async.launch.supervisor import Supervisor
 from tests.processes import processes_of
-from tests.unit.launch.launching import STAND_IN, changed
+from tests.unit.launch.launching import changed, supervisor_of
 from tests.waiting import LIMIT_S, wait_for
 
 
 def supervise(job, folders, on_serving=lambda: None, **options):
-    supervisor = Supervisor(job, folders, modules=STAND_IN, on_serving=on_serving, **options)
+    supervisor = supervisor_of(job, folders, on_serving=on_serving, **options)
     try:
         ending = supervisor.run()
     finally:
@@ -157,12 +156,14 @@ def start_run(tmp_path, job, same_interrupt_s=0.5):
         "import sys; from pathlib import Path\n"
         "from areal_async.config.job import JobConfig\n"
         "from areal_async.launch.folders import claim_folders\n"
-        "from areal_async.launch.supervisor import Supervisor\n"
+        "from areal_async.launch import supervisor\n"
         "from areal_async.launch.plan import MODULES\n"
         "job = JobConfig.model_validate_json(sys.argv[1])\n"
         "folders = claim_folders(job, overwrite=False)\n"
-        "Supervisor(job, folders, modules=dict.fromkeys(MODULES, 'stand_in'),\n"
-        "           on_serving=Path(sys.argv[2]).touch, same_interrupt_s=float(sys.argv[3])).run()\n"
+        "supervisor.SAME_INTERRUPT_S = float(sys.argv[3])\n"
+        "hooks = supervisor.RunHooks(on_serving=Path(sys.argv[2]).touch)\n"
+        "modules = dict.fromkeys(MODULES, 'stand_in')\n"
+        "supervisor.Supervisor(job, folders, modules=modules, hooks=hooks).run()\n"
         "folders.release()\n"
     )
     arguments = [job.model_dump_json(), str(tmp_path / "serving"), str(same_interrupt_s)]
@@ -256,10 +257,9 @@ class PlayedLauncher(LocalLauncher):
 def test_every_death_is_told_with_its_cause(job, folders, restarts, died, restarted, dead):
     job = changed(changed(job, "supervisor", restarts=restarts), "trainer", ranks=2)
     told, ended = {}, {}
-    supervisor = Supervisor(
+    supervisor = supervisor_of(
         job,
         folders,
-        modules=STAND_IN,
         launcher=PlayedLauncher(job, folders),
         on_restart=lambda name, text: told.setdefault(name, text),
         on_death=lambda name, text: ended.setdefault(name, text),
