@@ -13,7 +13,6 @@ ends the run in order, as one SIGTERM does, however often it is written and also
 
 from __future__ import annotations
 
-import fcntl
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from areal_async.base.own_files import NotOurs, read_own
+from areal_async.base.own_files import NotOurs, is_locked, read_own, take_lock
 from areal_async.base.processes import start_of
 from areal_async.launch.folders import Owner
 from areal_async.service.context import Role
@@ -90,7 +89,7 @@ def void(folder: Path) -> bool:
 def _claim(folder: Path, owner: Owner) -> int | None:
     mine = folder / f"{CLAIM}.{os.getpid()}.tmp"
     fd = os.open(mine, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX)
+    take_lock(fd)
     os.write(fd, msgspec.json.encode(owner))
     os.fsync(fd)
     try:
@@ -111,13 +110,10 @@ def holder_of(folder: Path) -> Owner | Literal["nobody", "void", "gone"]:
         fd = os.open(folder / CLAIM, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return "nobody"
-    try:
-        owner = msgspec.json.decode(os.pread(fd, RECORD_BYTES, 0), type=Owner)
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return owner
-    finally:
-        os.close(fd)
+    with os.fdopen(fd, "rb") as file:
+        owner = msgspec.json.decode(file.read(RECORD_BYTES), type=Owner)
+        if is_locked(fd):
+            return owner
     return "void" if owner == NOBODY else "gone"
 
 

@@ -36,7 +36,7 @@ from areal_async.cluster.states import (
     decide,
 )
 from areal_async.cluster.store import JobStore, StoredJob
-from areal_async.cluster.submission import MOST_WRITTEN, Submission, job_of, read_jobs, write_files
+from areal_async.cluster.submission import Submission, job_of, read_job, write_files
 from areal_async.config.job import JobConfig
 from areal_async.launch.run_handle import has_work, is_finished, job_to_resume
 
@@ -78,38 +78,31 @@ class Controller:
     # --- what it is asked --------------------------------------------------------------------------
 
     def submit(self, given: Submission) -> list[StoredJob]:
-        """Take the jobs of a submission, all or none. Raises `ConfigError` and `JobRefused`."""
+        """Take the job of a submission. Raises `ConfigError` and `JobRefused`."""
         if known := self.store.of_submission(given.key):
             return known  # the sender did not hear the answer
-        read = read_jobs(given, self._jobs)
-        if sum(map(len, given.files.values())) * len(read) > MOST_WRITTEN:
-            raise JobRefused(
-                f"the files of all jobs of the sweep would be more than {MOST_WRITTEN >> 30} GiB: name large "
-                "ones by absolute paths"
-            )
+        content, config = read_job(given, self._jobs)
         now_s = self._clock()
-        needs = [self._fitting(each.config, given.memory_gb) for each in read]
-        ids = self.store.reserve(len(read))
-        jobs = [
-            StoredJob(
-                id, each.config.job, given.key, place, given.priority, now_s, each.content, [], need,
-                changed_s=now_s,
-            )
-            for place, (id, each, need) in enumerate(zip(ids, read, needs, strict=True))
-        ]  # fmt: skip
-        self.store.check_room(jobs)
+        job = StoredJob(
+            id=self.store.new_id(),
+            name=config.job,
+            key=given.key,
+            priority=given.priority,
+            submitted_s=now_s,
+            changed_s=now_s,
+            content=content,
+            needs=self._fitting(config, given.memory_gb),
+        )
+        self.store.check_room(job)
         try:
-            for job in jobs:
-                write_files(given.files, self.folder(job).files)
+            write_files(given.files, self.folder(job).files)
             sync_folder(self._jobs)
-            self.store.add(jobs)
-        except BaseException as error:
-            if isinstance(error, Exception):  # a controller that is killed leaves it to the next one
-                for job in jobs:
-                    shutil.rmtree(self.folder(job).path, ignore_errors=True)
+            self.store.add(job)
+        except Exception:  # a controller that is killed leaves the folder to the next one
+            shutil.rmtree(self.folder(job).path, ignore_errors=True)
             raise
-        log.info("jobs submitted", jobs=[job.name for job in jobs], first_id=ids.start)
-        return jobs
+        log.info("job submitted", name=job.name, id=job.id)
+        return [job]
 
     def find(self, name: str) -> StoredJob:
         """The newest job of this name, or the one with this id. Raises `JobRefused`."""
@@ -124,7 +117,7 @@ class Controller:
         """Have a job pause, stop or resume, the last with changes. Raises `JobRefused`, `ConfigError`."""
         job = self.find(name)
         gathered = [*job.overrides, *overrides] if verb == "resume" else []
-        run_folder = self.folder(job).run_folder(job.name)
+        run_folder = self.folder(job).run_folder
         more = job.state == "SUCCEEDED" and bool(overrides) and not is_finished(run_folder, gathered)
         move = decide(job.standing, Asked(verb, more=more), self._clock())
         if move is None:
@@ -160,14 +153,14 @@ class Controller:
         """The job as its next attempt will be, resolved; what it points at is not looked at. Raises
         `ConfigError`, `RunFolderError`."""
         folder = self.folder(job)
-        run_folder = folder.run_folder(job.name)
+        run_folder = folder.run_folder
         goes_on = job.state != "SUCCEEDED" or not is_finished(run_folder, overrides)
         if goes_on and job.state not in ACTIVE and run_folder.is_dir() and has_work(run_folder):
             return job_to_resume(run_folder, overrides, files=False)
         return job_of(job.content, folder.files, folder.run_dir, overrides)
 
     def folder(self, job: StoredJob) -> JobFolder:
-        return JobFolder.of(self._jobs, job.id, job.name)
+        return JobFolder(self._jobs, job.id, job.name)
 
     def free(self) -> Resources:
         """What no job holds."""

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -30,6 +29,7 @@ from areal_async.cluster.attempt import (
     void,
     write_durably,
 )
+from areal_async.cluster.logs import OF_THE_RUN, logs_in
 from areal_async.cluster.states import RunEnded
 from areal_async.cluster.store import StoredJob
 from areal_async.config.devices import names_of
@@ -38,7 +38,6 @@ from areal_async.launch.launcher import WAITS
 from areal_async.launch.plan import MODULES
 from areal_async.service.context import Role
 
-OUTPUT = "output.log"
 LAST_WORDS_BYTES = 2000
 
 Seen = RunEnded | Literal["nobody", "starting", "serving"]
@@ -65,44 +64,31 @@ class ProcessTable(Protocol):
         """End it at once."""
 
 
-@dataclass(frozen=True)
 class JobFolder:
     """The folder of one job in the cluster's: `jobs/<id>-<name>`."""
 
-    path: Path
+    def __init__(self, jobs: Path, id: int, name: str) -> None:
+        self.path = jobs / f"{id}-{name}"
+        self.files = self.path / "files"
+        """Files of the submission."""
+        self.output = self.path / "output.log"
+        """Output of the runs of all attempts."""
+        self.run_dir = self.path / "runs"
+        self.run_folder = self.run_dir / name
+        self.targets = self.run_dir / "prometheus" / f"{name}.json"
+        """Metrics addresses of the run; the file exists from when all services serve to the end."""
 
-    @classmethod
-    def of(cls, jobs: Path, id: int, name: str) -> JobFolder:
-        return cls(jobs / f"{id}-{name}")
+    def logs(self) -> dict[str, Path]:
+        """Return the paths of the job's logs, by their names."""
+        return logs_in(self.run_folder) | {OF_THE_RUN: self.output}
 
-    @property
-    def files(self) -> Path:
-        """What came with the submission."""
-        return self.path / "files"
-
-    @property
-    def run_dir(self) -> Path:
-        return self.path / "runs"
-
-    @property
-    def output(self) -> Path:
-        """What the runs of all its attempts printed."""
-        return self.path / OUTPUT
-
-    def run_folder(self, name: str) -> Path:
-        return self.run_dir / name
-
-    def targets(self, name: str) -> Path:
-        """What the run of the job `name` tells Prometheus, from when all serve to its end."""
-        return self.run_dir / "prometheus" / f"{name}.json"
+    def said(self) -> str:
+        return tail_of(self.output, LAST_WORDS_BYTES)
 
     def waits(self) -> str:
-        """What its run waits for, where it has said that last."""
-        said = tail_of(self.output, LAST_WORDS_BYTES).rpartition("\n")[2]
+        """Return what its run waits for if that is the last line of its output."""
+        said = self.said().rpartition("\n")[2]
         return said if said.startswith(WAITS) else ""
-
-    def attempt(self, number: int) -> Path:
-        return self.path / "attempts" / str(number)
 
 
 class RealProcesses:
@@ -124,47 +110,41 @@ class RealProcesses:
         self._started: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
 
     def look(self, job: StoredJob) -> Seen:
-        folder = self._folder(job)
-        attempt = folder.attempt(job.attempt)
+        folder, attempt = JobFolder(self._jobs, job.id, job.name), self._attempt(job)
         child = self._started.get((job.id, job.attempt))
         status = child.poll() if child is not None else None  # before the look: it may end meanwhile
         holder = holder_of(attempt)
         if isinstance(holder, Owner):
-            return "serving" if folder.targets(job.name).exists() else "starting"
+            return "serving" if folder.targets.exists() else "starting"
         if holder == "nobody":
             if status is None or not self.void(job):
                 return "nobody"
             # It died before it came to run anything: an installation that does not work, or no memory.
-            text = (
-                f"its process ended with status {status} before it ran. It said last:\n{self._said(folder)}"
-            )
             self._forget(job)
+            text = f"its process ended with status {status} before it ran. It said last:\n{folder.said()}"
             return RunEnded("failed", text)
         if holder == "void":
             return RunEnded("unstarted")
         ending = ending_of(attempt)
         if ending is None:
-            clean_up(folder.run_folder(job.name))
-            if (folder.run_folder(job.name) / "summary.json").exists():
+            clean_up(folder.run_folder)
+            if (folder.run_folder / "summary.json").exists():
                 ending = AttemptEnding("finished")
         self._forget(job)
         if ending is not None:
             return RunEnded(ending.how, ending.words)
-        said = self._said(folder)
         text = "its process was killed, or the machine went down, before it could say why"
-        return RunEnded("lost", text + (f". It said last:\n{said}" if said else ""))
+        return RunEnded("lost", text + (f". It said last:\n{said}" if (said := folder.said()) else ""))
 
     def start(self, job: StoredJob) -> None:
         if (job.id, job.attempt) in self._started:
             return
-        folder = self._folder(job)
-        attempt = folder.attempt(job.attempt)
-        attempt.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder, attempt = JobFolder(self._jobs, job.id, job.name), self._attempt(job)
         request = AttemptRequest(
             job.content, str(folder.files), str(folder.run_dir), job.overrides, self._modules, self._cluster
         )
         write_durably(attempt / REQUEST, msgspec.json.encode(request))
-        folder.targets(job.name).unlink(missing_ok=True)  # of a run that was killed
+        folder.targets.unlink(missing_ok=True)  # of a run that was killed
         environment = detached_environment()
         if self._own_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names_of(job.gpus, os.environ))
@@ -173,17 +153,15 @@ class RealProcesses:
         self._started[job.id, job.attempt] = started
 
     def tell_to_stop(self, job: StoredJob) -> None:
-        stop = self._folder(job).attempt(job.attempt) / STOP
+        stop = self._attempt(job) / STOP
         if not stop.exists():
             write_durably(stop, b"")
 
     def void(self, job: StoredJob) -> bool:
-        attempt = self._folder(job).attempt(job.attempt)
-        attempt.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return void(attempt)
+        return void(self._attempt(job))
 
     def kill(self, job: StoredJob) -> None:
-        holder = holder_of(self._folder(job).attempt(job.attempt))
+        holder = holder_of(self._attempt(job))
         if isinstance(holder, Owner):
             with suppress(ProcessLookupError):
                 fd = os.pidfd_open(holder.pid)
@@ -193,17 +171,17 @@ class RealProcesses:
                 finally:
                     os.close(fd)
 
-    def _folder(self, job: StoredJob) -> JobFolder:
-        return JobFolder.of(self._jobs, job.id, job.name)
+    def _attempt(self, job: StoredJob) -> Path:
+        """Return the folder of the present attempt, which is made."""
+        attempt = JobFolder(self._jobs, job.id, job.name).path / "attempts" / str(job.attempt)
+        attempt.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return attempt
 
     def _forget(self, job: StoredJob) -> None:
         child = self._started.pop((job.id, job.attempt), None)
         if child is not None:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(1.0)  # it has let go of its claim, so it is about to end
-
-    def _said(self, folder: JobFolder) -> str:
-        return tail_of(folder.output, LAST_WORDS_BYTES)
 
 
 def detached_environment() -> dict[str, str]:

@@ -14,7 +14,7 @@ from areal_async.cluster.resources import Resources
 
 
 @dataclass(frozen=True)
-class InLine:
+class Waiting:
     """A job that waits. Of equal priorities the smaller `id` was submitted first."""
 
     id: int
@@ -31,16 +31,16 @@ class Turns:
     waits: Mapping[int, str]
 
 
-def order_of(waiting: Sequence[InLine]) -> list[InLine]:
+def order_of(waiting: Sequence[Waiting]) -> list[Waiting]:
     """Those that wait, the next first."""
     return sorted(waiting, key=lambda job: (-job.priority, job.id))
 
 
-def take_turns(waiting: Sequence[InLine], free: Resources) -> Turns:
+def take_turns(waiting: Sequence[Waiting], free: Resources) -> Turns:
     """Who starts with `free` there, and who waits for what."""
     starts: list[int] = []
     waits: dict[int, str] = {}
-    first: InLine | None = None  # The first that does not fit
+    first: Waiting | None = None  # The first that does not fit
     for job in order_of(waiting):
         if first is None and (lacking := free.lacks(job.needs)):
             first, waits[job.id] = job, f"waits for {lacking}"

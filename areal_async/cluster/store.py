@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from areal_async.base.errors import ArealError
-from areal_async.cluster.queue import InLine
+from areal_async.cluster.queue import Waiting
 from areal_async.cluster.resources import Resources
 from areal_async.cluster.states import ACTIVE, ENDED, STATES, JobRefused, Move, Standing, State, Wish
 
@@ -48,24 +48,33 @@ class JobStoreError(ArealError):
     restart_helps = False
 
 
-class StoredJob(msgspec.Struct, frozen=True):
-    """A job as the controller knows it."""
+class ShownJob(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a job that everybody sees who may look at it. Times are unix times in seconds."""
 
     id: int
     name: str
-    key: str  # Of the submission that it came with
-    place: int  # Its number in that submission
+    state: State = "PENDING"
     priority: int
     submitted_s: float
-    content: dict[str, Any]
-    overrides: list[str]  # Changes that the next attempt makes
-    needs: Resources
-    state: State = "PENDING"
-    wish: Wish = "run"
-    attempt: int = 0
-    changed_s: float = 0.0  # When it was last moved
+    changed_s: float = 0.0
+    """Time of the last state change, automatic or requested."""
     reason: str = "submitted"
-    gpus: list[int] = []  # GPUs that it holds
+    """Reason of the last state change; for a failed run, its own error."""
+    attempt: int = 0
+    """Number of starts."""
+    needs: Resources
+    gpus: list[int] = []
+    """Numbers of the GPUs that it holds."""
+
+
+class StoredJob(ShownJob, frozen=True, kw_only=True):
+    """A job as the controller stores it."""
+
+    key: str  # Of the submission that it came with
+    place: int = 0  # Its number in that submission
+    content: dict[str, Any]
+    overrides: list[str] = []  # Changes that the next attempt makes
+    wish: Wish = "run"
 
     @property
     def standing(self) -> Standing:
@@ -136,17 +145,17 @@ class JobStore:
         (job,) = self._jobs("id = ?", id)
         return job
 
-    def in_states(self, states: Sequence[State], *, most: int = MOST_JOBS) -> list[StoredJob]:
+    def in_states(self, states: Sequence[State], most: int = MOST_JOBS) -> list[StoredJob]:
         """The newest `most` jobs in these states, by id."""
         marks = ", ".join("?" * len(states))
         found = self._jobs(f"state IN ({marks}) ORDER BY id DESC LIMIT ?", *states, most)
         return found[::-1]
 
-    def waiting(self) -> list[InLine]:
+    def waiting(self) -> list[Waiting]:
         """The jobs that are PENDING; they are many, and looked at often."""
         rows = self._db.execute("SELECT id, name, priority, needs FROM jobs WHERE state = 'PENDING'")
         return [
-            InLine(id, name, priority, msgspec.json.decode(needs, type=Resources))
+            Waiting(id, name, priority, msgspec.json.decode(needs, type=Resources))
             for id, name, priority, needs in rows
         ]
 
@@ -174,59 +183,48 @@ class JobStore:
 
     # --- writing -----------------------------------------------------------------------------------
 
-    def reserve(self, count: int) -> range:
-        """So many new ids. Those that are not used are nobody's."""
+    def new_id(self) -> int:
+        """Return an id that was never given out. One that is not used stays unused."""
         with self._transaction():
-            (first,) = self._db.execute("SELECT next FROM ids").fetchone()
-            self._db.execute("UPDATE ids SET next = ?", (first + count,))
-        return range(first, first + count)
+            (following,) = self._db.execute("SELECT next FROM ids").fetchone()
+            self._db.execute("UPDATE ids SET next = ?", (following + 1,))
+        return int(following)
 
     def pass_over(self, id: int) -> None:
-        """See to it that new ids are above `id`."""
-        (following,) = self._db.execute("SELECT next FROM ids").fetchone()
-        if following <= id:
-            self.reserve(id + 1 - following)
+        """Give out only ids above `id` from now on."""
+        self._db.execute("UPDATE ids SET next = MAX(next, ?)", (id + 1,))
 
-    def add(self, jobs: Sequence[StoredJob]) -> None:
-        """Add jobs that are new, all or none. Raises `JobRefused` for a name that is taken by a job which has
-        not ended, and where there are too many."""
+    def add(self, job: StoredJob) -> None:
+        """Add a new job. Raises `JobRefused` as `check_room` does."""
         with self._transaction():
-            self.check_room(jobs)
+            self.check_room(job)
             marks = ", ".join("?" * len(COLUMNS))
-            for job in jobs:
-                self._db.execute(f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({marks})", _row(job))
-                self._note(job.id, HistoryEntry(job.state, job.wish, job.submitted_s, job.reason))
+            self._db.execute(f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({marks})", _row(job))
+            self._note(job)
 
-    def check_room(self, jobs: Sequence[StoredJob]) -> None:
-        """Raise `JobRefused` where these jobs could not be added."""
+    def check_room(self, job: StoredJob) -> None:
+        """Raise `JobRefused` if there are too many jobs, or if one that has not ended has this job's name."""
         counts = self.counts()
-        if counts["PENDING"] + len(jobs) > MOST_WAITING or sum(counts.values()) + len(jobs) > MOST_JOBS:
+        if counts["PENDING"] >= MOST_WAITING or sum(counts.values()) >= MOST_JOBS:
             raise JobRefused(
                 f"the controller keeps at most {MOST_WAITING} waiting jobs and {MOST_JOBS} in all: it has "
-                f"{counts['PENDING']} and {sum(counts.values())}, and these are {len(jobs)}"
+                f"{counts['PENDING']} and {sum(counts.values())} already"
             )
-        for job in jobs:
-            other = self.find(job.name)
-            if other is not None and other.name == job.name and other.state not in ENDED:
-                raise JobRefused(
-                    f"job {job.name} is {other.state} already (id {other.id}). Give this one another name "
-                    "(job=NAME), or stop that one"
-                )
+        other = self.find(job.name)
+        if other is not None and other.name == job.name and other.state not in ENDED:
+            raise JobRefused(
+                f"job {job.name} is {other.state} already (id {other.id}). Give this one another name "
+                "(job=NAME), or stop that one"
+            )
 
     def move(self, job: StoredJob, move: Move, *, gpus: Sequence[int] = (), **changes: Any) -> StoredJob:
         """Write that `job`, as it was read, has moved; it holds `gpus` then, unless it is no longer active.
         `changes` are other columns."""
         standing = move.standing
-        after = msgspec.structs.replace(
-            job,
-            state=standing.state,
-            wish=standing.wish,
-            attempt=standing.attempt,
-            changed_s=move.at_s,
-            reason=move.reason,
-            gpus=list(gpus or job.gpus) if standing.state in ACTIVE else [],
-            **changes,
-        )
+        changes |= {"state": standing.state, "wish": standing.wish, "attempt": standing.attempt}
+        changes |= {"changed_s": move.at_s, "reason": move.reason}
+        held = list(gpus or job.gpus) if standing.state in ACTIVE else []
+        after = msgspec.structs.replace(job, gpus=held, **changes)
         with self._transaction():
             changed = self._db.execute(
                 f"UPDATE jobs SET {', '.join(f'{column} = ?' for column in COLUMNS)} "
@@ -235,7 +233,7 @@ class JobStore:
             )
             if changed.rowcount != 1:
                 raise JobRefused(f"job {job.name} has changed meanwhile: look at it, and ask again")
-            self._note(job.id, HistoryEntry(standing.state, standing.wish, move.at_s, move.reason))
+            self._note(after)
         return after
 
     def set_needs(self, id: int, needs: Resources) -> None:
@@ -244,14 +242,13 @@ class JobStore:
             values = (msgspec.json.encode(needs).decode(), id)
             self._db.execute("UPDATE jobs SET needs = ? WHERE id = ?", values)
 
-    def _note(self, id: int, entry: HistoryEntry) -> None:
-        (last,) = self._db.execute("SELECT MAX(number) FROM history WHERE job = ?", (id,)).fetchone()
+    def _note(self, job: StoredJob) -> None:
+        """Add the last change of a job to its history."""
+        (last,) = self._db.execute("SELECT MAX(number) FROM history WHERE job = ?", (job.id,)).fetchone()
         number = (last or 0) + 1
-        self._db.execute(
-            "INSERT INTO history VALUES (?, ?, ?, ?, ?, ?)",
-            (id, number, entry.state, entry.wish, entry.time_s, entry.reason),
-        )
-        self._db.execute("DELETE FROM history WHERE job = ? AND number <= ?", (id, number - MOST_HISTORY))
+        entry = (job.id, number, job.state, job.wish, job.changed_s, job.reason)
+        self._db.execute("INSERT INTO history VALUES (?, ?, ?, ?, ?, ?)", entry)
+        self._db.execute("DELETE FROM history WHERE job = ? AND number <= ?", (job.id, number - MOST_HISTORY))
 
 
 def _row(job: StoredJob) -> list[Any]:
