@@ -15,26 +15,20 @@ from typer.core import TyperGroup
 from areal_async import __version__
 from areal_async.cli.dashboards import dashboards
 from areal_async.cli.data import data
-from areal_async.cli.fields import config
-from areal_async.cli.jobs import jobs, note, of_controller, told
+from areal_async.cli.fields import fields
+from areal_async.cli.jobs import jobs, told
 from areal_async.cli.keys import keys
 from areal_async.cli.page import page
+from areal_async.cli.targets import of_controller
 from areal_async.cli.tools import (
-    AdviseRequest,
-    AnswersRequest,
     AsJson,
-    CheckpointRequest,
-    EvaluateRequest,
     Overrides,
-    PlanRequest,
     RunArgument,
-    SimulateRequest,
-    add_command,
-    buffer,
+    add_programs,
+    note,
     own_tracebacks,
     print_json,
     readable_errors,
-    reward,
     show,
 )
 
@@ -54,38 +48,27 @@ OTHER_COMMANDS = {
     **dict.fromkeys(("chat", "sample", "infer", "talk"), "generate"),
 }
 """Name of a command in other programs → its name here."""
+SWEEP = "for lr in 1e-6 3e-6; do areal-async submit JOB.YAML job=NAME-$lr trainer.optimizer.lr=$lr; done"
+MOVED = {
+    "compare": "areal-async view RUN RUN --report FILE.HTML",
+    "config diff": "areal-async diff",
+    "config show": "areal-async validate JOB.YAML or areal-async status JOB --json",
+    "reward new": "areal-async init DIR, which makes a reward with its test, too",
+    "sweep": f"a loop of the shell: {SWEEP}",
+    "submit --sweep": f"a loop of the shell: {SWEEP}",
+    "top": "areal-async ps --watch",
+}
+"""A command or option of an earlier release, and what to use instead."""
 OTHER_OVERRIDES = ("--override", "--overrides", "--set", "--config", "--cfg", "--opt", "--param", "-o", "-c")
 """Options of other programs before a field that is changed."""
 PANELS = {
-    "Start": (
-        "quickstart",
-        "init",
-        "data",
-        "reward",
-        "doctor",
-        "objectives",
-        "validate",
-        "config",
-        "plan",
-        "simulate",
-    ),
-    "Train": ("run", "resume", "pause", "stop", "scale", "drain"),
-    "Look": (
-        "status",
-        "logs",
-        "view",
-        "compare",
-        "advise",
-        "evaluate",
-        "generate",
-        "export",
-        "buffer",
-        "dashboards",
-    ),
-    "Cluster": ("up", "down", "submit", "ps", "top", "keys"),
+    "Start": "quickstart init data reward doctor objectives validate diff plan simulate",
+    "Train": "run resume stop scale drain evaluate generate export",
+    "Look": "status logs view advise buffer dashboards",
+    "Cluster": "up down submit ps pause keys",
 }
 """The commands in the order of use, under the headings of the help."""
-PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
+PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.split()}
 
 
 def _without_types(parameters: list[Any]) -> list[Any]:
@@ -114,17 +97,23 @@ def _how_to_change_fields(ctx: Any, option: str) -> str | None:
 
 
 class CommandGroup(TyperGroup):
-    """The commands in the order of use, found also by the names that other programs have for them."""
+    """The commands in the order of use. Names of an earlier release or of another program are answered with
+    the present name."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(PANEL_OF)
+        return super().list_commands(ctx) if ctx.parent else list(PANEL_OF)
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if (meant := OTHER_COMMANDS.get(args[0])) is not None and args[0] not in self.commands:
-            ctx.fail(f"No such command {args[0]!r}. Did you mean {meant!r}?")
+        if args[0] not in self.commands:
+            words = [ctx.command.name, *args] if ctx.parent else args
+            for name in (" ".join(words[:2]), words[0]):
+                if name in MOVED:
+                    ctx.fail(f"No such command {name!r}. Use {MOVED[name]}")
+            if not ctx.parent and args[0] in OTHER_COMMANDS:
+                ctx.fail(f"No such command {args[0]!r}. Did you mean {OTHER_COMMANDS[args[0]]!r}?")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -132,13 +121,16 @@ class CommandGroup(TyperGroup):
             return super().invoke(ctx)
         except UsageError as error:
             option = getattr(error, "option_name", "")
+            if moved := MOVED.get(f"{getattr(error.ctx, 'info_name', '')} {option}"):
+                error.ctx.fail(f"No such option: {option}. Use {moved}")
             if not option or (how := _how_to_change_fields(error.ctx, option)) is None:
                 raise
             error.ctx.fail(f"No such option: {option}. {how}")
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if (found := super().get_command(ctx, cmd_name)) is not None:
-            found.rich_help_panel = PANEL_OF[cmd_name]  # type: ignore[attr-defined]
+            if not ctx.parent:
+                found.rich_help_panel = PANEL_OF[cmd_name]  # type: ignore[attr-defined]
             for each in (found, *getattr(found, "commands", {}).values()):
                 _without_types(each.get_params(ctx))
         return found
@@ -151,6 +143,11 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+buffer = typer.Typer(
+    help="Look into the buffer of a run, take episodes out of it, train on recorded batches again.",
+    no_args_is_help=True,
+)
+reward = typer.Typer(help="Try a reward on a file, or serve it.", no_args_is_help=True)
 
 
 def _print_version(wanted: bool) -> None:
@@ -168,13 +165,12 @@ def main(
     pass
 
 
-app.add_typer(buffer, name="buffer")
-app.add_typer(reward, name="reward")
-app.add_typer(data, name="data")
-app.add_typer(config, name="config")
-app.add_typer(keys, name="keys")
-app.add_typer(dashboards, name="dashboards")
-app.registered_commands += jobs.registered_commands + page.registered_commands
+groups = {"buffer": buffer, "reward": reward, "data": data, "keys": keys, "dashboards": dashboards}
+for name, group in groups.items():
+    app.add_typer(group, name=name, cls=CommandGroup)
+for each in (jobs, page, fields):
+    app.registered_commands += each.registered_commands
+add_programs({"": app, **groups})
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.")]
 Plain = Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")]
@@ -368,13 +364,6 @@ def objectives(
         show(parts | {"presets": tuple(PRESETS)}, "\n".join(lines), as_json)
 
 
-add_command(app, "plan", PlanRequest)
-add_command(app, "simulate", SimulateRequest)
-add_command(app, "advise", AdviseRequest)
-add_command(app, "export", CheckpointRequest)
-add_command(app, "evaluate", EvaluateRequest)
-add_command(app, "generate", AnswersRequest)
-
 Within = Annotated[
     float,
     typer.Option("--timeout", min=0, help="Seconds in which a worker that leaves may finish what it has."),
@@ -482,25 +471,6 @@ def init(
         lines = [f"{folder.as_posix()}/ has a task to change into yours (docs/your-task.md). What next:"]
         lines += [f"  {step}" for step in steps]
         show({"folder": folder.as_posix(), "next": steps}, "\n".join(lines), as_json)
-
-
-@reward.command()
-def new(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the function, its file and its folder.")],
-    parent: Annotated[Path, typer.Option("--in", metavar="DIR", help="Where to make the folder.")] = Path(),
-    as_json: AsJson = False,
-) -> None:
-    """Make a folder with a reward that works, its test, a few tasks and a job file."""
-    with readable_errors():
-        from areal_async.cli.new_reward import write_reward_files
-
-        shown = write_reward_files(name, parent).as_posix()
-        lines = (
-            f"{shown}/ has {name}.py, test_{name}.py, tasks.jsonl and job.yaml. What next:",
-            f"  python -m pytest {shown}",
-            f"  areal-async reward test {shown}/{name}.py:{name} --data {shown}/tasks.jsonl",
-        )
-        show({"folder": shown}, "\n".join(lines), as_json)
 
 
 if __name__ == "__main__":

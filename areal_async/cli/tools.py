@@ -22,6 +22,7 @@ from rich.console import Console, RenderableType
 from areal_async.base.addresses import LOOPBACK
 from areal_async.base.errors import ArealError, MachineError, RunFolderError, RunInterrupted, with_limit
 from areal_async.base.mistakes import ConfigError, Mistake
+from areal_async.cli.targets import run_target
 
 PIPED_WIDTH = 200
 
@@ -52,13 +53,13 @@ class ToolRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class StatsRequest(ToolRequest, frozen=True):
-    """What the buffer holds, its limits, and why leases or batches wait."""
+    """Show the content of the buffer, its limits, and why leases or batches wait."""
 
     run: RunArgument
 
 
 class PeekRequest(ToolRequest, frozen=True):
-    """The groups in the buffer, or one of them, or one episode with its text."""
+    """List the groups in the buffer, or show one of them, or one episode with its text."""
 
     run: RunArgument
     name: Annotated[
@@ -69,7 +70,7 @@ class PeekRequest(ToolRequest, frozen=True):
 
 
 class ExportRequest(ToolRequest, frozen=True):
-    """Episodes as a parquet file, one row each."""
+    """Write episodes to a parquet file, one row each."""
 
     run: RunArgument
     out: Annotated[str, typer.Argument(metavar="OUT.PARQUET", help="The file to write.")]
@@ -120,7 +121,9 @@ class ServeRequest(ToolRequest, frozen=True):
     ]
     args: Annotated[
         str | None,
-        typer.Option(metavar="YAML", help="What the reward takes, e.g. '{most: 100}'; jobs may change it."),
+        typer.Option(
+            metavar="YAML", help="Arguments of the reward, e.g. '{most: 100}'; a job cannot set them."
+        ),
     ] = None
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to serve; port 0 picks one.")] = (
         f"{LOOPBACK}:8700"
@@ -143,7 +146,7 @@ class ServeRequest(ToolRequest, frozen=True):
 
 
 class PlanRequest(ToolRequest, frozen=True):
-    """The memory that a job's trainer needs on each rank, and the tokens per micro-batch that fit."""
+    """Show the memory that a job's trainer needs on each rank, and the tokens per micro-batch that fit."""
 
     job_file: JobFile
     overrides: Overrides = None
@@ -174,7 +177,7 @@ class AdviseRequest(ToolRequest, frozen=True):
 
 
 class CheckpointRequest(ToolRequest, frozen=True):
-    """The model of a checkpoint as a Hugging Face directory."""
+    """Write the model of a checkpoint as a Hugging Face directory."""
 
     run: RunArgument
     out: Annotated[str, typer.Option(metavar="DIR", help="A new folder.")]
@@ -253,27 +256,28 @@ def step_range(text: str | None) -> range:
 
 
 R = TypeVar("R", bound=ToolRequest)
+PROGRAMS: Mapping[type[ToolRequest], tuple[str, str]] = {
+    StatsRequest: ("buffer stats", "replay_buffer.tools.stats"),
+    PeekRequest: ("buffer peek", "replay_buffer.tools.peek"),
+    ExportRequest: ("buffer export", "replay_buffer.tools.export"),
+    ReplayRequest: ("buffer replay", "trainer_service.tools.replay"),
+    TrialRequest: ("reward test", "reward_service.tools.trial"),
+    ServeRequest: ("reward serve", "reward_service.tools.serve"),
+    PlanRequest: ("plan", "trainer_service.tools.plan"),
+    SimulateRequest: ("simulate", "replay_buffer.tools.simulate"),
+    AdviseRequest: ("advise", "replay_buffer.tools.advise"),
+    CheckpointRequest: ("export", "trainer_service.tools.checkpoint_model"),
+    EvaluateRequest: ("evaluate", "rollout_service.tools.evaluate"),
+    AnswersRequest: ("generate", "rollout_service.tools.generate"),
+}
+"""The command that makes each request, and the module whose program answers it."""
 
 
 def module_of(request: ToolRequest) -> str:
-    """The module whose program answers `request`."""
+    """Return the module whose program answers `request`."""
     if isinstance(request, ExportRequest) and request.batches:
         return "trainer_service.tools.export"
-    modules: Mapping[type[ToolRequest], str] = {
-        ServeRequest: "reward_service.tools.serve",
-        StatsRequest: "replay_buffer.tools.stats",
-        PeekRequest: "replay_buffer.tools.peek",
-        ExportRequest: "replay_buffer.tools.export",
-        ReplayRequest: "trainer_service.tools.replay",
-        TrialRequest: "reward_service.tools.trial",
-        PlanRequest: "trainer_service.tools.plan",
-        SimulateRequest: "replay_buffer.tools.simulate",
-        AdviseRequest: "replay_buffer.tools.advise",
-        CheckpointRequest: "trainer_service.tools.checkpoint_model",
-        EvaluateRequest: "rollout_service.tools.evaluate",
-        AnswersRequest: "rollout_service.tools.generate",
-    }
-    return modules[type(request)]
+    return PROGRAMS[type(request)][1]
 
 
 def become(request: ToolRequest) -> NoReturn:
@@ -304,6 +308,11 @@ def console_for_tables() -> Console:
     """The terminal, or where there is none lines that are long enough for a program to read."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(width=PIPED_WIDTH, highlight=False)
+
+
+def note(text: str) -> None:
+    """Print one line on standard error, for a person."""
+    Console(stderr=True, soft_wrap=True).print(plain(text), markup=False, highlight=False)
 
 
 def print_json(answer: object, console: Console | None = None) -> None:
@@ -393,19 +402,17 @@ def _exit(text: str, status: int) -> typer.Exit:
     return typer.Exit(status)
 
 
-buffer = typer.Typer(
-    help="Look into the buffer of a run, take episodes out of it, train on recorded batches again.",
-    no_args_is_help=True,
-)
-reward = typer.Typer(help="Write a reward, try it on a file, serve it.", no_args_is_help=True)
+def add_programs(groups: Mapping[str, typer.Typer]) -> None:
+    """Add the commands of `PROGRAMS`, each to the group that the first word of its name says, or to ""."""
+    for request, (name, _) in PROGRAMS.items():
+        group, _, last = name.rpartition(" ")
+        groups[group].command(last, help=request.__doc__)(_command(request))
 
 
-def add_command(group: typer.Typer, name: str, request: type[ToolRequest]) -> None:
-    """Add the command `name`, which becomes the program of `request`."""
+def _command(request: type[ToolRequest]) -> Callable[..., None]:
+    """Return a function that becomes the program of `request`, with its fields as parameters."""
 
     def command(**given: Any) -> None:
-        from areal_async.cli.jobs import run_target  # which needs this module
-
         with readable_errors():
             if "run" in given:
                 given["run"] = run_target(given["run"])
@@ -414,12 +421,4 @@ def add_command(group: typer.Typer, name: str, request: type[ToolRequest]) -> No
         become(request(**given))
 
     command.__signature__ = signature(request)  # type: ignore[attr-defined]
-    group.command(name, help=request.__doc__)(command)
-
-
-add_command(buffer, "stats", StatsRequest)
-add_command(buffer, "peek", PeekRequest)
-add_command(buffer, "export", ExportRequest)
-add_command(buffer, "replay", ReplayRequest)
-add_command(reward, "test", TrialRequest)
-add_command(reward, "serve", ServeRequest)
+    return command

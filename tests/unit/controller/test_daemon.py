@@ -16,8 +16,8 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from areal_async.cli.jobs import job_names, run_target
 from areal_async.cli.main import app
+from areal_async.cli.targets import job_names, run_target
 from areal_async.cluster.client import ControllerClient
 from areal_async.cluster.daemon import start_controller
 from areal_async.cluster.folder import ClusterFolder, ClusterFolderError, hash_of
@@ -61,7 +61,7 @@ def hold(cluster):
 
 
 def test_commands_without_a_controller_say_how_to_get_one(cluster, job_file, tmp_path):
-    for command in (["ps"], ["status"], ["logs", "x"], ["top"], ["pause", "x"], ["stop", "x"]):
+    for command in (["ps"], ["status"], ["logs", "x"], ["ps", "--watch"], ["pause", "x"], ["stop", "x"]):
         assert "`areal-async up` brings one up" in call(*command, status=3).stderr
     assert "no controller is up" in call("down").stdout
     assert job_names("s") == []
@@ -106,7 +106,7 @@ def test_jobs_are_submitted_shown_changed_and_there_again(cluster, job_file, tmp
     table = call("ps").stdout
     assert [line.split()[1] for line in table.splitlines()[2:]] == ["sums", "sums-lr-1e-3", "sums-lr-2e-3"]
     assert "3 PENDING" in call("status").stdout
-    assert "sums-lr-1e-3" in call("top", "--once").stdout
+    assert "sums-lr-1e-3" in call("ps", "--watch").stdout
 
     assert call("pause", "sums").stdout == "sums is PAUSED: paused before its turn came\n"
     assert call("stop", "sums-lr-1e-3").stdout == "sums-lr-1e-3 is STOPPED: stopped on request\n"
