@@ -63,8 +63,8 @@ OTHER_OVERRIDES = ("--override", "--overrides", "--set", "--config", "--cfg", "-
 """Options of other programs before a field that is changed."""
 PANELS = {
     "Start": "quickstart init data reward doctor objectives validate diff plan simulate",
-    "Train": "run resume stop scale drain evaluate generate export",
-    "Look": "status logs view advise buffer dashboards",
+    "Train": "run resume stop scale drain",
+    "Look": "status logs view advise evaluate generate export buffer dashboards",
     "Cluster": "up down submit ps pause keys",
 }
 """The commands in the order of use, under the headings of the help."""

@@ -264,24 +264,20 @@ class ControllerApi:
         given = await _message(request, ScaleRequest)
         if not 1 <= given.workers <= 10_000:
             raise ApiRefusal(400, "workers is not within 1 and 10000")
-        answer = await self._change(request, ScaleWorkers(given.workers, _ms(given.timeout_s)))
-        await self._call(self._controller.scaled, request.path_params["job"], given.workers)
-        return answer
+        return await self._change(request, ScaleWorkers(given.workers, _ms(given.timeout_s)))
 
     async def _drain(self, request: Request) -> WorkersAnswer:
         given = await _message(request, DrainRequest)
         drain = DrainWorker(given.worker, _ms(given.timeout_s), given.outside)
-        answer = await self._change(request, drain)
-        if answer.workers:
-            await self._call(self._controller.scaled, request.path_params["job"], len(answer.workers))
-        return answer
+        return await self._change(request, drain)
 
     async def _change(self, request: Request, change: ScaleWorkers | DrainWorker) -> WorkersAnswer:
-        job = await self._job_of(request)
+        job = await self._call(self._controller.find, request.path_params["job"])
         if job.state not in ACTIVE or job.wish != "run":
             raise JobRefused(f"job {job.name} is {job.state}, and only a job that runs has workers")
-        folder = self._controller.folder(job).run_folder
-        done = await asyncio.to_thread(change_workers, folder, change)
+        done = await asyncio.to_thread(change_workers, self._controller.folder(job).run_folder, change)
+        if done.workers:
+            await self._call(self._controller.scaled, job, len(done.workers))
         return WorkersAnswer(done.text, done.workers)
 
     async def _figures(self, request: Request) -> FiguresAnswer:

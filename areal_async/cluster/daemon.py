@@ -56,11 +56,11 @@ class ControllerProcess:
         self._hold = hold
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jobs")
         self._wake = asyncio.Event()
-        self._over = asyncio.Event()
+        self._over = False
         self._going_down = False  # It ends once no job runs any more
 
-    async def run(self, on_serving: Callable[[str], None] = lambda url: None) -> None:
-        """Serve until it is told to end. Raises `ArealError` where it cannot."""
+    async def run(self) -> None:
+        """Serve until it is told to end. Raises `ArealError` if it cannot serve."""
         self._folder.make_tokens()
         tokens = TokenBook(self._folder.tokens)
         api = self._cluster.api
@@ -74,12 +74,7 @@ class ControllerProcess:
         try:
             controller = await self._on_thread(self._open)
             served = ControllerApi(
-                controller,
-                self._cluster,
-                tokens,
-                self._thread,
-                wake=self._wake.set,
-                on_down=self._go_down,
+                controller, self._cluster, tokens, self._thread, wake=self._wake.set, on_down=self._go_down
             )
             server = HttpServer(served.app, listening, LIMITS, name="controller")
         except BaseException:
@@ -88,11 +83,10 @@ class ControllerProcess:
         server.start()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._over.set)
+            loop.add_signal_handler(number, self._end)
         url = server.url.replace("//0.0.0.0:", f"//{LOOPBACK}:").replace("//[::]:", "//[::1]:")
         write_durably(self._folder.address, f"{url}\n".encode())
         log.info("the controller serves", url=url, cluster=self._cluster.cluster)
-        on_serving(url)
         try:
             await self._look_after(controller)
         finally:
@@ -103,20 +97,18 @@ class ControllerProcess:
             log.info("the controller ends")
 
     def _open(self) -> Controller:
-        own_gpus = self._cluster.launcher == "local"
-        processes = RealProcesses(
-            self._folder.jobs, cluster=self._cluster.model_dump(mode="json"), own_gpus=own_gpus
-        )
+        jobs, own_gpus = self._folder.jobs, self._cluster.launcher == "local"
+        processes = RealProcesses(jobs, cluster=self._cluster.model_dump(mode="json"), own_gpus=own_gpus)
         total = machine_resources(self._cluster.resources)
         store = JobStore(self._folder.database)
-        controller = Controller(store, processes, self._folder.jobs, total, own_gpus=own_gpus)
+        controller = Controller(store, processes, jobs, total, own_gpus=own_gpus)
         controller.starts = not self._hold
         return controller
 
     async def _look_after(self, controller: Controller) -> None:
         """Look at the jobs until it is over."""
         deadline_s = 0.0
-        while not self._over.is_set():
+        while not self._over:
             self._wake.clear()
             active = 1
             try:
@@ -129,16 +121,18 @@ class ControllerProcess:
                 deadline_s = deadline_s or time.monotonic() + STOP_LIMIT_S + 10.0
                 if not active or time.monotonic() > deadline_s:
                     return
-            waits = [asyncio.ensure_future(event.wait()) for event in (self._wake, self._over)]
-            await asyncio.wait(waits, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-            for each in waits:
-                each.cancel()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), LOOK_S)
 
     def _go_down(self, keep_jobs: bool) -> None:
         if keep_jobs:
-            # The answer to who has asked goes out first.
-            asyncio.get_running_loop().call_later(LOOK_S, self._over.set)
+            # The answer to the request goes out first.
+            asyncio.get_running_loop().call_later(LOOK_S, self._end)
         self._going_down = not keep_jobs
+        self._wake.set()
+
+    def _end(self) -> None:
+        self._over = True
         self._wake.set()
 
     async def _on_thread(self, function: Callable[..., T], *arguments: object) -> T:

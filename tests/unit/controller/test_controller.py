@@ -194,7 +194,7 @@ def test_what_was_run_is_never_deleted_even_if_the_database_is_gone(world, sums)
 def test_workers_that_join_take_cores(world, sums):
     world.controller.submit(sums)
     serve(world)
-    world.controller.scaled("sums", 3)
+    world.controller.scaled(world.controller.find("sums"), 3)
     assert world.controller.find("sums").needs == Resources(4)
     assert world.controller.free() == Resources(0)
 
