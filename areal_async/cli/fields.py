@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument
 
 from areal_async.cli.targets import of_controller
 from areal_async.cli.tools import AsJson, print_json, readable_errors
@@ -16,11 +17,10 @@ fields = typer.Typer()
 @fields.command()
 def diff(
     source: Annotated[
-        str,
-        typer.Argument(metavar="JOB.YAML|RUN|JOB", help="A job file, a run, or a job of the controller."),
+        str, Argument(metavar="JOB.YAML|RUN|JOB", help="A job file, a run, or a job of the controller.")
     ],
     other: Annotated[
-        str | None, typer.Argument(metavar="[OTHER]", help="What to compare it with; else the defaults.")
+        str | None, Argument(metavar="[OTHER]", help="What to compare it with; else the defaults.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
+from typer import Argument, Option
 
 from areal_async.base.errors import RunFolderError
 from areal_async.cli.targets import is_run, job_names
@@ -31,12 +32,10 @@ FRAME_S = 1.0  # Time between two frames of `ps --watch`
 LOG_PIECE_BYTES = 1 << 20
 RUNS = ("running", "waiting for its places")  # States of a run that has a supervisor
 
-NoWait = Annotated[bool, typer.Option("--no-wait", help="Return at once; `ps` shows the outcome.")]
+NoWait = Annotated[bool, Option("--no-wait", help="Return at once; `ps` shows the outcome.")]
 Job = Annotated[
     str,
-    typer.Argument(
-        metavar="JOB|RUN", help="A job's name or id; or the folder of a run.", autocompletion=job_names
-    ),
+    Argument(metavar="JOB|RUN", help="A job's name or id; or the folder of a run.", autocompletion=job_names),
 ]
 
 
@@ -50,10 +49,10 @@ def controller() -> ControllerClient:
 @jobs.command()
 def up(
     cluster_file: Annotated[
-        Path | None, typer.Argument(metavar="[CLUSTER.YAML]", help="The cluster; without it this machine.")
+        Path | None, Argument(metavar="[CLUSTER.YAML]", help="The cluster; without it this machine.")
     ] = None,
     foreground: Annotated[
-        bool, typer.Option("--foreground", help="Be the controller, until Ctrl-C; jobs run on after that.")
+        bool, Option("--foreground", help="Be the controller, until Ctrl-C; jobs run on after that.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -84,7 +83,7 @@ def up(
 @jobs.command()
 def down(
     keep_jobs: Annotated[
-        bool, typer.Option("--keep-jobs", help="Leave the jobs running; the next controller finds them.")
+        bool, Option("--keep-jobs", help="Leave the jobs running; the next controller finds them.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -114,13 +113,11 @@ def down(
 
 @jobs.command()
 def submit(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.")],
+    job_file: Annotated[Path, Argument(metavar="JOB.YAML", help="The job file.")],
     overrides: Overrides = None,
-    priority: Annotated[
-        int, typer.Option(min=-1000, max=1000, help="Jobs of a higher one are started first.")
-    ] = 0,
+    priority: Annotated[int, Option(min=-1000, max=1000, help="Jobs of a higher one are started first.")] = 0,
     memory_gb: Annotated[
-        float, typer.Option(min=0, help="Memory that the job needs, in GiB; 0: it does not count.")
+        float, Option(min=0, help="Memory that the job needs, in GiB; 0: it does not count.")
     ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
@@ -149,9 +146,9 @@ def submit(
 
 @jobs.command()
 def ps(
-    with_ended: Annotated[bool, typer.Option("--all", help="Jobs that have ended, too.")] = False,
+    with_ended: Annotated[bool, Option("--all", help="Jobs that have ended, too.")] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Progress and free resources, live; piped, one frame.")
+        bool, Option("--watch", help="Progress and free resources, live; piped, one frame.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -178,7 +175,7 @@ def ps(
 def status(
     job: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="[JOB|RUN]",
             help="A job's name or id; or the folder of a run, of this machine or of a cluster.",
             autocompletion=job_names,
@@ -210,11 +207,11 @@ def status(
 def logs(
     job: Job,
     service: Annotated[
-        str, typer.Argument(metavar="[SERVICE]", help="`run`, or a process such as trainer or rollout-0.")
+        str, Argument(metavar="[SERVICE]", help="`run`, or a process such as trainer or rollout-0.")
     ] = "run",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
-    names: Annotated[bool, typer.Option("--list", help="Only the names of its logs.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The names as JSON.")] = False,
+    follow: Annotated[bool, Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    names: Annotated[bool, Option("--list", help="Only the names of its logs.")] = False,
+    as_json: Annotated[bool, Option("--json", help="The names as JSON.")] = False,
 ) -> None:
     """Print the log of a job, or of one of its processes."""
     with readable_errors():

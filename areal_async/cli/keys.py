@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from areal_async.base.addresses import LOOPBACK
 from areal_async.base.mistakes import ConfigError, Mistake
@@ -56,8 +57,8 @@ unset areal_keys
 """
 
 NODES, SUBMIT = "nodes", "submit"
-Hosts = Annotated[list[str], typer.Argument(metavar="HOST...", help="As in `keys init --host`.")]
-Made = Annotated[Path, typer.Option("--in", metavar="DIR", help="Folder that `keys init` made.")]
+Hosts = Annotated[list[str], Argument(metavar="HOST...", help="As in `keys init --host`.")]
+Made = Annotated[Path, Option("--in", metavar="DIR", help="Folder that `keys init` made.")]
 
 keys = typer.Typer(
     help="Generate and revoke TLS certificates and tokens for the hosts of a cluster.", no_args_is_help=True
@@ -66,10 +67,9 @@ keys = typer.Typer(
 
 @keys.command()
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="A new folder.")] = Path("keys"),
+    folder: Annotated[Path, Argument(metavar="[DIR]", help="A new folder.")] = Path("keys"),
     hosts: Annotated[
-        list[str],
-        typer.Option("--host", metavar="IP[,NAME]...", help="Addresses of a node; again for each node."),
+        list[str], Option("--host", metavar="IP[,NAME]...", help="Addresses of a node; again for each node.")
     ] = [],  # noqa: B006
     as_json: AsJson = False,
 ) -> None:

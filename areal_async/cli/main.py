@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from areal_async import __version__
@@ -159,7 +160,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass
@@ -172,21 +173,19 @@ for each in (jobs, page, fields):
     app.registered_commands += each.registered_commands
 add_programs({"": app, **groups})
 
-JobFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.")]
-Plain = Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")]
+JobFile = Annotated[Path, Argument(metavar="JOB.YAML", help="The job file.")]
+Plain = Annotated[bool, Option("--plain", help="Plain lines instead of the live view.")]
 Summary = Annotated[
-    bool,
-    typer.Option("--json", help="Nothing but summary.json on standard output; the rest goes to the other."),
+    bool, Option("--json", help="Nothing but summary.json on standard output; the rest goes to the other.")
 ]
 Cluster = Annotated[
-    Path | None, typer.Option(metavar="CLUSTER.YAML", help="A cluster's file; else it runs on this machine.")
+    Path | None, Option(metavar="CLUSTER.YAML", help="A cluster's file; else it runs on this machine.")
 ]
 Inline = Annotated[
-    bool,
-    typer.Option("--inline", help="All roles in this process, for breakpoint() and profilers (docs/cli.md)."),
+    bool, Option("--inline", help="All roles in this process, for breakpoint() and profilers (docs/cli.md).")
 ]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Delete what an earlier run of this job left in its folder.")
+    bool, Option("--overwrite", help="Delete what an earlier run of this job left in its folder.")
 ]
 
 
@@ -209,18 +208,23 @@ def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
         console.print(str(warning), markup=False, highlight=False)
 
 
-def _read_job(job_file: Path, overrides: Sequence[str]) -> JobConfig:
-    """Read a job file. Raises `ConfigError`, which says that what the file names is tried later."""
+def _checked_job(job_file: Path, overrides: Sequence[str] | None) -> tuple[JobConfig, list[Mistake]]:
+    """Read and check a job file, and return it with warnings about its files. Raises `ConfigError`, which
+    says if the files have yet to be checked."""
     from areal_async.base.mistakes import WHOLE_FILE, ConfigError
     from areal_async.config.load import load_job
+    from areal_async.launch.preflight import check_contents
+    from areal_async.show.progress import progress
 
     try:
-        return load_job(job_file, overrides)
+        job = load_job(job_file, overrides or ())
     except ConfigError as error:
         if any(each.field == WHOLE_FILE for each in error.mistakes):
             raise
         then = "More is checked once this is mended: your code, tokenizer, weights, prompts and servers."
         raise ConfigError(error.source, error.mistakes, then=then) from error
+    with progress("checking the job"):
+        return job, check_contents(job, source=str(job_file))
 
 
 @app.command()
@@ -232,34 +236,28 @@ def run(
     cluster: Cluster = None,
     inline: Inline = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the job and this machine, and start nothing.")
+        bool, Option("--dry-run", help="Check the job and this machine, and start nothing.")
     ] = False,
     as_json: Summary = False,
 ) -> None:
     """Run a job until it is done, on this machine or on a cluster that this machine is a node of."""
     with readable_errors():
-        from areal_async.launch.preflight import check_contents
-        from areal_async.show.progress import progress
+        job, found = _checked_job(job_file, overrides)
+        if not dry_run:
+            return _run(job, cluster, inline, as_json, found, plain=plain, overwrite=overwrite)
+        from areal_async.config.cluster import load_cluster
+        from areal_async.runner.run_job import check_start
 
-        job = _read_job(job_file, overrides or ())
-        with progress("checking the job"):
-            found = check_contents(job, source=str(job_file))
-        if dry_run:
-            from areal_async.config.cluster import load_cluster
-            from areal_async.runner.run_job import check_start
-
-            check_start(job, cluster=load_cluster(cluster) if cluster else None, inline=inline)
-            print_warnings(job, found)
-            show({"job": job.job, "starts": False}, f"{job_file} can run here; nothing was started", as_json)
-            return
-        _run(job, cluster, plain, as_json, inline, found, overwrite=overwrite)
+        check_start(job, cluster=load_cluster(cluster) if cluster else None, inline=inline)
+        print_warnings(job, found)
+        show({"job": job.job, "starts": False}, f"{job_file} can run here; nothing was started", as_json)
 
 
 @app.command()
 def resume(
     target: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="RUN_FOLDER|JOB.YAML|JOB",
             help="The run's folder, its URL or its job file, or a job of the controller.",
         ),
@@ -270,12 +268,11 @@ def resume(
     inline: Inline = False,
     as_json: Summary = False,
 ) -> None:
-    """Go on with a run that was killed, interrupted or failed, or queue a job of the controller again."""
+    """Continue a run that was killed, interrupted or failed, or queue a job of the controller again."""
     with readable_errors():
         if (client := of_controller(target)) is not None:
             queued = client.resume(str(target), overrides or ())
-            show(queued, told(queued), as_json)
-            return
+            return show(queued, told(queued), as_json)
         from areal_async.launch.run_handle import job_to_resume
         from areal_async.storage.urls import shown
 
@@ -283,17 +280,16 @@ def resume(
         if Path(target).is_file():
             recorded = shown(job.run_dir / job.job / "job.yaml")
             note(f"note: it goes on as {recorded} says; to change a field, name it: key=value")
-        _run(job, cluster, plain, as_json, inline, resume=True)
+        _run(job, cluster, inline, as_json, plain=plain, resume=True)
 
 
 def _run(
     job: JobConfig,
     cluster_file: Path | None,
-    plain: bool,
-    as_json: bool,
     inline: bool,
+    as_json: bool,
     found: Sequence[Mistake] = (),
-    **how: Any,
+    **how: bool,
 ) -> None:
     from areal_async.config.cluster import load_cluster
     from areal_async.runner.run_job import run_job
@@ -301,10 +297,9 @@ def _run(
 
     print_warnings(job, found)
     cluster = load_cluster(cluster_file) if cluster_file is not None else None
-    console = RunConsole(stderr=as_json)
-    how |= {"cluster": cluster, "cluster_file": cluster_file, "console": console, "plain": plain}
+    where: dict[str, Any] = {"cluster": cluster, "cluster_file": cluster_file, "inline": inline}
     with own_tracebacks() if inline else nullcontext():
-        result = run_job(job, inline=inline, **how)
+        result = run_job(job, console=RunConsole(stderr=as_json), **where, **how)
     if as_json:
         print_json(result.summary, RunConsole())
 
@@ -315,12 +310,8 @@ def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = F
     with readable_errors():
         from areal_async.config.advice import explain
         from areal_async.config.load import dump_job
-        from areal_async.launch.preflight import check_contents
-        from areal_async.show.progress import progress
 
-        job = _read_job(job_file, overrides or ())
-        with progress("checking the job"):
-            found = check_contents(job, source=str(job_file))
+        job, found = _checked_job(job_file, overrides)
         print_warnings(job, found)
         for each in explain(job):
             note(f"note: {each}")
@@ -329,7 +320,7 @@ def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = F
 
 @app.command()
 def objectives(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A preset or a part.")] = None,
+    name: Annotated[str | None, Argument(metavar="NAME", help="A preset or a part.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the parts of objectives and the presets, or print what a preset sets in a job file and what the
@@ -339,41 +330,37 @@ def objectives(
         from areal_async.config.presets import PRESETS, unknown_preset
         from areal_async.config.registry import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISERS
 
-        if name is not None:
-            preset, text = PRESETS.get(name), ""
-            kinds = (ADVANTAGES, LOSSES, CORRECTIONS, NORMALISERS)
-            parts_called = {kind.kind: kind.explain(name) for kind in kinds if name in kind.names}
-            if preset is not None:
-                text = f"# {preset.paper}. {preset.beside}".rstrip() + "\n" + preset.to_yaml()
-            elif not parts_called:
-                raise ConfigError("objectives", [unknown_preset(name)])
-            for kind, part in parts_called.items():
-                told = [f"{kind} {name}: {part['does']}", f"{kind}_args: {part['arguments'] or 'none'}"]
-                text += "".join(f"# {line}\n" for each in told for line in each.split("\n"))
-            show(dict(preset.fields) if preset is not None else parts_called, text.rstrip("\n"), as_json)
-            return
-
-        parts = {
-            "advantages": ADVANTAGES.names,
-            "losses": LOSSES.names,
-            "corrections": CORRECTIONS.names,
-            "normalisers": NORMALISERS.names,
+        kinds = {
+            "advantages": ADVANTAGES,
+            "losses": LOSSES,
+            "corrections": CORRECTIONS,
+            "normalisers": NORMALISERS,
         }
-        lines = [f"{kind}: {', '.join(names)}" for kind, names in parts.items()]
-        lines += ["presets:", *(f"  {each:<22} {preset.paper}" for each, preset in PRESETS.items())]
-        show(parts | {"presets": tuple(PRESETS)}, "\n".join(lines), as_json)
+        if name is None:
+            names = {title: kind.names for title, kind in kinds.items()}
+            lines = [f"{title}: {', '.join(known)}" for title, known in names.items()]
+            lines += ["presets:", *(f"  {each:<22} {preset.paper}" for each, preset in PRESETS.items())]
+            return show(names | {"presets": tuple(PRESETS)}, "\n".join(lines), as_json)
+        preset = PRESETS.get(name)
+        parts = {kind.kind: kind.explain(name) for kind in kinds.values() if name in kind.names}
+        if preset is None and not parts:
+            raise ConfigError("objectives", [unknown_preset(name)])
+        text = f"# {preset.paper}. {preset.beside}".rstrip() + f"\n{preset.to_yaml()}" if preset else ""
+        for kind, part in parts.items():
+            told = f"{kind} {name}: {part['does']}\n{kind}_args: {part['arguments'] or 'none'}"
+            text += "".join(f"# {line}\n" for line in told.split("\n"))
+        show(dict(preset.fields) if preset else parts, text.rstrip("\n"), as_json)
 
 
 Within = Annotated[
-    float,
-    typer.Option("--timeout", min=0, help="Seconds in which a worker that leaves may finish what it has."),
+    float, Option("--timeout", min=0, help="Seconds in which a worker that leaves may finish what it has.")
 ]
 
 
 @app.command()
 def scale(
     run: RunArgument,
-    workers: Annotated[int, typer.Option(min=1, help="Rollout workers that the run is to have.")],
+    workers: Annotated[int, Option(min=1, help="Rollout workers that the run is to have.")],
     timeout_s: Within = 60.0,
     as_json: AsJson = False,
 ) -> None:
@@ -384,10 +371,10 @@ def scale(
 @app.command()
 def drain(
     run: RunArgument,
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its name, e.g. rollout-1.")],
+    worker: Annotated[str, Argument(metavar="WORKER", help="Its name, e.g. rollout-1.")],
     timeout_s: Within = 60.0,
     outside: Annotated[
-        bool, typer.Option("--outside", help="A worker that was started by hand; it is not waited for.")
+        bool, Option("--outside", help="A worker that was started by hand; it is not waited for.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -411,7 +398,7 @@ def _change(run: str, how: str, request: dict[str, Any], timeout_s: float, as_js
 
 @app.command()
 def doctor(
-    clean: Annotated[bool, typer.Option("--clean", help="Delete what dead runs left behind.")] = False,
+    clean: Annotated[bool, Option("--clean", help="Delete what dead runs left behind.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Look whether this machine is ready, and say what to do where it is not."""
@@ -438,8 +425,8 @@ def doctor(
 @app.command()
 def quickstart(
     overrides: Overrides = None,
-    seed: Annotated[int, typer.Option(help="Seed of model, tasks and training.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for everything it makes.")] = Path("runs"),
+    seed: Annotated[int, Option(help="Seed of model, tasks and training.")] = 0,
+    out: Annotated[Path, Option(help="Folder for everything it makes.")] = Path("runs"),
     plain: Plain = False,
     as_json: Summary = False,
 ) -> None:
@@ -456,10 +443,9 @@ def quickstart(
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make.")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="The folder to make.")],
     model: Annotated[
-        str | None,
-        typer.Option(metavar="DIR|NAME", help="A model's folder or hub name; else a tiny one is made."),
+        str | None, Option(metavar="DIR|NAME", help="A model's folder or hub name; else a tiny one is made.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -23,12 +23,12 @@ BASE, WARM, RL = "base", "warm_start.yaml", "job.yaml"
 TINY_POSITIONS = 256
 REPLY_END = "{{ eos_token if m['role'] == 'assistant' else '=' }}"
 TINY_TEMPLATE = f"{{% for m in messages %}}{{{{ m['content'] }}}}{REPLY_END}{{% endfor %}}"
-"""For data sets of chats: what is asked ends with `=`, as in the prompts that are texts."""
+"""Chat template of the tiny model: a prompt ends with `=`, as a text prompt does."""
 SPACES = {" ": "Ġ", "\n": "Ċ", "\t": "ĉ"}  # As the pre-tokenizer of Qwen2 writes them
 
 
 def write_task_files(folder: Path, model: str | None) -> list[str]:
-    """Make the folder; returns what to do next, as commands. Raises `DataError` where something is there."""
+    """Make the folder, and return the next commands. Raises `DataError` if it is not empty."""
     local = model is not None and Path(model).expanduser().is_dir()
     if not (model is None or local or is_url(model) or hub_url(model, Path(), is_data=False)):
         raise DataError(
@@ -72,7 +72,7 @@ def write_task_files(folder: Path, model: str | None) -> list[str]:
 
 
 def job_name(folder: Path) -> str:
-    """The folder's name, as far as a job may be called so."""
+    """Return the folder's name, reduced to the characters of a job's name."""
     allowed = string.ascii_lowercase + string.digits + "-"
     name = "".join(sign if sign in allowed else "-" for sign in folder.absolute().name.lower()).strip("-")
     return name[:40] or "own-task"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from areal_async.cli.tools import AsJson, readable_errors, show
 
@@ -15,12 +16,12 @@ page = typer.Typer()
 @page.command()
 def view(
     targets: Annotated[
-        list[Path], typer.Argument(metavar="[RUN|DIR]...", help="Folders of runs, or one folder of runs.")
+        list[Path], Argument(metavar="[RUN|DIR]...", help="Folders of runs, or one folder of runs.")
     ] = [Path("runs")],  # noqa: B006
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve at; 0 picks one.")] = 0,
-    no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser.")] = False,
+    port: Annotated[int, Option(min=0, max=65535, help="Port to serve at; 0 picks one.")] = 0,
+    no_open: Annotated[bool, Option("--no-open", help="Open no browser.")] = False,
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE.HTML", help="Write the page as one file instead, and end.")
+        Path | None, Option(metavar="FILE.HTML", help="Write the page as one file instead, and end.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -1,14 +1,14 @@
-"""One start of a job, as a folder: who runs it, that it is to stop, how it ended.
+"""One start of a job, as a folder: its process, an order to stop, its ending.
 
 Promises: of all processes that are started for one attempt (`attempt_process.py`) exactly one runs it,
-whoever started them and whenever they come to it: the one whose *claim* is there first. It holds a lock on
-its claim as long as it lives, and writes down how the run ended before it goes. A file `stop` in the folder
-ends the run in order, as one SIGTERM does, however often it is written and also where it was there first.
+whoever started them and whenever they arrive: the first that places its *claim*. It holds a lock on the claim
+as long as it lives, and writes the ending before it exits. A file `stop` in the folder ends the run in order,
+as one SIGTERM does, however often it is written, also if it exists before the process.
 
-    request.json    what is to be run; the same for all that are started
-    claim           the process that runs it (its lock says whether it lives)
-    stop            that it is to end
-    ending.json     how it ended
+    request.json    the run, the same for all processes that are started
+    claim           the process that runs it; the lock says if it lives
+    stop            an order to end
+    ending.json     the ending
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ NOBODY = Owner(0, "")
 
 
 class AttemptRequest(msgspec.Struct, frozen=True):
-    """What is to be run: the job's mapping with paths relative to `files`, below `run_dir`, with changes."""
+    """The job's mapping with paths relative to `files`, to be run below `run_dir` with changes."""
 
     job: dict[str, Any]
     files: str
     run_dir: str
     overrides: list[str]
     modules: dict[Role, str]
-    cluster: dict[str, Any]  # What the run is told of its cluster
+    cluster: dict[str, Any]  # The cluster file's content, for the run
 
     @property
     def run_folder(self) -> Path:
@@ -46,7 +46,7 @@ class AttemptRequest(msgspec.Struct, frozen=True):
 
 
 class AttemptEnding(msgspec.Struct, frozen=True):
-    """How the run of an attempt ended, in its own words."""
+    """The ending of an attempt, with the run's own error."""
 
     how: Literal["finished", "interrupted", "failed"]
     words: str = ""
@@ -73,13 +73,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def claim(folder: Path) -> bool:
-    """Make this process the one that runs the attempt in `folder`; False where another is. It has the claim
-    until it ends: the descriptor with its lock is never closed."""
+    """Make this process the one that runs the attempt in `folder`; return False if another is. It has the
+    claim until it exits: the descriptor with the lock is never closed."""
     return _claim(folder, Owner(os.getpid(), start_of(os.getpid()))) is not None
 
 
 def void(folder: Path) -> bool:
-    """Claim the attempt for nobody, so that no process that comes late runs it; False where one has it."""
+    """Claim the attempt for nobody, so that no late process runs it; return False if a process has it."""
     fd = _claim(folder, NOBODY)
     if fd is not None:
         os.close(fd)
@@ -104,8 +104,8 @@ def _claim(folder: Path, owner: Owner) -> int | None:
 
 
 def holder_of(folder: Path) -> Owner | Literal["nobody", "void", "gone"]:
-    """The process that runs the attempt in `folder`; `nobody` while none has come to it, `void` where none
-    will, `gone` once it has ended."""
+    """Return the process that runs the attempt in `folder`; `nobody` before it is claimed, `void` if it was
+    claimed for nobody, `gone` once the process has exited."""
     try:
         fd = os.open(folder / CLAIM, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -118,7 +118,7 @@ def holder_of(folder: Path) -> Owner | Literal["nobody", "void", "gone"]:
 
 
 def ending_of(folder: Path) -> AttemptEnding | None:
-    """What the attempt's process wrote down of its end; None where it did not."""
+    """Return the ending that the attempt's process wrote; None if it wrote none."""
     with suppress(OSError, NotOurs, msgspec.DecodeError):
         return msgspec.json.decode(read_own(folder / ENDING, max_bytes=RECORD_BYTES), type=AttemptEnding)
     return None

@@ -1,7 +1,7 @@
 """The process of one start of a job: `python -P -m areal_async.cluster.attempt_process FOLDER`.
 
-It claims the attempt in the folder, runs the job as `areal-async run` or `resume` would, and writes down how
-that ended. Code of the user's is loaded here, never in the controller.
+It claims the attempt in the folder, runs the job as `areal-async run` or `resume` would, and writes the
+ending. User code is loaded here, never in the controller.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from areal_async.launch.preflight import check_contents
 from areal_async.launch.run_handle import has_work, is_finished, job_to_resume
 from areal_async.runner.run_job import carry_out
 
-LOOK_S = 0.2  # How often it looks whether it is to end
+LOOK_S = 0.2  # Seconds between two looks for the order to stop
 MOST_WORDS = 4000
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def job_of_attempt(request: AttemptRequest) -> tuple[JobConfig, bool]:
-    """The job to run, and whether it goes on with what its folder holds. Raises `ConfigError`,
+    """Return the job to run, and whether it resumes the work in its folder. Raises `ConfigError`,
     `RunFolderError`."""
     folder = request.run_folder
     if folder.is_dir() and has_work(folder):
@@ -52,7 +52,7 @@ def job_of_attempt(request: AttemptRequest) -> tuple[JobConfig, bool]:
 
 
 def run_attempt(request: AttemptRequest) -> None:
-    """Run it to its end. Raises `ArealError`."""
+    """Run the job to its end. Raises `ArealError`."""
     if is_finished(request.run_folder, request.overrides):
         return  # an earlier attempt got to the end, and could not say so
     job, resume = job_of_attempt(request)
@@ -70,7 +70,7 @@ def run_attempt(request: AttemptRequest) -> None:
 
 @contextmanager
 def _stoppable(folder: Path) -> Iterator[None]:
-    """A file `stop` in the folder, or a signal before the supervisor listens, ends what runs meanwhile."""
+    """Interrupt the block on a file `stop` in the folder, and on a signal before the supervisor listens."""
     over = threading.Event()
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -97,7 +97,7 @@ def _stoppable(folder: Path) -> Iterator[None]:
 
 
 def attempt(folder: Path) -> AttemptEnding:
-    """Run what the folder asks for, and say how it ended. What goes wrong is printed too."""
+    """Run the attempt in the folder and return its ending. Errors are printed, too."""
     try:
         with _stoppable(folder):
             run_attempt(msgspec.json.decode(read_own(folder / REQUEST), type=AttemptRequest))

@@ -1,4 +1,4 @@
-"""The controller's API as the command line uses it."""
+"""A client of the controller's API, for the command line."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ URL_VARIABLE = "AREAL_ASYNC_CONTROLLER"
 TOKEN_VARIABLE = "AREAL_ASYNC_TOKEN_FILE"
 """Environment variable with the file that holds a token of that controller."""
 ANSWER_S = 60.0
-RETRY_S = 30.0  # How long a request that may be repeated is repeated while nobody answers
+RETRY_S = 30.0  # Longest time in which a request is repeated while nobody answers
 PAUSE_S = 0.3
-MOST_FAILURES = 3  # Answers with status 500 after which that is the answer
+MOST_FAILURES = 3  # Answers with status 500 before it is accepted as the answer
 
 KINDS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 
@@ -70,13 +70,13 @@ class Unready(ControllerGone):
 
 
 class TokenRefused(ArealError):
-    """The controller does not let this token in, or not to do this."""
+    """The controller rejects this token, or does not allow it this request."""
 
     exit_status = 4
 
 
 def reached(url: str, timeout_s: float = 5.0) -> bool:
-    """Whether a controller answers at `url`."""
+    """Return whether a controller answers at `url`."""
     try:
         return ControllerClient(url, "").request("GET", "/healthz", timeout_s=timeout_s)[0] == 200
     except ControllerGone:
@@ -85,10 +85,10 @@ def reached(url: str, timeout_s: float = 5.0) -> bool:
 
 @dataclass
 class ControllerClient:
-    """Asks the controller at `url`. `here`: it is on this machine, in `folder`.
+    """A client of the controller at `url`; of one on this machine it knows the `folder`.
 
-    Raises `ControllerGone`, `TokenRefused`, `JobRefused` with the controller's reason, `ConfigError` with
-    what it found wrong."""
+    Methods raise `ControllerGone`, `TokenRefused`, `JobRefused` with the controller's reason, and
+    `ConfigError` with the mistakes that it found."""
 
     url: str
     token: str = field(repr=False)
@@ -96,7 +96,7 @@ class ControllerClient:
 
     @classmethod
     def find(cls) -> ControllerClient:
-        """The controller that commands talk to: that of the variables, else of the cluster folder."""
+        """Return a client of the controller that the environment names, else of the cluster folder's."""
         if url := os.environ.get(URL_VARIABLE):
             if urlsplit(url).scheme not in KINDS or not urlsplit(url).hostname:
                 fix = "Give one such as http://host:8470"
@@ -141,7 +141,7 @@ class ControllerClient:
         return self._ask(JobsAnswer, "POST", _path(name, "resume"), request, once_s=ANSWER_S).jobs[0]
 
     def change(self, name: str, how: str, request: Mapping[str, Any], limit_s: float) -> WorkersAnswer:
-        """Scale, or drain a worker, which may take `limit_s`."""
+        """Scale, or drain a worker; both may take `limit_s`."""
         return self._ask(WorkersAnswer, "POST", _path(name, how), request, once_s=limit_s + ANSWER_S)
 
     def down(self, *, keep_jobs: bool) -> list[JobAnswer]:
@@ -151,8 +151,8 @@ class ControllerClient:
         return self._ask(LogsAnswer, "GET", _path(name, "logs"))
 
     def log(self, name: str, log: str, *, follow: bool) -> Iterator[bytes]:
-        """What a log of a job holds; with `follow` also what comes until the job has ended. A connection that
-        is lost is made again, and nothing of the log comes twice or is left out."""
+        """Yield the content of a job's log; with `follow` until the job has ended. After a lost connection it
+        continues where it was: no byte is repeated or left out."""
         offset = 0
         while True:
             query = urlencode({"offset": offset, "wait_s": LOG_WAIT_S if follow else 0})

@@ -1,7 +1,7 @@
 """The controller's process: `python -P -m areal_async.cluster.daemon [--hold] FOLDER [CLUSTER.YAML]`.
 
 It takes the lock of the cluster's folder, serves the API, and looks at the jobs a few times a second, until
-`areal-async down`, Ctrl-C or SIGTERM. The last two end the controller alone: the jobs run on, and the next
+`areal-async down`, Ctrl-C or SIGTERM. The last two end only the controller: jobs keep running, and the next
 controller finds them. With `--hold` it starts no job.
 """
 
@@ -47,8 +47,8 @@ log = get_logger("controller")
 
 
 class ControllerProcess:
-    """A controller with everything around it, in the folder whose lock this process has. With `hold` it
-    starts no job."""
+    """A controller with its server, store and processes, in the folder whose lock this process has. With
+    `hold` it starts no job."""
 
     def __init__(self, folder: ClusterFolder, cluster: ClusterConfig, *, hold: bool = False) -> None:
         self._folder = folder
@@ -141,8 +141,8 @@ class ControllerProcess:
 
 @private_files()
 def serve(folder: ClusterFolder, cluster: ClusterConfig | None, *, hold: bool = False) -> int:
-    """Be the controller of the cluster in `folder`, as `cluster` says or as it was brought up last. Returns
-    an exit status. Raises `ArealError`."""
+    """Run the controller of the cluster in `folder`, with the given or the last cluster file, and return an
+    exit status. Raises `ArealError`."""
     folder.make()
     if folder.lock() is None:  # else it is kept until this process is gone
         return TAKEN_STATUS
@@ -157,8 +157,8 @@ def serve(folder: ClusterFolder, cluster: ClusterConfig | None, *, hold: bool = 
 
 
 def start_controller(folder: ClusterFolder, cluster_file: Path | None = None, *, hold: bool = False) -> str:
-    """Start a controller that outlives this process, unless there is one; return its URL once it answers.
-    Raises `ClusterFolderError` where it does not come to that."""
+    """Start a controller that outlives this process, unless one runs; return its URL once it answers. Raises
+    `ClusterFolderError` if it does not start."""
     folder.make()
     if folder.log.exists() and folder.log.stat().st_size > LOG_BYTES:
         folder.log.replace(folder.log.with_suffix(".log.1"))
@@ -181,7 +181,7 @@ def start_controller(folder: ClusterFolder, cluster_file: Path | None = None, *,
 
 
 def _end_if_late(child: subprocess.Popen[bytes], folder: ClusterFolder) -> None:
-    """End a process of which another was quicker: it must not take over when that one goes down."""
+    """End a process that started too late: it must not take over when the other controller ends."""
     owner = folder.controller()
     if owner is None or owner.pid != child.pid:
         child.terminate()

@@ -1,8 +1,8 @@
-"""The processes of jobs, as the controller sees them: looked at, started, told to stop, killed.
+"""The processes of jobs, for the controller: look at them, start them, tell them to stop, kill them.
 
-Promises: everything here may be done again after a controller died in the middle of it, by the next one, and
-comes to the same: an attempt is run once however often it is started (`attempt.py`), and asked to stop once
-however often it is told. A run is a child of nobody: it lives on without its controller.
+Promises: every action may be repeated by the next controller after one died in the middle of it, with the
+same result: an attempt runs once however often it is started (`attempt.py`), and stops once however often it
+is told. A run has no parent: it outlives its controller.
 """
 
 from __future__ import annotations
@@ -41,27 +41,25 @@ from areal_async.service.context import Role
 LAST_WORDS_BYTES = 2000
 
 Seen = RunEnded | Literal["nobody", "starting", "serving"]
-"""What is seen of an attempt: `nobody` has come to run it yet; it is starting; all its services serve; or it
-has ended."""
+"""State of an attempt: not claimed by a process yet, starting, all services serve, or ended."""
 
 
 class ProcessTable(Protocol):
-    """What the controller needs of the world. Each call is for the present attempt of a job."""
+    """Actions on the processes of jobs. Each call is for the present attempt of a job."""
 
     def look(self, job: StoredJob) -> Seen: ...
 
     def start(self, job: StoredJob) -> None:
-        """Have a process come to run it, unless this controller has started one that is still to come. Raises
-        OSError."""
+        """Start a process, unless this controller has started one that is on its way. Raises OSError."""
 
     def tell_to_stop(self, job: StoredJob) -> None:
-        """Have it end in order."""
+        """Tell the run to end in order."""
 
     def void(self, job: StoredJob) -> bool:
-        """See to it that nobody runs it any more who has not begun; False where somebody has."""
+        """Keep late processes from running the attempt; return False if one runs it already."""
 
     def kill(self, job: StoredJob) -> None:
-        """End it at once."""
+        """Kill the run."""
 
 
 class JobFolder:
@@ -92,8 +90,8 @@ class JobFolder:
 
 
 class RealProcesses:
-    """The processes of this machine. `jobs` is the folder of all jobs' folders; `cluster` is passed on to
-    runs; with `own_gpus` each run sees the GPUs that its job holds and no others."""
+    """The processes of this machine. `jobs` is the folder of all jobs' folders; `cluster` is passed to runs.
+    With `own_gpus` each run sees only the GPUs that its job holds."""
 
     def __init__(
         self,
@@ -185,7 +183,7 @@ class RealProcesses:
 
 
 def detached_environment() -> dict[str, str]:
-    """Ours, for a process that works in another folder and belongs to no run of ours."""
+    """Return our environment for a process in another folder that belongs to no run."""
     environment = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
     if paths := environment.get("PYTHONPATH"):
         environment["PYTHONPATH"] = os.pathsep.join(
@@ -197,8 +195,8 @@ def detached_environment() -> dict[str, str]:
 def start_detached(
     module: Sequence[str], output: Path, folder: Path, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a module with its arguments in `folder`, as a process that outlives this one and appends what it
-    prints to `output`. Raises OSError."""
+    """Start a module with its arguments in `folder`, as a process that outlives this one and appends its
+    output to a file. Raises OSError."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with os.fdopen(os.open(output, flags, 0o600), "wb") as file:
         return subprocess.Popen(
@@ -214,7 +212,7 @@ def start_detached(
 
 
 def tail_of(path: Path, size_bytes: int) -> str:
-    """The last bytes of a file as text; nothing where there is none."""
+    """Return the last bytes of a file as text; empty if there is none."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - size_bytes))
         return file.read(size_bytes).decode(errors="replace").strip()

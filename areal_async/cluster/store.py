@@ -1,7 +1,7 @@
-"""What the controller knows, in one SQLite database: jobs, how each stands, and how it came to that.
+"""The jobs of the controller, their states and their history, in one SQLite database.
 
-Promises: what a call has written when it returns survives the death of the process and of the machine; a call
-writes all of it or nothing. Several jobs of one submission are one write.
+Promises: once a call returns, its changes survive the death of the process and of the machine; a call writes
+all of its changes or none.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class JobStoreError(ArealError):
 
 
 class ShownJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a job that everybody sees who may look at it. Times are unix times in seconds."""
+    """The public fields of a job. Times are unix times in seconds."""
 
     id: int
     name: str
@@ -82,7 +82,7 @@ class StoredJob(ShownJob, frozen=True, kw_only=True):
 
 
 class HistoryEntry(msgspec.Struct, frozen=True):
-    """One move of a job: into which state, when (unix time in seconds), and why."""
+    """One move of a job: its new state, the unix time in seconds, and the reason."""
 
     state: State
     wish: Wish
@@ -95,7 +95,7 @@ AS_JSON = {"content": dict[str, Any], "overrides": list[str], "needs": Resources
 
 
 class JobStore:
-    """The database at `path`, which is made if it is not there. Raises `JobStoreError`."""
+    """The database at `path`, made if missing. Raises `JobStoreError`."""
 
     def __init__(self, path: Path) -> None:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
@@ -134,25 +134,25 @@ class JobStore:
     # --- reading -----------------------------------------------------------------------------------
 
     def find(self, name: str) -> StoredJob | None:
-        """The newest job called `name`, else the one with this id."""
+        """Return the newest job called `name`, else the one with this id."""
         found = self._jobs("name = ? ORDER BY id DESC LIMIT 1", name)
         if not found and name.isascii() and name.isdecimal() and len(name) < 19:
             found = self._jobs("id = ?", int(name))
         return found[0] if found else None
 
     def get(self, id: int) -> StoredJob:
-        """The job with this id, which must be there."""
+        """Return the job with this id, which must exist."""
         (job,) = self._jobs("id = ?", id)
         return job
 
     def in_states(self, states: Sequence[State], most: int = MOST_JOBS) -> list[StoredJob]:
-        """The newest `most` jobs in these states, by id."""
+        """Return the newest `most` jobs in these states, by id."""
         marks = ", ".join("?" * len(states))
         found = self._jobs(f"state IN ({marks}) ORDER BY id DESC LIMIT ?", *states, most)
         return found[::-1]
 
     def waiting(self) -> list[Waiting]:
-        """The jobs that are PENDING; they are many, and looked at often."""
+        """Return the PENDING jobs with few fields: they are many, and looked at often."""
         rows = self._db.execute("SELECT id, name, priority, needs FROM jobs WHERE state = 'PENDING'")
         return [
             Waiting(id, name, priority, msgspec.json.decode(needs, type=Resources))
@@ -163,12 +163,12 @@ class JobStore:
         return self._jobs("key = ? ORDER BY place", key)
 
     def counts(self) -> dict[State, int]:
-        """Number of jobs in each state."""
+        """Return the number of jobs in each state."""
         found = dict(self._db.execute("SELECT state, COUNT(*) FROM jobs GROUP BY state").fetchall())
         return {state: found.get(state, 0) for state in STATES}
 
     def history(self, id: int) -> list[HistoryEntry]:
-        """The newest moves of a job, the oldest of them first."""
+        """Return the newest moves of a job in their order."""
         rows = self._db.execute(
             "SELECT state, wish, time_s, reason FROM history WHERE job = ? ORDER BY number", (id,)
         )
@@ -218,8 +218,8 @@ class JobStore:
             )
 
     def move(self, job: StoredJob, move: Move, *, gpus: Sequence[int] = (), **changes: Any) -> StoredJob:
-        """Write that `job`, as it was read, has moved; it holds `gpus` then, unless it is no longer active.
-        `changes` are other columns."""
+        """Write a move of `job` as it was read, and other columns. The job holds `gpus` then, unless it is no
+        longer active. Raises `JobRefused` if the job has changed meanwhile."""
         standing = move.standing
         changes |= {"state": standing.state, "wish": standing.wish, "attempt": standing.attempt}
         changes |= {"changed_s": move.at_s, "reason": move.reason}
@@ -237,7 +237,7 @@ class JobStore:
         return after
 
     def set_needs(self, id: int, needs: Resources) -> None:
-        """Write what a job takes from now on."""
+        """Write the present needs of a job."""
         with self._transaction():
             values = (msgspec.json.encode(needs).decode(), id)
             self._db.execute("UPDATE jobs SET needs = ? WHERE id = ?", values)

@@ -58,13 +58,7 @@ class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def pack(
-    path: Path,
-    overrides: Sequence[str],
-    *,
-    key: str,
-    here: bool,
-    priority: int = 0,
-    memory_gb: float = 0.0,
+    path: Path, overrides: Sequence[str], *, key: str, here: bool, priority: int = 0, memory_gb: float = 0.0
 ) -> Submission:
     """Return the submission of the job file at `path`. `here`: the controller is on this machine, and files
     that do not travel are named by their place; else only paths that the file gives as absolute are taken as
@@ -201,12 +195,7 @@ def read_job(given: Submission, folder: Path) -> tuple[dict[str, Any], JobConfig
 
 
 def job_of(
-    content: dict[str, Any],
-    base: Path,
-    run_dir: Path,
-    overrides: Sequence[str] = (),
-    *,
-    files: bool = False,
+    content: dict[str, Any], base: Path, run_dir: Path, overrides: Sequence[str] = (), *, files: bool = False
 ) -> JobConfig:
     """Return the job of a mapping whose files lie in `base`. It runs below `run_dir` and keeps its name,
     whatever it says itself. Raises `ConfigError`."""

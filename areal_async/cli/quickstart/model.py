@@ -1,4 +1,4 @@
-"""What the quickstart trains: a tiny model with a character tokenizer, and its tasks, two-digit sums."""
+"""The model of the quickstart, tiny and with a character tokenizer, and its tasks, two-digit sums."""
 
 from __future__ import annotations
 
