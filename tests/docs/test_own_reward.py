@@ -1,4 +1,4 @@
-"""docs/rewards.md: it shows the reward of `init`, and its faulty reward fails as shown (`--data`, `--limit`)."""
+"""docs/rewards.md: it shows the reward of `init`, and its faulty reward fails as shown."""
 
 import os
 import re
