@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, partialmethod
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -251,14 +251,9 @@ class ControllerApi:
         self._wake()
         return answer
 
-    async def _pause(self, request: Request) -> JobsAnswer:
-        return await self._ask("pause", request)
-
-    async def _stop(self, request: Request) -> JobsAnswer:
-        return await self._ask("stop", request)
-
-    async def _resume(self, request: Request) -> JobsAnswer:
-        return await self._ask("resume", request)
+    _pause = partialmethod(_ask, "pause")
+    _stop = partialmethod(_ask, "stop")
+    _resume = partialmethod(_ask, "resume")
 
     async def _scale(self, request: Request) -> WorkersAnswer:
         given = await _message(request, ScaleRequest)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import itertools
 import os
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -218,11 +217,6 @@ class ControllerClient:
             raise ControllerGone(f"the controller at {self.url} does not answer: {error}") from error
         finally:
             connection.close()
-
-
-def new_key() -> str:
-    """A key for a submission that nobody else has."""
-    return uuid.uuid4().hex
 
 
 def _path(name: str, below: str = "") -> str:
