@@ -11,16 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from areal_async.cluster.resources import Resources
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A waiting job. With equal priorities the smaller `id` was submitted first."""
-
-    id: int
-    name: str
-    priority: int
-    needs: Resources
+from areal_async.cluster.store import ShownJob
 
 
 @dataclass(frozen=True)
@@ -31,16 +22,16 @@ class Turns:
     waits: Mapping[int, str]
 
 
-def order_of(waiting: Sequence[Waiting]) -> list[Waiting]:
-    """Return the waiting jobs, the next first."""
+def order_of(waiting: Sequence[ShownJob]) -> list[ShownJob]:
+    """Return the waiting jobs, the next first: with equal priorities the smaller id was submitted first."""
     return sorted(waiting, key=lambda job: (-job.priority, job.id))
 
 
-def take_turns(waiting: Sequence[Waiting], free: Resources) -> Turns:
+def take_turns(waiting: Sequence[ShownJob], free: Resources) -> Turns:
     """Decide which jobs start with the `free` resources, and why the others wait."""
     starts: list[int] = []
     waits: dict[int, str] = {}
-    first: Waiting | None = None  # The first that does not fit
+    first: ShownJob | None = None  # The first that does not fit
     for job in order_of(waiting):
         if first is None and (lacking := free.lacks(job.needs)):
             first, waits[job.id] = job, f"waits for {lacking}"

@@ -11,12 +11,11 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from areal_async.base.errors import ArealError
-from areal_async.cluster.queue import Waiting
 from areal_async.cluster.resources import Resources
 from areal_async.cluster.states import ACTIVE, ENDED, STATES, JobRefused, Move, Standing, State, Wish
 
@@ -90,6 +89,7 @@ class HistoryEntry(msgspec.Struct, frozen=True):
     reason: str
 
 
+J = TypeVar("J", bound=ShownJob)
 COLUMNS = StoredJob.__struct_fields__
 AS_JSON = {"content": dict[str, Any], "overrides": list[str], "needs": Resources, "gpus": list[int]}
 
@@ -151,13 +151,9 @@ class JobStore:
         found = self._jobs(f"state IN ({marks}) ORDER BY id DESC LIMIT ?", *states, most)
         return found[::-1]
 
-    def waiting(self) -> list[Waiting]:
-        """Return the PENDING jobs with few fields: they are many, and looked at often."""
-        rows = self._db.execute("SELECT id, name, priority, needs FROM jobs WHERE state = 'PENDING'")
-        return [
-            Waiting(id, name, priority, msgspec.json.decode(needs, type=Resources))
-            for id, name, priority, needs in rows
-        ]
+    def waiting(self) -> list[ShownJob]:
+        """Return the PENDING jobs without their contents: they are many, and looked at often."""
+        return self._rows(ShownJob, "state = 'PENDING'")
 
     def of_submission(self, key: str) -> list[StoredJob]:
         return self._jobs("key = ? ORDER BY place", key)
@@ -178,8 +174,15 @@ class JobStore:
         return {id for (id,) in self._db.execute("SELECT id FROM jobs")}
 
     def _jobs(self, where: str, *values: object) -> list[StoredJob]:
-        rows = self._db.execute(f"SELECT {', '.join(COLUMNS)} FROM jobs WHERE {where}", values)
-        return [_read(row) for row in rows]
+        return self._rows(StoredJob, where, *values)
+
+    def _rows(self, kind: type[J], where: str, *values: object) -> list[J]:
+        columns = kind.__struct_fields__
+        rows = self._db.execute(f"SELECT {', '.join(columns)} FROM jobs WHERE {where}", values)
+        return [
+            kind(**{name: _value(name, stored) for name, stored in zip(columns, row, strict=True)})
+            for row in rows
+        ]
 
     # --- writing -----------------------------------------------------------------------------------
 
@@ -258,8 +261,5 @@ def _row(job: StoredJob) -> list[Any]:
     ]
 
 
-def _read(row: Sequence[Any]) -> StoredJob:
-    values = dict(zip(COLUMNS, row, strict=True))
-    for name, kind in AS_JSON.items():
-        values[name] = msgspec.json.decode(values[name], type=kind)
-    return StoredJob(**values)
+def _value(name: str, stored: Any) -> Any:
+    return msgspec.json.decode(stored, type=AS_JSON[name]) if name in AS_JSON else stored
