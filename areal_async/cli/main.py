@@ -73,7 +73,7 @@ PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.spl
 
 
 def _without_types(parameters: list[Any]) -> list[Any]:
-    """The parameters, with no type of value in the help of flags, which take none."""
+    """Return the parameters, without a type in the help of flags, which take no value."""
     for option in parameters:
         if getattr(option, "is_flag", False):
             option.metavar = ""
@@ -190,8 +190,8 @@ Overwrite = Annotated[
 
 
 def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
-    """Print on standard error what the job's preset comes to, and a line for everything that `job` may say
-    but will regret, and for what its files were `found` to be."""
+    """Print on standard error the fields that the job's preset sets, and a line for each doubtful setting and
+    for each warning that was `found` about its files."""
     from areal_async.config.advice import advise
     from areal_async.config.files import advise_on_lora
     from areal_async.config.presets import expansion
@@ -289,7 +289,7 @@ def _run(
     inline: bool,
     as_json: bool,
     found: Sequence[Mistake] = (),
-    **how: bool,
+    **how: Any,
 ) -> None:
     from areal_async.config.cluster import load_cluster
     from areal_async.runner.run_job import run_job
@@ -306,7 +306,7 @@ def _run(
 
 @app.command()
 def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Check a job file, what it names and what it needs, and print it with every field resolved."""
+    """Check a job file, its files and its needs, and print it with every field resolved."""
     with readable_errors():
         from areal_async.config.advice import explain
         from areal_async.config.load import dump_job
@@ -364,7 +364,7 @@ def scale(
     timeout_s: Within = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Have more or fewer rollout workers in a run that goes on; the newest leave first."""
+    """Change the number of rollout workers of a running run; the newest leave first."""
     _change(run, "scale", {"workers": workers}, timeout_s, as_json)
 
 
@@ -378,7 +378,7 @@ def drain(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Have a rollout worker finish what it has, hand back the rest and end, and wait for that."""
+    """Let a rollout worker finish its groups, hand back the rest and exit, and wait for that."""
     _change(run, "drain", {"worker": worker, "outside": outside}, timeout_s, as_json)
 
 
@@ -401,7 +401,7 @@ def doctor(
     clean: Annotated[bool, Option("--clean", help="Delete what dead runs left behind.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Look whether this machine is ready, and say what to do where it is not."""
+    """Check if this machine is ready, and print what to do if it is not."""
     with readable_errors():
         from areal_async.cli.doctor import examine, remove_leftovers
         from areal_async.launch.one_host import volatile_roots

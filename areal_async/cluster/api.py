@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import prometheus_client
+from msgspec import structs
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -215,10 +216,8 @@ class ControllerApi:
 
     async def _cluster(self, request: Request) -> ClusterAnswer:
         counts, free = await self._call(lambda: (self._controller.store.counts(), self._controller.free()))
-        config, total = self._config, self._controller.total
-        return ClusterAnswer(
-            config.cluster, config.launcher, __version__, self._since_s, total, free, {**counts}
-        )
+        about = (self._config.cluster, self._config.launcher, __version__, self._since_s)
+        return ClusterAnswer(*about, self._controller.total, free, {str(s): n for s, n in counts.items()})
 
     async def _list_jobs(self, request: Request) -> JobsAnswer:
         limit = int(_number(request, "limit", MOST_LISTED, 1, MOST_LISTED))
@@ -282,8 +281,8 @@ class ControllerApi:
             status = await asyncio.to_thread(lambda: Run.open(folder).status())
         except RunFolderError:
             return FiguresAnswer()  # it has not begun
-        figures = {name: getattr(status, name) for name in FiguresAnswer.__struct_fields__}
-        return FiguresAnswer(**figures | ({} if status.stall is None else {"message": status.stall.detail}))
+        found = msgspec.convert(status, FiguresAnswer, from_attributes=True)
+        return found if status.stall is None else structs.replace(found, message=status.stall.detail)
 
     async def _list_logs(self, request: Request) -> LogsAnswer:
         job = await self._job_of(request)
