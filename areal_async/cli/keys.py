@@ -107,8 +107,8 @@ def _show_changed(folder: Path, changed: Sequence[str], text: str, as_json: bool
 
 def make_keys(folder: Path, hosts: Sequence[str]) -> str:
     """Make the files in a new or empty `folder`, for nodes at `hosts`: each text has the addresses of one,
-    with commas between them. Return the last valid day of the certificates as YYYY-MM-DD. Raises `ConfigError`,
-    `ClusterFolderError`."""
+    with commas between them. Return the last valid day of the certificates as YYYY-MM-DD. Raises
+    `ConfigError`, `ClusterFolderError`."""
     from areal_async.cluster.folder import TOKEN_BYTES, ClusterFolder
     from areal_async.rpc.secret import write_private
 
