@@ -33,7 +33,7 @@ from areal_async.base.mistakes import ConfigError
 from areal_async.base.own_files import NotOurs, read_own
 from areal_async.base.secrecy import shown as hidden
 from areal_async.cluster.controller import Controller
-from areal_async.cluster.folder import Right, TokenBook
+from areal_async.cluster.folder import ClusterFolder, Right
 from areal_async.cluster.logs import read_log, sizes_of
 from areal_async.cluster.messages import (
     LOG_WAIT_S,
@@ -118,15 +118,16 @@ class ApiRefusal(ArealError):
 
 
 class ControllerApi:
-    """The application `app`, which answers for `controller`. Methods of the controller run on the one thread
-    of `thread`. `wake` is called when there may be something to do, `on_down` when the controller is to end,
-    with whether jobs are kept. The API is the page's source of runs, too."""
+    """The application `app`, which answers for `controller` and lets in the tokens of `folder`. Methods of
+    the controller run on the one thread of `thread`. `wake` is called when there may be something to do,
+    `on_down` when the controller is to end, with whether jobs are kept. The API is the page's source of runs,
+    too."""
 
     def __init__(
         self,
         controller: Controller,
         cluster: ClusterConfig,
-        tokens: TokenBook,
+        folder: ClusterFolder,
         thread: ThreadPoolExecutor,
         *,
         wake: Callable[[], None],
@@ -134,7 +135,7 @@ class ControllerApi:
     ) -> None:
         self._controller = controller
         self._config = cluster
-        self._tokens = tokens
+        self._folder = folder
         self._thread = thread
         self._wake = wake
         self._on_down = on_down
@@ -161,7 +162,7 @@ class ControllerApi:
             return
         peer = request.client.host if request.client is not None else ""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        right = self._tokens.right_of(token.strip()) if scheme.lower() == "bearer" else None
+        right = self._folder.right_of(token.strip()) if scheme.lower() == "bearer" else None
         if right is None:
             log.warning("a token is not let in", peer=peer)
             raise ApiRefusal(401, "give a token that is let in: `Authorization: Bearer TOKEN`")

@@ -40,10 +40,6 @@ class AttemptRequest(msgspec.Struct, frozen=True):
     modules: dict[Role, str]
     cluster: dict[str, Any]  # The cluster file's content, for the run
 
-    @property
-    def run_folder(self) -> Path:
-        return Path(self.run_dir) / str(self.job["job"])
-
 
 class AttemptEnding(msgspec.Struct, frozen=True):
     """The ending of an attempt, with the run's own error."""

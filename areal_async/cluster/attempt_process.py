@@ -30,10 +30,9 @@ from areal_async.cluster.attempt import (
     claim,
     write_durably,
 )
-from areal_async.cluster.submission import job_of
-from areal_async.config.job import JobConfig
+from areal_async.cluster.submission import next_job
 from areal_async.launch.preflight import check_contents
-from areal_async.launch.run_handle import has_work, is_finished, job_to_resume
+from areal_async.launch.run_handle import is_finished
 from areal_async.runner.run_job import carry_out
 
 LOOK_S = 0.2  # Seconds between two looks for the order to stop
@@ -41,21 +40,12 @@ MOST_WORDS = 4000
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def job_of_attempt(request: AttemptRequest) -> tuple[JobConfig, bool]:
-    """Return the job to run, and whether it resumes the work in its folder. Raises `ConfigError`,
-    `RunFolderError`."""
-    folder = request.run_folder
-    if folder.is_dir() and has_work(folder):
-        return job_to_resume(folder, request.overrides), True
-    files, run_dir = Path(request.files), Path(request.run_dir)
-    return job_of(request.job, files, run_dir, request.overrides, files=True), False
-
-
 def run_attempt(request: AttemptRequest) -> None:
     """Run the job to its end. Raises `ArealError`."""
-    if is_finished(request.run_folder, request.overrides):
+    files, run_dir, overrides = Path(request.files), Path(request.run_dir), request.overrides
+    if is_finished(run_dir / str(request.job["job"]), overrides):
         return  # an earlier attempt got to the end, and could not say so
-    job, resume = job_of_attempt(request)
+    job, resume = next_job(request.job, files, run_dir, overrides, files=True)
     check_contents(job, source=f"job {job.job}")
     carry_out(
         {

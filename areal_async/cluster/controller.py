@@ -36,9 +36,9 @@ from areal_async.cluster.states import (
     decide,
 )
 from areal_async.cluster.store import JobStore, StoredJob
-from areal_async.cluster.submission import Submission, job_of, read_job, write_files
+from areal_async.cluster.submission import Submission, job_of, next_job, read_job, write_files
 from areal_async.config.job import JobConfig
-from areal_async.launch.run_handle import has_work, is_finished, job_to_resume
+from areal_async.launch.run_handle import is_finished
 
 STOP_LIMIT_S = 60.0
 """Seconds after which a run that was told to stop is killed; to end in order takes it 10 s."""
@@ -144,11 +144,10 @@ class Controller:
         """Return the resolved job of the next attempt. Its files are not looked at. Raises `ConfigError`,
         `RunFolderError`."""
         folder = self.folder(job)
-        run_folder = folder.run_folder
-        goes_on = job.state != "SUCCEEDED" or not is_finished(run_folder, overrides)
-        if goes_on and job.state not in ACTIVE and run_folder.is_dir() and has_work(run_folder):
-            return job_to_resume(run_folder, overrides, files=False)
-        return job_of(job.content, folder.files, folder.run_dir, overrides)
+        is_over = job.state == "SUCCEEDED" and is_finished(folder.run_folder, overrides)
+        if is_over or job.state in ACTIVE:
+            return job_of(job.content, folder.files, folder.run_dir, overrides)
+        return next_job(job.content, folder.files, folder.run_dir, overrides)[0]
 
     def folder(self, job: StoredJob) -> JobFolder:
         return JobFolder(self._jobs, job.id, job.name)

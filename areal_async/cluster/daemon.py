@@ -27,7 +27,7 @@ from areal_async.cluster.api import LIMITS, ControllerApi
 from areal_async.cluster.attempt import write_durably
 from areal_async.cluster.client import ControllerGone, reached
 from areal_async.cluster.controller import STOP_LIMIT_S, Controller
-from areal_async.cluster.folder import ClusterFolder, ClusterFolderError, TokenBook
+from areal_async.cluster.folder import ClusterFolder, ClusterFolderError
 from areal_async.cluster.metrics import RECONCILE_FAILURES
 from areal_async.cluster.processes import RealProcesses, detached_environment, start_detached, tail_of
 from areal_async.cluster.resources import machine_resources
@@ -62,10 +62,9 @@ class ControllerProcess:
     async def run(self) -> None:
         """Serve until it is told to end. Raises `ArealError` if it cannot serve."""
         self._folder.make_tokens()
-        tokens = TokenBook(self._folder.tokens)
         api = self._cluster.api
         try:
-            listening = listen(api.host, api.port, guarded=not tokens.empty)
+            listening = listen(api.host, api.port, guarded=bool(self._folder.hashes()))
         except OSError as error:
             raise EndpointError(
                 f"cannot listen on {api.host}:{api.port}: {error.strerror}. Give another api.port in the "
@@ -73,9 +72,8 @@ class ControllerProcess:
             ) from error
         try:
             controller = await self._on_thread(self._open)
-            served = ControllerApi(
-                controller, self._cluster, tokens, self._thread, wake=self._wake.set, on_down=self._go_down
-            )
+            parts = (controller, self._cluster, self._folder, self._thread)
+            served = ControllerApi(*parts, wake=self._wake.set, on_down=self._go_down)
             server = HttpServer(served.app, listening, LIMITS, name="controller")
         except BaseException:
             listening.close()
@@ -98,8 +96,7 @@ class ControllerProcess:
 
     def _open(self) -> Controller:
         jobs, own_gpus = self._folder.jobs, self._cluster.launcher == "local"
-        processes = RealProcesses(jobs, cluster=self._cluster.model_dump(mode="json"), own_gpus=own_gpus)
-        total = machine_resources(self._cluster.resources)
+        processes, total = RealProcesses(jobs, self._cluster), machine_resources(self._cluster.resources)
         store = JobStore(self._folder.database)
         controller = Controller(store, processes, jobs, total, own_gpus=own_gpus)
         controller.starts = not self._hold

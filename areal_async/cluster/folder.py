@@ -150,6 +150,20 @@ class ClusterFolder:
             lines.append(f"{right} {hash_of(token)}\n")
         write_durably(self.tokens, "".join(lines).encode())
 
+    def right_of(self, token: str) -> Right | None:
+        """Return the right of `token`; None if it is not let in. The time does not depend on the token."""
+        given = hash_of(token)
+        found = {right for right, known in self.hashes() if hmac.compare_digest(known, given)}
+        return next((right for right in RIGHTS if right in found), None)
+
+    def hashes(self) -> list[tuple[Right, str]]:
+        """Return rights and hashes of the tokens that are let in; none if their file cannot be read."""
+        try:
+            return [*_hashes_in(read_own(self.tokens, max_bytes=SMALL_BYTES).decode().splitlines())]
+        except (OSError, NotOurs, ValueError) as error:
+            log.error("tokens cannot be read, so that nobody is let in", error=str(error))
+            return []
+
     def record(self, cluster: ClusterConfig) -> None:
         """Write down the cluster for the next start."""
         write_durably(self.config, dump_cluster(cluster).encode())
@@ -162,32 +176,6 @@ class ClusterFolder:
 def hash_of(token: str) -> str:
     """Return the SHA-256 of a token, in hexadecimal digits. Tokens are random, so they need no salt."""
     return hashlib.sha256(token.encode()).hexdigest()
-
-
-class TokenBook:
-    """The tokens that are let in, from a file that is read for each request. A file that cannot be read lets
-    nobody in."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def right_of(self, token: str) -> Right | None:
-        """Return the right of `token`; None if it is not let in. The time does not depend on the token."""
-        given = hash_of(token)
-        found = {right for right, known in self._hashes() if hmac.compare_digest(known, given)}
-        return next((right for right in RIGHTS if right in found), None)
-
-    @property
-    def empty(self) -> bool:
-        return not self._hashes()
-
-    def _hashes(self) -> list[tuple[Right, str]]:
-        try:
-            lines = read_own(self._path, max_bytes=SMALL_BYTES).decode().splitlines()
-            return [*_hashes_in(lines)]
-        except (OSError, NotOurs, ValueError) as error:
-            log.error("tokens cannot be read, so that nobody is let in", error=str(error))
-            return []
 
 
 def _hashes_in(lines: list[str]) -> Iterator[tuple[Right, str]]:

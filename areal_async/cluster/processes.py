@@ -32,6 +32,7 @@ from areal_async.cluster.attempt import (
 from areal_async.cluster.logs import OF_THE_RUN, logs_in
 from areal_async.cluster.states import RunEnded
 from areal_async.cluster.store import StoredJob
+from areal_async.config.cluster import ClusterConfig
 from areal_async.config.devices import names_of
 from areal_async.launch.folders import Owner, clean_up
 from areal_async.launch.launcher import WAITS
@@ -91,19 +92,11 @@ class JobFolder:
 
 class RealProcesses:
     """The processes of this machine. `jobs` is the folder of all jobs' folders; `cluster` is passed to runs.
-    With `own_gpus` each run sees only the GPUs that its job holds."""
+    Unless Ray places them, each run sees only the GPUs that its job holds."""
 
-    def __init__(
-        self,
-        jobs: Path,
-        *,
-        cluster: Mapping[str, object],
-        own_gpus: bool = True,
-        modules: Mapping[Role, str] = MODULES,
-    ) -> None:
+    def __init__(self, jobs: Path, cluster: ClusterConfig, modules: Mapping[Role, str] = MODULES) -> None:
         self._jobs = jobs
-        self._cluster = dict(cluster)
-        self._own_gpus = own_gpus
+        self._cluster = cluster
         self._modules = dict(modules)
         self._started: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
 
@@ -138,13 +131,12 @@ class RealProcesses:
         if (job.id, job.attempt) in self._started:
             return
         folder, attempt = JobFolder(self._jobs, job.id, job.name), self._attempt(job)
-        request = AttemptRequest(
-            job.content, str(folder.files), str(folder.run_dir), job.overrides, self._modules, self._cluster
-        )
+        places, cluster = (str(folder.files), str(folder.run_dir)), self._cluster.model_dump(mode="json")
+        request = AttemptRequest(job.content, *places, job.overrides, self._modules, cluster)
         write_durably(attempt / REQUEST, msgspec.json.encode(request))
         folder.targets.unlink(missing_ok=True)  # of a run that was killed
         environment = detached_environment()
-        if self._own_gpus:
+        if self._cluster.launcher == "local":
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names_of(job.gpus, os.environ))
         command = ["areal_async.cluster.attempt_process", str(attempt)]
         started = start_detached(command, folder.output, folder.files, environment)

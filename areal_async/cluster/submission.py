@@ -28,6 +28,7 @@ from areal_async.config.files import OWN_CODE
 from areal_async.config.job import JobConfig
 from areal_async.config.load import apply_overrides, flattened, job_from_mapping, load_job
 from areal_async.config.paths import resolve_paths
+from areal_async.launch.run_handle import has_work, job_to_resume
 
 MOST_BYTES = 64 << 20  # Files of one submission together
 MOST_FILES = 256
@@ -205,6 +206,17 @@ def job_of(
     if job.job != content.get("job"):
         raise ConfigError(source, [Mistake("job", "a job keeps its name", "Submit another job instead")])
     return job
+
+
+def next_job(
+    content: dict[str, Any], base: Path, run_dir: Path, overrides: Sequence[str] = (), *, files: bool = False
+) -> tuple[JobConfig, bool]:
+    """Return the job of the next start, and whether it resumes the work in its run folder. Raises
+    `ConfigError`, `RunFolderError`."""
+    run_folder = run_dir / str(content["job"])
+    if run_folder.is_dir() and has_work(run_folder):
+        return job_to_resume(run_folder, overrides, files=files), True
+    return job_of(content, base, run_dir, overrides, files=files), False
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:

@@ -17,6 +17,7 @@ from areal_async.cluster.resources import Resources
 from areal_async.cluster.states import RunEnded
 from areal_async.cluster.store import JobStore
 from areal_async.cluster.submission import pack
+from areal_async.config.cluster import ClusterConfig
 from areal_async.launch.folders import Owner
 from areal_async.service.record import read_run_log
 from tests.jobs import make_workspace
@@ -81,7 +82,7 @@ class Place:
         self.controller = Controller(self.store, self.processes, self.jobs, Resources(8))
 
     def table(self):
-        return RealProcesses(self.jobs, cluster={"launcher": "local"}, modules=STAND_IN)
+        return RealProcesses(self.jobs, ClusterConfig(), STAND_IN)
 
     def submit(self, name, **changes):
         path = self.workspace.job(name, **changes)
@@ -188,7 +189,7 @@ def test_a_job_sees_the_gpus_that_it_holds_and_no_others(place, monkeypatch, tmp
     job = msgspec.structs.replace(place.submit("sums"), attempt=1, gpus=[0, 2])
     place.table().start(job)
     place.table().start(msgspec.structs.replace(job, gpus=[]))
-    RealProcesses(place.jobs, cluster={}, own_gpus=False).start(job)
+    RealProcesses(place.jobs, ClusterConfig(launcher="ray")).start(job)
     assert [each["CUDA_VISIBLE_DEVICES"] for each in told] == ["GPU-a,GPU-c", "", "GPU-a,GPU-b,GPU-c"]
     assert told[0]["PYTHONPATH"].split(os.pathsep) == [os.getcwd(), "/elsewhere"]
     assert "AREAL_ASYNC_RUN" not in told[0]
