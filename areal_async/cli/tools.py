@@ -342,21 +342,24 @@ def readable_errors() -> Iterator[None]:
         yield
     except typer.Exit:
         raise
-    except (ConfigError, RunFolderError) as error:
-        raise _exit(str(error), 2) from None
-    except RunInterrupted as error:
-        raise _exit(str(error), 130) from None
-    except ArealError as error:
-        raise _exit(with_limit(error), error.exit_status) from None
-    except KeyboardInterrupt:
-        raise _exit("interrupted.", 130) from None
-    except Exception as error:
-        if (of_machine := MachineError.of(error)) is not None:
-            raise _exit(str(of_machine), of_machine.exit_status) from None
-        text = (
-            f"{type(error).__name__}: {error}. This is a bug of areal-async; {DEBUG_VARIABLE}=1 shows where."
-        )
-        raise _exit(text, 1) from None
+    except (Exception, KeyboardInterrupt) as error:
+        raise _exit(*_text_and_status(error)) from None
+
+
+def _text_and_status(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
+    match error:
+        case KeyboardInterrupt():
+            return "interrupted.", 130
+        case RunInterrupted():
+            return str(error), 130
+        case ConfigError() | RunFolderError():
+            return str(error), 2
+        case ArealError():
+            return with_limit(error), error.exit_status
+    if (of_machine := MachineError.of(error)) is not None:
+        return str(of_machine), of_machine.exit_status
+    bug = f"This is a bug of areal-async; {DEBUG_VARIABLE}=1 shows where."
+    return f"{type(error).__name__}: {error}. {bug}", 1
 
 
 @contextmanager

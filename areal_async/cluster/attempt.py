@@ -22,6 +22,7 @@ import msgspec
 
 from areal_async.base.own_files import NotOurs, is_locked, read_own, take_lock
 from areal_async.base.processes import start_of
+from areal_async.cluster.states import RunEnded
 from areal_async.launch.folders import Owner
 from areal_async.service.context import Role
 
@@ -39,13 +40,6 @@ class AttemptRequest(msgspec.Struct, frozen=True):
     overrides: list[str]
     modules: dict[Role, str]
     cluster: dict[str, Any]  # The cluster file's content, for the run
-
-
-class AttemptEnding(msgspec.Struct, frozen=True):
-    """The ending of an attempt, with the run's own error."""
-
-    how: Literal["finished", "interrupted", "failed"]
-    words: str = ""
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -113,8 +107,8 @@ def holder_of(folder: Path) -> Owner | Literal["nobody", "void", "gone"]:
     return "void" if owner == NOBODY else "gone"
 
 
-def ending_of(folder: Path) -> AttemptEnding | None:
+def ending_of(folder: Path) -> RunEnded | None:
     """Return the ending that the attempt's process wrote; None if it wrote none."""
     with suppress(OSError, NotOurs, msgspec.DecodeError):
-        return msgspec.json.decode(read_own(folder / ENDING, max_bytes=RECORD_BYTES), type=AttemptEnding)
+        return msgspec.json.decode(read_own(folder / ENDING, max_bytes=RECORD_BYTES), type=RunEnded)
     return None

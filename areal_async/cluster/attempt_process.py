@@ -25,11 +25,11 @@ from areal_async.cluster.attempt import (
     ENDING,
     REQUEST,
     STOP,
-    AttemptEnding,
     AttemptRequest,
     claim,
     write_durably,
 )
+from areal_async.cluster.states import RunEnded
 from areal_async.cluster.submission import next_job
 from areal_async.launch.preflight import check_contents
 from areal_async.launch.run_handle import is_finished
@@ -86,20 +86,20 @@ def _stoppable(folder: Path) -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
 
 
-def attempt(folder: Path) -> AttemptEnding:
+def attempt(folder: Path) -> RunEnded:
     """Run the attempt in the folder and return its ending. Errors are printed, too."""
     try:
         with _stoppable(folder):
             run_attempt(msgspec.json.decode(read_own(folder / REQUEST), type=AttemptRequest))
-        return AttemptEnding("finished")
+        return RunEnded("finished")
     except RunInterrupted as error:
-        ending = AttemptEnding("interrupted", str(error)[:MOST_WORDS])
+        ending = RunEnded("interrupted", str(error)[:MOST_WORDS])
     except Exception as error:
         if (ours := as_ours(error)) is not None:
-            ending = AttemptEnding("failed", with_limit(ours)[:MOST_WORDS])
+            ending = RunEnded("failed", with_limit(ours)[:MOST_WORDS])
         else:
             traceback.print_exc()  # a bug of ours, or a part of the user's that raises when it is loaded
-            ending = AttemptEnding("failed", f"{type(error).__name__}: {error}"[:MOST_WORDS])
+            ending = RunEnded("failed", f"{type(error).__name__}: {error}"[:MOST_WORDS])
     print(ending.words, flush=True)
     return ending
 

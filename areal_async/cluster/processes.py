@@ -22,7 +22,6 @@ from areal_async.base.processes import RUN_VARIABLE
 from areal_async.cluster.attempt import (
     REQUEST,
     STOP,
-    AttemptEnding,
     AttemptRequest,
     ending_of,
     holder_of,
@@ -120,10 +119,10 @@ class RealProcesses:
         if ending is None:
             clean_up(folder.run_folder)
             if (folder.run_folder / "summary.json").exists():
-                ending = AttemptEnding("finished")
+                ending = RunEnded("finished")
         self._forget(job)
         if ending is not None:
-            return RunEnded(ending.how, ending.words)
+            return ending
         text = "its process was killed, or the machine went down, before it could say why"
         return RunEnded("lost", text + (f". It said last:\n{said}" if (said := folder.said()) else ""))
 

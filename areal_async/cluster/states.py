@@ -90,24 +90,19 @@ def decide(standing: Standing, event: JobEvent, now_s: float) -> Move | None:
     """Return the move that `event` makes at `now_s` of the wall clock; None if it changes nothing. Raises
     `JobRefused` for a request that is not possible now."""
     match event:
-        case TurnCame():
-            if standing.state != "PENDING":
-                return None
+        case TurnCame() if standing.state == "PENDING":
             following = Standing("STARTING", "run", standing.attempt + 1)
             return Move(following, now_s, "its turn came")
-        case AllServe():
-            if standing.state != "STARTING":
-                return None
+        case AllServe() if standing.state == "STARTING":
             return Move(replace(standing, state="RUNNING"), now_s, "all services serve")
-        case RunEnded():
-            if standing.state not in ACTIVE:
-                return None
+        case RunEnded() if standing.state in ACTIVE:
             state, reason = _ending(standing.wish, event)
             return Move(Standing(state, "run", standing.attempt), now_s, reason)
         case Asked("resume"):
             return _resume(standing, event, now_s)
         case Asked():
             return _end(standing, event, now_s)
+    return None
 
 
 def _ending(wish: Wish, event: RunEnded) -> tuple[State, str]:
