@@ -95,11 +95,10 @@ def attempt(folder: Path) -> RunEnded:
     except RunInterrupted as error:
         ending = RunEnded("interrupted", str(error)[:MOST_WORDS])
     except Exception as error:
-        if (ours := as_ours(error)) is not None:
-            ending = RunEnded("failed", with_limit(ours)[:MOST_WORDS])
-        else:
+        if (ours := as_ours(error)) is None:
             traceback.print_exc()  # a bug of ours, or a part of the user's that raises when it is loaded
-            ending = RunEnded("failed", f"{type(error).__name__}: {error}"[:MOST_WORDS])
+        words = f"{type(error).__name__}: {error}" if ours is None else with_limit(ours)
+        ending = RunEnded("failed", words[:MOST_WORDS])
     print(ending.words, flush=True)
     return ending
 

@@ -209,7 +209,7 @@ def test_scale_and_drain_say_so_where_nothing_runs(tmp_path):
     assert call("scale", tmp_path, "--workers", 0).exit_code == 2
 
 
-@pytest.mark.parametrize("arguments", [(), ("run",), ("data", "check"), ("view",), ("keys", "add")])
+@pytest.mark.parametrize("arguments", [(), ("run",), ("data", "prepare"), ("view",), ("keys", "add")])
 def test_help_shows_no_type_for_flags(arguments):
     said = call(*arguments, "--help").output
     assert "--help" in said
