@@ -16,7 +16,7 @@ page = typer.Typer()
 @page.command()
 def view(
     targets: Annotated[
-        list[Path], Argument(metavar="[RUN|DIR]...", help="Folders of runs, or one folder of runs.")
+        list[Path], Argument(metavar="RUN|DIR", help="Folders of runs, or one folder of runs.")
     ] = [Path("runs")],  # noqa: B006
     port: Annotated[int, Option(min=0, max=65535, help="Port to serve at; 0 picks one.")] = 0,
     no_open: Annotated[bool, Option("--no-open", help="Open no browser.")] = False,
