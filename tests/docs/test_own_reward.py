@@ -1,4 +1,5 @@
-"""docs/rewards.md: it shows the reward of `init`, and its faulty reward fails as shown."""
+"""docs/rewards.md: it shows the reward of `init`, and its faulty reward fails as shown (`--data`,
+`--limit`)."""
 
 import os
 import re
