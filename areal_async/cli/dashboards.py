@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from areal_async.base.addresses import LOOPBACK
 from areal_async.cli.tools import AsJson, readable_errors, show
@@ -15,19 +16,17 @@ dashboards = typer.Typer(
     help="Dashboards, rules and alerts for Prometheus and Grafana.", no_args_is_help=True
 )
 
-Runs = Annotated[
-    list[Path], typer.Option("--runs", metavar="DIR", help="A `run_dir` of jobs; again for each.")
-]
+Runs = Annotated[list[Path], Option("--runs", metavar="DIR", help="A `run_dir` of jobs; again for each.")]
 
 
 @dashboards.command()
 def up(
     runs: Runs = [Path("runs")],  # noqa: B006
     folder: Annotated[
-        Path | None, typer.Option("--in", metavar="DIR", help="Where its files and data lie.")
+        Path | None, Option("--in", metavar="DIR", help="Where its files and data lie.")
     ] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Of Prometheus.")] = 9090,
-    grafana_port: Annotated[int, typer.Option(min=1, max=65535, help="Of Grafana.")] = 3000,
+    port: Annotated[int, Option(min=1, max=65535, help="Of Prometheus.")] = 9090,
+    grafana_port: Annotated[int, Option(min=1, max=65535, help="Of Grafana.")] = 3000,
 ) -> None:
     """Start Prometheus, and Grafana where it is installed, with everything found, until Ctrl-C."""
     with readable_errors():
@@ -53,10 +52,10 @@ def up(
 
 @dashboards.command()
 def write(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; made if it is not there.")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="Where to write; made if it is not there.")],
     runs: Runs = [Path("runs")],  # noqa: B006
     prometheus: Annotated[
-        str, typer.Option(metavar="URL", help="Where Grafana is to find Prometheus.")
+        str, Option(metavar="URL", help="Where Grafana is to find Prometheus.")
     ] = f"http://{LOOPBACK}:9090",
     as_json: AsJson = False,
 ) -> None:

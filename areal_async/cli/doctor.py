@@ -1,4 +1,4 @@
-"""`areal-async doctor`: is this machine ready, and if not, what to do."""
+"""`areal-async doctor`: checks of this machine, with a remedy for each failure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Finding:
 
 
 def examine(least_shm_bytes: int = MIN_SHM_BYTES) -> Iterator[Finding]:
-    """Every finding, in the order a person would repair them."""
+    """Yield the findings in the order in which a person would repair them."""
     yield _packages()
     yield _redis()
     yield _shared_memory(least_shm_bytes)
@@ -44,7 +44,7 @@ def examine(least_shm_bytes: int = MIN_SHM_BYTES) -> Iterator[Finding]:
 
 
 def remove_leftovers(roots: Sequence[Path]) -> list[Path]:
-    """Delete the folders that dead runs left behind below `roots`; return them."""
+    """Delete the folders that dead runs left below `roots`, and return them."""
     found = list(leftovers(roots))
     for folder in found:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,22 +1,24 @@
-"""The commands for jobs of the controller: `up | down | submit | ps | status | logs | top | pause | stop`.
-`status`, `logs`, `pause` and `stop` take the folder of a run of this machine as well."""
+"""The commands for jobs of the controller: `up | down | submit | ps | status | logs | pause | stop`.
+`status`, `logs` and `stop` take the folder of a run, too."""
 
 from __future__ import annotations
 
 import codecs
-import os
 import sys
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
-from rich.console import Console
+from typer import Argument, Option
 
-from areal_async.base.addresses import LOOPBACK
-from areal_async.cli.tools import AsJson, Overrides, console_for_tables, plain, readable_errors, show
+from areal_async.base.errors import RunFolderError
+from areal_async.cli.targets import is_run, job_names
+from areal_async.cli.tools import AsJson, Overrides, console_for_tables, note, plain, readable_errors, show
 
 if TYPE_CHECKING:
     from areal_async.cluster.client import ControllerClient
@@ -26,38 +28,19 @@ jobs = typer.Typer()
 
 END_LIMIT_S = 120.0  # Longest wait for a job to pause or stop, or for a controller to end
 LOOK_S = 0.3
+FRAME_S = 1.0  # Time between two frames of `ps --watch`
 LOG_PIECE_BYTES = 1 << 20
 RUNS = ("running", "waiting for its places")  # States of a run that has a supervisor
 
-NoWait = Annotated[bool, typer.Option("--no-wait", help="Return at once; `ps` shows what becomes of it.")]
-
-
-def job_names(incomplete: str) -> list[str]:
-    """Names of the controller's jobs, for the completion of a shell."""
-    try:
-        from areal_async.cluster.client import ControllerClient
-
-        found = [job.name for job in ControllerClient.find().jobs(ended=True)]
-    except Exception:  # a shell that completes has no place for errors
-        return []
-    return sorted({name for name in found if name.startswith(incomplete)})
-
-
+NoWait = Annotated[bool, Option("--no-wait", help="Return at once; `ps` shows the outcome.")]
 Job = Annotated[
     str,
-    typer.Argument(
-        metavar="JOB|RUN", help="A job's name or id; or the folder of a run.", autocompletion=job_names
-    ),
+    Argument(metavar="JOB|RUN", help="A job's name or id; or the folder of a run.", autocompletion=job_names),
 ]
 
 
-def note(text: str) -> None:
-    """One line on standard error, for a person."""
-    Console(stderr=True, soft_wrap=True).print(plain(text), markup=False, highlight=False)
-
-
 def controller() -> ControllerClient:
-    """The controller that answers here."""
+    """Return a client of the controller that answers here."""
     from areal_async.cluster.client import ControllerClient
 
     return ControllerClient.find()
@@ -66,14 +49,14 @@ def controller() -> ControllerClient:
 @jobs.command()
 def up(
     cluster_file: Annotated[
-        Path | None, typer.Argument(metavar="[CLUSTER.YAML]", help="The cluster; without it this machine.")
+        Path | None, Argument(metavar="[CLUSTER.YAML]", help="The cluster; without it this machine.")
     ] = None,
     foreground: Annotated[
-        bool, typer.Option("--foreground", help="Be the controller, until Ctrl-C; jobs run on after that.")
+        bool, Option("--foreground", help="Be the controller, until Ctrl-C; jobs run on after that.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Bring a controller up, which takes jobs and runs them."""
+    """Start a controller, which takes jobs and runs them."""
     with readable_errors():
         from areal_async.cluster.daemon import TAKEN_STATUS, serve, start_controller
         from areal_async.cluster.folder import ClusterFolder, ClusterFolderError
@@ -100,13 +83,13 @@ def up(
 @jobs.command()
 def down(
     keep_jobs: Annotated[
-        bool, typer.Option("--keep-jobs", help="Leave the jobs running; the next controller finds them.")
+        bool, Option("--keep-jobs", help="Leave the jobs running; the next controller finds them.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Stop every job that runs, in order, and then the controller."""
+    """Stop every running job, in order, and then the controller."""
     with readable_errors():
-        from areal_async.cluster.client import ControllerClient, ControllerGone
+        from areal_async.cluster.client import ControllerClient
         from areal_async.cluster.daemon import start_controller
         from areal_async.cluster.folder import ClusterFolder
         from areal_async.config.cluster import cluster_dir
@@ -114,23 +97,13 @@ def down(
         folder = ClusterFolder(cluster_dir())
         if folder.controller() is None:
             if keep_jobs or not folder.leaves_jobs():
-                show(
-                    {"was_up": False, "stopped": [], "waiting": []},
-                    f"no controller is up in {folder.path}",
-                    as_json,
-                )
-                return
+                answer = {"was_up": False, "stopped": [], "waiting": []}
+                return show(answer, f"no controller is up in {folder.path}", as_json)
             start_controller(folder, hold=True)  # one that died has left jobs behind
         client = ControllerClient.find()
         waiting = [job for job in client.jobs(ended=False) if job.state in ("PENDING", "PAUSED")]
         ending = client.down(keep_jobs=keep_jobs)
-        deadline_s = time.monotonic() + END_LIMIT_S
-        while folder.controller() is not None:
-            if time.monotonic() > deadline_s:
-                raise ControllerGone(
-                    f"the controller has not ended within {END_LIMIT_S:.0f} s: see {folder.log}"
-                )
-            time.sleep(LOOK_S)
+        _wait(lambda: folder.controller() is None, f"the controller has not ended (see {folder.log})")
         stopped = f"stopped {', '.join(job.name for job in ending)}; " if ending else ""
         answer = {"was_up": True, "stopped": ending, "waiting": waiting}
         show(answer, f"{stopped}the controller is down", as_json)
@@ -140,72 +113,69 @@ def down(
 
 @jobs.command()
 def submit(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.")],
+    job_file: Annotated[Path, Argument(metavar="JOB.YAML", help="The job file.")],
     overrides: Overrides = None,
-    priority: Annotated[
-        int, typer.Option(min=-1000, max=1000, help="Jobs of a higher one are started first.")
-    ] = 0,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=A,B", help="One job for each value; may be given again, for each pair."),
-    ] = None,
+    priority: Annotated[int, Option(min=-1000, max=1000, help="Jobs of a higher one are started first.")] = 0,
     memory_gb: Annotated[
-        float, typer.Option(min=0, help="Memory that the job needs, in GiB; 0: it does not count.")
+        float, Option(min=0, help="Memory that the job needs, in GiB; 0: it does not count.")
     ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Hand a job to the controller, which runs it when its turn has come."""
     with readable_errors():
-        from areal_async.cluster.client import ControllerClient, ControllerGone, new_key
+        from areal_async.cluster.client import ControllerClient, ControllerGone
         from areal_async.cluster.daemon import start_controller
         from areal_async.cluster.folder import ClusterFolder
         from areal_async.cluster.submission import pack
         from areal_async.config.cluster import cluster_dir
 
-        try:
+        client = None
+        with suppress(ControllerGone):
             client = ControllerClient.find()
-            started = False
-        except ControllerGone:
-            client, started = ControllerClient(f"http://{LOOPBACK}", ""), True
-        packed = pack(
-            job_file,
-            overrides or (),
-            key=new_key(),
-            here=client.here,
-            sweep=sweep or (),
-            priority=priority,
-            memory_gb=memory_gb,
-        )
-        if started:
+        key, here = uuid.uuid4().hex, client is None or client.here
+        packed = pack(job_file, overrides or (), key=key, here=here, priority=priority, memory_gb=memory_gb)
+        if client is None:
             folder = ClusterFolder(cluster_dir())
             note(f"note: a controller was started at {start_controller(folder)}, in {folder.path}")
             client = ControllerClient.find()
         made = client.submit(packed)
-        lines = (
-            f"submitted {job.name} (id {job.id}){': ' if job.waits_for else ''}{job.waits_for}"
-            for job in made
-        )
-        show(made, "\n".join(lines), as_json)
+        (job,) = made
+        waits = f": {job.waits_for}" if job.waits_for else ""
+        show(made, f"submitted {job.name} (id {job.id}){waits}", as_json)
 
 
 @jobs.command()
 def ps(
-    with_ended: Annotated[bool, typer.Option("--all", help="Jobs that have ended, too.")] = False,
+    with_ended: Annotated[bool, Option("--all", help="Jobs that have ended, too.")] = False,
+    watch: Annotated[
+        bool, Option("--watch", help="Progress and free resources, live; piped, one frame.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the jobs."""
     with readable_errors():
-        from areal_async.cli.tables import jobs_table
+        from rich.live import Live
 
-        found = controller().jobs(ended=with_ended)
-        show(found, jobs_table(found, time.time()), as_json)
+        from areal_async.cli.tables import frame_of, jobs_table
+
+        client, console = controller(), console_for_tables()
+        if not watch:
+            found = client.jobs(ended=with_ended)
+            return show(found, jobs_table(found, time.time()), as_json)
+        answer, page = frame_of(client, ended=with_ended)
+        if as_json or not console.is_terminal:
+            return show(answer, page, as_json)
+        with Live(page, console=console, auto_refresh=False, screen=True) as live:
+            while True:
+                time.sleep(FRAME_S)
+                live.update(frame_of(client, ended=with_ended)[1], refresh=True)
 
 
 @jobs.command()
 def status(
     job: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="[JOB|RUN]",
             help="A job's name or id; or the folder of a run, of this machine or of a cluster.",
             autocompletion=job_names,
@@ -223,179 +193,126 @@ def status(
             run = Run.open(job)
             standing = run.status()
             answer = {"state": run.state, "hosts": run.hosts, **msgspec.to_builtins(standing)}
-            show(answer, run_page(run, standing), as_json)
-            return
+            return show(answer, run_page(run, standing), as_json)
         client = controller()
         if job is None:
             cluster = client.cluster()
-            show(cluster, cluster_page(cluster, client.url), as_json)
-            return
+            return show(cluster, cluster_page(cluster, client.url), as_json)
         found = client.job(job)
         figures = client.figures(job) if found.job.state in ("STARTING", "RUNNING") else None
         show(msgspec.to_builtins(found) | {"figures": figures}, job_page(found, figures), as_json)
-
-
-def is_run(text: str) -> bool:
-    """Return whether an argument names a run by its place, and no job of the controller."""
-    from areal_async.launch.folders import LOCK
-
-    return os.sep in text or text.endswith((".yaml", ".yml")) or (Path(text) / LOCK).exists()
 
 
 @jobs.command()
 def logs(
     job: Job,
     service: Annotated[
-        str, typer.Argument(metavar="[SERVICE]", help="`run`, or a process such as trainer or rollout-0.")
+        str, Argument(metavar="[SERVICE]", help="`run`, or a process such as trainer or rollout-0.")
     ] = "run",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
-    names: Annotated[bool, typer.Option("--list", help="Only the names of its logs.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The names as JSON.")] = False,
+    follow: Annotated[bool, Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    names: Annotated[bool, Option("--list", help="Only the names of its logs.")] = False,
+    as_json: Annotated[bool, Option("--json", help="The names as JSON.")] = False,
 ) -> None:
-    """Print what a job, or one of its processes, has logged."""
+    """Print the log of a job, or of one of its processes."""
     with readable_errors():
-        if is_run(job):
-            _logs_of_run(job, service, follow, names or as_json, as_json)
-            return
-        client = controller()
+        from areal_async.cluster.logs import logs_in, sizes_of
+        from areal_async.cluster.messages import LogFile
+        from areal_async.launch.run_handle import Run
+
+        folder = Run.open(job).folder if is_run(job) else None
         if names or as_json:
-            found = client.logs(job).logs
-            show(found, "\n".join(f"{each.name}  {each.size_bytes} bytes" for each in found), as_json)
-            return
+            if folder is None:
+                found = controller().logs(job).logs
+            else:
+                found = [LogFile(*each) for each in sizes_of(logs_in(folder)).items()]
+            return show(found, "\n".join(f"{each.name}  {each.size_bytes} bytes" for each in found), as_json)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for piece in client.log(job, service, follow=follow):
+        if folder is None:
+            pieces = controller().log(job, service, follow=follow)
+        else:
+            pieces = _log(folder, service, follow)
+        for piece in pieces:
             sys.stdout.write(plain(decoder.decode(piece)))
             sys.stdout.flush()
 
 
-def _logs_of_run(target: str, service: str, follow: bool, names: bool, as_json: bool) -> None:
-    """Show logs of a run as `logs` of a job does; `run` is the log of its supervisor."""
-    from areal_async.base.errors import RunFolderError
-    from areal_async.cluster.logs import NAME, OF_THE_RUN, read_log
+def _log(folder: Path, service: str, follow: bool) -> Iterator[bytes]:
+    """Yield a log of a run as the controller does of a job; `run` is the log of its supervisor."""
+    from areal_async.cluster.logs import OF_THE_RUN, logs_in, read_log
     from areal_async.launch.run_handle import Run
 
-    run = Run.open(target)
-    logs = {
-        path.stem: path for path in sorted((run.folder / "logs").glob("*.log")) if NAME.fullmatch(path.stem)
-    }
-    if names:
-        found = [{"name": name, "size_bytes": path.stat().st_size} for name, path in logs.items()]
-        show(found, "\n".join(f"{each['name']}  {each['size_bytes']} bytes" for each in found), as_json)
-        return
+    logs = logs_in(folder)
     if service == OF_THE_RUN:
         service = next((name for name in ("supervisor", "inline") if name in logs), "supervisor")
     if service not in logs:
-        raise RunFolderError(f"{run.folder} has no log of {service}. Its logs: {', '.join(logs) or 'none'}")
-    decoder, at, over = codecs.getincrementaldecoder("utf-8")("replace"), 0, False
+        raise RunFolderError(f"{folder} has no log of {service}. Its logs: {', '.join(logs) or 'none'}")
+    at, over = 0, not follow
     while True:
         piece, at = read_log(logs[service], at, LOG_PIECE_BYTES)
-        sys.stdout.write(plain(decoder.decode(piece)))
-        sys.stdout.flush()
-        if not piece and (over or not follow):
+        if piece:
+            yield piece
+        elif over:
             return
-        if not piece:
-            over = not Run.open(run.folder).alive  # then what it wrote last is still read
+        else:
+            over = not Run.open(folder).alive  # then what it wrote last is still read
             time.sleep(LOOK_S)
-
-
-@jobs.command()
-def top(
-    once: Annotated[bool, typer.Option("--once", help="One frame, and no more.")] = False,
-    every_s: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between two frames.")] = 1.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One frame as JSON.")] = False,
-) -> None:
-    """Watch the jobs: how far they are, what they reach, what is free."""
-    with readable_errors():
-        from rich.live import Live
-
-        from areal_async.cli.tables import frame_of
-
-        client, console = controller(), console_for_tables()
-        answer, page = frame_of(client)
-        if once or as_json or not console.is_terminal:
-            show(answer, page, as_json)
-            return
-        with Live(page, console=console, auto_refresh=False, screen=True) as live:
-            while True:
-                time.sleep(every_s)
-                live.update(frame_of(client)[1], refresh=True)
 
 
 @jobs.command()
 def pause(job: Job, no_wait: NoWait = False, as_json: AsJson = False) -> None:
-    """End a job's processes in order, free what it holds, and keep it for a resume."""
-    _end(job, "pause", no_wait, as_json)
+    """End the processes of a controller's job in order, free its resources, and keep it for `resume`."""
+    with readable_errors():
+        if is_run(job):
+            raise RunFolderError(
+                f"{job} is a run without a controller, which cannot be paused. `areal-async stop {job}` ends "
+                "it in order, and `areal-async resume` continues it."
+            )
+        _end(job, "pause", no_wait, as_json)
 
 
 @jobs.command()
 def stop(job: Job, no_wait: NoWait = False, as_json: AsJson = False) -> None:
-    """End a job in order. `resume` can go on with it."""
-    _end(job, "stop", no_wait, as_json)
+    """End a job or a run in order. `resume` can continue it."""
+    with readable_errors():
+        if not is_run(job):
+            return _end(job, "stop", no_wait, as_json)
+        from areal_async.launch.run_handle import Run
+
+        run = Run.open(job)
+        run.stop()
+        if not no_wait:
+            _wait(lambda: Run.open(run.folder).state not in RUNS, f"{run.folder} still runs")
+        state = "ending" if no_wait else Run.open(run.folder).state
+        show({"run": run.folder, "state": state}, f"{run.folder} is {state}", as_json)
 
 
 def _end(name: str, verb: Literal["pause", "stop"], no_wait: bool, as_json: bool) -> None:
-    """Wait until a job has ended as it is asked to, and say how it stands. A run of this machine knows one
-    end in order, from which it can be resumed."""
-    with readable_errors():
-        from areal_async.cluster.client import ControllerGone
+    """Wait until a job of the controller has ended as it is asked to, and show its state."""
+    client = controller()
+    job = client.ask(name, verb)
 
-        if is_run(name):
-            from areal_async.launch.run_handle import Run
-
-            run = Run.open(name)
-            run.stop()
-            deadline_s = time.monotonic() + END_LIMIT_S
-            while not no_wait and (standing := Run.open(run.folder)).state in RUNS:
-                if time.monotonic() > deadline_s:
-                    raise ControllerGone(f"{run.folder} still runs after {END_LIMIT_S:.0f} s")
-                time.sleep(LOOK_S)
-            state = "ending" if no_wait else standing.state
-            show({"run": run.folder, "state": state}, f"{run.folder} is {state}", as_json)
-            return
-        client = controller()
-        job, deadline_s = client.ask(name, verb), time.monotonic() + END_LIMIT_S
-        while job.doing and not no_wait:
-            if time.monotonic() > deadline_s:
-                raise ControllerGone(f"job {job.name} is still {job.doing} after {END_LIMIT_S:.0f} s")
-            time.sleep(LOOK_S)
+    def has_ended() -> bool:
+        nonlocal job
+        if job.doing:
             job = client.job(str(job.id)).job
-        show(job, told(job), as_json)
+        return not job.doing
+
+    if not no_wait:
+        _wait(has_ended, f"job {job.name} is still {job.doing}")
+    show(job, told(job), as_json)
+
+
+def _wait(over: Callable[[], bool], complaint: str) -> None:
+    """Wait until `over()` is true. Raises `ControllerGone` with the complaint after `END_LIMIT_S`."""
+    from areal_async.cluster.client import ControllerGone
+
+    deadline_s = time.monotonic() + END_LIMIT_S
+    while not over():
+        if time.monotonic() > deadline_s:
+            raise ControllerGone(f"{complaint} after {END_LIMIT_S:.0f} s")
+        time.sleep(LOOK_S)
 
 
 def told(job: JobAnswer) -> str:
-    """How a job stands, on one line."""
+    """Return the state of a job and its reason, on one line."""
     return plain(f"{job.name} is {job.doing or job.state}: {job.reason}")
-
-
-def of_controller(target: str | Path) -> ControllerClient | None:
-    """The controller, where `target` names a job of it: no path that is there, and no path at all."""
-    from areal_async.cluster.client import ControllerClient, ControllerGone
-    from areal_async.cluster.states import UnknownJob
-
-    if not _is_name(target):
-        return None
-    try:
-        client = ControllerClient.find()
-        client.job(str(target))
-    except (ControllerGone, UnknownJob):
-        return None
-    return client
-
-
-def run_target(target: str) -> str:
-    """`target`, or if it names a job of the controller on this machine, the folder of that job's run."""
-    from areal_async.cluster.client import URL_VARIABLE
-    from areal_async.config.cluster import cluster_dir
-
-    if not _is_name(target) or os.environ.get(URL_VARIABLE):
-        return target
-    folders = cluster_dir().glob(f"jobs/*-{target}/runs/{target}")
-    of_job: Callable[[Path], int] = lambda path: int(path.parent.parent.name.partition("-")[0])  # noqa: E731
-    named = [path for path in folders if path.parent.parent.name.partition("-")[2] == target]
-    return str(max(named, key=of_job)) if named else target
-
-
-def _is_name(target: str | Path) -> bool:
-    from areal_async.config.fields import JOB_NAME
-
-    return JOB_NAME.fullmatch(str(target)) is not None and not Path(target).exists()

@@ -1,13 +1,13 @@
 """`areal-async keys`: keys of the hosts of a cluster, and tokens of its controller, in one folder.
 
     nodes/HOST/         for that host alone
-      ca.crt            issuers of all hosts that are let in: without its issuer here a host is a stranger
+      ca.crt            issuers of all hosts that are let in
       issuer.crt        its own issuer
       node.crt node.key its certificate, by which Ray encrypts
-      ray.token         what each Ray node and client shows, one for the cluster
+      ray.token         token of Ray's nodes and clients, one for the cluster
       env.sh            exports for Ray
     submit/             for the controller's host: the folder of the cluster
-      tokens, *.token   whom the controller lets in
+      tokens, *.token   tokens that the controller lets in
       env.sh            exports for areal-async
 
 A host has no token of the controller, and no other host's key. Each host has an issuer of its own, whose key
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from areal_async.base.addresses import LOOPBACK
 from areal_async.base.mistakes import ConfigError, Mistake
@@ -56,8 +57,8 @@ unset areal_keys
 """
 
 NODES, SUBMIT = "nodes", "submit"
-Hosts = Annotated[list[str], typer.Argument(metavar="HOST...", help="As in `keys init --host`.")]
-Made = Annotated[Path, typer.Option("--in", metavar="DIR", help="Folder that `keys init` made.")]
+Hosts = Annotated[list[str], Argument(metavar="HOST...", help="As in `keys init --host`.")]
+Made = Annotated[Path, Option("--in", metavar="DIR", help="Folder that `keys init` made.")]
 
 keys = typer.Typer(
     help="Generate and revoke TLS certificates and tokens for the hosts of a cluster.", no_args_is_help=True
@@ -66,10 +67,9 @@ keys = typer.Typer(
 
 @keys.command()
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="A new folder.")] = Path("keys"),
+    folder: Annotated[Path, Argument(metavar="[DIR]", help="A new folder.")] = Path("keys"),
     hosts: Annotated[
-        list[str],
-        typer.Option("--host", metavar="IP[,NAME]...", help="Addresses of a node; again for each node."),
+        list[str], Option("--host", metavar="IP[,NAME]...", help="Addresses of a node; again for each node.")
     ] = [],  # noqa: B006
     as_json: AsJson = False,
 ) -> None:
@@ -82,7 +82,7 @@ def init(
 
 @keys.command()
 def add(hosts: Hosts, folder: Made = Path("keys"), as_json: AsJson = False) -> None:
-    """Make keys of further hosts, and have the others let them in."""
+    """Make keys for further hosts, which the others then let in."""
     with readable_errors():
         until = add_hosts(folder, hosts)
         _show_changed(folder, hosts, f"{', '.join(hosts)} added, until {until}", as_json)
@@ -90,7 +90,7 @@ def add(hosts: Hosts, folder: Made = Path("keys"), as_json: AsJson = False) -> N
 
 @keys.command()
 def revoke(hosts: Hosts, folder: Made = Path("keys"), as_json: AsJson = False) -> None:
-    """Have the other hosts no longer let in these, and replace the token that they know."""
+    """Shut these hosts out from the others, and replace the token that they know."""
     with readable_errors():
         revoke_hosts(folder, hosts)
         _show_changed(folder, hosts, f"{', '.join(hosts)} revoked", as_json)
@@ -106,9 +106,9 @@ def _show_changed(folder: Path, changed: Sequence[str], text: str, as_json: bool
 
 
 def make_keys(folder: Path, hosts: Sequence[str]) -> str:
-    """Make the files in `folder`, which must be new or empty, for nodes at `hosts`: each the addresses of
-    one, with commas between them. Returns the last day on which the certificates are good, as YYYY-MM-DD.
-    Raises `ConfigError`, `ClusterFolderError`."""
+    """Make the files in a new or empty `folder`, for nodes at `hosts`: each text has the addresses of one,
+    with commas between them. Return the last valid day of the certificates as YYYY-MM-DD. Raises
+    `ConfigError`, `ClusterFolderError`."""
     from areal_async.cluster.folder import TOKEN_BYTES, ClusterFolder
     from areal_async.rpc.secret import write_private
 
@@ -130,7 +130,7 @@ def make_keys(folder: Path, hosts: Sequence[str]) -> str:
 
 
 def add_hosts(folder: Path, hosts: Sequence[str]) -> str:
-    """`keys add`; returns the last day on which their certificates are good. Raises `ConfigError`."""
+    """Make keys for further hosts; return the last day of their certificates. Raises `ConfigError`."""
     nodes, token = _read_nodes(folder)
     made, until = _new_nodes(hosts)
     if there := sorted(made.keys() & nodes.keys()):
@@ -140,7 +140,7 @@ def add_hosts(folder: Path, hosts: Sequence[str]) -> str:
 
 
 def revoke_hosts(folder: Path, hosts: Sequence[str]) -> None:
-    """`keys revoke`. Raises `ConfigError`."""
+    """Remove hosts, and replace the token that they know. Raises `ConfigError`."""
     from areal_async.cluster.folder import TOKEN_BYTES
 
     nodes, _ = _read_nodes(folder)
@@ -157,14 +157,14 @@ Files = dict[str, bytes]
 
 
 def _new_nodes(hosts: Sequence[str]) -> tuple[dict[str, Files], str]:
-    """The files of new hosts by their names, and the last day on which they are good."""
+    """Return the files of new hosts by their names, and their last valid day."""
     until = datetime.now(UTC) + timedelta(days=DAYS)
     names = [list(dict.fromkeys(host.split(","))) for host in dict.fromkeys(hosts)]
     return {each[0]: _certificates(each, until) for each in names}, until.date().isoformat()
 
 
 def _read_nodes(folder: Path) -> tuple[dict[str, Files], str]:
-    """The certificates and keys of the hosts that have some, and the token."""
+    """Return the certificates and keys of all present hosts, and the token."""
     try:
         nodes = {
             node.name: {name: (node / name).read_bytes() for name in (ISSUER, "node.crt", "node.key")}
@@ -192,7 +192,7 @@ def _write_nodes(folder: Path, nodes: Mapping[str, Files], token: str) -> None:
 
 
 def _certificates(hosts: Sequence[str], until: datetime) -> Files:
-    """Certificate, key and issuer of one host at these addresses: PEM by the names of the files."""
+    """Return certificate, key and issuer of one host at these addresses, as PEM by file name."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization

@@ -10,31 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from areal_async import __version__
 from areal_async.cli.dashboards import dashboards
 from areal_async.cli.data import data
-from areal_async.cli.fields import config
-from areal_async.cli.jobs import jobs, note, of_controller, told
+from areal_async.cli.fields import fields
+from areal_async.cli.jobs import jobs, told
 from areal_async.cli.keys import keys
 from areal_async.cli.page import page
+from areal_async.cli.targets import of_controller
 from areal_async.cli.tools import (
-    AdviseRequest,
-    AnswersRequest,
     AsJson,
-    CheckpointRequest,
-    EvaluateRequest,
     Overrides,
-    PlanRequest,
     RunArgument,
-    SimulateRequest,
-    add_command,
-    buffer,
+    add_programs,
+    note,
     own_tracebacks,
     print_json,
     readable_errors,
-    reward,
     show,
 )
 
@@ -54,42 +49,31 @@ OTHER_COMMANDS = {
     **dict.fromkeys(("chat", "sample", "infer", "talk"), "generate"),
 }
 """Name of a command in other programs → its name here."""
+SWEEP = "for lr in 1e-6 3e-6; do areal-async submit JOB.YAML job=NAME-$lr trainer.optimizer.lr=$lr; done"
+MOVED = {
+    "compare": "areal-async view RUN RUN --report FILE.HTML",
+    "config diff": "areal-async diff",
+    "config show": "areal-async validate JOB.YAML or areal-async status JOB --json",
+    "reward new": "areal-async init DIR, which makes a reward with its test, too",
+    "sweep": f"a loop of the shell: {SWEEP}",
+    "submit --sweep": f"a loop of the shell: {SWEEP}",
+    "top": "areal-async ps --watch",
+}
+"""A command or option of an earlier release, and what to use instead."""
 OTHER_OVERRIDES = ("--override", "--overrides", "--set", "--config", "--cfg", "--opt", "--param", "-o", "-c")
 """Options of other programs before a field that is changed."""
 PANELS = {
-    "Start": (
-        "quickstart",
-        "init",
-        "data",
-        "reward",
-        "doctor",
-        "objectives",
-        "validate",
-        "config",
-        "plan",
-        "simulate",
-    ),
-    "Train": ("run", "resume", "pause", "stop", "scale", "drain"),
-    "Look": (
-        "status",
-        "logs",
-        "view",
-        "compare",
-        "advise",
-        "evaluate",
-        "generate",
-        "export",
-        "buffer",
-        "dashboards",
-    ),
-    "Cluster": ("up", "down", "submit", "ps", "top", "keys"),
+    "Start": "quickstart init data reward doctor objectives validate diff plan simulate",
+    "Train": "run resume stop scale drain",
+    "Look": "status logs view advise evaluate generate export buffer dashboards",
+    "Cluster": "up down submit ps pause keys",
 }
 """The commands in the order of use, under the headings of the help."""
-PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
+PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.split()}
 
 
 def _without_types(parameters: list[Any]) -> list[Any]:
-    """The parameters, with no type of value in the help of flags, which take none."""
+    """Return the parameters, without a type in the help of flags, which take no value."""
     for option in parameters:
         if getattr(option, "is_flag", False):
             option.metavar = ""
@@ -114,17 +98,23 @@ def _how_to_change_fields(ctx: Any, option: str) -> str | None:
 
 
 class CommandGroup(TyperGroup):
-    """The commands in the order of use, found also by the names that other programs have for them."""
+    """The commands in the order of use. Names of an earlier release or of another program are answered with
+    the present name."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(PANEL_OF)
+        return super().list_commands(ctx) if ctx.parent else list(PANEL_OF)
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if (meant := OTHER_COMMANDS.get(args[0])) is not None and args[0] not in self.commands:
-            ctx.fail(f"No such command {args[0]!r}. Did you mean {meant!r}?")
+        if args[0] not in self.commands:
+            words = [ctx.command.name, *args] if ctx.parent else args
+            for name in (" ".join(words[:2]), words[0]):
+                if name in MOVED:
+                    ctx.fail(f"No such command {name!r}. Use {MOVED[name]}")
+            if not ctx.parent and args[0] in OTHER_COMMANDS:
+                ctx.fail(f"No such command {args[0]!r}. Did you mean {OTHER_COMMANDS[args[0]]!r}?")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -132,13 +122,16 @@ class CommandGroup(TyperGroup):
             return super().invoke(ctx)
         except UsageError as error:
             option = getattr(error, "option_name", "")
+            if moved := MOVED.get(f"{getattr(error.ctx, 'info_name', '')} {option}"):
+                error.ctx.fail(f"No such option: {option}. Use {moved}")
             if not option or (how := _how_to_change_fields(error.ctx, option)) is None:
                 raise
             error.ctx.fail(f"No such option: {option}. {how}")
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if (found := super().get_command(ctx, cmd_name)) is not None:
-            found.rich_help_panel = PANEL_OF[cmd_name]  # type: ignore[attr-defined]
+            if not ctx.parent:
+                found.rich_help_panel = PANEL_OF[cmd_name]  # type: ignore[attr-defined]
             for each in (found, *getattr(found, "commands", {}).values()):
                 _without_types(each.get_params(ctx))
         return found
@@ -151,6 +144,11 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+buffer = typer.Typer(
+    help="Look into the buffer of a run, take episodes out of it, train on recorded batches again.",
+    no_args_is_help=True,
+)
+reward = typer.Typer(help="Try a reward on a file, or serve it.", no_args_is_help=True)
 
 
 def _print_version(wanted: bool) -> None:
@@ -162,41 +160,38 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass
 
 
-app.add_typer(buffer, name="buffer")
-app.add_typer(reward, name="reward")
-app.add_typer(data, name="data")
-app.add_typer(config, name="config")
-app.add_typer(keys, name="keys")
-app.add_typer(dashboards, name="dashboards")
-app.registered_commands += jobs.registered_commands + page.registered_commands
+groups = {"buffer": buffer, "reward": reward, "data": data, "keys": keys, "dashboards": dashboards}
+for name, group in groups.items():
+    app.add_typer(group, name=name, cls=CommandGroup)
+for each in (jobs, page, fields):
+    app.registered_commands += each.registered_commands
+add_programs({"": app, **groups})
 
-JobFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.")]
-Plain = Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")]
+JobFile = Annotated[Path, Argument(metavar="JOB.YAML", help="The job file.")]
+Plain = Annotated[bool, Option("--plain", help="Plain lines instead of the live view.")]
 Summary = Annotated[
-    bool,
-    typer.Option("--json", help="Nothing but summary.json on standard output; the rest goes to the other."),
+    bool, Option("--json", help="Nothing but summary.json on standard output; the rest goes to the other.")
 ]
 Cluster = Annotated[
-    Path | None, typer.Option(metavar="CLUSTER.YAML", help="A cluster's file; else it runs on this machine.")
+    Path | None, Option(metavar="CLUSTER.YAML", help="A cluster's file; else it runs on this machine.")
 ]
 Inline = Annotated[
-    bool,
-    typer.Option("--inline", help="All roles in this process, for breakpoint() and profilers (docs/cli.md)."),
+    bool, Option("--inline", help="All roles in this process, for breakpoint() and profilers (docs/cli.md).")
 ]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Delete what an earlier run of this job left in its folder.")
+    bool, Option("--overwrite", help="Delete what an earlier run of this job left in its folder.")
 ]
 
 
 def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
-    """Print on standard error what the job's preset comes to, and a line for everything that `job` may say
-    but will regret, and for what its files were `found` to be."""
+    """Print on standard error the fields that the job's preset sets, and a line for each doubtful setting and
+    for each warning that was `found` about its files."""
     from areal_async.config.advice import advise
     from areal_async.config.files import advise_on_lora
     from areal_async.config.presets import expansion
@@ -213,18 +208,23 @@ def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
         console.print(str(warning), markup=False, highlight=False)
 
 
-def _read_job(job_file: Path, overrides: Sequence[str]) -> JobConfig:
-    """Read a job file. Raises `ConfigError`, which says that what the file names is tried later."""
+def _checked_job(job_file: Path, overrides: Sequence[str] | None) -> tuple[JobConfig, list[Mistake]]:
+    """Read and check a job file, and return it with warnings about its files. Raises `ConfigError`, which
+    says if the files have yet to be checked."""
     from areal_async.base.mistakes import WHOLE_FILE, ConfigError
     from areal_async.config.load import load_job
+    from areal_async.launch.preflight import check_contents
+    from areal_async.show.progress import progress
 
     try:
-        return load_job(job_file, overrides)
+        job = load_job(job_file, overrides or ())
     except ConfigError as error:
         if any(each.field == WHOLE_FILE for each in error.mistakes):
             raise
         then = "More is checked once this is mended: your code, tokenizer, weights, prompts and servers."
         raise ConfigError(error.source, error.mistakes, then=then) from error
+    with progress("checking the job"):
+        return job, check_contents(job, source=str(job_file))
 
 
 @app.command()
@@ -236,34 +236,28 @@ def run(
     cluster: Cluster = None,
     inline: Inline = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the job and this machine, and start nothing.")
+        bool, Option("--dry-run", help="Check the job and this machine, and start nothing.")
     ] = False,
     as_json: Summary = False,
 ) -> None:
     """Run a job until it is done, on this machine or on a cluster that this machine is a node of."""
     with readable_errors():
-        from areal_async.launch.preflight import check_contents
-        from areal_async.show.progress import progress
+        job, found = _checked_job(job_file, overrides)
+        if not dry_run:
+            return _run(job, cluster, inline, as_json, found, plain=plain, overwrite=overwrite)
+        from areal_async.config.cluster import load_cluster
+        from areal_async.runner.run_job import check_start
 
-        job = _read_job(job_file, overrides or ())
-        with progress("checking the job"):
-            found = check_contents(job, source=str(job_file))
-        if dry_run:
-            from areal_async.config.cluster import load_cluster
-            from areal_async.runner.run_job import check_start
-
-            check_start(job, cluster=load_cluster(cluster) if cluster else None, inline=inline)
-            print_warnings(job, found)
-            show({"job": job.job, "starts": False}, f"{job_file} can run here; nothing was started", as_json)
-            return
-        _run(job, cluster, plain, as_json, inline, found, overwrite=overwrite)
+        check_start(job, cluster=load_cluster(cluster) if cluster else None, inline=inline)
+        print_warnings(job, found)
+        show({"job": job.job, "starts": False}, f"{job_file} can run here; nothing was started", as_json)
 
 
 @app.command()
 def resume(
     target: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="RUN_FOLDER|JOB.YAML|JOB",
             help="The run's folder, its URL or its job file, or a job of the controller.",
         ),
@@ -274,12 +268,11 @@ def resume(
     inline: Inline = False,
     as_json: Summary = False,
 ) -> None:
-    """Go on with a run that was killed, interrupted or failed, or queue a job of the controller again."""
+    """Continue a run that was killed, interrupted or failed, or queue a job of the controller again."""
     with readable_errors():
         if (client := of_controller(target)) is not None:
             queued = client.resume(str(target), overrides or ())
-            show(queued, told(queued), as_json)
-            return
+            return show(queued, told(queued), as_json)
         from areal_async.launch.run_handle import job_to_resume
         from areal_async.storage.urls import shown
 
@@ -287,15 +280,14 @@ def resume(
         if Path(target).is_file():
             recorded = shown(job.run_dir / job.job / "job.yaml")
             note(f"note: it goes on as {recorded} says; to change a field, name it: key=value")
-        _run(job, cluster, plain, as_json, inline, resume=True)
+        _run(job, cluster, inline, as_json, plain=plain, resume=True)
 
 
 def _run(
     job: JobConfig,
     cluster_file: Path | None,
-    plain: bool,
-    as_json: bool,
     inline: bool,
+    as_json: bool,
     found: Sequence[Mistake] = (),
     **how: Any,
 ) -> None:
@@ -305,26 +297,21 @@ def _run(
 
     print_warnings(job, found)
     cluster = load_cluster(cluster_file) if cluster_file is not None else None
-    console = RunConsole(stderr=as_json)
-    how |= {"cluster": cluster, "cluster_file": cluster_file, "console": console, "plain": plain}
+    where: dict[str, Any] = {"cluster": cluster, "cluster_file": cluster_file, "inline": inline}
     with own_tracebacks() if inline else nullcontext():
-        result = run_job(job, inline=inline, **how)
+        result = run_job(job, console=RunConsole(stderr=as_json), **where, **how)
     if as_json:
         print_json(result.summary, RunConsole())
 
 
 @app.command()
 def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Check a job file, what it names and what it needs, and print it with every field resolved."""
+    """Check a job file, its files and its needs, and print it with every field resolved."""
     with readable_errors():
         from areal_async.config.advice import explain
         from areal_async.config.load import dump_job
-        from areal_async.launch.preflight import check_contents
-        from areal_async.show.progress import progress
 
-        job = _read_job(job_file, overrides or ())
-        with progress("checking the job"):
-            found = check_contents(job, source=str(job_file))
+        job, found = _checked_job(job_file, overrides)
         print_warnings(job, found)
         for each in explain(job):
             note(f"note: {each}")
@@ -333,7 +320,7 @@ def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = F
 
 @app.command()
 def objectives(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A preset or a part.")] = None,
+    name: Annotated[str | None, Argument(metavar="NAME", help="A preset or a part.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the parts of objectives and the presets, or print what a preset sets in a job file and what the
@@ -343,66 +330,55 @@ def objectives(
         from areal_async.config.presets import PRESETS, unknown_preset
         from areal_async.config.registry import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISERS
 
-        if name is not None:
-            preset, text = PRESETS.get(name), ""
-            kinds = (ADVANTAGES, LOSSES, CORRECTIONS, NORMALISERS)
-            parts_called = {kind.kind: kind.explain(name) for kind in kinds if name in kind.names}
-            if preset is not None:
-                text = f"# {preset.paper}. {preset.beside}".rstrip() + "\n" + preset.to_yaml()
-            elif not parts_called:
-                raise ConfigError("objectives", [unknown_preset(name)])
-            for kind, part in parts_called.items():
-                told = [f"{kind} {name}: {part['does']}", f"{kind}_args: {part['arguments'] or 'none'}"]
-                text += "".join(f"# {line}\n" for each in told for line in each.split("\n"))
-            show(dict(preset.fields) if preset is not None else parts_called, text.rstrip("\n"), as_json)
-            return
-
-        parts = {
-            "advantages": ADVANTAGES.names,
-            "losses": LOSSES.names,
-            "corrections": CORRECTIONS.names,
-            "normalisers": NORMALISERS.names,
+        kinds = {
+            "advantages": ADVANTAGES,
+            "losses": LOSSES,
+            "corrections": CORRECTIONS,
+            "normalisers": NORMALISERS,
         }
-        lines = [f"{kind}: {', '.join(names)}" for kind, names in parts.items()]
-        lines += ["presets:", *(f"  {each:<22} {preset.paper}" for each, preset in PRESETS.items())]
-        show(parts | {"presets": tuple(PRESETS)}, "\n".join(lines), as_json)
+        if name is None:
+            names = {title: kind.names for title, kind in kinds.items()}
+            lines = [f"{title}: {', '.join(known)}" for title, known in names.items()]
+            lines += ["presets:", *(f"  {each:<22} {preset.paper}" for each, preset in PRESETS.items())]
+            return show(names | {"presets": tuple(PRESETS)}, "\n".join(lines), as_json)
+        preset = PRESETS.get(name)
+        parts = {kind.kind: kind.explain(name) for kind in kinds.values() if name in kind.names}
+        if preset is None and not parts:
+            raise ConfigError("objectives", [unknown_preset(name)])
+        text = f"# {preset.paper}. {preset.beside}".rstrip() + f"\n{preset.to_yaml()}" if preset else ""
+        for kind, part in parts.items():
+            told = f"{kind} {name}: {part['does']}\n{kind}_args: {part['arguments'] or 'none'}"
+            text += "".join(f"# {line}\n" for line in told.split("\n"))
+        show(dict(preset.fields) if preset else parts, text.rstrip("\n"), as_json)
 
-
-add_command(app, "plan", PlanRequest)
-add_command(app, "simulate", SimulateRequest)
-add_command(app, "advise", AdviseRequest)
-add_command(app, "export", CheckpointRequest)
-add_command(app, "evaluate", EvaluateRequest)
-add_command(app, "generate", AnswersRequest)
 
 Within = Annotated[
-    float,
-    typer.Option("--timeout", min=0, help="Seconds in which a worker that leaves may finish what it has."),
+    float, Option("--timeout", min=0, help="Seconds in which a worker that leaves may finish what it has.")
 ]
 
 
 @app.command()
 def scale(
     run: RunArgument,
-    workers: Annotated[int, typer.Option(min=1, help="Rollout workers that the run is to have.")],
+    workers: Annotated[int, Option(min=1, help="Rollout workers that the run is to have.")],
     timeout_s: Within = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Have more or fewer rollout workers in a run that goes on; the newest leave first."""
+    """Change the number of rollout workers of a running run; the newest leave first."""
     _change(run, "scale", {"workers": workers}, timeout_s, as_json)
 
 
 @app.command()
 def drain(
     run: RunArgument,
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its name, e.g. rollout-1.")],
+    worker: Annotated[str, Argument(metavar="WORKER", help="Its name, e.g. rollout-1.")],
     timeout_s: Within = 60.0,
     outside: Annotated[
-        bool, typer.Option("--outside", help="A worker that was started by hand; it is not waited for.")
+        bool, Option("--outside", help="A worker that was started by hand; it is not waited for.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Have a rollout worker finish what it has, hand back the rest and end, and wait for that."""
+    """Let a rollout worker finish its groups, hand back the rest and exit, and wait for that."""
     _change(run, "drain", {"worker": worker, "outside": outside}, timeout_s, as_json)
 
 
@@ -422,10 +398,10 @@ def _change(run: str, how: str, request: dict[str, Any], timeout_s: float, as_js
 
 @app.command()
 def doctor(
-    clean: Annotated[bool, typer.Option("--clean", help="Delete what dead runs left behind.")] = False,
+    clean: Annotated[bool, Option("--clean", help="Delete what dead runs left behind.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Look whether this machine is ready, and say what to do where it is not."""
+    """Check if this machine is ready, and print what to do if it is not."""
     with readable_errors():
         from areal_async.cli.doctor import examine, remove_leftovers
         from areal_async.launch.one_host import volatile_roots
@@ -449,8 +425,8 @@ def doctor(
 @app.command()
 def quickstart(
     overrides: Overrides = None,
-    seed: Annotated[int, typer.Option(help="Seed of model, tasks and training.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for everything it makes.")] = Path("runs"),
+    seed: Annotated[int, Option(help="Seed of model, tasks and training.")] = 0,
+    out: Annotated[Path, Option(help="Folder for everything it makes.")] = Path("runs"),
     plain: Plain = False,
     as_json: Summary = False,
 ) -> None:
@@ -467,10 +443,9 @@ def quickstart(
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make.")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="The folder to make.")],
     model: Annotated[
-        str | None,
-        typer.Option(metavar="DIR|NAME", help="A model's folder or hub name; else a tiny one is made."),
+        str | None, Option(metavar="DIR|NAME", help="A model's folder or hub name; else a tiny one is made.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -482,25 +457,6 @@ def init(
         lines = [f"{folder.as_posix()}/ has a task to change into yours (docs/your-task.md). What next:"]
         lines += [f"  {step}" for step in steps]
         show({"folder": folder.as_posix(), "next": steps}, "\n".join(lines), as_json)
-
-
-@reward.command()
-def new(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the function, its file and its folder.")],
-    parent: Annotated[Path, typer.Option("--in", metavar="DIR", help="Where to make the folder.")] = Path(),
-    as_json: AsJson = False,
-) -> None:
-    """Make a folder with a reward that works, its test, a few tasks and a job file."""
-    with readable_errors():
-        from areal_async.cli.new_reward import write_reward_files
-
-        shown = write_reward_files(name, parent).as_posix()
-        lines = (
-            f"{shown}/ has {name}.py, test_{name}.py, tasks.jsonl and job.yaml. What next:",
-            f"  python -m pytest {shown}",
-            f"  areal-async reward test {shown}/{name}.py:{name} --data {shown}/tasks.jsonl",
-        )
-        show({"folder": shown}, "\n".join(lines), as_json)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ exists is replaced.
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import string
 from pathlib import Path
@@ -23,25 +24,24 @@ BASE, WARM, RL = "base", "warm_start.yaml", "job.yaml"
 TINY_POSITIONS = 256
 REPLY_END = "{{ eos_token if m['role'] == 'assistant' else '=' }}"
 TINY_TEMPLATE = f"{{% for m in messages %}}{{{{ m['content'] }}}}{REPLY_END}{{% endfor %}}"
-"""For data sets of chats: what is asked ends with `=`, as in the prompts that are texts."""
+"""Chat template of the tiny model: a prompt ends with `=`, as a text prompt does."""
 SPACES = {" ": "Ġ", "\n": "Ċ", "\t": "ĉ"}  # As the pre-tokenizer of Qwen2 writes them
 
 
 def write_task_files(folder: Path, model: str | None) -> list[str]:
-    """Make the folder; returns what to do next, as commands. Raises `DataError` where something is there."""
+    """Make the folder, and return the next commands. Raises `DataError` if it is not empty."""
     local = model is not None and Path(model).expanduser().is_dir()
     if not (model is None or local or is_url(model) or hub_url(model, Path(), is_data=False)):
         raise DataError(
             f"--model: {no_folder(Path(model))}. Give a model's folder, or owner/name of the hub."
         )
     named = Path(os.path.relpath(Path(model).expanduser(), folder)).as_posix() if model and local else model
+    job = TINY_JOB | {"model": f"runs/{job_name(folder)}-warm/model"} if model is None else MODEL_JOB
     texts = {
         MAKER: DATA.replace("PROMPT", TINY_PROMPT if model is None else CHAT_PROMPT),
         "reward.py": REWARD,
         "test_reward.py": TEST,
-        RL: (TINY_JOB if model is None else MODEL_JOB.replace("MODEL", str(named))).replace(
-            "NAME", job_name(folder)
-        ),
+        RL: JOB.format_map({"name": job_name(folder), "model": named} | job),
     }
     if model is None:
         texts[WARM] = WARM_JOB.replace("NAME", job_name(folder))
@@ -72,10 +72,8 @@ def write_task_files(folder: Path, model: str | None) -> list[str]:
 
 
 def job_name(folder: Path) -> str:
-    """The folder's name, as far as a job may be called so."""
-    allowed = string.ascii_lowercase + string.digits + "-"
-    name = "".join(sign if sign in allowed else "-" for sign in folder.absolute().name.lower()).strip("-")
-    return name[:40] or "own-task"
+    """Return the folder's name, reduced to the characters of a job's name."""
+    return re.sub(r"[^a-z0-9-]", "-", folder.absolute().name.lower()).strip("-")[:40] or "own-task"
 
 
 def _write_tiny(folder: Path) -> None:
@@ -217,46 +215,34 @@ sft:
   stop_between: [0.25, 0.4]             # right answers of held-out tasks
 """
 
-TINY_JOB = """# Second job: asynchronous RL with the reward in reward.py.
-job: NAME
+JOB = """# {about}Asynchronous RL with the reward in reward.py.
+job: {name}
 seed: 1
-model: runs/NAME-warm/model             # or a model of the hub: Qwen/Qwen2.5-0.5B-Instruct
-tasks: {train: train.jsonl, evaluation: held_out.jsonl}
+# A folder, or a model of the hub: Qwen/Qwen2.5-0.5B-Instruct
+model: {model}
+tasks: {{train: train.jsonl, evaluation: held_out.jsonl}}
 rollout:
   group_size: 8
-  max_concurrent: 512
-  max_model_len: 64                      # prompt and answer, in tokens
-  sampling: {temperature: 1.0, max_new_tokens: 12}
-buffer: {max_staleness: 1, batch_groups: 64}
+  max_concurrent: {concurrent}
+  max_model_len: {length}                     # prompt and answer, in tokens
+  sampling: {{temperature: 1.0, max_new_tokens: {answer}}}
+  # template_args: {{enable_thinking: false}}   # for chat templates that take it
+  # device: cuda                        # and trainer.device, where there are GPUs
+buffer: {{max_staleness: {staleness}, batch_groups: {groups}}}
 reward:
   name: reward.py:score
   timeout_s: 5
 trainer:
-  steps: 150
+  steps: {steps}
   micro_batch_tokens: 8192
-  optimizer: {lr: 4.0e-4, warmup_steps: 20, schedule: linear, clip_grad_norm: 0.2}
-evaluation: {every_steps: 25}
+  optimizer: {{{optimizer}}}
+evaluation: {{every_steps: {every}}}
 """
-
-MODEL_JOB = """# Asynchronous RL with the reward in reward.py.
-job: NAME
-seed: 1
-model: MODEL
-tasks: {train: train.jsonl, evaluation: held_out.jsonl}
-rollout:
-  group_size: 8
-  max_concurrent: 64
-  max_model_len: 512                     # prompt and answer, in tokens
-  sampling: {temperature: 1.0, max_new_tokens: 128}
-  # template_args: {enable_thinking: false}
-  # device: cuda                         # and trainer.device, where there are GPUs
-buffer: {max_staleness: 2, batch_groups: 16}
-reward:
-  name: reward.py:score
-  timeout_s: 5
-trainer:
-  steps: 100
-  micro_batch_tokens: 8192
-  optimizer: {lr: 1.0e-6, warmup_steps: 10, clip_grad_norm: 1.0}
-evaluation: {every_steps: 20}
-"""
+Values = dict[str, object]
+TINY_JOB: Values = {"about": "Second job: ", "concurrent": 512, "length": 64, "answer": 12, "every": 25}
+TINY_JOB |= {"staleness": 1, "groups": 64, "steps": 150}
+TINY_JOB["optimizer"] = "lr: 4.0e-4, warmup_steps: 20, schedule: linear, clip_grad_norm: 0.2"
+MODEL_JOB: Values = {"about": "", "concurrent": 64, "length": 512, "answer": 128, "every": 20}
+MODEL_JOB |= {"staleness": 2, "groups": 16, "steps": 100}
+MODEL_JOB["optimizer"] = "lr: 1.0e-6, warmup_steps: 10, clip_grad_norm: 1.0"
+"""Values of the job for the tiny model, and for a model of the user's."""

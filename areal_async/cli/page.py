@@ -1,4 +1,4 @@
-"""`areal-async view | compare`: a run in the browser, as a page that is served or as one file."""
+"""`areal-async view`: runs in the browser, as a page that is served or as one file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from areal_async.cli.tools import AsJson, readable_errors, show
 
@@ -14,52 +15,36 @@ page = typer.Typer()
 
 @page.command()
 def view(
-    target: Annotated[
-        Path, typer.Argument(metavar="RUN|DIR", help="The folder of a run, or one of runs.")
-    ] = Path("runs"),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve at; 0 picks one.")] = 0,
-    no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser.")] = False,
+    targets: Annotated[
+        list[Path], Argument(metavar="RUN|DIR", help="Folders of runs, or one folder of runs.")
+    ] = [Path("runs")],  # noqa: B006
+    port: Annotated[int, Option(min=0, max=65535, help="Port to serve at; 0 picks one.")] = 0,
+    no_open: Annotated[bool, Option("--no-open", help="Open no browser.")] = False,
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE.HTML", help="Write the page as one file instead, and end.")
+        Path | None, Option(metavar="FILE.HTML", help="Write the page as one file instead, and end.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show runs in the browser, those that go on as they go on, until Ctrl-C; or write one file to send."""
+    """Show runs in the browser, live, until Ctrl-C; or write one file to send. Several runs are compared:
+    drawn over each other, with the fields in which their jobs differ."""
+    several = len({target.absolute() for target in targets}) > 1
+    if several and report is None:
+        raise typer.BadParameter("several runs are compared in one file: add --report FILE.HTML")
     with readable_errors():
+        from areal_async.launch.run_handle import Run
         from areal_async.show.page.folder import runs_in
 
-        found = runs_in(target) if target.is_dir() else []
-        if not found:
-            from areal_async.launch.run_handle import Run
+        folders = [
+            # A job file or a URL is resolved; what is no run raises the error that says what there is.
+            target if not several and target.is_dir() and runs_in(target) else Run.open(target).folder
+            for target in dict.fromkeys(targets)
+        ]
+        if report is None:
+            return _serve(folders[0].resolve(), port, no_open, as_json)
+        from areal_async.show.page.report import write_report
 
-            target = Run.open(target).folder  # a job file or a URL, or the error that says what there is
-        if report is not None:
-            _write([target], report, as_json)
-            return
-        _serve(target.resolve(), port, no_open, as_json)
-
-
-@page.command()
-def compare(
-    targets: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Folders of runs.")],
-    out: Annotated[Path, typer.Option(metavar="FILE.HTML", help="The file to write.")] = Path("compare.html"),
-    as_json: AsJson = False,
-) -> None:
-    """Write one file that draws runs over each other, with the fields in which their jobs differ."""
-    if len({target.absolute() for target in targets}) < 2:
-        raise typer.BadParameter(
-            "one run has nothing to compare. Name two, or use `view RUN --report FILE.HTML`."
-        )
-    with readable_errors():
-        _write(targets, out, as_json)
-
-
-def _write(targets: list[Path], out: Path, as_json: bool) -> None:
-    from areal_async.launch.run_handle import Run
-    from areal_async.show.page.report import write_report
-
-    write_report([Run.open(target).folder.resolve() for target in targets], out)
-    show({"report": str(out), "size_bytes": out.stat().st_size}, f"written: {out}", as_json)
+        write_report([Run.open(folder).folder.resolve() for folder in folders], report)
+        show({"report": str(report), "size_bytes": report.stat().st_size}, f"written: {report}", as_json)
 
 
 def _serve(folder: Path, port: int, no_open: bool, as_json: bool) -> None:

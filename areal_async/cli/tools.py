@@ -1,4 +1,4 @@
-"""The commands that are programs of the services: what each is asked for, and how its program is started.
+"""The commands that are programs of the services: their requests, and how the programs are started.
 
 The programs belong to the services whose data or code they need, and this package imports no service: it
 starts them by module name, in place of its own process, and hands over one request as JSON. The fields of a
@@ -18,31 +18,33 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import msgspec
 import typer
 from rich.console import Console, RenderableType
+from typer import Argument, Option
 
 from areal_async.base.addresses import LOOPBACK
 from areal_async.base.errors import ArealError, MachineError, RunFolderError, RunInterrupted, with_limit
 from areal_async.base.mistakes import ConfigError, Mistake
+from areal_async.cli.targets import run_target
 
 PIPED_WIDTH = 200
 
 RunArgument = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="RUN",
         help="A run's folder, its URL or its job file, or a job of the controller.",
         show_default=False,
     ),
 ]
-JobFile = Annotated[str, typer.Argument(metavar="JOB.YAML", help="The job file.", show_default=False)]
+JobFile = Annotated[str, Argument(metavar="JOB.YAML", help="The job file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Fields to change, e.g. buffer.max_staleness=0."),
+    Argument(metavar="[KEY=VALUE]...", help="Fields to change, e.g. buffer.max_staleness=0."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+AsJson = Annotated[bool, Option("--json", help="JSON instead of text.")]
 Steps = Annotated[
-    str | None, typer.Option(metavar="A:B", help="Only steps from A to before B; either may be left out.")
+    str | None, Option(metavar="A:B", help="Only steps from A to before B; either may be left out.")
 ]
-State = Annotated[str | None, typer.Option(metavar="STATE", help="Only groups in this state, e.g. SCORED.")]
+State = Annotated[str | None, Option(metavar="STATE", help="Only groups in this state, e.g. SCORED.")]
 
 
 class ToolRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,33 +54,33 @@ class ToolRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class StatsRequest(ToolRequest, frozen=True):
-    """What the buffer holds, its limits, and why leases or batches wait."""
+    """Show the content of the buffer, its limits, and why leases or batches wait."""
 
     run: RunArgument
 
 
 class PeekRequest(ToolRequest, frozen=True):
-    """The groups in the buffer, or one of them, or one episode with its text."""
+    """List the groups in the buffer, or show one of them, or one episode with its text."""
 
     run: RunArgument
     name: Annotated[
-        str | None, typer.Argument(metavar="[GROUP|EPISODE]", help="A group or an episode, by its id.")
+        str | None, Argument(metavar="[GROUP|EPISODE]", help="A group or an episode, by its id.")
     ] = None
     state: State = None
-    limit: Annotated[int, typer.Option(min=1, help="Most groups listed.")] = 20
+    limit: Annotated[int, Option(min=1, help="Most groups listed.")] = 20
 
 
 class ExportRequest(ToolRequest, frozen=True):
-    """Episodes as a parquet file, one row each."""
+    """Write episodes to a parquet file, one row each."""
 
     run: RunArgument
-    out: Annotated[str, typer.Argument(metavar="OUT.PARQUET", help="The file to write.")]
+    out: Annotated[str, Argument(metavar="OUT.PARQUET", help="The file to write.")]
     state: State = None
     steps: Steps = None
     batches: Annotated[
-        bool, typer.Option("--batches", help="The recorded batches (trainer.record_batches), not the buffer.")
+        bool, Option("--batches", help="The recorded batches (trainer.record_batches), not the buffer.")
     ] = False
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False
 
 
 class ReplayRequest(ToolRequest, frozen=True):
@@ -87,7 +89,7 @@ class ReplayRequest(ToolRequest, frozen=True):
     run: RunArgument
     overrides: Overrides = None
     steps: Steps = None
-    out: Annotated[str | None, typer.Option(metavar="DIR", help="A new folder to keep the model in.")] = None
+    out: Annotated[str | None, Option(metavar="DIR", help="A new folder to keep the model in.")] = None
 
 
 class TrialRequest(ToolRequest, frozen=True):
@@ -95,60 +97,58 @@ class TrialRequest(ToolRequest, frozen=True):
 
     reward: Annotated[
         str,
-        typer.Argument(
-            metavar="REWARD", help="`my.py:name`, a built-in reward, or a job file for what it has."
-        ),
+        Argument(metavar="REWARD", help="`my.py:name`, a built-in reward, or a job file for what it has."),
     ]
     data: Annotated[
-        str | None, typer.Option(metavar="TASKS", help="Task file, .parquet or .jsonl; else the job file's.")
+        str | None, Option(metavar="TASKS", help="Task file, .parquet or .jsonl; else the job file's.")
     ] = None
     fields: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Fields of `reward`, e.g. args.longest=80 workers=2."),
+        Argument(metavar="[KEY=VALUE]...", help="Fields of `reward`, e.g. args.longest=80 workers=2."),
     ] = None
     column: Annotated[
-        str, typer.Option(metavar="COLUMN", help="Column of the task file that has the responses.")
+        str, Option(metavar="COLUMN", help="Column of the task file that has the responses.")
     ] = "response"
-    limit: Annotated[int, typer.Option(min=1, help="Most tasks that are taken, drawn at random.")] = 1000
+    limit: Annotated[int, Option(min=1, help="Most tasks that are taken, drawn at random.")] = 1000
 
 
 class ServeRequest(ToolRequest, frozen=True):
     """Serve rewards over HTTP (docs/reward-service.md#serve-a-reward-over-http), until Ctrl-C."""
 
     rewards: Annotated[
-        list[str], typer.Argument(metavar="REWARD...", help="`path.py:function`, or built-in rewards.")
+        list[str], Argument(metavar="REWARD...", help="`path.py:function`, or built-in rewards.")
     ]
     args: Annotated[
         str | None,
-        typer.Option(metavar="YAML", help="Arguments of the reward, e.g. '{most: 100}'; no job sets them."),
+        Option(metavar="YAML", help="Arguments of the reward, e.g. '{most: 100}'; a job cannot set them."),
     ] = None
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to serve; port 0 picks one.")] = (
+    listen: Annotated[str, Option(metavar="HOST:PORT", help="Where to serve; port 0 picks one.")] = (
         f"{LOOPBACK}:8700"
     )
-    workers: Annotated[int, typer.Option(min=1, help="Scoring processes.")] = 1
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0.001, help="Deadline of one call, in seconds.")
-    ] = 10.0
-    batch: Annotated[int, typer.Option(min=1, max=1024, help="Most inputs in one request.")] = 64
+    workers: Annotated[int, Option(min=1, help="Scoring processes.")] = 1
+    timeout_s: Annotated[float, Option("--timeout", min=0.001, help="Deadline of one call, in seconds.")] = (
+        10.0
+    )
+    batch: Annotated[int, Option(min=1, max=1024, help="Most inputs in one request.")] = 64
     token_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Clients must show the token in it (made if missing).")
+        str | None, Option(metavar="FILE", help="Clients must show the token in it (made if missing).")
     ] = None
     tls_cert: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Serve HTTPS with this certificate (PEM).")
+        str | None, Option(metavar="FILE", help="Serve HTTPS with this certificate (PEM).")
     ] = None
-    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="The certificate's key.")] = None
+    tls_key: Annotated[str | None, Option(metavar="FILE", help="The certificate's key.")] = None
     episodes: Annotated[
-        bool, typer.Option("--episodes", help="Ask for whole episodes: for rewards that use given.episode.")
+        bool, Option("--episodes", help="Ask for whole episodes: for rewards that use given.episode.")
     ] = False
 
 
 class PlanRequest(ToolRequest, frozen=True):
-    """The memory that a job's trainer needs on each rank, and the tokens per micro-batch that fit."""
+    """Show the memory that a job's trainer needs on each rank, and the tokens per micro-batch that fit."""
 
     job_file: JobFile
     overrides: Overrides = None
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A GPU, such as H100, instead of the visible one.")
+        str | None, Option(metavar="NAME", help="A GPU, such as H100, instead of the visible one.")
     ] = None
 
 
@@ -159,49 +159,48 @@ class SimulateRequest(ToolRequest, frozen=True):
     overrides: Overrides = None
     runs: Annotated[
         list[str] | None,
-        typer.Option("--from", metavar="RUN", help="A run that measured the costs; may be given again."),
+        Option("--from", metavar="RUN", help="A run that measured the costs; may be given again."),
     ] = None
-    costs: Annotated[str | None, typer.Option(metavar="YAML", help="Read the costs from this file.")] = None
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are simulated, after a warm-up.")] = 100
-    seed: Annotated[int, typer.Option(help="Seed of what is drawn.")] = 0
+    costs: Annotated[str | None, Option(metavar="YAML", help="Read the costs from this file.")] = None
+    steps: Annotated[int, Option(min=1, help="Steps that are simulated, after a warm-up.")] = 100
+    seed: Annotated[int, Option(help="Seed of what is drawn.")] = 0
 
 
 class AdviseRequest(ToolRequest, frozen=True):
     """Say what holds a run up, and what would balance it, by simulating it and its alternatives."""
 
     run: RunArgument
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each simulation, after a warm-up.")] = 100
+    steps: Annotated[int, Option(min=1, help="Steps of each simulation, after a warm-up.")] = 100
 
 
 class CheckpointRequest(ToolRequest, frozen=True):
-    """The model of a checkpoint as a Hugging Face directory."""
+    """Write the model of a checkpoint as a Hugging Face directory."""
 
     run: RunArgument
-    out: Annotated[str, typer.Option(metavar="DIR", help="A new folder.")]
+    out: Annotated[str, Option(metavar="DIR", help="A new folder.")]
     step: Annotated[
-        str, typer.Option(metavar="STEP", help="Number of the checkpoint, `newest` or `best`, by evaluation.")
+        str, Option(metavar="STEP", help="Number of the checkpoint, `newest` or `best`, by evaluation.")
     ] = "best"
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Of a job with trainer.lora: the adapter alone, in peft's form.")
+        bool, Option("--adapter", help="Of a job with trainer.lora: the adapter alone, in peft's form.")
     ] = False
 
 
 TargetArgument = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="MODEL|RUN[@STEP]",
         help="A Hugging Face folder, or a run (folder or job file); @STEP: a number, `newest` or `best`.",
         show_default=False,
     ),
 ]
 Engine = Annotated[
-    str | None, typer.Option(metavar="ENGINE", help="`local`, `sglang`, `vllm` or your own; else the run's.")
+    str | None, Option(metavar="ENGINE", help="`local`, `sglang`, `vllm` or your own; else the run's.")
 ]
-Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")]
-MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")]
+Temperature = Annotated[float | None, Option(min=0.0, help="0 is greedy.")]
+MaxNewTokens = Annotated[int | None, Option(min=1, help="Most tokens of an answer.")]
 MoreFields = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A field of a job file; may be given again."),
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="A field of a job file; may be given again.")
 ]
 
 
@@ -210,20 +209,19 @@ class EvaluateRequest(ToolRequest, frozen=True):
 
     target: TargetArgument
     data: Annotated[
-        str | None,
-        typer.Option(metavar="TASKS", help="Task file, .parquet or .jsonl; else the run's."),
+        str | None, Option(metavar="TASKS", help="Task file, .parquet or .jsonl; else the run's.")
     ] = None
     reward: Annotated[
-        str | None, typer.Option(metavar="REWARD", help="`my.py:name` or a built-in reward; else the run's.")
+        str | None, Option(metavar="REWARD", help="`my.py:name` or a built-in reward; else the run's.")
     ] = None
     engine: Engine = None
-    samples: Annotated[int | None, typer.Option(min=1, help="Answers to each task.")] = None
+    samples: Annotated[int | None, Option(min=1, help="Answers to each task.")] = None
     temperature: Temperature = None
     max_new_tokens: MaxNewTokens = None
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None
-    out: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A new file for the answers, as JSON lines.")
-    ] = None
+    limit: Annotated[int | None, Option(min=1, help="Only the first so many tasks.")] = None
+    out: Annotated[str | None, Option(metavar="FILE", help="A new file for the answers, as JSON lines.")] = (
+        None
+    )
     fields: MoreFields = None
 
 
@@ -231,19 +229,19 @@ class AnswersRequest(ToolRequest, frozen=True):
     """Print a model's answers to a prompt; without one read it from standard input, or talk in a terminal."""
 
     target: TargetArgument
-    prompt: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="What the user says.")] = None
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the system says first.")] = None
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without chat template.")] = False
-    n: Annotated[int, typer.Option("-n", min=1, max=256, help="Answers.")] = 1
+    prompt: Annotated[str | None, Argument(metavar="[PROMPT]", help="What the user says.")] = None
+    system: Annotated[str | None, Option(metavar="TEXT", help="What the system says first.")] = None
+    raw: Annotated[bool, Option("--raw", help="Continue the text, without chat template.")] = False
+    n: Annotated[int, Option("-n", min=1, max=256, help="Answers.")] = 1
     engine: Engine = None
     temperature: Temperature = None
     max_new_tokens: MaxNewTokens = None
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0
+    seed: Annotated[int, Option(help="Seed of the sampling.")] = 0
     fields: MoreFields = None
 
 
 def step_range(text: str | None) -> range:
-    """The steps that `a:b` names, from a to before b; either may be left out, None names all."""
+    """Return the steps of `a:b`, from a to before b; either may be left out, None names all."""
     start, colon, end = (text or ":").partition(":")
     if not colon or not all(part == "" or part.isdecimal() for part in (start, end)):
         raise ConfigError(
@@ -253,31 +251,32 @@ def step_range(text: str | None) -> range:
 
 
 R = TypeVar("R", bound=ToolRequest)
+PROGRAMS: Mapping[type[ToolRequest], tuple[str, str]] = {
+    StatsRequest: ("buffer stats", "replay_buffer.tools.stats"),
+    PeekRequest: ("buffer peek", "replay_buffer.tools.peek"),
+    ExportRequest: ("buffer export", "replay_buffer.tools.export"),
+    ReplayRequest: ("buffer replay", "trainer_service.tools.replay"),
+    TrialRequest: ("reward test", "reward_service.tools.trial"),
+    ServeRequest: ("reward serve", "reward_service.tools.serve"),
+    PlanRequest: ("plan", "trainer_service.tools.plan"),
+    SimulateRequest: ("simulate", "replay_buffer.tools.simulate"),
+    AdviseRequest: ("advise", "replay_buffer.tools.advise"),
+    CheckpointRequest: ("export", "trainer_service.tools.checkpoint_model"),
+    EvaluateRequest: ("evaluate", "rollout_service.tools.evaluate"),
+    AnswersRequest: ("generate", "rollout_service.tools.generate"),
+}
+"""The command that makes each request, and the module whose program answers it."""
 
 
 def module_of(request: ToolRequest) -> str:
-    """The module whose program answers `request`."""
+    """Return the module whose program answers `request`."""
     if isinstance(request, ExportRequest) and request.batches:
         return "trainer_service.tools.export"
-    modules: Mapping[type[ToolRequest], str] = {
-        ServeRequest: "reward_service.tools.serve",
-        StatsRequest: "replay_buffer.tools.stats",
-        PeekRequest: "replay_buffer.tools.peek",
-        ExportRequest: "replay_buffer.tools.export",
-        ReplayRequest: "trainer_service.tools.replay",
-        TrialRequest: "reward_service.tools.trial",
-        PlanRequest: "trainer_service.tools.plan",
-        SimulateRequest: "replay_buffer.tools.simulate",
-        AdviseRequest: "replay_buffer.tools.advise",
-        CheckpointRequest: "trainer_service.tools.checkpoint_model",
-        EvaluateRequest: "rollout_service.tools.evaluate",
-        AnswersRequest: "rollout_service.tools.generate",
-    }
-    return modules[type(request)]
+    return PROGRAMS[type(request)][1]
 
 
 def become(request: ToolRequest) -> NoReturn:
-    """Go on as the program that answers `request`: its exit status is this process's."""
+    """Become the program that answers `request`: its exit status is this process's."""
     sys.stdout.flush()
     # -P: a folder of the user's that is called like a service must not stand in for it.
     command = [sys.executable, "-P", "-m", module_of(request), msgspec.json.encode(request).decode()]
@@ -285,8 +284,8 @@ def become(request: ToolRequest) -> NoReturn:
 
 
 def run_tool(kind: type[R], main: Callable[[R], int | None]) -> NoReturn:
-    """The shell of such a program: `main` gets the request, and may return its exit status; errors end it as
-    they end every command."""
+    """Run such a program: `main` gets the request and may return an exit status. Errors end it as they end
+    every command."""
     try:
         with readable_errors():
             status = main(msgspec.json.decode(sys.argv[1], type=kind))
@@ -296,23 +295,28 @@ def run_tool(kind: type[R], main: Callable[[R], int | None]) -> NoReturn:
 
 
 def plain(text: str) -> str:
-    """Text that somebody else wrote, safe to print: control characters are shown, not obeyed."""
+    """Return foreign text that is safe to print: control characters are shown, not obeyed."""
     return "".join(char if char in "\n\t" or char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 
 def console_for_tables() -> Console:
-    """The terminal, or where there is none lines that are long enough for a program to read."""
+    """Return a console of the terminal, or one with long lines for a program that reads them."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(width=PIPED_WIDTH, highlight=False)
 
 
+def note(text: str) -> None:
+    """Print one line on standard error, for a person."""
+    Console(stderr=True, soft_wrap=True).print(plain(text), markup=False, highlight=False)
+
+
 def print_json(answer: object, console: Console | None = None) -> None:
-    """One line of JSON. What is no number is null, a path is its text."""
+    """Print one line of JSON. NaN is null, a path is its text."""
     (console or Console()).out(msgspec.json.encode(answer, enc_hook=str).decode(), highlight=False)
 
 
 def show(answer: object, text: RenderableType, as_json: bool) -> None:
-    """Print what a command found out: `answer` as JSON, or `text` for a person."""
+    """Print the result of a command: `answer` as JSON, or `text` for a person."""
     if as_json:
         print_json(answer)
     elif isinstance(text, str):
@@ -326,7 +330,7 @@ DEBUG_VARIABLE = "AREAL_ASYNC_DEBUG"
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """Turn what is raised inside into one paragraph on standard error and a status, never a traceback.
+    """Turn an error inside into one paragraph on standard error and a status, never a traceback.
 
     Status 2: the job file, the command line or the run folder is wrong, and nothing was started. 1: the run
     failed. 130: it was interrupted. Other errors name theirs.
@@ -338,27 +342,30 @@ def readable_errors() -> Iterator[None]:
         yield
     except typer.Exit:
         raise
-    except (ConfigError, RunFolderError) as error:
-        raise _exit(str(error), 2) from None
-    except RunInterrupted as error:
-        raise _exit(str(error), 130) from None
-    except ArealError as error:
-        raise _exit(with_limit(error), error.exit_status) from None
-    except KeyboardInterrupt:
-        raise _exit("interrupted.", 130) from None
-    except Exception as error:
-        if (of_machine := MachineError.of(error)) is not None:
-            raise _exit(str(of_machine), of_machine.exit_status) from None
-        text = (
-            f"{type(error).__name__}: {error}. This is a bug of areal-async; {DEBUG_VARIABLE}=1 shows where."
-        )
-        raise _exit(text, 1) from None
+    except (Exception, KeyboardInterrupt) as error:
+        raise _exit(*_text_and_status(error)) from None
+
+
+def _text_and_status(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
+    match error:
+        case KeyboardInterrupt():
+            return "interrupted.", 130
+        case RunInterrupted():
+            return str(error), 130
+        case ConfigError() | RunFolderError():
+            return str(error), 2
+        case ArealError():
+            return with_limit(error), error.exit_status
+    if (of_machine := MachineError.of(error)) is not None:
+        return str(of_machine), of_machine.exit_status
+    bug = f"This is a bug of areal-async; {DEBUG_VARIABLE}=1 shows where."
+    return f"{type(error).__name__}: {error}. {bug}", 1
 
 
 @contextmanager
 def own_tracebacks() -> Iterator[None]:
-    """For a run in this process: what ends it is shown with its traceback, and a service that does not return
-    does not keep the process."""
+    """Show an error that ends a run in this process with its traceback. A service that does not return does
+    not keep the process."""
     from areal_async.launch.inline import services_left
 
     status = 0
@@ -393,19 +400,17 @@ def _exit(text: str, status: int) -> typer.Exit:
     return typer.Exit(status)
 
 
-buffer = typer.Typer(
-    help="Look into the buffer of a run, take episodes out of it, train on recorded batches again.",
-    no_args_is_help=True,
-)
-reward = typer.Typer(help="Write a reward, try it on a file, serve it.", no_args_is_help=True)
+def add_programs(groups: Mapping[str, typer.Typer]) -> None:
+    """Add the commands of `PROGRAMS`, each to the group that the first word of its name says, or to ""."""
+    for request, (name, _) in PROGRAMS.items():
+        group, _, last = name.rpartition(" ")
+        groups[group].command(last, help=request.__doc__)(_command(request))
 
 
-def add_command(group: typer.Typer, name: str, request: type[ToolRequest]) -> None:
-    """Add the command `name`, which becomes the program of `request`."""
+def _command(request: type[ToolRequest]) -> Callable[..., None]:
+    """Return a function that becomes the program of `request`, with its fields as parameters."""
 
     def command(**given: Any) -> None:
-        from areal_async.cli.jobs import run_target  # which needs this module
-
         with readable_errors():
             if "run" in given:
                 given["run"] = run_target(given["run"])
@@ -414,12 +419,4 @@ def add_command(group: typer.Typer, name: str, request: type[ToolRequest]) -> No
         become(request(**given))
 
     command.__signature__ = signature(request)  # type: ignore[attr-defined]
-    group.command(name, help=request.__doc__)(command)
-
-
-add_command(buffer, "stats", StatsRequest)
-add_command(buffer, "peek", PeekRequest)
-add_command(buffer, "export", ExportRequest)
-add_command(buffer, "replay", ReplayRequest)
-add_command(reward, "test", TrialRequest)
-add_command(reward, "serve", ServeRequest)
+    return command

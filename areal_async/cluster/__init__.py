@@ -1,7 +1,6 @@
-"""The controller: it takes jobs, lets them wait for their turn, starts, stops and resumes their runs.
+"""The controller: it takes jobs, queues them, and starts, stops and resumes their runs.
 
-What is decided is pure (`states.py`, `line.py`, `resources.py`, `sweeps.py`), what is known lies in a
-database (`store.py`), and what is done to processes can be done twice without harm (`attempt.py`,
-`processes.py`).
-`controller.py` brings the three together; `api.py` is the way in.
+Decisions are pure (`states.py`, `queue.py`, `resources.py`), the state is in a database (`store.py`), and
+every action on processes can be repeated without harm (`attempt.py`, `processes.py`). `controller.py` brings
+the three together; `api.py` is the way in.
 """

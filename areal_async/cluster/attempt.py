@@ -1,19 +1,18 @@
-"""One start of a job, as a folder: who runs it, that it is to stop, how it ended.
+"""One start of a job, as a folder: its process, an order to stop, its ending.
 
 Promises: of all processes that are started for one attempt (`attempt_process.py`) exactly one runs it,
-whoever started them and whenever they come to it: the one whose *claim* is there first. It holds a lock on
-its claim as long as it lives, and writes down how the run ended before it goes. A file `stop` in the folder
-ends the run in order, as one SIGTERM does, however often it is written and also where it was there first.
+whoever started them and whenever they arrive: the first that places its *claim*. It holds a lock on the claim
+as long as it lives, and writes the ending before it exits. A file `stop` in the folder ends the run in order,
+as one SIGTERM does, however often it is written, also if it exists before the process.
 
-    request.json    what is to be run; the same for all that are started
-    claim           the process that runs it (its lock says whether it lives)
-    stop            that it is to end
-    ending.json     how it ended
+    request.json    the run, the same for all processes that are started
+    claim           the process that runs it; the lock says if it lives
+    stop            an order to end
+    ending.json     the ending
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -21,9 +20,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from areal_async.base.own_files import NotOurs, read_own, sync
+from areal_async.base.own_files import NotOurs, is_locked, read_own, sync, take_lock
 from areal_async.base.processes import start_of
 from areal_async.base.topology import Role
+from areal_async.cluster.states import RunEnded
 from areal_async.launch.folders import Owner
 
 REQUEST, CLAIM, STOP, ENDING = "request.json", "claim", "stop", "ending.json"
@@ -32,35 +32,24 @@ NOBODY = Owner(0, "")
 
 
 class AttemptRequest(msgspec.Struct, frozen=True):
-    """What is to be run: the job's mapping with paths relative to `files`, below `run_dir`, with changes."""
+    """The job's mapping with paths relative to `files`, to be run below `run_dir` with changes."""
 
     job: dict[str, Any]
     files: str
     run_dir: str
     overrides: list[str]
     modules: dict[Role, str]
-    cluster: dict[str, Any]  # What the run is told of its cluster
-
-    @property
-    def run_folder(self) -> Path:
-        return Path(self.run_dir) / str(self.job["job"])
-
-
-class AttemptEnding(msgspec.Struct, frozen=True):
-    """How the run of an attempt ended, in its own words."""
-
-    how: Literal["finished", "interrupted", "failed"]
-    words: str = ""
+    cluster: dict[str, Any]  # The cluster file's content, for the run
 
 
 def claim(folder: Path) -> bool:
-    """Make this process the one that runs the attempt in `folder`; False where another is. It has the claim
-    until it ends: the descriptor with its lock is never closed."""
+    """Make this process the one that runs the attempt in `folder`; return False if another is. It has the
+    claim until it exits: the descriptor with the lock is never closed."""
     return _claim(folder, Owner(os.getpid(), start_of(os.getpid()))) is not None
 
 
 def void(folder: Path) -> bool:
-    """Claim the attempt for nobody, so that no process that comes late runs it; False where one has it."""
+    """Claim the attempt for nobody, so that no late process runs it; return False if a process has it."""
     fd = _claim(folder, NOBODY)
     if fd is not None:
         os.close(fd)
@@ -70,7 +59,7 @@ def void(folder: Path) -> bool:
 def _claim(folder: Path, owner: Owner) -> int | None:
     mine = folder / f"{CLAIM}.{os.getpid()}.tmp"
     fd = os.open(mine, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX)
+    take_lock(fd)
     os.write(fd, msgspec.json.encode(owner))
     os.fsync(fd)
     try:
@@ -85,24 +74,21 @@ def _claim(folder: Path, owner: Owner) -> int | None:
 
 
 def holder_of(folder: Path) -> Owner | Literal["nobody", "void", "gone"]:
-    """The process that runs the attempt in `folder`; `nobody` while none has come to it, `void` where none
-    will, `gone` once it has ended."""
+    """Return the process that runs the attempt in `folder`; `nobody` before it is claimed, `void` if it was
+    claimed for nobody, `gone` once the process has exited."""
     try:
         fd = os.open(folder / CLAIM, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return "nobody"
-    try:
-        owner = msgspec.json.decode(os.pread(fd, RECORD_BYTES, 0), type=Owner)
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return owner
-    finally:
-        os.close(fd)
+    with os.fdopen(fd, "rb") as file:
+        owner = msgspec.json.decode(file.read(RECORD_BYTES), type=Owner)
+        if is_locked(fd):
+            return owner
     return "void" if owner == NOBODY else "gone"
 
 
-def ending_of(folder: Path) -> AttemptEnding | None:
-    """What the attempt's process wrote down of its end; None where it did not."""
+def ending_of(folder: Path) -> RunEnded | None:
+    """Return the ending that the attempt's process wrote; None if it wrote none."""
     with suppress(OSError, NotOurs, msgspec.DecodeError):
-        return msgspec.json.decode(read_own(folder / ENDING, max_bytes=RECORD_BYTES), type=AttemptEnding)
+        return msgspec.json.decode(read_own(folder / ENDING, max_bytes=RECORD_BYTES), type=RunEnded)
     return None

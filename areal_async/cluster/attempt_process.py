@@ -1,7 +1,7 @@
 """The process of one start of a job: `python -P -m areal_async.cluster.attempt_process FOLDER`.
 
-It claims the attempt in the folder, runs the job as `areal-async run` or `resume` would, and writes down how
-that ended. Code of the user's is loaded here, never in the controller.
+It claims the attempt in the folder, runs the job as `areal-async run` or `resume` would, and writes the
+ending. User code is loaded here, never in the controller.
 """
 
 from __future__ import annotations
@@ -25,36 +25,26 @@ from areal_async.cluster.attempt import (
     ENDING,
     REQUEST,
     STOP,
-    AttemptEnding,
     AttemptRequest,
     claim,
 )
-from areal_async.cluster.submission import job_of
-from areal_async.config.job import JobConfig
+from areal_async.cluster.states import RunEnded
+from areal_async.cluster.submission import next_job
 from areal_async.launch.preflight import check_contents
-from areal_async.launch.run_handle import has_work, is_finished, job_to_resume
+from areal_async.launch.run_handle import is_finished
 from areal_async.runner.run_job import carry_out
 
-LOOK_S = 0.2  # How often it looks whether it is to end
+LOOK_S = 0.2  # Seconds between two looks for the order to stop
 MOST_WORDS = 4000
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def job_of_attempt(request: AttemptRequest) -> tuple[JobConfig, bool]:
-    """The job to run, and whether it goes on with what its folder holds. Raises `ConfigError`,
-    `RunFolderError`."""
-    folder = request.run_folder
-    if folder.is_dir() and has_work(folder):
-        return job_to_resume(folder, request.overrides), True
-    files, run_dir = Path(request.files), Path(request.run_dir)
-    return job_of(request.job, files, run_dir, request.overrides, files=True), False
-
-
 def run_attempt(request: AttemptRequest) -> None:
-    """Run it to its end. Raises `ArealError`."""
-    if is_finished(request.run_folder, request.overrides):
+    """Run the job to its end. Raises `ArealError`."""
+    files, run_dir, overrides = Path(request.files), Path(request.run_dir), request.overrides
+    if is_finished(run_dir / str(request.job["job"]), overrides):
         return  # an earlier attempt got to the end, and could not say so
-    job, resume = job_of_attempt(request)
+    job, resume = next_job(request.job, files, run_dir, overrides, files=True)
     check_contents(job, source=f"job {job.job}")
     carry_out(
         {
@@ -69,7 +59,7 @@ def run_attempt(request: AttemptRequest) -> None:
 
 @contextmanager
 def _stoppable(folder: Path) -> Iterator[None]:
-    """A file `stop` in the folder, or a signal before the supervisor listens, ends what runs meanwhile."""
+    """Interrupt the block on a file `stop` in the folder, and on a signal before the supervisor listens."""
     over = threading.Event()
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -95,20 +85,19 @@ def _stoppable(folder: Path) -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
 
 
-def attempt(folder: Path) -> AttemptEnding:
-    """Run what the folder asks for, and say how it ended. What goes wrong is printed too."""
+def attempt(folder: Path) -> RunEnded:
+    """Run the attempt in the folder and return its ending. Errors are printed, too."""
     try:
         with _stoppable(folder):
             run_attempt(msgspec.json.decode(read_own(folder / REQUEST), type=AttemptRequest))
-        return AttemptEnding("finished")
+        return RunEnded("finished")
     except RunInterrupted as error:
-        ending = AttemptEnding("interrupted", str(error)[:MOST_WORDS])
+        ending = RunEnded("interrupted", str(error)[:MOST_WORDS])
     except Exception as error:
-        if (ours := as_ours(error)) is not None:
-            ending = AttemptEnding("failed", with_limit(ours)[:MOST_WORDS])
-        else:
+        if (ours := as_ours(error)) is None:
             traceback.print_exc()  # a bug of ours, or a part of the user's that raises when it is loaded
-            ending = AttemptEnding("failed", f"{type(error).__name__}: {error}"[:MOST_WORDS])
+        words = f"{type(error).__name__}: {error}" if ours is None else with_limit(ours)
+        ending = RunEnded("failed", words[:MOST_WORDS])
     print(ending.words, flush=True)
     return ending
 

@@ -1,13 +1,13 @@
-"""The controller's API as the command line uses it."""
+"""A client of the controller's API, for the command line."""
 
 from __future__ import annotations
 
 import http.client
+import itertools
 import os
-import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
@@ -17,8 +17,12 @@ import msgspec
 from areal_async.base.addresses import is_loopback
 from areal_async.base.errors import ArealError
 from areal_async.base.mistakes import ConfigError, Mistake
+from areal_async.base.retry import Tries
 from areal_async.cluster.folder import ClusterFolder
 from areal_async.cluster.messages import (
+    LOG_WAIT_S,
+    OFFSET_HEADER,
+    OVER_HEADER,
     ClusterAnswer,
     DownRequest,
     FiguresAnswer,
@@ -30,7 +34,6 @@ from areal_async.cluster.messages import (
     ResumeRequest,
     WorkersAnswer,
 )
-from areal_async.cluster.operations import LOG_WAIT_S, OFFSET_HEADER, OVER_HEADER
 from areal_async.cluster.states import JobRefused, UnknownJob
 from areal_async.cluster.submission import Submission
 from areal_async.config.cluster import cluster_dir
@@ -40,13 +43,15 @@ URL_VARIABLE = "AREAL_ASYNC_CONTROLLER"
 TOKEN_VARIABLE = "AREAL_ASYNC_TOKEN_FILE"
 """Environment variable with the file that holds a token of that controller."""
 ANSWER_S = 60.0
-RETRY_S = 30.0  # How long a request that may be repeated is repeated while nobody answers
+RETRY_S = 30.0  # Longest time in which a request is repeated while nobody answers
 PAUSE_S = 0.3
-MOST_FAILURES = 3  # Answers with status 500 after which that is the answer
+MOST_FAILURES = 3  # Answers with status 500 before it is accepted as the answer
 
 KINDS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 
 A = TypeVar("A", bound=msgspec.Struct)
+Answer = tuple[int, Mapping[str, str], bytes]
+"""Status, headers and body."""
 
 
 class ControllerGone(ArealError):
@@ -55,14 +60,22 @@ class ControllerGone(ArealError):
     exit_status = 3
 
 
+class Unready(ControllerGone):
+    """The controller answers that it is busy, or breaks off the request because it ends."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(f"it answers with status {answer[0]}")
+        self.answer = answer
+
+
 class TokenRefused(ArealError):
-    """The controller does not let this token in, or not to do this."""
+    """The controller rejects this token, or does not allow it this request."""
 
     exit_status = 4
 
 
 def reached(url: str, timeout_s: float = 5.0) -> bool:
-    """Whether a controller answers at `url`."""
+    """Return whether a controller answers at `url`."""
     try:
         return ControllerClient(url, "").request("GET", "/healthz", timeout_s=timeout_s)[0] == 200
     except ControllerGone:
@@ -71,10 +84,10 @@ def reached(url: str, timeout_s: float = 5.0) -> bool:
 
 @dataclass
 class ControllerClient:
-    """Asks the controller at `url`. `here`: it is on this machine, in `folder`.
+    """A client of the controller at `url`; of one on this machine it knows the `folder`.
 
-    Raises `ControllerGone`, `TokenRefused`, `JobRefused` with the controller's reason, `ConfigError` with
-    what it found wrong."""
+    Methods raise `ControllerGone`, `TokenRefused`, `JobRefused` with the controller's reason, and
+    `ConfigError` with the mistakes that it found."""
 
     url: str
     token: str = field(repr=False)
@@ -82,7 +95,7 @@ class ControllerClient:
 
     @classmethod
     def find(cls) -> ControllerClient:
-        """The controller that commands talk to: that of the variables, else of the cluster folder."""
+        """Return a client of the controller that the environment names, else of the cluster folder's."""
         if url := os.environ.get(URL_VARIABLE):
             if urlsplit(url).scheme not in KINDS or not urlsplit(url).hostname:
                 fix = "Give one such as http://host:8470"
@@ -104,49 +117,46 @@ class ControllerClient:
     # --- operations --------------------------------------------------------------------------------
 
     def submit(self, submission: Submission) -> list[JobAnswer]:
-        """The jobs that were made of it. It is sent again where no answer came: it counts once."""
-        body = msgspec.json.encode(submission)
-        return self._ask(JobsAnswer, "POST", "/v1/jobs", body, repeat=True).jobs
+        """Submit a job. It is sent again if no answer came, and counts once."""
+        return self._ask(JobsAnswer, "POST", "/v1/jobs", submission).jobs
 
     def cluster(self) -> ClusterAnswer:
-        return self._ask(ClusterAnswer, "GET", "/v1/cluster", repeat=True)
+        return self._ask(ClusterAnswer, "GET", "/v1/cluster")
 
     def jobs(self, *, ended: bool) -> list[JobAnswer]:
-        return self._ask(JobsAnswer, "GET", f"/v1/jobs?ended={int(ended)}", repeat=True).jobs
+        return self._ask(JobsAnswer, "GET", f"/v1/jobs?ended={int(ended)}").jobs
 
     def job(self, name: str) -> JobDetailAnswer:
-        return self._ask(JobDetailAnswer, "GET", _path(name), repeat=True)
+        return self._ask(JobDetailAnswer, "GET", _path(name))
 
     def figures(self, name: str) -> FiguresAnswer:
-        return self._ask(FiguresAnswer, "GET", _path(name, "figures"), repeat=True)
+        return self._ask(FiguresAnswer, "GET", _path(name, "figures"))
 
     def ask(self, name: str, verb: Literal["pause", "stop"]) -> JobAnswer:
-        return self._ask(JobsAnswer, "POST", _path(name, verb), repeat=True).jobs[0]
+        return self._ask(JobsAnswer, "POST", _path(name, verb)).jobs[0]
 
     def resume(self, name: str, overrides: Sequence[str]) -> JobAnswer:
-        body = msgspec.json.encode(ResumeRequest(list(overrides)))
-        return self._ask(JobsAnswer, "POST", _path(name, "resume"), body).jobs[0]
+        request = ResumeRequest(list(overrides))
+        return self._ask(JobsAnswer, "POST", _path(name, "resume"), request, once_s=ANSWER_S).jobs[0]
 
     def change(self, name: str, how: str, request: Mapping[str, Any], limit_s: float) -> WorkersAnswer:
-        """Scale, or drain a worker, which may take `limit_s`."""
-        body = msgspec.json.encode(request)
-        return self._ask(WorkersAnswer, "POST", _path(name, how), body, timeout_s=limit_s + ANSWER_S)
+        """Scale, or drain a worker; both may take `limit_s`."""
+        return self._ask(WorkersAnswer, "POST", _path(name, how), request, once_s=limit_s + ANSWER_S)
 
     def down(self, *, keep_jobs: bool) -> list[JobAnswer]:
-        body = msgspec.json.encode(DownRequest(keep_jobs))
-        return self._ask(JobsAnswer, "POST", "/v1/down", body, repeat=True).jobs
+        return self._ask(JobsAnswer, "POST", "/v1/down", DownRequest(keep_jobs)).jobs
 
     def logs(self, name: str) -> LogsAnswer:
-        return self._ask(LogsAnswer, "GET", _path(name, "logs"), repeat=True)
+        return self._ask(LogsAnswer, "GET", _path(name, "logs"))
 
     def log(self, name: str, log: str, *, follow: bool) -> Iterator[bytes]:
-        """What a log of a job holds; with `follow` also what comes until the job has ended. A connection that
-        is lost is made again, and nothing of the log comes twice or is left out."""
+        """Yield the content of a job's log; with `follow` until the job has ended. After a lost connection it
+        continues where it was: no byte is repeated or left out."""
         offset = 0
         while True:
             query = urlencode({"offset": offset, "wait_s": LOG_WAIT_S if follow else 0})
             path = f"{_path(name, 'logs')}/{quote(log, safe='')}?{query}"
-            status, headers, found = self._repeated("GET", path, b"", ANSWER_S)
+            status, headers, found = self._repeated("GET", path)
             _raise_refusal(status, found)
             offset = int(headers.get(OFFSET_HEADER, 0))
             if found:
@@ -157,17 +167,13 @@ class ControllerClient:
     # --- requests ----------------------------------------------------------------------------------
 
     def _ask(
-        self,
-        answer: type[A],
-        method: str,
-        path: str,
-        body: bytes = b"",
-        *,
-        repeat: bool = False,
-        timeout_s: float = ANSWER_S,
+        self, answer: type[A], method: str, path: str, request: object = None, once_s: float | None = None
     ) -> A:
-        ask = self._repeated if repeat else self.request
-        status, _, content = ask(method, path, body, timeout_s)
+        """Return the answer to a request, which is repeated while nobody answers; with `once_s` it is sent
+        once, and its answer may take so long."""
+        body = b"" if request is None else msgspec.json.encode(request)
+        ask = self._repeated if once_s is None else partial(self.request, timeout_s=once_s)
+        status, _, content = ask(method, path, body)
         _raise_refusal(status, content)
         try:
             return msgspec.json.decode(content, type=answer)
@@ -176,32 +182,28 @@ class ControllerClient:
                 f"what answers at {self.url} is no controller of this release: {error}"
             ) from error
 
-    def _repeated(
-        self, method: str, path: str, body: bytes, timeout_s: float
-    ) -> tuple[int, Mapping[str, str], bytes]:
-        """The same, again while nobody answers: a controller may be starting anew, at another address."""
-        deadline_s, failures = time.monotonic() + RETRY_S, 0
-        while True:
-            try:
-                found = self.request(method, path, body, timeout_s)
-                failures += found[0] == 500  # as one that goes down answers what it breaks off
-                if found[0] not in (500, 503) or failures > MOST_FAILURES or time.monotonic() > deadline_s:
-                    return found
-                time.sleep(PAUSE_S)
-            except ControllerGone:
-                if time.monotonic() > deadline_s:
-                    raise
-                time.sleep(PAUSE_S)
-                while self.folder is not None and time.monotonic() < deadline_s:
-                    if url := self.folder.url():
-                        self.url = url
-                        break
-                    time.sleep(PAUSE_S)  # its port may be somebody else's by now
+    def _repeated(self, method: str, path: str, body: bytes = b"") -> Answer:
+        """Send a request again while nobody answers: a controller may be restarting, at another address."""
+        failures = itertools.count(1)
 
-    def request(
-        self, method: str, path: str, body: bytes = b"", timeout_s: float = ANSWER_S
-    ) -> tuple[int, Mapping[str, str], bytes]:
-        """Status, headers and body of one answer. Raises `ControllerGone`."""
+        def ask() -> Answer:
+            if self.folder is not None:
+                if (url := self.folder.url()) is None:  # its port may be somebody else's by now
+                    raise ControllerGone(f"no controller is up in {self.folder.path} any more")
+                self.url = url
+            answer = self.request(method, path, body)
+            if answer[0] == 503 or (answer[0] == 500 and next(failures) <= MOST_FAILURES):
+                raise Unready(answer)
+            return answer
+
+        try:
+            tries = Tries(RETRY_S, longest_pause_s=PAUSE_S)
+            return tries.run(ask, lambda error: isinstance(error, ControllerGone))
+        except Unready as unready:
+            return unready.answer
+
+    def request(self, method: str, path: str, body: bytes = b"", timeout_s: float = ANSWER_S) -> Answer:
+        """Return one answer. Raises `ControllerGone`."""
         at = urlsplit(self.url)
         connection = KINDS[at.scheme](at.hostname or "", at.port, timeout=timeout_s)
         headers = {"content-type": "application/json", "connection": "close"}
@@ -215,11 +217,6 @@ class ControllerClient:
             raise ControllerGone(f"the controller at {self.url} does not answer: {error}") from error
         finally:
             connection.close()
-
-
-def new_key() -> str:
-    """A key for a submission that nobody else has."""
-    return uuid.uuid4().hex
 
 
 def _path(name: str, below: str = "") -> str:
@@ -236,8 +233,7 @@ def _raise_refusal(status: int, content: bytes) -> None:
             f"the controller answered with status {status}; its log has the reason"
         ) from None
     if refusal.mistakes:
-        source = refusal.error.partition(": ")[0].partition(" has ")[0]
-        raise ConfigError(source, [Mistake(each.field, each.problem, each.fix) for each in refusal.mistakes])
+        raise ConfigError(refusal.error.partition(": ")[0].partition(" has ")[0], refusal.mistakes)
     if status in (401, 403):
         raise TokenRefused(refusal.error)
     if status >= 500:

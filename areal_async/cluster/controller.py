@@ -1,10 +1,10 @@
-"""The controller: what it is asked, and what it does by itself.
+"""The controller: its answers to requests, and its own actions.
 
-All effects follow from what is in the store: a job that is STARTING has a process, one that is wished to stop
-is told so. Whatever was half done when a controller died, the next one does again, which the process table
-makes harmless. So a job is written down before anything is done for it, and never started twice.
+All effects follow from the store: a STARTING job gets a process, a job with a wish to stop is told so. If a
+controller dies halfway, the next one repeats the action, which the process table makes harmless. So a job is
+written down before anything is done for it, and is never started twice.
 
-Not for several threads: its owner calls it from one (`api.py`).
+It is not safe for several threads: its owner calls it from one (`api.py`).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from areal_async.cluster.states import (
     decide,
 )
 from areal_async.cluster.store import JobStore, StoredJob
-from areal_async.cluster.submission import MOST_WRITTEN, Submission, job_of, read_jobs, write_files
+from areal_async.cluster.submission import Submission, job_of, next_job, read_job, write_files
 from areal_async.config.job import JobConfig
-from areal_async.launch.run_handle import has_work, is_finished, job_to_resume
+from areal_async.launch.run_handle import is_finished
 
 STOP_LIMIT_S = 60.0
-"""Longest time in which a run that was told to may end in order, which takes it 10 s; then it is killed."""
+"""Seconds after which a run that was told to stop is killed; to end in order takes it 10 s."""
 MOST_DIGITS = 16  # Of an id
 MOST_OVERRIDES = 256  # Changes that a job may have gathered for its next attempt
 
@@ -49,9 +49,9 @@ log = get_logger("controller")
 
 
 class Controller:
-    """Decides over the jobs of `store`, whose folders are below `jobs`. `total` is what they may take
-    together; with `own_gpus` each GPU is one job's at a time, by its number, without it Ray reserves them.
-    `clock` is unix time in seconds."""
+    """The decisions over the jobs of `store`, whose folders are below `jobs`. `total` limits all running jobs
+    together. With `own_gpus` each GPU belongs to one job at a time, by its number; without it Ray reserves
+    them. `clock` is unix time in seconds."""
 
     def __init__(
         self,
@@ -62,7 +62,6 @@ class Controller:
         *,
         own_gpus: bool = True,
         clock: Callable[[], float] = time.time,
-        stop_limit_s: float = STOP_LIMIT_S,
     ) -> None:
         self.store = store
         self.total = total
@@ -72,109 +71,93 @@ class Controller:
         self._jobs = jobs
         self._own_gpus = own_gpus
         self._clock = clock
-        self._stop_limit_s = stop_limit_s
         self._forget_half_submitted()
 
-    # --- what it is asked --------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------------
 
     def submit(self, given: Submission) -> list[StoredJob]:
-        """Take the jobs of a submission, all or none. Raises `ConfigError` and `JobRefused`."""
+        """Take the job of a submission. Raises `ConfigError` and `JobRefused`."""
         if known := self.store.of_submission(given.key):
             return known  # the sender did not hear the answer
-        read = read_jobs(given, self._jobs)
-        if sum(map(len, given.files.values())) * len(read) > MOST_WRITTEN:
-            raise JobRefused(
-                f"the files of all jobs of the sweep would be more than {MOST_WRITTEN >> 30} GiB: name large "
-                "ones by absolute paths"
-            )
+        content, config = read_job(given, self._jobs)
         now_s = self._clock()
-        needs = [self._fitting(each.config, given.memory_gb) for each in read]
-        ids = self.store.reserve(len(read))
-        jobs = [
-            StoredJob(
-                id, each.config.job, given.key, place, given.priority, now_s, each.content, [], need,
-                changed_s=now_s,
-            )
-            for place, (id, each, need) in enumerate(zip(ids, read, needs, strict=True))
-        ]  # fmt: skip
-        self.store.check_room(jobs)
+        job = StoredJob(
+            id=self.store.new_id(),
+            name=config.job,
+            key=given.key,
+            priority=given.priority,
+            submitted_s=now_s,
+            changed_s=now_s,
+            content=content,
+            needs=self._fitting(config, given.memory_gb),
+        )
+        self.store.check_room(job)
         try:
-            for job in jobs:
-                write_files(given.files, self.folder(job).files)
+            write_files(given.files, self.folder(job).files)
             sync(self._jobs)
-            self.store.add(jobs)
-        except BaseException as error:
-            if isinstance(error, Exception):  # a controller that is killed leaves it to the next one
-                for job in jobs:
-                    shutil.rmtree(self.folder(job).path, ignore_errors=True)
+            self.store.add(job)
+        except Exception:  # a controller that is killed leaves the folder to the next one
+            shutil.rmtree(self.folder(job).path, ignore_errors=True)
             raise
-        log.info("jobs submitted", jobs=[job.name for job in jobs], first_id=ids.start)
-        return jobs
+        log.info("job submitted", name=job.name, id=job.id)
+        return [job]
 
     def find(self, name: str) -> StoredJob:
-        """The newest job of this name, or the one with this id. Raises `JobRefused`."""
-        job = self.store.find(name)
-        if job is None:
+        """Return the newest job of this name, or the one with this id. Raises `UnknownJob`."""
+        if (job := self.store.find(name)) is None:
             raise UnknownJob(
                 f"the controller has no job {name[:80]!r}. `areal-async ps --all` lists its jobs"
             )
         return job
 
     def ask(self, name: str, verb: Verb, overrides: Sequence[str] = ()) -> StoredJob:
-        """Have a job pause, stop or resume, the last with changes. Raises `JobRefused`, `ConfigError`."""
+        """Pause, stop or resume a job, the last with changes. Raises `JobRefused`, `ConfigError`."""
         job = self.find(name)
         gathered = [*job.overrides, *overrides] if verb == "resume" else []
-        run_folder = self.folder(job).run_folder(job.name)
+        run_folder = self.folder(job).run_folder
         more = job.state == "SUCCEEDED" and bool(overrides) and not is_finished(run_folder, gathered)
-        move = decide(job.standing, Asked(verb, more=more), self._clock())
-        if move is None:
-            return job
-        changes: dict[str, Any] = {}
+        event, changes = Asked(verb, more=more), {}
+        decide(job.standing, event, self._clock())  # a refusal comes before mistakes in the changes
         if verb == "resume":
             if len(gathered) > MOST_OVERRIDES:
                 raise JobRefused(f"a job keeps at most {MOST_OVERRIDES} changes for its next start")
             needs = self._fitting(self.config_of(job, gathered), job.needs.memory_gb)
             changes = {"overrides": gathered, "needs": needs}
-        log.info("asked", verb=verb, name=job.name)
-        return self.store.move(job, move, **changes)
+        return self._move(job, event, **changes)
 
-    def scaled(self, name: str, workers: int) -> None:
-        """Take note that the run of a job has so many rollout workers now: they take cores. GPUs it gets no
-        more of; engines that join share those that it has."""
-        job = self.find(name)
+    def scaled(self, job: StoredJob, workers: int) -> None:
+        """Note the present number of rollout workers of a job: they take cores. Its GPUs stay the same;
+        engines that join share them."""
         config = job_of(job.content, self._jobs, self._jobs)
         rollout = config.rollout.model_copy(update={"workers": workers})
         needs = self._needs_of(config.model_copy(update={"rollout": rollout}), job.needs.memory_gb)
         self.store.set_needs(job.id, msgspec.structs.replace(needs, gpus=job.needs.gpus))
 
     def stop_all(self) -> list[StoredJob]:
-        """Have every job that runs stop, and start no more."""
+        """Stop every running job, and start no more."""
         self.starts = False
         for job in self.store.in_states(ACTIVE):
-            move = decide(job.standing, Asked("stop", "the cluster goes down"), self._clock())
-            if move is not None:
-                self.store.move(job, move)
+            self._move(job, Asked("stop", "the cluster goes down"))
         return self.store.in_states(ACTIVE)
 
     def config_of(self, job: StoredJob, overrides: Sequence[str] = ()) -> JobConfig:
-        """The job as its next attempt will be, resolved; what it points at is not looked at. Raises
-        `ConfigError`, `RunFolderError`."""
+        """Return the resolved job of the next attempt. Its files are not looked at. Raises `ConfigError`,
+        `RunFolderError`."""
         folder = self.folder(job)
-        run_folder = folder.run_folder(job.name)
-        goes_on = job.state != "SUCCEEDED" or not is_finished(run_folder, overrides)
-        if goes_on and job.state not in ACTIVE and run_folder.is_dir() and has_work(run_folder):
-            return job_to_resume(run_folder, overrides, files=False)
-        return job_of(job.content, folder.files, folder.run_dir, overrides)
+        is_over = job.state == "SUCCEEDED" and is_finished(folder.run_folder, overrides)
+        if is_over or job.state in ACTIVE:
+            return job_of(job.content, folder.files, folder.run_dir, overrides)
+        return next_job(job.content, folder.files, folder.run_dir, overrides)[0]
 
     def folder(self, job: StoredJob) -> JobFolder:
-        return JobFolder.of(self._jobs, job.id, job.name)
+        return JobFolder(self._jobs, job.id, job.name)
 
     def free(self) -> Resources:
-        """What no job holds."""
+        """Return the resources that no job holds."""
         return self.total.without([job.needs for job in self.store.in_states(ACTIVE)])
 
     def turns(self) -> Turns:
-        """Who is next, and what the others wait for."""
+        """Return the jobs that start now, and the reasons why the others wait."""
         waiting = self.store.waiting()
         if not self.starts:
             return Turns((), {job.id: "waits for the cluster to come up" for job in order_of(waiting)})
@@ -184,7 +167,7 @@ class Controller:
         return resources_of(config, self.total, memory_gb, by_ray=not self._own_gpus)
 
     def _fitting(self, config: JobConfig, memory_gb: float) -> Resources:
-        """What the job needs. Raises `ConfigError` where the cluster could never give it."""
+        """Return the needs of a job. Raises `ConfigError` if the cluster could never meet them."""
         needs = self._needs_of(config, memory_gb)
         if lacking := self.total.lacks(needs):
             has = f"{self.total.cpus} cores, {self.total.gpus} GPUs, {self.total.memory_gb:g} GiB of memory"
@@ -208,11 +191,11 @@ class Controller:
                 highest = max(highest, int(id))
         self.store.pass_over(highest)
 
-    # --- what it does by itself --------------------------------------------------------------------
+    # --- own actions -------------------------------------------------------------------------------
 
     def reconcile(self) -> None:
-        """Bring what runs to what is written down, and write down what has happened. Short, but for a dead
-        run whose processes must be ended first."""
+        """Make the processes match the store, and store what has happened. It takes long only for a dead run,
+        whose processes must be ended first."""
         for job in self.store.in_states(ACTIVE):
             self._follow(job)
         for id in self.turns().starts:
@@ -223,29 +206,26 @@ class Controller:
             self._follow(self.store.get(id))
 
     def _follow(self, job: StoredJob) -> None:
-        """Look at an active job, and do what follows."""
+        """Look at an active job, and act on it."""
         try:
-            self._act_on(job)
+            seen = self._processes.look(job)
+            if isinstance(seen, RunEnded):
+                self._move(job, seen)
+            elif seen == "nobody" and job.wish == "run":
+                self._start(job)
+            elif seen == "nobody":
+                if self._processes.void(job):
+                    self._move(job, RunEnded("unstarted"))
+            elif job.wish != "run":
+                self._processes.tell_to_stop(job)
+                if self._clock() - job.changed_s > STOP_LIMIT_S:
+                    log.warning("a run did not end in time and is killed", name=job.name)
+                    self._processes.kill(job)
+            elif seen == "serving":
+                # The run's own job file has the changes of its resume now.
+                self._move(job, AllServe(), overrides=[])
         except OSError as error:  # one job's folder must not hold up the others
             log.error("a job cannot be looked after now", name=job.name, error=str(error))
-
-    def _act_on(self, job: StoredJob) -> None:
-        seen = self._processes.look(job)
-        if isinstance(seen, RunEnded):
-            self._move(job, seen)
-        elif seen == "nobody":
-            if job.wish == "run":
-                self._start(job)
-            elif self._processes.void(job):
-                self._move(job, RunEnded("unstarted"))
-        elif job.wish != "run":
-            self._processes.tell_to_stop(job)
-            if self._clock() - job.changed_s > self._stop_limit_s:
-                log.warning("a run did not end in time and is killed", name=job.name)
-                self._processes.kill(job)
-        elif seen == "serving":
-            # What it was resumed with is in its own job file now.
-            self._move(job, AllServe(), overrides=[])
 
     def _start(self, job: StoredJob) -> None:
         try:
@@ -254,8 +234,10 @@ class Controller:
             if self._processes.void(job):
                 self._move(job, RunEnded("failed", f"its process cannot be started: {error}"))
 
-    def _move(self, job: StoredJob, event: JobEvent, **changes: Any) -> None:
-        move = decide(job.standing, event, self._clock())
-        if move is not None:
-            after = self.store.move(job, move, **changes)
-            log.info("job moved", name=job.name, id=job.id, state=after.state, reason=move.reason)
+    def _move(self, job: StoredJob, event: JobEvent, **changes: Any) -> StoredJob:
+        """Write what the event changes, and return the job as it stands then."""
+        if (move := decide(job.standing, event, self._clock())) is None:
+            return job
+        after = self.store.move(job, move, **changes)
+        log.info("job moved", name=job.name, id=job.id, state=after.state, reason=move.reason)
+        return after

@@ -1,7 +1,7 @@
 """The controller's process: `python -P -m areal_async.cluster.daemon [--hold] FOLDER [CLUSTER.YAML]`.
 
 It takes the lock of the cluster's folder, serves the API, and looks at the jobs a few times a second, until
-`areal-async down`, Ctrl-C or SIGTERM. The last two end the controller alone: the jobs run on, and the next
+`areal-async down`, Ctrl-C or SIGTERM. The last two end only the controller: jobs keep running, and the next
 controller finds them. With `--hold` it starts no job.
 """
 
@@ -26,7 +26,7 @@ from areal_async.base.own_files import private_files, write_whole
 from areal_async.cluster.api import LIMITS, ControllerApi
 from areal_async.cluster.client import ControllerGone, reached
 from areal_async.cluster.controller import STOP_LIMIT_S, Controller
-from areal_async.cluster.folder import ClusterFolder, ClusterFolderError, TokenBook
+from areal_async.cluster.folder import ClusterFolder, ClusterFolderError
 from areal_async.cluster.metrics import RECONCILE_FAILURES
 from areal_async.cluster.processes import RealProcesses, detached_environment, start_detached, tail_of
 from areal_async.cluster.resources import machine_resources
@@ -46,8 +46,8 @@ log = get_logger("controller")
 
 
 class ControllerProcess:
-    """A controller with everything around it, in the folder whose lock this process has. With `hold` it
-    starts no job."""
+    """A controller with its server, store and processes, in the folder whose lock this process has. With
+    `hold` it starts no job."""
 
     def __init__(self, folder: ClusterFolder, cluster: ClusterConfig, *, hold: bool = False) -> None:
         self._folder = folder
@@ -55,16 +55,15 @@ class ControllerProcess:
         self._hold = hold
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jobs")
         self._wake = asyncio.Event()
-        self._over = asyncio.Event()
+        self._over = False
         self._going_down = False  # It ends once no job runs any more
 
-    async def run(self, on_serving: Callable[[str], None] = lambda url: None) -> None:
-        """Serve until it is told to end. Raises `ArealError` where it cannot."""
+    async def run(self) -> None:
+        """Serve until it is told to end. Raises `ArealError` if it cannot serve."""
         self._folder.make_tokens()
-        tokens = TokenBook(self._folder.tokens)
         api = self._cluster.api
         try:
-            listening = listen(api.host, api.port, guarded=not tokens.empty)
+            listening = listen(api.host, api.port, guarded=bool(self._folder.hashes()))
         except OSError as error:
             raise EndpointError(
                 f"cannot listen on {api.host}:{api.port}: {error.strerror}. Give another api.port in the "
@@ -72,14 +71,8 @@ class ControllerProcess:
             ) from error
         try:
             controller = await self._on_thread(self._open)
-            served = ControllerApi(
-                controller,
-                self._cluster,
-                tokens,
-                self._thread,
-                wake=self._wake.set,
-                on_down=self._go_down,
-            )
+            parts = (controller, self._cluster, self._folder, self._thread)
+            served = ControllerApi(*parts, wake=self._wake.set, on_down=self._go_down)
             server = HttpServer(served.app, listening, LIMITS, name="controller")
         except BaseException:
             listening.close()
@@ -87,11 +80,10 @@ class ControllerProcess:
         server.start()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._over.set)
+            loop.add_signal_handler(number, self._end)
         url = server.url.replace("//0.0.0.0:", f"//{LOOPBACK}:").replace("//[::]:", "//[::1]:")
         write_whole(self._folder.address, f"{url}\n".encode(), durable=True)
         log.info("the controller serves", url=url, cluster=self._cluster.cluster)
-        on_serving(url)
         try:
             await self._look_after(controller)
         finally:
@@ -102,20 +94,17 @@ class ControllerProcess:
             log.info("the controller ends")
 
     def _open(self) -> Controller:
-        own_gpus = self._cluster.launcher == "local"
-        processes = RealProcesses(
-            self._folder.jobs, cluster=self._cluster.model_dump(mode="json"), own_gpus=own_gpus
-        )
-        total = machine_resources(self._cluster.resources)
+        jobs, own_gpus = self._folder.jobs, self._cluster.launcher == "local"
+        processes, total = RealProcesses(jobs, self._cluster), machine_resources(self._cluster.resources)
         store = JobStore(self._folder.database)
-        controller = Controller(store, processes, self._folder.jobs, total, own_gpus=own_gpus)
+        controller = Controller(store, processes, jobs, total, own_gpus=own_gpus)
         controller.starts = not self._hold
         return controller
 
     async def _look_after(self, controller: Controller) -> None:
         """Look at the jobs until it is over."""
         deadline_s = 0.0
-        while not self._over.is_set():
+        while not self._over:
             self._wake.clear()
             active = 1
             try:
@@ -128,16 +117,18 @@ class ControllerProcess:
                 deadline_s = deadline_s or time.monotonic() + STOP_LIMIT_S + 10.0
                 if not active or time.monotonic() > deadline_s:
                     return
-            waits = [asyncio.ensure_future(event.wait()) for event in (self._wake, self._over)]
-            await asyncio.wait(waits, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-            for each in waits:
-                each.cancel()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), LOOK_S)
 
     def _go_down(self, keep_jobs: bool) -> None:
         if keep_jobs:
-            # The answer to who has asked goes out first.
-            asyncio.get_running_loop().call_later(LOOK_S, self._over.set)
+            # The answer to the request goes out first.
+            asyncio.get_running_loop().call_later(LOOK_S, self._end)
         self._going_down = not keep_jobs
+        self._wake.set()
+
+    def _end(self) -> None:
+        self._over = True
         self._wake.set()
 
     async def _on_thread(self, function: Callable[..., T], *arguments: object) -> T:
@@ -146,8 +137,8 @@ class ControllerProcess:
 
 @private_files()
 def serve(folder: ClusterFolder, cluster: ClusterConfig | None, *, hold: bool = False) -> int:
-    """Be the controller of the cluster in `folder`, as `cluster` says or as it was brought up last. Returns
-    an exit status. Raises `ArealError`."""
+    """Run the controller of the cluster in `folder`, with the given or the last cluster file, and return an
+    exit status. Raises `ArealError`."""
     folder.make()
     if folder.lock() is None:  # else it is kept until this process is gone
         return TAKEN_STATUS
@@ -162,8 +153,8 @@ def serve(folder: ClusterFolder, cluster: ClusterConfig | None, *, hold: bool = 
 
 
 def start_controller(folder: ClusterFolder, cluster_file: Path | None = None, *, hold: bool = False) -> str:
-    """Start a controller that outlives this process, unless there is one; return its URL once it answers.
-    Raises `ClusterFolderError` where it does not come to that."""
+    """Start a controller that outlives this process, unless one runs; return its URL once it answers. Raises
+    `ClusterFolderError` if it does not start."""
     folder.make()
     if folder.log.exists() and folder.log.stat().st_size > LOG_BYTES:
         folder.log.replace(folder.log.with_suffix(".log.1"))
@@ -186,7 +177,7 @@ def start_controller(folder: ClusterFolder, cluster_file: Path | None = None, *,
 
 
 def _end_if_late(child: subprocess.Popen[bytes], folder: ClusterFolder) -> None:
-    """End a process of which another was quicker: it must not take over when that one goes down."""
+    """End a process that started too late: it must not take over when the other controller ends."""
     owner = folder.controller()
     if owner is None or owner.pid != child.pid:
         child.terminate()

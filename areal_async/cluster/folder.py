@@ -1,16 +1,16 @@
-"""The folder of a cluster: who may be its controller, where that answers, and who is let in.
+"""The folder of a cluster: its lock, the controller's address, and the tokens.
 
     lock           the controller's process holds it as long as it lives
     address        the URL of its API
     tokens         hashes of the tokens that are let in, one a line: `submit HASH` or `look HASH`
-    submit.token   the tokens themselves, for this user's commands and for whom they are given to;
-    look.token     the controller does not read them
-    cluster.yaml   the cluster as it was brought up last
+    submit.token   the tokens themselves, for commands; the controller does not read them
+    look.token
+    cluster.yaml   the cluster file of the last start
     jobs.sqlite3   jobs and their history
     jobs/          a folder for each job
     controller.log
 
-Everything is closed to other users from the moment that it is made.
+Everything is closed to other users from the start.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import hmac
 import os
 import re
 import secrets
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -45,7 +45,7 @@ from areal_async.config.cluster import ClusterConfig, dump_cluster, load_cluster
 from areal_async.launch.folders import Owner
 
 Right = Literal["submit", "look"]
-"""What a token allows: `look` only reads."""
+"""Right of a token: `look` only reads."""
 RIGHTS: tuple[Right, ...] = ("submit", "look")
 TOKEN_BYTES = 32
 MOST_TOKENS = 1000
@@ -61,13 +61,11 @@ class ClusterFolderError(ArealError):
     restart_helps = False
 
 
-@dataclass
 class ClusterFolder:
-    """The paths in the folder of a cluster, which need not be there yet."""
+    """The paths in the folder of a cluster, which need not exist yet."""
 
-    path: Path
-
-    def __post_init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.address = self.path / "address"
         self.tokens = self.path / "tokens"
         self.database = self.path / "jobs.sqlite3"
@@ -76,7 +74,7 @@ class ClusterFolder:
         self.config = self.path / "cluster.yaml"
 
     def make(self) -> None:
-        """Make the folder, or close it if it is there. Raises `ClusterFolderError`."""
+        """Make the folder, or close it if it exists. Raises `ClusterFolderError`."""
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             close_folder(self.path)
@@ -91,8 +89,8 @@ class ClusterFolder:
             )
 
     def lock(self) -> int | None:
-        """A descriptor that makes this process the controller as long as it is open; None where another is.
-        The address of one that died is removed."""
+        """Return a descriptor that makes this process the controller as long as it is open; None if another
+        is. The address of a dead controller is removed."""
         path = self.path / "lock"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -109,7 +107,7 @@ class ClusterFolder:
         return fd
 
     def controller(self) -> Owner | None:
-        """The process that is the controller now; None while nobody is."""
+        """Return the process that is the controller now; None while there is none."""
         try:
             fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
@@ -122,8 +120,8 @@ class ClusterFolder:
         return Owner.read(self.path / "lock") or Owner(0, "")  # it has not said yet who it is
 
     def url(self) -> str | None:
-        """Where the controller answers; None while there is none. A port that it has left is never taken for
-        its own, whoever has it now."""
+        """Return the URL of the controller; None while there is none. A port that a dead controller left is
+        never returned."""
         if self.controller() is None:
             return None
         with suppress(OSError, NotOurs, UnicodeDecodeError):
@@ -131,7 +129,7 @@ class ClusterFolder:
         return None
 
     def token(self, right: Right = "submit") -> str:
-        """A token of this folder. Raises `ClusterFolderError`."""
+        """Return a token of this folder. Raises `ClusterFolderError`."""
         path = self.path / f"{right}.token"
         try:
             return read_own(path, max_bytes=1024).decode("ascii").strip()
@@ -139,8 +137,7 @@ class ClusterFolder:
             raise ClusterFolderError(f"the token in {path} cannot be read: {error}") from error
 
     def leaves_jobs(self) -> bool:
-        """Whether jobs run, or are about to, of which a controller that died was in charge. Only while there
-        is none."""
+        """Return whether a dead controller left active jobs. Call it only while there is no controller."""
         if not self.database.exists():
             return False
         store = JobStore(self.database)
@@ -150,7 +147,7 @@ class ClusterFolder:
             store.close()
 
     def make_tokens(self) -> None:
-        """Tokens where there are none: what there is stays as it is."""
+        """Make tokens if there are none."""
         if self.tokens.exists():
             return
         lines = []
@@ -160,64 +157,37 @@ class ClusterFolder:
             lines.append(f"{right} {hash_of(token)}\n")
         write_whole(self.tokens, "".join(lines).encode(), durable=True)
 
+    def right_of(self, token: str) -> Right | None:
+        """Return the right of `token`; None if it is not let in. The time does not depend on the token."""
+        given = hash_of(token)
+        found = {right for right, known in self.hashes() if hmac.compare_digest(known, given)}
+        return next((right for right in RIGHTS if right in found), None)
+
+    def hashes(self) -> list[tuple[Right, str]]:
+        """Return rights and hashes of the tokens that are let in; none if their file cannot be read."""
+        try:
+            return [*_hashes_in(read_own(self.tokens, max_bytes=SMALL_BYTES).decode().splitlines())]
+        except (OSError, NotOurs, ValueError) as error:
+            log.error("tokens cannot be read, so that nobody is let in", error=str(error))
+            return []
+
     def record(self, cluster: ClusterConfig) -> None:
-        """Write down how the cluster is brought up, for the next time."""
+        """Write down the cluster for the next start."""
         write_whole(self.config, dump_cluster(cluster).encode(), durable=True)
 
     def recorded(self) -> ClusterConfig | None:
-        """The cluster as it was brought up last. Raises `ConfigError`."""
+        """Return the cluster of the last start. Raises `ConfigError`."""
         return load_cluster(self.config) if self.config.is_file() else None
 
 
 def hash_of(token: str) -> str:
-    """The SHA-256 of a token, in hexadecimal digits. Tokens are random, so that it needs no salt."""
+    """Return the SHA-256 of a token, in hexadecimal digits. Tokens are random, so they need no salt."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-@dataclass
-class TokenBook:
-    """The tokens that are let in, read again when their file has changed. A file that cannot be read lets
-    nobody in."""
-
-    path: Path
-    _seen: tuple[int, ...] = ()
-    _hashes: list[tuple[Right, str]] = field(default_factory=list)
-
-    def right_of(self, token: str) -> Right | None:
-        """What `token` allows; None where it is not let in. Takes as long whatever is given."""
-        self._read()
-        given = hash_of(token)
-        found: set[Right] = {right for right, known in self._hashes if hmac.compare_digest(known, given)}
-        if not found:
-            return None
-        return "submit" if "submit" in found else "look"
-
-    @property
-    def empty(self) -> bool:
-        self._read()
-        return not self._hashes
-
-    def _read(self) -> None:
-        try:
-            now = self.path.stat()
-            seen = (now.st_mtime_ns, now.st_ino, now.st_size)
-            if seen == self._seen:
-                return
-            lines = read_own(self.path, max_bytes=SMALL_BYTES).decode().splitlines()
-            self._hashes = [*_hashes_in(lines)]
-            self._seen = seen
-        except (OSError, NotOurs, ValueError) as error:
-            log.error("tokens cannot be read, so that nobody is let in", error=str(error))
-            self._hashes, self._seen = [], ()
-
-
-def _hashes_in(lines: list[str]) -> list[tuple[Right, str]]:
-    found: list[tuple[Right, str]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        match = LINE.fullmatch(line.strip())
-        if match is None or len(found) == MOST_TOKENS:
-            raise ValueError(f"line {number} is not `submit HASH` or `look HASH`, or there are too many")
-        found.append(("submit" if match[1] == "submit" else "look", match[2]))
-    return found
+def _hashes_in(lines: list[str]) -> Iterator[tuple[Right, str]]:
+    written = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    for number, line in enumerate(written, start=1):
+        if (match := LINE.fullmatch(line)) is None or number > MOST_TOKENS:
+            raise ValueError(f"token {number} is not `submit HASH` or `look HASH`, or there are too many")
+        yield ("submit" if match[1] == "submit" else "look"), match[2]

@@ -1,49 +1,45 @@
-"""The logs of a job, as files that its processes write and somebody else reads from afar.
+"""Reading the logs of a job, which its processes write.
 
-The folder is the job's own: what lies in it may be a link that its code has put there, to a file that whoever
-reads logs is not to see. So only regular files in the folder itself are read.
+The folder belongs to the job: its code may have put a link there, to a file that a reader of logs must not
+see. Only regular files in the folder itself are read.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import stat
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from areal_async.base.own_files import is_own_folder
-from areal_async.cluster.processes import JobFolder
+from areal_async.base.own_files import NotOurs, is_own_folder, open_own
 
 OF_THE_RUN = "run"
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
-def log_path(folder: JobFolder, job: str, name: str) -> Path | None:
-    """Where the log called `name` of a job lies, or would lie; None for what is no such name."""
-    if name == OF_THE_RUN:
-        return folder.output
-    logs = folder.run_folder(job) / "logs"
-    return logs / f"{name}.log" if NAME.fullmatch(name) else None
-
-
-def log_sizes(folder: JobFolder, job: str) -> Iterator[tuple[str, int]]:
-    """Name and size in bytes of each log that is there."""
-    paths = [folder.output]
+def logs_in(run_folder: Path) -> dict[str, Path]:
+    """Return the paths of the logs of a run's processes by name. None of them is opened."""
     with suppress(OSError):
-        paths += sorted((folder.run_folder(job) / "logs").glob("*.log"))
-    for path in paths:
-        name = OF_THE_RUN if path == folder.output else path.stem
-        if NAME.fullmatch(name) and (fd := _open(path)) is not None:
-            yield name, os.fstat(fd).st_size
+        paths = sorted((run_folder / "logs").glob("*.log"))
+        return {path.stem: path for path in paths if NAME.fullmatch(path.stem)}
+    return {}
+
+
+def sizes_of(logs: Mapping[str, Path]) -> dict[str, int]:
+    """Return the size in bytes of each log that can be read."""
+    found = {}
+    for name, path in logs.items():
+        if (fd := _open(path)) is not None:
+            found[name] = os.fstat(fd).st_size
             os.close(fd)
+    return found
 
 
 def read_log(path: Path, offset: int, most_bytes: int) -> tuple[bytes, int]:
-    """What a log holds from byte `offset` on, and where to go on. A log that is shorter has begun anew."""
-    fd = _open(path)
-    if fd is None:
+    """Return the content of a log from byte `offset` on, and the offset of the next read. A log that is
+    shorter was started anew and is read from its beginning."""
+    if (fd := _open(path)) is None:
         return b"", 0
     try:
         if os.fstat(fd).st_size < offset:
@@ -55,15 +51,11 @@ def read_log(path: Path, offset: int, most_bytes: int) -> tuple[bytes, int]:
 
 
 def _open(path: Path) -> int | None:
-    """A descriptor of the file, if it is a regular one in a folder of ours, and no link."""
-    if not is_own_folder(path.parent):
-        return None
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    except OSError:
-        return None
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
-        os.close(fd)
-        return None
-    return fd
+    """Return a descriptor of a file of ours in a folder of ours; None for a link and for anything else."""
+    with suppress(OSError, NotOurs):
+        if is_own_folder(path.parent):
+            fd = open_own(path)
+            if os.fstat(fd).st_nlink == 1:
+                return fd
+            os.close(fd)
+    return None

@@ -1,4 +1,4 @@
-"""What the API of the controller answers and takes, beside a submission (`submission.py`)."""
+"""Messages of the controller's API, beside a submission (`submission.py`)."""
 
 from __future__ import annotations
 
@@ -7,45 +7,35 @@ from typing import Any, Literal
 
 import msgspec
 
+from areal_async.base.mistakes import Mistake
 from areal_async.cluster.resources import Resources
-from areal_async.cluster.states import ACTIVE, State
-from areal_async.cluster.store import HistoryEntry, StoredJob
+from areal_async.cluster.states import ACTIVE
+from areal_async.cluster.store import HistoryEntry, ShownJob, StoredJob
+
+OFFSET_HEADER, OVER_HEADER = "areal-log-offset", "areal-log-over"
+LOG_WAIT_S = 30.0
+"""Longest wait of a request for something new at the end of a log."""
 
 
-class JobAnswer(msgspec.Struct, frozen=True):
-    """A job as it stands."""
+class JobAnswer(ShownJob, frozen=True, kw_only=True):
+    """The present state of a job."""
 
-    id: int
-    name: str
-    state: State
     doing: Literal["", "pausing", "stopping"]
-    """What becomes of it while its processes end."""
+    """State to enter once its processes have exited."""
     waits_for: str
-    """What a job that is PENDING or STARTING waits for, in words: `waits for 2 GPUs`."""
-    priority: int
-    submitted_s: float
-    """Unix time in seconds, as all times here."""
-    changed_s: float
-    """When it was last moved, to another state or by a wish."""
-    reason: str
-    """Why it was moved last; of one that failed, the run's own words."""
-    attempt: int
-    """How often it was started."""
-    needs: Resources
-    gpus: list[int]
-    """Numbers of the GPUs that it holds."""
+    """Reason why a PENDING or STARTING job waits, for example `waits for 2 GPUs`."""
     run_folder: str
     """Its run folder, on the controller's machine."""
 
     @classmethod
     def of(cls, job: StoredJob, run_folder: str, waits_for: str) -> JobAnswer:
         doing = {"run": "", "pause": "pausing", "stop": "stopping"}[job.wish] if job.state in ACTIVE else ""
-        own = {name: getattr(job, name) for name in cls.__struct_fields__ if hasattr(job, name)}
+        own = {name: getattr(job, name) for name in ShownJob.__struct_fields__}
         return cls(**own, doing=doing, waits_for=waits_for, run_folder=run_folder)  # type: ignore[arg-type]
 
 
 class JobsAnswer(msgspec.Struct, frozen=True):
-    """Jobs, the one that was submitted first at the top."""
+    """Jobs in the order of submission."""
 
     jobs: list[JobAnswer]
 
@@ -60,7 +50,7 @@ class JobDetailAnswer(msgspec.Struct, frozen=True):
 
 
 class ClusterAnswer(msgspec.Struct, frozen=True):
-    """The cluster, and what of it is free."""
+    """The cluster and its free resources."""
 
     cluster: str
     launcher: str
@@ -68,26 +58,26 @@ class ClusterAnswer(msgspec.Struct, frozen=True):
     since_s: float
     total: Resources
     free: Resources
-    """Less than nothing where jobs that run take more than there is: they were scaled, or it was reduced."""
+    """Negative if running jobs take more than exists: they were scaled up, or the cluster was reduced."""
     jobs: dict[str, int]
     """Number of jobs in each state."""
 
 
 class ResumeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Changes with which a job goes on, as `key=value`."""
+    """Changes with which a job resumes, as `key=value`."""
 
     overrides: list[str] = []
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Have so many rollout workers; each that leaves has `timeout_s` to finish what it has."""
+    """The wanted number of rollout workers. Each one that leaves has `timeout_s` to finish its groups."""
 
     workers: int
     timeout_s: float = 60.0
 
 
 class DrainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Have one worker finish what it has, and wait for it. `outside`: one that was started by hand."""
+    """A worker that is to finish its groups and exit. `outside`: it was started by hand."""
 
     worker: str
     timeout_s: float = 60.0
@@ -95,20 +85,20 @@ class DrainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DownRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """End the controller, and before that every job that runs, in order, unless they are to be kept."""
+    """An order to stop all running jobs, unless they are kept, and then the controller."""
 
     keep_jobs: bool = False
 
 
 class WorkersAnswer(msgspec.Struct, frozen=True):
-    """What was done, in words, and the workers that are to stay."""
+    """The change in words, and the workers that stay."""
 
     text: str
     workers: list[str]
 
 
 class FiguresAnswer(msgspec.Struct, frozen=True):
-    """How the run of a job stands. None: not known, or not yet."""
+    """Progress of a job's run. None: not known, or not yet."""
 
     step: int | None = None
     steps: int | None = None
@@ -124,7 +114,7 @@ class FiguresAnswer(msgspec.Struct, frozen=True):
 
 
 class LogFile(msgspec.Struct, frozen=True):
-    """A log of a job. `run` is what its run printed, the others are those of its processes."""
+    """A log of a job. `run` is the output of its run, the others belong to its processes."""
 
     name: str
     size_bytes: int
@@ -134,18 +124,12 @@ class LogsAnswer(msgspec.Struct, frozen=True):
     logs: list[LogFile]
 
 
-class MistakeAnswer(msgspec.Struct, frozen=True):
-    field: str
-    problem: str
-    fix: str
-
-
 class RefusalAnswer(msgspec.Struct, frozen=True):
-    """Why nothing was done."""
+    """The reason why nothing was done."""
 
     error: str
-    mistakes: Sequence[MistakeAnswer] = ()
-    """What is wrong with what was sent, field by field."""
+    mistakes: Sequence[Mistake] = ()
+    """Mistakes in the request, field by field."""
 
 
 class ScrapeTargets(msgspec.Struct, frozen=True):

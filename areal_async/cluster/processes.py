@@ -1,8 +1,8 @@
-"""The processes of jobs, as the controller sees them: looked at, started, told to stop, killed.
+"""The processes of jobs, for the controller: look at them, start them, tell them to stop, kill them.
 
-Promises: everything here may be done again after a controller died in the middle of it, by the next one, and
-comes to the same: an attempt is run once however often it is started (`attempt.py`), and asked to stop once
-however often it is told. A run is a child of nobody: it lives on without its controller.
+Promises: every action may be repeated by the next controller after one died in the middle of it, with the
+same result: an attempt runs once however often it is started (`attempt.py`), and stops once however often it
+is told. A run has no parent: it outlives its controller.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -25,165 +24,133 @@ from areal_async.base.topology import Role
 from areal_async.cluster.attempt import (
     REQUEST,
     STOP,
-    AttemptEnding,
     AttemptRequest,
     ending_of,
     holder_of,
     void,
 )
+from areal_async.cluster.logs import OF_THE_RUN, logs_in
 from areal_async.cluster.states import RunEnded
 from areal_async.cluster.store import StoredJob
+from areal_async.config.cluster import ClusterConfig
 from areal_async.config.devices import names_of
 from areal_async.launch.folders import Owner, clean_up
 from areal_async.launch.launcher import WAITS
 from areal_async.launch.plan import MODULES
 
-OUTPUT = "output.log"
 LAST_WORDS_BYTES = 2000
 
 Seen = RunEnded | Literal["nobody", "starting", "serving"]
-"""What is seen of an attempt: `nobody` has come to run it yet; it is starting; all its services serve; or it
-has ended."""
+"""State of an attempt: not claimed by a process yet, starting, all services serve, or ended."""
 
 
 class ProcessTable(Protocol):
-    """What the controller needs of the world. Each call is for the present attempt of a job."""
+    """Actions on the processes of jobs. Each call is for the present attempt of a job."""
 
     def look(self, job: StoredJob) -> Seen: ...
 
     def start(self, job: StoredJob) -> None:
-        """Have a process come to run it, unless this controller has started one that is still to come. Raises
-        OSError."""
+        """Start a process, unless this controller has started one that is on its way. Raises OSError."""
 
     def tell_to_stop(self, job: StoredJob) -> None:
-        """Have it end in order."""
+        """Tell the run to end in order."""
 
     def void(self, job: StoredJob) -> bool:
-        """See to it that nobody runs it any more who has not begun; False where somebody has."""
+        """Keep late processes from running the attempt; return False if one runs it already."""
 
     def kill(self, job: StoredJob) -> None:
-        """End it at once."""
+        """Kill the run."""
 
 
-@dataclass(frozen=True)
 class JobFolder:
     """The folder of one job in the cluster's: `jobs/<id>-<name>`."""
 
-    path: Path
+    def __init__(self, jobs: Path, id: int, name: str) -> None:
+        self.path = jobs / f"{id}-{name}"
+        self.files = self.path / "files"
+        """Files of the submission."""
+        self.output = self.path / "output.log"
+        """Output of the runs of all attempts."""
+        self.run_dir = self.path / "runs"
+        self.run_folder = self.run_dir / name
+        self.targets = self.run_dir / "prometheus" / f"{name}.json"
+        """Metrics addresses of the run; the file exists from when all services serve to the end."""
 
-    @classmethod
-    def of(cls, jobs: Path, id: int, name: str) -> JobFolder:
-        return cls(jobs / f"{id}-{name}")
+    def logs(self) -> dict[str, Path]:
+        """Return the paths of the job's logs, by their names."""
+        return logs_in(self.run_folder) | {OF_THE_RUN: self.output}
 
-    @property
-    def files(self) -> Path:
-        """What came with the submission."""
-        return self.path / "files"
-
-    @property
-    def run_dir(self) -> Path:
-        return self.path / "runs"
-
-    @property
-    def output(self) -> Path:
-        """What the runs of all its attempts printed."""
-        return self.path / OUTPUT
-
-    def run_folder(self, name: str) -> Path:
-        return self.run_dir / name
-
-    def targets(self, name: str) -> Path:
-        """What the run of the job `name` tells Prometheus, from when all serve to its end."""
-        return self.run_dir / "prometheus" / f"{name}.json"
+    def said(self) -> str:
+        return tail_of(self.output, LAST_WORDS_BYTES)
 
     def waits(self) -> str:
-        """What its run waits for, where it has said that last."""
-        said = tail_of(self.output, LAST_WORDS_BYTES).rpartition("\n")[2]
+        """Return what its run waits for if that is the last line of its output."""
+        said = self.said().rpartition("\n")[2]
         return said if said.startswith(WAITS) else ""
-
-    def attempt(self, number: int) -> Path:
-        return self.path / "attempts" / str(number)
 
 
 class RealProcesses:
-    """The processes of this machine. `jobs` is the folder of all jobs' folders; `cluster` is passed on to
-    runs; with `own_gpus` each run sees the GPUs that its job holds and no others."""
+    """The processes of this machine. `jobs` is the folder of all jobs' folders; `cluster` is passed to runs.
+    Unless Ray places them, each run sees only the GPUs that its job holds."""
 
-    def __init__(
-        self,
-        jobs: Path,
-        *,
-        cluster: Mapping[str, object],
-        own_gpus: bool = True,
-        modules: Mapping[Role, str] = MODULES,
-    ) -> None:
+    def __init__(self, jobs: Path, cluster: ClusterConfig, modules: Mapping[Role, str] = MODULES) -> None:
         self._jobs = jobs
-        self._cluster = dict(cluster)
-        self._own_gpus = own_gpus
+        self._cluster = cluster
         self._modules = dict(modules)
         self._started: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
 
     def look(self, job: StoredJob) -> Seen:
-        folder = self._folder(job)
-        attempt = folder.attempt(job.attempt)
+        folder, attempt = JobFolder(self._jobs, job.id, job.name), self._attempt(job)
         child = self._started.get((job.id, job.attempt))
         status = child.poll() if child is not None else None  # before the look: it may end meanwhile
         holder = holder_of(attempt)
         if isinstance(holder, Owner):
-            return "serving" if folder.targets(job.name).exists() else "starting"
+            return "serving" if folder.targets.exists() else "starting"
         if holder == "nobody":
             if status is None or not self.void(job):
                 return "nobody"
             # It died before it came to run anything: an installation that does not work, or no memory.
-            text = (
-                f"its process ended with status {status} before it ran. It said last:\n{self._said(folder)}"
-            )
             self._forget(job)
+            text = f"its process ended with status {status} before it ran. It said last:\n{folder.said()}"
             return RunEnded("failed", text)
         if holder == "void":
             return RunEnded("unstarted")
         ending = ending_of(attempt)
         if ending is None:
-            clean_up(folder.run_folder(job.name))
-            if (folder.run_folder(job.name) / "summary.json").exists():
-                ending = AttemptEnding("finished")
+            clean_up(folder.run_folder)
+            if (folder.run_folder / "summary.json").exists():
+                ending = RunEnded("finished")
         self._forget(job)
         if ending is not None:
-            return RunEnded(ending.how, ending.words)
-        said = self._said(folder)
+            return ending
         text = "its process was killed, or the machine went down, before it could say why"
-        return RunEnded("lost", text + (f". It said last:\n{said}" if said else ""))
+        return RunEnded("lost", text + (f". It said last:\n{said}" if (said := folder.said()) else ""))
 
     def start(self, job: StoredJob) -> None:
         if (job.id, job.attempt) in self._started:
             return
-        folder = self._folder(job)
-        attempt = folder.attempt(job.attempt)
-        attempt.mkdir(parents=True, exist_ok=True, mode=0o700)
-        request = AttemptRequest(
-            job.content, str(folder.files), str(folder.run_dir), job.overrides, self._modules, self._cluster
-        )
+        folder, attempt = JobFolder(self._jobs, job.id, job.name), self._attempt(job)
+        places, cluster = (str(folder.files), str(folder.run_dir)), self._cluster.model_dump(mode="json")
+        request = AttemptRequest(job.content, *places, job.overrides, self._modules, cluster)
         write_whole(attempt / REQUEST, msgspec.json.encode(request), durable=True)
-        folder.targets(job.name).unlink(missing_ok=True)  # of a run that was killed
+        folder.targets.unlink(missing_ok=True)  # of a run that was killed
         environment = detached_environment()
-        if self._own_gpus:
+        if self._cluster.launcher == "local":
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names_of(job.gpus, os.environ))
         command = ["areal_async.cluster.attempt_process", str(attempt)]
         started = start_detached(command, folder.output, folder.files, environment)
         self._started[job.id, job.attempt] = started
 
     def tell_to_stop(self, job: StoredJob) -> None:
-        stop = self._folder(job).attempt(job.attempt) / STOP
+        stop = self._attempt(job) / STOP
         if not stop.exists():
             write_whole(stop, b"", durable=True)
 
     def void(self, job: StoredJob) -> bool:
-        attempt = self._folder(job).attempt(job.attempt)
-        attempt.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return void(attempt)
+        return void(self._attempt(job))
 
     def kill(self, job: StoredJob) -> None:
-        holder = holder_of(self._folder(job).attempt(job.attempt))
+        holder = holder_of(self._attempt(job))
         if isinstance(holder, Owner):
             with suppress(ProcessLookupError):
                 fd = os.pidfd_open(holder.pid)
@@ -193,8 +160,11 @@ class RealProcesses:
                 finally:
                     os.close(fd)
 
-    def _folder(self, job: StoredJob) -> JobFolder:
-        return JobFolder.of(self._jobs, job.id, job.name)
+    def _attempt(self, job: StoredJob) -> Path:
+        """Return the folder of the present attempt, which is made."""
+        attempt = JobFolder(self._jobs, job.id, job.name).path / "attempts" / str(job.attempt)
+        attempt.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return attempt
 
     def _forget(self, job: StoredJob) -> None:
         child = self._started.pop((job.id, job.attempt), None)
@@ -202,12 +172,9 @@ class RealProcesses:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(1.0)  # it has let go of its claim, so it is about to end
 
-    def _said(self, folder: JobFolder) -> str:
-        return tail_of(folder.output, LAST_WORDS_BYTES)
-
 
 def detached_environment() -> dict[str, str]:
-    """Ours, for a process that works in another folder and belongs to no run of ours."""
+    """Return our environment for a process in another folder that belongs to no run."""
     environment = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
     if paths := environment.get("PYTHONPATH"):
         environment["PYTHONPATH"] = os.pathsep.join(
@@ -219,8 +186,8 @@ def detached_environment() -> dict[str, str]:
 def start_detached(
     module: Sequence[str], output: Path, folder: Path, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a module with its arguments in `folder`, as a process that outlives this one and appends what it
-    prints to `output`. Raises OSError."""
+    """Start a module with its arguments in `folder`, as a process that outlives this one and appends its
+    output to a file. Raises OSError."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with os.fdopen(os.open(output, flags, 0o600), "wb") as file:
         return subprocess.Popen(
@@ -236,7 +203,7 @@ def start_detached(
 
 
 def tail_of(path: Path, size_bytes: int) -> str:
-    """The last bytes of a file as text; nothing where there is none."""
+    """Return the last bytes of a file as text; empty if there is none."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - size_bytes))
         return file.read(size_bytes).decode(errors="replace").strip()

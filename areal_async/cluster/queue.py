@@ -1,8 +1,8 @@
-"""Whose turn it is: by priority, then by submission. Pure.
+"""The queue of waiting jobs, by priority, then by submission. Pure.
 
-A job starts when what it needs is free. The first that does not fit waits, and everybody behind it waits with
-it: a small job of low priority that slipped in would take what the first waits for, again and again. Nothing
-that runs is stopped for another.
+A job starts when its resources are free. The first job that does not fit waits, and all behind it wait with
+it: a small job of low priority that slipped in would take the resources that the first waits for, again and
+again. A running job is never stopped for another.
 """
 
 from __future__ import annotations
@@ -11,36 +11,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from areal_async.cluster.resources import Resources
-
-
-@dataclass(frozen=True)
-class InLine:
-    """A job that waits. Of equal priorities the smaller `id` was submitted first."""
-
-    id: int
-    name: str
-    priority: int
-    needs: Resources
+from areal_async.cluster.store import ShownJob
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Ids of the jobs that start now, in their order, and what each of the others waits for, in words."""
+    """Ids of the jobs that start now, in order, and the reasons why the others wait."""
 
     starts: tuple[int, ...]
     waits: Mapping[int, str]
 
 
-def order_of(waiting: Sequence[InLine]) -> list[InLine]:
-    """Those that wait, the next first."""
+def order_of(waiting: Sequence[ShownJob]) -> list[ShownJob]:
+    """Return the waiting jobs, the next first: with equal priorities the smaller id was submitted first."""
     return sorted(waiting, key=lambda job: (-job.priority, job.id))
 
 
-def take_turns(waiting: Sequence[InLine], free: Resources) -> Turns:
-    """Who starts with `free` there, and who waits for what."""
+def take_turns(waiting: Sequence[ShownJob], free: Resources) -> Turns:
+    """Decide which jobs start with the `free` resources, and why the others wait."""
     starts: list[int] = []
     waits: dict[int, str] = {}
-    first: InLine | None = None  # The first that does not fit
+    first: ShownJob | None = None  # The first that does not fit
     for job in order_of(waiting):
         if first is None and (lacking := free.lacks(job.needs)):
             first, waits[job.id] = job, f"waits for {lacking}"
@@ -53,7 +44,7 @@ def take_turns(waiting: Sequence[InLine], free: Resources) -> Turns:
 
 
 def gpus_for(needed: int, total: int, held: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The lowest GPUs, by number, that nobody holds. There must be as many as `needed`."""
+    """Return the lowest free GPUs by number. At least `needed` must be free."""
     taken = {gpu for gpus in held for gpu in gpus}
     free = [gpu for gpu in range(total) if gpu not in taken]
     assert needed <= len(free)

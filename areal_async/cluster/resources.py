@@ -1,4 +1,4 @@
-"""What a job needs of a cluster, and what a machine has. `resources_of` is pure."""
+"""Resources that a job needs, and those that a machine has. `resources_of` is pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ import msgspec
 import psutil
 
 from areal_async.config.cluster import ResourcesSection
-from areal_async.config.devices import (
-    device_mistakes,
-    engine_gpus,
-    first_threads,
-    rollout_gpus,
-    trainer_gpus,
-)
+from areal_async.config.devices import device_mistakes, engine_gpus, first_threads, rollout_gpus, trainer_gpus
 from areal_async.config.job import JobConfig
 from areal_async.launch.plan import services_of
 from areal_async.launch.ray.placement import needs_of
@@ -26,15 +20,15 @@ NVIDIA_DEVICES = Path("/dev")
 
 
 class Resources(msgspec.Struct, frozen=True):
-    """Cores, GPUs and memory: what there is, or what a job needs."""
+    """Cores, GPUs and memory that exist, or that a job needs."""
 
     cpus: int = 0
     gpus: int = 0
     memory_gb: float = 0.0
-    """In GiB; 0: the job was submitted without."""
+    """GiB; 0 if the job was submitted without."""
 
     def without(self, others: Collection[Resources]) -> Resources:
-        """What is left once `others` have theirs; less than nothing where they have more than there is."""
+        """Return the rest after `others` have their share; negative if they have more than exists."""
         return Resources(
             self.cpus - sum(other.cpus for other in others),
             self.gpus - sum(other.gpus for other in others),
@@ -42,7 +36,7 @@ class Resources(msgspec.Struct, frozen=True):
         )
 
     def lacks(self, needed: Resources) -> str:
-        """What `needed` is short of here, in words: `2 GPUs`; empty where it fits."""
+        """Return the missing resources in words, for example `2 GPUs`; empty if `needed` fits."""
         short = []
         if needed.gpus > max(0, self.gpus):
             short.append("1 GPU" if needed.gpus == 1 else f"{needed.gpus} GPUs")
@@ -56,12 +50,11 @@ class Resources(msgspec.Struct, frozen=True):
 def resources_of(
     job: JobConfig, total: Resources, memory_gb: float = 0.0, *, by_ray: bool = False
 ) -> Resources:
-    """What `job` takes while it runs on a cluster that has `total`; `by_ray`: what Ray reserves for it there.
+    """Return the needs of `job` on a cluster that has `total`; `by_ray`: the resources that Ray reserves.
 
-    Cores: the threads with which the trainer's ranks, the workers' engines and the evaluator begin; a job
-    that would use more cores than there are takes all of them. GPUs: as many as its process must see for each
-    engine and each rank to have its own; where the cluster has one, everybody shares it, as
-    `config/devices.py` says."""
+    Cores: the initial threads of the trainer's ranks, the workers' engines and the evaluator; a job that
+    would use more cores than exist takes all of them. GPUs: one for each engine and each rank; on a cluster
+    with one GPU all share it, as `config/devices.py` says."""
     workers = max(job.rollout.workers, job.rollout.autoscale.max)
     job = job.model_copy(update={"rollout": job.rollout.model_copy(update={"workers": workers})})
     if by_ray:
@@ -91,7 +84,7 @@ def _gpus_of(job: JobConfig, total: int) -> int:
 
 
 def machine_resources(given: ResourcesSection) -> Resources:
-    """What `given` says of a machine, and for what it leaves out what this one has."""
+    """Return the `given` resources, with those of this machine for the fields that are not set."""
     return Resources(
         cpus=given.cpus or len(os.sched_getaffinity(0)),
         gpus=_visible_gpus() if given.gpus is None else given.gpus,
@@ -100,7 +93,7 @@ def machine_resources(given: ResourcesSection) -> Resources:
 
 
 def _visible_gpus() -> int:
-    """How many GPUs torch would see here; asking torch would take seconds and half a gigabyte."""
+    """Count the GPUs that torch would see here. Asking torch would take seconds and half a gigabyte."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return len([name for name in named.split(",") if name.strip() not in ("", "-1")])
     return sum(path.name.removeprefix("nvidia").isdigit() for path in NVIDIA_DEVICES.glob("nvidia[0-9]*"))

@@ -1,11 +1,11 @@
-"""The states of a job, and what moves it from one to the next. Pure: time is passed in.
+"""The states of a job, and the events that change them. Pure: time is passed in.
 
     PENDING → STARTING → RUNNING → SUCCEEDED | FAILED | STOPPED
        ↑                    ↓
        └───── resume ─── PAUSED      (FAILED and STOPPED can be resumed as well)
 
-A job that is asked to pause or stop keeps its state until its processes have ended; what it was asked for is
-its *wish*, which is as durable as the state. Each start is an *attempt* with a number of its own.
+A job that is asked to pause or stop keeps its state until its processes have exited; the request is its
+*wish*, which is as durable as the state. Each start is an *attempt* with its own number.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Wish = Literal["run", "pause", "stop"]
 Verb = Literal["pause", "stop", "resume"]
 
 ACTIVE: tuple[State, ...] = ("STARTING", "RUNNING")
-"""States in which a job may have processes, and holds its resources."""
+"""States in which a job may have processes and holds its resources."""
 ENDED: tuple[State, ...] = ("SUCCEEDED", "FAILED", "STOPPED")
 STATES: tuple[State, ...] = ("PENDING", *ACTIVE, "PAUSED", *ENDED)
 
 
 class JobRefused(ArealError):
-    """What was asked of a job, or of the controller, makes no sense now; nothing was done."""
+    """A request that is not possible now; nothing was done."""
 
     exit_status = 2
 
@@ -37,7 +37,7 @@ class UnknownJob(JobRefused):
 
 @dataclass(frozen=True)
 class Standing:
-    """How a job stands. `attempt` counts its starts; the one that runs, or ran last, has this number."""
+    """State, wish and number of starts of a job. `attempt` is the number of the present or last one."""
 
     state: State = "PENDING"
     wish: Wish = "run"
@@ -46,7 +46,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class TurnCame:
-    """The job is the next, and there is room for it."""
+    """The job is next, and its resources are free."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,19 @@ class AllServe:
 
 @dataclass(frozen=True)
 class Asked:
-    """A person asked for something."""
+    """A request of a person."""
 
     verb: Verb
     why: str = ""
     more: bool = False
-    """True where the job is to have more steps than it was begun with."""
+    """True if the job gets more steps than it started with."""
 
 
 @dataclass(frozen=True)
 class RunEnded:
-    """The run of the present attempt has ended, and none of it runs any more.
+    """The run of the present attempt has ended, with all its processes.
 
-    `lost`: its process died without a word; `unstarted`: there never was one."""
+    `lost`: its process died without an ending; `unstarted`: no process ever ran it."""
 
     how: Literal["finished", "interrupted", "failed", "lost", "unstarted"]
     words: str = ""
@@ -79,7 +79,7 @@ JobEvent = TurnCame | AllServe | Asked | RunEnded
 
 @dataclass(frozen=True)
 class Move:
-    """Where an event takes a job: how it stands then, since when, and why, for its history."""
+    """A change that an event makes: the new standing, its time, and the reason for the history."""
 
     standing: Standing
     at_s: float
@@ -87,27 +87,22 @@ class Move:
 
 
 def decide(standing: Standing, event: JobEvent, now_s: float) -> Move | None:
-    """The move that `event` makes, at `now_s` of the wall clock; None where it changes nothing. Raises
-    `JobRefused` for what a person asked and cannot have now."""
+    """Return the move that `event` makes at `now_s` of the wall clock; None if it changes nothing. Raises
+    `JobRefused` for a request that is not possible now."""
     match event:
-        case TurnCame():
-            if standing.state != "PENDING":
-                return None
+        case TurnCame() if standing.state == "PENDING":
             following = Standing("STARTING", "run", standing.attempt + 1)
             return Move(following, now_s, "its turn came")
-        case AllServe():
-            if standing.state != "STARTING":
-                return None
+        case AllServe() if standing.state == "STARTING":
             return Move(replace(standing, state="RUNNING"), now_s, "all services serve")
-        case RunEnded():
-            if standing.state not in ACTIVE:
-                return None
+        case RunEnded() if standing.state in ACTIVE:
             state, reason = _ending(standing.wish, event)
             return Move(Standing(state, "run", standing.attempt), now_s, reason)
         case Asked("resume"):
             return _resume(standing, event, now_s)
         case Asked():
             return _end(standing, event, now_s)
+    return None
 
 
 def _ending(wish: Wish, event: RunEnded) -> tuple[State, str]:

@@ -1,7 +1,7 @@
-"""What the controller knows, in one SQLite database: jobs, how each stands, and how it came to that.
+"""The jobs of the controller, their states and their history, in one SQLite database.
 
-Promises: what a call has written when it returns survives the death of the process and of the machine; a call
-writes all of it or nothing. Several jobs of one submission are one write.
+Promises: once a call returns, its changes survive the death of the process and of the machine; a call writes
+all of its changes or none.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from areal_async.base.errors import ArealError
-from areal_async.cluster.queue import InLine
 from areal_async.cluster.resources import Resources
 from areal_async.cluster.states import ACTIVE, ENDED, STATES, JobRefused, Move, Standing, State, Wish
 
@@ -48,24 +47,33 @@ class JobStoreError(ArealError):
     restart_helps = False
 
 
-class StoredJob(msgspec.Struct, frozen=True):
-    """A job as the controller knows it."""
+class ShownJob(msgspec.Struct, frozen=True, kw_only=True):
+    """The public fields of a job. Times are unix times in seconds."""
 
     id: int
     name: str
-    key: str  # Of the submission that it came with
-    place: int  # Its number in that submission
+    state: State = "PENDING"
     priority: int
     submitted_s: float
-    content: dict[str, Any]
-    overrides: list[str]  # Changes that the next attempt makes
-    needs: Resources
-    state: State = "PENDING"
-    wish: Wish = "run"
-    attempt: int = 0
-    changed_s: float = 0.0  # When it was last moved
+    changed_s: float = 0.0
+    """Time of the last state change, automatic or requested."""
     reason: str = "submitted"
-    gpus: list[int] = []  # GPUs that it holds
+    """Reason of the last state change; for a failed run, its own error."""
+    attempt: int = 0
+    """Number of starts."""
+    needs: Resources
+    gpus: list[int] = []
+    """Numbers of the GPUs that it holds."""
+
+
+class StoredJob(ShownJob, frozen=True, kw_only=True):
+    """A job as the controller stores it."""
+
+    key: str  # Of the submission that it came with
+    place: int = 0  # Its number in that submission
+    content: dict[str, Any]
+    overrides: list[str] = []  # Changes that the next attempt makes
+    wish: Wish = "run"
 
     @property
     def standing(self) -> Standing:
@@ -73,7 +81,7 @@ class StoredJob(msgspec.Struct, frozen=True):
 
 
 class HistoryEntry(msgspec.Struct, frozen=True):
-    """One move of a job: into which state, when (unix time in seconds), and why."""
+    """One move of a job: its new state, the unix time in seconds, and the reason."""
 
     state: State
     wish: Wish
@@ -81,12 +89,13 @@ class HistoryEntry(msgspec.Struct, frozen=True):
     reason: str
 
 
+J = TypeVar("J", bound=ShownJob)
 COLUMNS = StoredJob.__struct_fields__
 AS_JSON = {"content": dict[str, Any], "overrides": list[str], "needs": Resources, "gpus": list[int]}
 
 
 class JobStore:
-    """The database at `path`, which is made if it is not there. Raises `JobStoreError`."""
+    """The database at `path`, made if missing. Raises `JobStoreError`."""
 
     def __init__(self, path: Path) -> None:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
@@ -125,41 +134,37 @@ class JobStore:
     # --- reading -----------------------------------------------------------------------------------
 
     def find(self, name: str) -> StoredJob | None:
-        """The newest job called `name`, else the one with this id."""
+        """Return the newest job called `name`, else the one with this id."""
         found = self._jobs("name = ? ORDER BY id DESC LIMIT 1", name)
         if not found and name.isascii() and name.isdecimal() and len(name) < 19:
             found = self._jobs("id = ?", int(name))
         return found[0] if found else None
 
     def get(self, id: int) -> StoredJob:
-        """The job with this id, which must be there."""
+        """Return the job with this id, which must exist."""
         (job,) = self._jobs("id = ?", id)
         return job
 
-    def in_states(self, states: Sequence[State], *, most: int = MOST_JOBS) -> list[StoredJob]:
-        """The newest `most` jobs in these states, by id."""
+    def in_states(self, states: Sequence[State], most: int = MOST_JOBS) -> list[StoredJob]:
+        """Return the newest `most` jobs in these states, by id."""
         marks = ", ".join("?" * len(states))
         found = self._jobs(f"state IN ({marks}) ORDER BY id DESC LIMIT ?", *states, most)
         return found[::-1]
 
-    def waiting(self) -> list[InLine]:
-        """The jobs that are PENDING; they are many, and looked at often."""
-        rows = self._db.execute("SELECT id, name, priority, needs FROM jobs WHERE state = 'PENDING'")
-        return [
-            InLine(id, name, priority, msgspec.json.decode(needs, type=Resources))
-            for id, name, priority, needs in rows
-        ]
+    def waiting(self) -> list[ShownJob]:
+        """Return the PENDING jobs without their contents: they are many, and looked at often."""
+        return self._rows(ShownJob, "state = 'PENDING'")
 
     def of_submission(self, key: str) -> list[StoredJob]:
         return self._jobs("key = ? ORDER BY place", key)
 
     def counts(self) -> dict[State, int]:
-        """Number of jobs in each state."""
+        """Return the number of jobs in each state."""
         found = dict(self._db.execute("SELECT state, COUNT(*) FROM jobs GROUP BY state").fetchall())
         return {state: found.get(state, 0) for state in STATES}
 
     def history(self, id: int) -> list[HistoryEntry]:
-        """The newest moves of a job, the oldest of them first."""
+        """Return the newest moves of a job in their order."""
         rows = self._db.execute(
             "SELECT state, wish, time_s, reason FROM history WHERE job = ? ORDER BY number", (id,)
         )
@@ -169,64 +174,60 @@ class JobStore:
         return {id for (id,) in self._db.execute("SELECT id FROM jobs")}
 
     def _jobs(self, where: str, *values: object) -> list[StoredJob]:
-        rows = self._db.execute(f"SELECT {', '.join(COLUMNS)} FROM jobs WHERE {where}", values)
-        return [_read(row) for row in rows]
+        return self._rows(StoredJob, where, *values)
+
+    def _rows(self, kind: type[J], where: str, *values: object) -> list[J]:
+        columns = kind.__struct_fields__
+        rows = self._db.execute(f"SELECT {', '.join(columns)} FROM jobs WHERE {where}", values)
+        return [
+            kind(**{name: _value(name, stored) for name, stored in zip(columns, row, strict=True)})
+            for row in rows
+        ]
 
     # --- writing -----------------------------------------------------------------------------------
 
-    def reserve(self, count: int) -> range:
-        """So many new ids. Those that are not used are nobody's."""
+    def new_id(self) -> int:
+        """Return an id that was never given out. One that is not used stays unused."""
         with self._transaction():
-            (first,) = self._db.execute("SELECT next FROM ids").fetchone()
-            self._db.execute("UPDATE ids SET next = ?", (first + count,))
-        return range(first, first + count)
+            (following,) = self._db.execute("SELECT next FROM ids").fetchone()
+            self._db.execute("UPDATE ids SET next = ?", (following + 1,))
+        return int(following)
 
     def pass_over(self, id: int) -> None:
-        """See to it that new ids are above `id`."""
-        (following,) = self._db.execute("SELECT next FROM ids").fetchone()
-        if following <= id:
-            self.reserve(id + 1 - following)
+        """Give out only ids above `id` from now on."""
+        self._db.execute("UPDATE ids SET next = MAX(next, ?)", (id + 1,))
 
-    def add(self, jobs: Sequence[StoredJob]) -> None:
-        """Add jobs that are new, all or none. Raises `JobRefused` for a name that is taken by a job which has
-        not ended, and where there are too many."""
+    def add(self, job: StoredJob) -> None:
+        """Add a new job. Raises `JobRefused` as `check_room` does."""
         with self._transaction():
-            self.check_room(jobs)
+            self.check_room(job)
             marks = ", ".join("?" * len(COLUMNS))
-            for job in jobs:
-                self._db.execute(f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({marks})", _row(job))
-                self._note(job.id, HistoryEntry(job.state, job.wish, job.submitted_s, job.reason))
+            self._db.execute(f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({marks})", _row(job))
+            self._note(job)
 
-    def check_room(self, jobs: Sequence[StoredJob]) -> None:
-        """Raise `JobRefused` where these jobs could not be added."""
+    def check_room(self, job: StoredJob) -> None:
+        """Raise `JobRefused` if there are too many jobs, or if one that has not ended has this job's name."""
         counts = self.counts()
-        if counts["PENDING"] + len(jobs) > MOST_WAITING or sum(counts.values()) + len(jobs) > MOST_JOBS:
+        if counts["PENDING"] >= MOST_WAITING or sum(counts.values()) >= MOST_JOBS:
             raise JobRefused(
                 f"the controller keeps at most {MOST_WAITING} waiting jobs and {MOST_JOBS} in all: it has "
-                f"{counts['PENDING']} and {sum(counts.values())}, and these are {len(jobs)}"
+                f"{counts['PENDING']} and {sum(counts.values())} already"
             )
-        for job in jobs:
-            other = self.find(job.name)
-            if other is not None and other.name == job.name and other.state not in ENDED:
-                raise JobRefused(
-                    f"job {job.name} is {other.state} already (id {other.id}). Give this one another name "
-                    "(job=NAME), or stop that one"
-                )
+        other = self.find(job.name)
+        if other is not None and other.name == job.name and other.state not in ENDED:
+            raise JobRefused(
+                f"job {job.name} is {other.state} already (id {other.id}). Give this one another name "
+                "(job=NAME), or stop that one"
+            )
 
     def move(self, job: StoredJob, move: Move, *, gpus: Sequence[int] = (), **changes: Any) -> StoredJob:
-        """Write that `job`, as it was read, has moved; it holds `gpus` then, unless it is no longer active.
-        `changes` are other columns."""
+        """Write a move of `job` as it was read, and other columns. The job holds `gpus` then, unless it is no
+        longer active. Raises `JobRefused` if the job has changed meanwhile."""
         standing = move.standing
-        after = msgspec.structs.replace(
-            job,
-            state=standing.state,
-            wish=standing.wish,
-            attempt=standing.attempt,
-            changed_s=move.at_s,
-            reason=move.reason,
-            gpus=list(gpus or job.gpus) if standing.state in ACTIVE else [],
-            **changes,
-        )
+        changes |= {"state": standing.state, "wish": standing.wish, "attempt": standing.attempt}
+        changes |= {"changed_s": move.at_s, "reason": move.reason}
+        held = list(gpus or job.gpus) if standing.state in ACTIVE else []
+        after = msgspec.structs.replace(job, gpus=held, **changes)
         with self._transaction():
             changed = self._db.execute(
                 f"UPDATE jobs SET {', '.join(f'{column} = ?' for column in COLUMNS)} "
@@ -235,23 +236,22 @@ class JobStore:
             )
             if changed.rowcount != 1:
                 raise JobRefused(f"job {job.name} has changed meanwhile: look at it, and ask again")
-            self._note(job.id, HistoryEntry(standing.state, standing.wish, move.at_s, move.reason))
+            self._note(after)
         return after
 
     def set_needs(self, id: int, needs: Resources) -> None:
-        """Write what a job takes from now on."""
+        """Write the present needs of a job."""
         with self._transaction():
             values = (msgspec.json.encode(needs).decode(), id)
             self._db.execute("UPDATE jobs SET needs = ? WHERE id = ?", values)
 
-    def _note(self, id: int, entry: HistoryEntry) -> None:
-        (last,) = self._db.execute("SELECT MAX(number) FROM history WHERE job = ?", (id,)).fetchone()
+    def _note(self, job: StoredJob) -> None:
+        """Add the last change of a job to its history."""
+        (last,) = self._db.execute("SELECT MAX(number) FROM history WHERE job = ?", (job.id,)).fetchone()
         number = (last or 0) + 1
-        self._db.execute(
-            "INSERT INTO history VALUES (?, ?, ?, ?, ?, ?)",
-            (id, number, entry.state, entry.wish, entry.time_s, entry.reason),
-        )
-        self._db.execute("DELETE FROM history WHERE job = ? AND number <= ?", (id, number - MOST_HISTORY))
+        entry = (job.id, number, job.state, job.wish, job.changed_s, job.reason)
+        self._db.execute("INSERT INTO history VALUES (?, ?, ?, ?, ?, ?)", entry)
+        self._db.execute("DELETE FROM history WHERE job = ? AND number <= ?", (job.id, number - MOST_HISTORY))
 
 
 def _row(job: StoredJob) -> list[Any]:
@@ -261,8 +261,5 @@ def _row(job: StoredJob) -> list[Any]:
     ]
 
 
-def _read(row: Sequence[Any]) -> StoredJob:
-    values = dict(zip(COLUMNS, row, strict=True))
-    for name, kind in AS_JSON.items():
-        values[name] = msgspec.json.decode(values[name], type=kind)
-    return StoredJob(**values)
+def _value(name: str, stored: Any) -> Any:
+    return msgspec.json.decode(stored, type=AS_JSON[name]) if name in AS_JSON else stored

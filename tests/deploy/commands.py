@@ -14,7 +14,7 @@ import typer
 
 from areal_async.base.mistakes import ConfigError
 from areal_async.cli.main import app
-from areal_async.cluster.operations import OPERATIONS
+from areal_async.cluster.api import OPERATIONS
 from areal_async.config.cluster import ClusterConfig, load_cluster
 from areal_async.config.load import load_job
 

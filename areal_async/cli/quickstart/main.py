@@ -54,8 +54,8 @@ def quickstart(
 
 
 def quickstart_job(overrides: Sequence[str] = (), *, out: str | Path = "runs", seed: int = 1) -> JobConfig:
-    """The quickstart's RL job with these `key=value`, to try things on: what it needs is made under `out`,
-    the warm-up included, unless it is there (about 20 s). Raises what `run_job` and `load_job` raise."""
+    """Return the quickstart's RL job with these `key=value`, for experiments. Its files and its warmed-up
+    model are made below `out` unless they exist (about 20 s). Raises as `run_job` and `load_job` do."""
     out = Path(out)
     if not (out / WARM_MODEL / "config.json").exists():
         _warm_up(out, seed, plain=True, console=Console())

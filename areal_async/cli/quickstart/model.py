@@ -1,4 +1,4 @@
-"""What the quickstart trains: a tiny model with a character tokenizer, and its tasks, two-digit sums."""
+"""The model of the quickstart, tiny and with a character tokenizer, and its tasks, two-digit sums."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 
 def make_tokenizer(characters: str = CHARACTERS, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """One token per character, by default those of arithmetic, and one for each of `words` (letters alone);
-    no special token is added to a prompt.
+    """Return a tokenizer with one token per character, by default those of arithmetic, and one for each of
+    `words` (letters alone). It adds no special token to a prompt.
 
     BPE, and words as merges: `AutoTokenizer` gives a Qwen2 model the pre-tokenizer of Qwen2 whatever the file
     says, and this is cut the same way under it."""
@@ -77,15 +77,15 @@ class Sum(NamedTuple):
 
 
 def split_problems(seed: int, n_held_out: int) -> tuple[list[Sum], list[Sum]]:
-    """All problems, shuffled by `seed` and cut into (train, held out), which share none."""
+    """Return all problems, shuffled by `seed`, as (train, held out), which share none."""
     problems = [Sum(a, b) for a in OPERANDS for b in OPERANDS]
     random.Random(seed).shuffle(problems)
     return problems[n_held_out:], problems[:n_held_out]
 
 
 def write_tasks(problems: Sequence[Sum], path: Path, split: str) -> None:
-    """One line of JSON a problem: `data_source, prompt, ability, reward_model{style, ground_truth},
-    extra_info`."""
+    """Write one line of JSON for each problem: `data_source, prompt, ability, extra_info` and
+    `reward_model{style, ground_truth}`."""
     rows = [
         {
             "data_source": "two_digit_arithmetic",

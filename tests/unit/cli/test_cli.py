@@ -18,7 +18,7 @@ from areal_async.base.errors import RunFailed, RunFolderError, RunInterrupted
 from areal_async.base.processes import start_of
 from areal_async.cli import doctor as doctor_module
 from areal_async.cli.doctor import examine
-from areal_async.cli.main import PANEL_OF, app
+from areal_async.cli.main import MOVED, PANEL_OF, app
 from areal_async.cli.tools import readable_errors
 from areal_async.config.load import dump_job, load_job
 from tests.waiting import LIMIT_S
@@ -140,7 +140,6 @@ def test_doctor_validate_and_mistakes_are_read_by_scripts(job_file):
     assert told["removed"] == []
     assert {finding["level"] for finding in told["findings"]} <= {"ok", "warn", "fail"}
     resolved = json.loads(call("validate", job_file, "seed=7", "--json").stdout)
-    assert resolved == json.loads(call("config", "show", job_file, "seed=7", "--json").stdout)
     assert resolved["seed"] == 7
     said = call("validate", job_file, "trainer.minibatches=1", "trainer.objective.prox=reuse").stderr
     assert "note: trainer.minibatches: with one update a step" in said
@@ -187,8 +186,10 @@ def test_a_run_folder_names_a_run_in_every_command_that_takes_a_job(tmp_path, jo
     refused = call("logs", folder, "rollout-7")
     assert (refused.exit_code, "Its logs: supervisor, trainer" in refused.stderr) == (2, True)
     assert "ended, not finished" in call("status", folder).stdout
-    for verb in ("stop", "pause"):
-        assert json.loads(call(verb, folder, "--json").stdout)["state"] == "ended, not finished"
+    assert json.loads(call("stop", folder, "--json").stdout)["state"] == "ended, not finished"
+    refused = call("pause", folder)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert f"`areal-async stop {folder}` ends it" in " ".join(refused.stderr.split())
 
 
 def test_an_error_that_nobody_reads_has_its_exit_status(tmp_path):
@@ -208,7 +209,7 @@ def test_scale_and_drain_say_so_where_nothing_runs(tmp_path):
     assert call("scale", tmp_path, "--workers", 0).exit_code == 2
 
 
-@pytest.mark.parametrize("arguments", [(), ("run",), ("data", "prepare"), ("compare",), ("keys", "add")])
+@pytest.mark.parametrize("arguments", [(), ("run",), ("data", "prepare"), ("view",), ("keys", "add")])
 def test_help_shows_no_type_for_flags(arguments):
     said = call(*arguments, "--help").output
     assert "--help" in said
@@ -242,8 +243,39 @@ def test_an_option_of_another_program_leads_to_how_a_field_is_changed(words, say
     assert ("--overwrite" in said) == (says == "Possible options: --overwrite")
 
 
-@pytest.mark.parametrize("runs", [("a",), ("a", "a")])
-def test_one_run_is_not_compared(runs):
-    done = call("compare", *runs)
+def test_several_runs_are_compared_in_a_file():
+    done = call("view", "a", "b")
     assert done.exit_code == 2
-    assert "Name two" in " ".join(done.stderr.split())
+    assert "add --report FILE.HTML" in " ".join(done.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("top",), "Use areal-async ps --watch"),
+        (("compare", "a", "b"), "Use areal-async view RUN RUN --report"),
+        (("config", "show", "job.yaml"), "Use areal-async validate"),
+        (("config", "diff", "job.yaml"), "Use areal-async diff"),
+        (("reward", "new", "tidy"), "Use areal-async init DIR"),
+        (("sweep",), "areal-async submit JOB.YAML job=NAME-$lr"),
+        (("submit", "job.yaml", "--sweep", "lr=1,2"), "areal-async submit JOB.YAML job=NAME-$lr"),
+    ],
+)
+def test_a_command_that_was_removed_leads_to_the_new_one(words, says):
+    done = call(*words)
+    assert done.exit_code == 2
+    assert says in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_every_command_that_was_removed_is_gone_and_its_successor_exists():
+    root = typer.main.get_group(app)
+
+    def found(group, words):
+        command = group.commands.get(words[0])
+        inner = getattr(command, "commands", None)
+        return command is not None and (inner is None or len(words) == 1 or found(command, words[1:]))
+
+    for name, instead in MOVED.items():
+        assert not found(root, name.split()) or "--" in name, name
+        for command in re.findall(r"areal-async ([a-z]+(?: [a-z]+)?)", instead):
+            assert found(root, command.split()), command

@@ -12,7 +12,7 @@ from cryptography import x509
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
-from areal_async.cluster.folder import ClusterFolder, ClusterFolderError, TokenBook
+from areal_async.cluster.folder import ClusterFolder, ClusterFolderError
 
 NODE = {"ca.crt", "issuer.crt", "node.crt", "node.key", "ray.token", "env.sh"}
 SUBMIT = {"tokens", "submit.token", "look.token", "env.sh"}
@@ -176,17 +176,16 @@ def test_a_controller_has_its_folder_there_and_lets_in_the_tokens_that_were_made
     before = folder.tokens.read_bytes()
     folder.make_tokens()
     assert folder.tokens.read_bytes() == before
-    book = TokenBook(folder.tokens)
     submit, look = folder.token("submit"), folder.token("look")
-    assert [book.right_of(token) for token in (submit, look)] == ["submit", "look"]
+    assert [folder.right_of(token) for token in (submit, look)] == ["submit", "look"]
     lines = before.decode().splitlines(keepends=True)
     fresh = folder.tokens.with_suffix(".new")
     fresh.write_text("".join(line for line in lines if not line.startswith("submit")))
     fresh.chmod(0o600)
     fresh.replace(folder.tokens)
-    assert [book.right_of(token) for token in (submit, look)] == [None, "look"], "the line was removed"
+    assert [folder.right_of(token) for token in (submit, look)] == [None, "look"], "the line was removed"
     for host in HOSTS:
-        assert book.right_of((keys / "nodes" / host / "ray.token").read_text()) is None
+        assert folder.right_of((keys / "nodes" / host / "ray.token").read_text()) is None
     alone = ClusterFolder(tmp_path / "alone")
     alone.path.mkdir()
     shutil.copy(folder.tokens, alone.tokens)

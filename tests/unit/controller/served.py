@@ -14,7 +14,7 @@ import msgspec
 from areal_async.base.http_server import HttpServer, listen
 from areal_async.cluster.api import LIMITS, ControllerApi
 from areal_async.cluster.client import ControllerClient
-from areal_async.cluster.folder import ClusterFolder, TokenBook
+from areal_async.cluster.folder import ClusterFolder
 from areal_async.config.cluster import ClusterConfig
 from tests.unit.controller.world import World, submission
 
@@ -33,7 +33,7 @@ class Served:
         self.app = ControllerApi(
             self.world.controller,
             ClusterConfig(),
-            TokenBook(self.folder.tokens),
+            self.folder,
             self.thread,
             wake=self.wake,
             on_down=self.downs.append,

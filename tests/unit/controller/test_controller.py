@@ -161,18 +161,18 @@ def test_a_name_is_free_again_once_its_job_has_ended(world, sums):
         world.controller.find("nothing")
 
 
-def test_all_jobs_of_a_sweep_are_taken_or_none(world, monkeypatch):
-    taken = world.controller.submit(submission("sums", sweep=["lr=1e-3,2e-3"]))
-    assert [job.name for job in taken] == ["sums-lr-1e-3", "sums-lr-2e-3"]
-    assert [job.content["trainer"]["optimizer"]["lr"] for job in taken] == [1e-3, 2e-3]
-    overlapping = submission("sums", sweep=["lr=3e-3,2e-3"])
-    with pytest.raises(JobRefused, match="sums-lr-2e-3 is PENDING"):
-        world.controller.submit(msgspec.structs.replace(overlapping, key="another-key"))
+def test_a_job_that_is_refused_leaves_nothing(world, monkeypatch):
+    lr = "trainer.optimizer.lr"
+    taken = [world.controller.submit(submission(f"sums-{n}", overrides=[f"{lr}={n}e-3"])) for n in (1, 2)]
+    assert [job.content["trainer"]["optimizer"]["lr"] for (job,) in taken] == [1e-3, 2e-3]
+    assert [job.id for (job,) in taken] == [1, 2]
+    again = msgspec.structs.replace(submission("sums-2"), key="another-key")
+    with pytest.raises(JobRefused, match="sums-2 is PENDING"):
+        world.controller.submit(again)
     assert len(world.states()) == 2
-    monkeypatch.setattr(store_module, "MOST_WAITING", 3)
-    many = msgspec.structs.replace(submission("more", sweep=["seed=1,2"]))
-    with pytest.raises(JobRefused, match="at most 3 waiting jobs"):
-        world.controller.submit(many)
+    monkeypatch.setattr(store_module, "MOST_WAITING", 2)
+    with pytest.raises(JobRefused, match="at most 2 waiting jobs"):
+        world.controller.submit(submission("more"))
     assert len(list((world.folder / "jobs").iterdir())) == 2
 
 
@@ -194,7 +194,7 @@ def test_what_was_run_is_never_deleted_even_if_the_database_is_gone(world, sums)
 def test_workers_that_join_take_cores(world, sums):
     world.controller.submit(sums)
     serve(world)
-    world.controller.scaled("sums", 3)
+    world.controller.scaled(world.controller.find("sums"), 3)
     assert world.controller.find("sums").needs == Resources(4)
     assert world.controller.free() == Resources(0)
 
@@ -227,9 +227,10 @@ def test_a_history_is_bounded(world, sums, monkeypatch):
 
 
 def live_through_all(world):
-    """A story with everything in it: submit, sweep, start, pause, resume, stop, end."""
+    """A story with everything in it: submit, start, pause, resume, stop, end."""
     world.do(lambda controller: controller.submit(submission("one")))
-    world.do(lambda controller: controller.submit(submission("two", sweep=["lr=1e-3,2e-3"])))
+    world.do(lambda controller: controller.submit(submission("two")))
+    world.do(lambda controller: controller.submit(submission("three")))
     world.tick()
     world.real.arrive()
     world.tick()
@@ -241,7 +242,7 @@ def live_through_all(world):
     world.tick()
     world.real.arrive()
     asks(world, "one", "resume")
-    asks(world, "two-lr-1e-3", "stop")
+    asks(world, "two", "stop")
     world.tick(2)
     world.real.obey()
     for _ in range(4):
@@ -268,7 +269,7 @@ def asks(world, name, verb):
 
 def check(world):
     """Nothing was lost, and nothing was run twice."""
-    assert world.states() == {"one": "SUCCEEDED", "two-lr-1e-3": "STOPPED", "two-lr-2e-3": "SUCCEEDED"}
+    assert world.states() == {"one": "SUCCEEDED", "two": "STOPPED", "three": "SUCCEEDED"}
     assert max(world.real.runs.values()) == 1
     assert max(world.real.most_at_once.values()) == 1
     assert world.real.alive == {}

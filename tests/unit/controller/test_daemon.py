@@ -14,11 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 from typer.testing import CliRunner
 
-from areal_async.cli.jobs import job_names, run_target
 from areal_async.cli.main import app
+from areal_async.cli.targets import job_names, run_target
 from areal_async.cluster.client import ControllerClient
 from areal_async.cluster.daemon import start_controller
 from areal_async.cluster.folder import ClusterFolder, ClusterFolderError, hash_of
@@ -62,7 +61,7 @@ def hold(cluster):
 
 
 def test_commands_without_a_controller_say_how_to_get_one(cluster, job_file, tmp_path):
-    for command in (["ps"], ["status"], ["logs", "x"], ["top"], ["pause", "x"], ["stop", "x"]):
+    for command in (["ps"], ["status"], ["logs", "x"], ["ps", "--watch"], ["pause", "x"], ["stop", "x"]):
         assert "`areal-async up` brings one up" in call(*command, status=3).stderr
     assert "no controller is up" in call("down").stdout
     assert job_names("s") == []
@@ -96,16 +95,18 @@ def test_of_several_that_come_up_at_once_one_is_the_controller_and_nobody_waits_
 def test_jobs_are_submitted_shown_changed_and_there_again(cluster, job_file, tmp_path):
     hold(cluster)
     assert call("submit", job_file).stdout == "submitted sums (id 1): waits for the cluster to come up\n"
-    swept = call("submit", job_file, "--sweep", "lr=1e-3,2e-3", "--priority", 7, "--json", "seed=5")
-    assert [job["name"] for job in json.loads(swept.stdout)] == ["sums-lr-1e-3", "sums-lr-2e-3"]
-    assert "seed: 5  |  0" in call("config", "diff", "sums-lr-1e-3", "sums", status=1).stdout
-    show = call("config", "show", "sums-lr-2e-3", "seed=6").stdout
-    assert (yaml.safe_load(show)["seed"], yaml.safe_load(show)["trainer"]["optimizer"]["lr"]) == (6, 2e-3)
+    for rate in ("1e-3", "2e-3"):
+        changes = (f"job=sums-lr-{rate}", f"trainer.optimizer.lr={rate}", "seed=5")
+        submitted = call("submit", job_file, *changes, "--priority", 7, "--json")
+        assert [job["name"] for job in json.loads(submitted.stdout)] == [f"sums-lr-{rate}"]
+    assert "seed: 5  |  0" in call("diff", "sums-lr-1e-3", "sums", status=1).stdout
+    config = json.loads(call("status", "sums-lr-2e-3", "--json").stdout)["config"]
+    assert (config["seed"], config["trainer"]["optimizer"]["lr"]) == (5, 2e-3)
     assert job_names("sums-") == ["sums-lr-1e-3", "sums-lr-2e-3"]
     table = call("ps").stdout
     assert [line.split()[1] for line in table.splitlines()[2:]] == ["sums", "sums-lr-1e-3", "sums-lr-2e-3"]
     assert "3 PENDING" in call("status").stdout
-    assert "sums-lr-1e-3" in call("top", "--once").stdout
+    assert "sums-lr-1e-3" in call("ps", "--watch").stdout
 
     assert call("pause", "sums").stdout == "sums is PAUSED: paused before its turn came\n"
     assert call("stop", "sums-lr-1e-3").stdout == "sums-lr-1e-3 is STOPPED: stopped on request\n"
@@ -204,9 +205,9 @@ def test_down_after_a_death_ends_what_runs_and_starts_nothing(cluster, job_file)
     cluster.make()
     store = JobStore(cluster.database)
     content = {"job": "sums", "model": "/models/tiny", "tasks": {"train": "/data/train.parquet"}}
-    fields = {"priority": 0, "submitted_s": 1.0, "content": content, "overrides": [], "needs": Resources(1)}
-    store.add([StoredJob(1, "sums", "key-of-sums", 0, **fields, state="STARTING", attempt=1)])
-    store.add([StoredJob(2, "next", "key-of-next", 0, **fields)])
+    fields = {"priority": 0, "submitted_s": 1.0, "content": content, "needs": Resources(1)}
+    store.add(StoredJob(id=1, name="sums", key="key-of-sums", **fields, state="STARTING", attempt=1))
+    store.add(StoredJob(id=2, name="next", key="key-of-next", **fields))
     store.close()
     (cluster.jobs / "1-sums" / "files").mkdir(parents=True, mode=0o700)
     assert "stopped sums" in call("down").stdout

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from areal_async.base.mistakes import ConfigError
-from areal_async.cluster.folder import ClusterFolder, ClusterFolderError, TokenBook, hash_of
+from areal_async.cluster.folder import ClusterFolder, ClusterFolderError, hash_of
 from areal_async.config.cluster import ClusterConfig, cluster_dir, dump_cluster, load_cluster
 
 HOLDING = """
@@ -70,15 +70,14 @@ def test_tokens_are_made_once_and_only_their_hashes_are_what_is_compared(folder)
     assert {path.stat().st_mode & 0o777 for path in (folder.tokens, *folder.path.glob("*.token"))} == {0o600}
     folder.make_tokens()
     assert folder.token() == submit
-    book = TokenBook(folder.tokens)
-    rights = [book.right_of(token) for token in (submit, look, "", "x", submit[:-1])]
+    rights = [folder.right_of(token) for token in (submit, look, "", "x", submit[:-1])]
     assert rights == ["submit", "look", None, None, None]
 
 
 def test_tokens_change_when_their_file_is_replaced_and_one_that_is_wrong_lets_nobody_in(folder):
     folder.make_tokens()
-    book, old = TokenBook(folder.tokens), folder.token()
-    assert book.right_of(old) == "submit"
+    old = folder.token()
+    assert folder.right_of(old) == "submit"
 
     def replace(text, mode=0o600):
         new = folder.path / "new"
@@ -87,17 +86,17 @@ def test_tokens_change_when_their_file_is_replaced_and_one_that_is_wrong_lets_no
         new.replace(folder.tokens)
 
     replace(f"# of the new year\n\nsubmit {hash_of('mine')} Ada\nlook {hash_of('mine')}\n")
-    assert [book.right_of(token) for token in (old, "mine")] == [None, "submit"]
+    assert [folder.right_of(token) for token in (old, "mine")] == [None, "submit"]
     for text in ("submit abc\n", "admin " + "0" * 64, "\x00" * 100):
         replace(text)
-        assert book.right_of("mine") is None
-        assert book.empty
+        assert folder.right_of("mine") is None
+        assert not folder.hashes()
     replace(f"submit {hash_of('mine')}\n", mode=0o666)  # anybody could have written that
-    assert book.right_of("mine") is None
+    assert folder.right_of("mine") is None
     replace(f"submit {hash_of('mine')}\n")
-    assert book.right_of("mine") == "submit"
+    assert folder.right_of("mine") == "submit"
     folder.tokens.unlink()
-    assert book.right_of("mine") is None
+    assert folder.right_of("mine") is None
 
 
 def test_a_cluster_file_is_read_strictly(tmp_path, monkeypatch):

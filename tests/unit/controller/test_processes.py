@@ -17,6 +17,7 @@ from areal_async.cluster.resources import Resources
 from areal_async.cluster.states import RunEnded
 from areal_async.cluster.store import JobStore
 from areal_async.cluster.submission import pack
+from areal_async.config.cluster import ClusterConfig
 from areal_async.launch.folders import Owner
 from areal_async.service.record import read_run_log
 from tests.jobs import make_workspace
@@ -81,7 +82,7 @@ class Place:
         self.controller = Controller(self.store, self.processes, self.jobs, Resources(8))
 
     def table(self):
-        return RealProcesses(self.jobs, cluster={"launcher": "local"}, modules=STAND_IN)
+        return RealProcesses(self.jobs, ClusterConfig(), STAND_IN)
 
     def submit(self, name, **changes):
         path = self.workspace.job(name, **changes)
@@ -97,7 +98,7 @@ class Place:
         return self.controller.find(name)
 
     def run_folder(self, job):
-        return self.controller.folder(job).run_folder(job.name)
+        return self.controller.folder(job).run_folder
 
     def end(self):
         for job in self.store.in_states(("STARTING", "RUNNING")):
@@ -133,7 +134,7 @@ def test_a_run_that_several_controllers_start_is_run_once_to_its_end(place, beha
     assert "sums is done" in place.controller.folder(job).output.read_text()
     folder = place.controller.folder(job)
     assert (folder.files / "reward.py").exists()
-    assert stat_of(folder.output) == stat_of(folder.attempt(1) / CLAIM) == 0o600
+    assert stat_of(folder.output) == stat_of(folder.path / "attempts" / "1" / CLAIM) == 0o600
 
 
 def stat_of(path: Path) -> int:
@@ -169,7 +170,7 @@ def test_a_run_that_cannot_be_says_why_in_its_own_words(place, monkeypatch):
     place.submit("nowhere", model="nothing-here")
     failed = place.until("nowhere", "FAILED")
     assert "nothing-here does not exist" in failed.reason
-    assert ending_of(place.controller.folder(failed).attempt(1)).how == "failed"
+    assert ending_of(place.controller.folder(failed).path / "attempts" / "1").how == "failed"
     monkeypatch.setattr(sys, "executable", "/bin/false")
     place.submit("broken")
     failed = place.until("broken", "FAILED")
@@ -188,7 +189,7 @@ def test_a_job_sees_the_gpus_that_it_holds_and_no_others(place, monkeypatch, tmp
     job = msgspec.structs.replace(place.submit("sums"), attempt=1, gpus=[0, 2])
     place.table().start(job)
     place.table().start(msgspec.structs.replace(job, gpus=[]))
-    RealProcesses(place.jobs, cluster={}, own_gpus=False).start(job)
+    RealProcesses(place.jobs, ClusterConfig(launcher="ray")).start(job)
     assert [each["CUDA_VISIBLE_DEVICES"] for each in told] == ["GPU-a,GPU-c", "", "GPU-a,GPU-b,GPU-c"]
     assert told[0]["PYTHONPATH"].split(os.pathsep) == [os.getcwd(), "/elsewhere"]
     assert "AREAL_ASYNC_RUN" not in told[0]
@@ -197,7 +198,7 @@ def test_a_job_sees_the_gpus_that_it_holds_and_no_others(place, monkeypatch, tmp
 def test_what_a_killed_run_left_does_not_say_that_the_next_one_serves(place, monkeypatch):
     monkeypatch.setattr(processes.subprocess, "Popen", lambda *_, **__: None)
     job = msgspec.structs.replace(place.submit("sums"), attempt=2)
-    left = place.controller.folder(job).targets("sums")
+    left = place.controller.folder(job).targets
     left.parent.mkdir(parents=True)
     left.touch()
     place.table().start(job)
@@ -211,7 +212,7 @@ def test_a_process_that_comes_too_late_leaves_at_once(place):
     late = place.processes._started[job.id, job.attempt]
     late.send_signal(signal.SIGSTOP)  # it is slow
     try:
-        if holder_of(place.controller.folder(job).attempt(1)) != "nobody":
+        if holder_of(place.controller.folder(job).path / "attempts" / "1") != "nobody":
             pytest.skip("it was there before it could be held up")
         place.controller.ask("late", "stop")
         place.controller.reconcile()

@@ -21,19 +21,21 @@ def store(tmp_path: Path) -> Iterator[JobStore]:
 
 
 def job(id: int, name: str) -> StoredJob:
-    return StoredJob(id, name, f"key-{id}", 0, 0, 1.0, {}, [], Resources(1))
+    return StoredJob(
+        id=id, name=name, key=f"key-{id}", priority=0, submitted_s=1.0, content={}, needs=Resources(1)
+    )
 
 
 def test_ids_are_given_out_once(store):
-    given = [id for count in (1, 3, 2) for id in store.reserve(count)]
+    given = [store.new_id() for _ in range(6)]
     store.pass_over(40)
-    given += store.reserve(2)
+    given += [store.new_id(), store.new_id()]
     assert len(set(given)) == len(given)
     assert given[-2:] == [41, 42]
 
 
 def test_of_two_moves_of_one_job_the_second_is_refused(store):
-    store.add([job(1, "sums")])
+    store.add(job(1, "sums"))
     seen = store.get(1)
     starts, stops = (decide(seen.standing, event, 2.0) for event in (TurnCame(), Asked("stop")))
     started = store.move(seen, starts, gpus=[3])
@@ -46,11 +48,19 @@ def test_of_two_moves_of_one_job_the_second_is_refused(store):
     assert [entry.state for entry in store.history(1)] == ["PENDING", "STARTING", "FAILED"]
 
 
-def test_jobs_are_added_all_or_none(store):
-    store.add([job(1, "sums")])
+def test_a_job_is_added_whole_or_not_at_all(store, monkeypatch):
+    store.add(job(1, "sums"))
     with pytest.raises(JobRefused, match="sums is PENDING already"):
-        store.add([job(2, "other"), job(3, "sums")])
+        store.add(job(3, "sums"))
     with pytest.raises(Exception, match="UNIQUE"):
-        store.add([job(4, "third"), msgspec.structs.replace(job(5, "fourth"), key="key-1")])
+        store.add(msgspec.structs.replace(job(5, "fourth"), key="key-1"))
+    assert store.ids() == {1}
+
+    def full(job: StoredJob) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(store, "_note", full)
+    with pytest.raises(OSError, match="full"):
+        store.add(job(6, "third"))
     assert store.ids() == {1}
     assert store.find("third") is None

@@ -18,7 +18,7 @@ from areal_async.cluster.submission import (
     Submission,
     job_of,
     pack,
-    read_jobs,
+    read_job,
     read_submission,
     write_files,
 )
@@ -107,10 +107,10 @@ def test_files_that_are_too_many_or_too_large_stay(there, monkeypatch):
 
 def test_what_was_packed_is_the_same_job_where_it_is_unpacked(there, tmp_path):
     given = read_submission(msgspec.json.encode(packed(there)))
-    (read,) = read_jobs(given, tmp_path / "jobs")
+    content, _ = read_job(given, tmp_path / "jobs")
     folder = tmp_path / "jobs" / "1-sums" / "files"
     write_files(given.files, folder)
-    job = job_of(read.content, folder, tmp_path / "runs")
+    job = job_of(content, folder, tmp_path / "runs")
     assert job.tasks.train == folder / "train.jsonl"
     assert job.reward.name == f"{folder}/rewards/mine.py:mine"
     assert job.run_dir == tmp_path / "runs"
@@ -151,9 +151,9 @@ def test_a_file_that_is_a_folder_too_is_refused_and_nothing_is_written_through_a
 )
 def test_runs_lie_in_the_jobs_folder_whatever_a_job_says(tmp_path, override):
     given = submission("sums", overrides=[override], job={"run_dir": "/tmp/elsewhere"})
-    (read,) = read_jobs(given, tmp_path)
-    assert read.content["run_dir"] == "runs"
-    job = job_of(read.content, tmp_path / "files", tmp_path / "runs", [override])
+    content, _ = read_job(given, tmp_path)
+    assert content["run_dir"] == "runs"
+    job = job_of(content, tmp_path / "files", tmp_path / "runs", [override])
     assert job.run_dir == tmp_path / "runs"
 
 
@@ -168,9 +168,7 @@ def test_a_job_keeps_its_name(tmp_path):
 )
 def test_a_job_with_another_kind_of_name_is_refused(tmp_path, name):
     with pytest.raises(ConfigError, match="job"):
-        read_jobs(submission("sums", job={"job": name}), tmp_path)
-    with pytest.raises(ConfigError, match="job"):
-        read_jobs(submission("sums", job={"job": name}, sweep=["seed=1,2"]), tmp_path)
+        read_job(submission("sums", job={"job": name}), tmp_path)
 
 
 def test_nothing_in_a_job_is_run_by_who_reads_it(tmp_path):
@@ -192,10 +190,10 @@ def test_nothing_in_a_job_is_run_by_who_reads_it(tmp_path):
     before = set(sys.modules)
     for override in ("seed=!!python/object/apply:os.system ['touch x']", "seed=!!python/name:os.system"):
         with pytest.raises(ConfigError, match="not YAML"):
-            read_jobs(submission("sums", overrides=[override]), files)
+            read_job(submission("sums", overrides=[override]), files)
     for section, value in fields.items():
         with suppress(ConfigError):  # its text may be looked at
-            read_jobs(submission("sums", job={section: value}), files)
+            read_job(submission("sums", job={section: value}), files)
     assert not trap.exists()
     assert not [name for name in set(sys.modules) - before if "trap" in name]
 
@@ -215,8 +213,8 @@ def test_whatever_is_in_a_field_is_read_or_refused_with_the_field(tmp_path):
                 section = section.setdefault(name, {})
             section[last] = value
             with suppress(ConfigError):
-                for read in read_jobs(submission("sums", job=job), tmp_path):
-                    resources_of(read.config, Resources(4, 2))
+                _, config = read_job(submission("sums", job=job), tmp_path)
+                resources_of(config, Resources(4, 2))
 
 
 def body_of(**fields):
@@ -254,13 +252,13 @@ def test_what_is_no_submission_is_refused_by_the_field(body, said):
 
 def test_a_job_is_bounded_in_all_that_it_holds(tmp_path):
     with pytest.raises(ConfigError):
-        read_jobs(submission("sums", job={"trainer": {"steps": 10**30}}), tmp_path)
+        read_job(submission("sums", job={"trainer": {"steps": 10**30}}), tmp_path)
     bomb = "seed=&a [*a]"
     with pytest.raises(ConfigError):
-        read_jobs(submission("sums", overrides=[bomb]), tmp_path)
+        read_job(submission("sums", overrides=[bomb]), tmp_path)
     many = "[" + ",".join(["&a [" + ",".join(["x"] * 100) + "]"] + ["*a"] * 100) + "]"
     with pytest.raises(ConfigError):
-        read_jobs(submission("sums", overrides=[f"seed={many}"]), tmp_path)
+        read_job(submission("sums", overrides=[f"seed={many}"]), tmp_path)
 
 
 MANY = {f"unknown_{n}": n for n in range(50_000)}
@@ -287,7 +285,7 @@ def test_mistakes_are_counted_before_they_are_worded(tmp_path, monkeypatch, chan
     close = fields.suggest
     monkeypatch.setattr(fields, "suggest", lambda *args: asked.append(args) or close(*args))
     with pytest.raises(ConfigError) as refused:
-        read_jobs(submission("sums", job=changes), tmp_path)
+        read_job(submission("sums", job=changes), tmp_path)
     assert len(refused.value.mistakes) <= MOST_MISTAKES + 1
     assert len(str(refused.value)) < 500_000
     assert len(asked) <= 2 * MOST_MISTAKES
@@ -307,7 +305,7 @@ def test_mistakes_are_counted_before_they_are_worded(tmp_path, monkeypatch, chan
 )
 def test_a_submission_of_five_megabytes_is_refused_before_anything_is_made_of_it(tmp_path, given):
     with pytest.raises(ConfigError) as refused:
-        read_jobs(read_submission(body_of(**given)), tmp_path)
+        read_job(read_submission(body_of(**given)), tmp_path)
     assert len(refused.value.mistakes) <= MOST_MISTAKES + 1
     assert len(str(refused.value)) < 100_000
 

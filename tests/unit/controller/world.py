@@ -159,7 +159,6 @@ class World:
                 self.folder / "jobs",
                 self.total,
                 clock=lambda: self.now_s,
-                stop_limit_s=60.0,
             )
         except BaseException:
             store.close()

@@ -43,6 +43,12 @@ def test_every_file_of_the_folder_works_as_it_is(made):
     given = {"capture_output": True, "text": True, "env": os.environ | {"PYTHONPATH": path}}
     tested = subprocess.run(command, timeout=LIMIT_S, **given)
     assert tested.returncode == 0, tested.stdout
+    command = [sys.executable, "-m", "areal_async.cli.main", "reward", "test", f"{folder}/reward.py:score"]
+    tried = subprocess.run(
+        [*command, "--data", f"{folder}/train.jsonl", "--limit", "50"], timeout=LIMIT_S, **given
+    )
+    assert tried.returncode == 0, tried.stdout + tried.stderr
+    assert tried.stdout.rstrip().endswith("ok")
     warm = load_job(folder / "warm_start.yaml")
     assert warm.job == "my-task-warm"
     job = load_job(folder / "job.yaml", ["model=base"])  # the warm start makes the other

@@ -16,8 +16,8 @@ import areal_async
 from areal_async import Job, Run, load_job
 from areal_async.base.errors import ArealError, RunFailed, RunFolderError, RunInterrupted
 from areal_async.base.mistakes import ConfigError
-from areal_async.cli.jobs import is_run
 from areal_async.cli.main import app
+from areal_async.cli.targets import is_run
 from areal_async.config import registry
 from areal_async.config.load import dump_job
 from areal_async.launch.one_host import topology_here

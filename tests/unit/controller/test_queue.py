@@ -5,13 +5,20 @@ import string
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.cluster.queue import InLine, gpus_for, order_of, take_turns
+from areal_async.cluster.queue import gpus_for, order_of, take_turns
 from areal_async.cluster.resources import Resources
+from areal_async.cluster.store import ShownJob
 
 AMOUNTS = st.builds(Resources, st.integers(0, 8), st.integers(0, 4), st.sampled_from([0.0, 1.0, 64.0]))
+
+
+def waiting(id, name, priority, needs):
+    return ShownJob(id=id, name=name, priority=priority, submitted_s=0.0, needs=needs)
+
+
 WAITING = st.lists(st.tuples(st.integers(-2, 2), AMOUNTS), max_size=8).map(
     lambda found: [
-        InLine(number, string.ascii_letters[number], priority, needs)
+        waiting(number, string.ascii_letters[number], priority, needs)
         for number, (priority, needs) in enumerate(found)
     ]
 )
@@ -40,7 +47,7 @@ def test_the_order_of_looking_decides_nothing(waiting, free, random):
 
 
 def test_a_small_job_does_not_overtake_a_large_one_that_waits():
-    large, small = InLine(1, "large", 1, Resources(8)), InLine(2, "small", 0, Resources(1))
+    large, small = waiting(1, "large", 1, Resources(8)), waiting(2, "small", 0, Resources(1))
     turns = take_turns([small, large], Resources(4))
     assert turns.starts == ()
     assert turns.waits == {1: "waits for 8 cores", 2: "waits behind large"}
