@@ -17,10 +17,9 @@ import msgspec
 
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import ImportedModules, Routing
-from areal_async.data.examples import COLUMNS, Example, Form, example_of, form_of, tools_of
+from areal_async.data.examples import COLUMNS, Example, Form, Kind, example_of, form_of, tools_of
 from areal_async.data.prepare import Track, split_key
 from areal_async.data.sources import DataError
-from areal_async.data.styles import DataKind
 from areal_async.data.tasks import TaskFileError, task_row, task_rows
 from areal_async.models.prompts import message_texts, prompt_ids
 from areal_async.rpc.schema import Task
@@ -41,7 +40,7 @@ class FileReport(msgspec.Struct):
     """What was found in one file. `tokens` holds p50, p95 and max of the prompts' lengths."""
 
     file: str
-    kind: DataKind
+    kind: Kind
     rows: int = 0
     broken: int = 0
     duplicates: int = 0
@@ -69,7 +68,7 @@ class DataReport(msgspec.Struct):
 class Expected(msgspec.Struct, frozen=True):
     """What the job has that the data must fit; None where it is not known."""
 
-    kind: DataKind | None = None
+    kind: Kind | None = None
     tokenizer: Any = None
     no_tokenizer: str = "no --model is named"
     """Why there is none."""
@@ -151,7 +150,7 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
     return report, set(keys)
 
 
-def _kind(path: Path) -> DataKind:
+def _kind(path: Path) -> Kind:
     for _, row in islice(task_rows(path, None, []), 1):
         if {"chosen", "rejected"} <= row.keys():
             return "preference"
