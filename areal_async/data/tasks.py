@@ -144,7 +144,7 @@ def task_file(path: Path) -> Path:
     there = ", ".join(str(each.relative_to(path)) for each in files[:5]) or "none"
     raise TaskFileError(
         f"task file {path} is a folder with {len(files)} files of rows ({there}). Name one of them, or "
-        "make a .parquet or .jsonl file with `areal-async data prepare`."
+        "make a .jsonl file with `areal-async data prepare`."
     )
 
 
