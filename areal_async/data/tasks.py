@@ -72,7 +72,7 @@ class TaskTable:
         return len(self._rows)
 
     def task(self, row: int, pass_index: int = 0) -> Task:
-        """The task of `row` in pass `pass_index`; its id is `<dataset hash>:<row>:<pass>`."""
+        """Return the task of `row` in pass `pass_index`, with the id `<dataset hash>:<row>:<pass>`."""
         data = self._rows[row]
         reward = data["reward_model"]
         return Task(
@@ -86,8 +86,7 @@ class TaskTable:
         )
 
     def extra(self, row: int, column: str) -> Any:
-        """What `row` has in a column that no task holds and `read_tasks` was asked for; None where it has
-        none."""
+        """Return the value of an extra column of `read_tasks` in `row`; None if it has none."""
         return self._rows[row].get(column)
 
     def __iter__(self) -> Iterator[Task]:
@@ -111,9 +110,9 @@ def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
 def task_rows(
     path: Path, columns: Collection[str] | None = COLUMNS, broken: list[TaskFileError] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a task file, one after the other, as far as they are in `columns` (None: all), each with
-    what an error calls it: by its line, or in a parquet file by its row, both from 1. What they hold is not
-    checked. Raises `TaskFileError`; where `broken` is given, lines that cannot be read go there instead."""
+    """Yield the rows of a task file with their `columns` (None: all), each with its name in errors: file and
+    line, or row of a parquet file, both from 1. The values are not checked. Raises `TaskFileError`;
+    unreadable lines go to `broken` instead if it is given."""
     try:
         path = task_file(path)
         with os.fdopen(open_regular(path), "rb") as file:
@@ -134,8 +133,8 @@ def task_rows(
 
 
 def task_file(path: Path) -> Path:
-    """The path, or of a folder, such as a data set of the hub is, the one file in it that may hold tasks.
-    Raises `TaskFileError`."""
+    """Return the path, or the only file with tasks in a folder, such as a data set of the hub. Raises
+    `TaskFileError`."""
     if not path.is_dir():
         return path
     files = sorted(each for each in path.rglob("*") if each.suffix in (".parquet", ".jsonl"))
@@ -157,7 +156,7 @@ def drawn(rows: Sequence[T], most: int) -> Sequence[T]:
 
 
 def pass_order(n_rows: int, *, seed: int, pass_index: int, shuffle: bool) -> list[int]:
-    """The order in which pass `pass_index` goes through the rows: a function of its arguments alone."""
+    """Return the order of the rows in pass `pass_index`, which depends on the arguments alone."""
     order = list(range(n_rows))
     if shuffle:
         random.Random(f"{seed}:{pass_index}").shuffle(order)
@@ -222,7 +221,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _without_dictionaries(path: Path, batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch with each value in its place, so that its size is what its rows take."""
+    """Return the batch with its dictionaries decoded, so that its size is what its rows take."""
     from pyarrow.types import is_dictionary
 
     for index, field in enumerate(batch.schema):
@@ -282,7 +281,7 @@ def _json_row(where: str, line: bytes) -> dict[str, Any]:
 
 
 def _field_of(line: bytes) -> str:
-    """The last name before the brackets begin that cannot be read."""
+    """Return the last field name before brackets that are nested too deeply."""
     names = line[: line.find(b"[" * 20)].rpartition(b'":')[0].rpartition(b'"')[2][:40]
     return f"column `{names.decode('utf-8', 'replace')}`" if names else "it"
 

@@ -56,7 +56,7 @@ class PushMarker(msgspec.Struct, frozen=True):
 
 
 class FetchRecord(msgspec.Struct, frozen=True):
-    """What was fetched, beside it: whether the store has something else by now."""
+    """Record of a fetch, written beside the target, to detect changes in the store."""
 
     url: str
     files: dict[str, StoredFile]
@@ -71,7 +71,7 @@ def fetch(
     begun: Callable[[int], None] = lambda size_bytes: None,
     check: Callable[[Path], None] = lambda fresh: None,
 ) -> None:
-    """Have the file or folder at `url` lie at `target`; what lies there already and is the same stays.
+    """Fetch the file or folder at `url` to `target`, unless `target` already has the same content.
 
     Files whose names `leave_out` holds for are left out. `begun` is told how many bytes are to come, if any
     are; `check` may refuse what has come before it gets its place, by an error. Raises `StorageMissing`,
@@ -110,7 +110,7 @@ def fetch(
 
 
 def push(folder: Path, url: str, tries: Tries | None = None) -> None:
-    """Make `url` hold the files of `folder`, and nothing else. Until it is whole, readers are refused.
+    """Write the files of `folder` to `url`, and delete others. Readers are refused until it is complete.
 
     Raises `StorageAway` or `StorageError`."""
     remote = Remote(url, tries)
@@ -129,7 +129,7 @@ def push(folder: Path, url: str, tries: Tries | None = None) -> None:
 
 
 def _marker_of(remote: Remote, files: Mapping[str, StoredFile]) -> PushMarker | None:
-    """The marker of a whole folder of ours; None for what is not ours."""
+    """Return the marker of a complete folder of ours; None for other folders."""
     if MARKER not in files:
         return None
     try:
@@ -146,7 +146,7 @@ def _marker_of(remote: Remote, files: Mapping[str, StoredFile]) -> PushMarker | 
 
 
 def _is_there(target: Path, record: Path, wanted: FetchRecord) -> bool:
-    """Whether `target` is what is wanted, as was written down when it came."""
+    """Return whether `target` has the wanted content, according to the record of its fetch."""
     try:
         if msgspec.json.decode(record.read_bytes(), type=FetchRecord) != wanted:
             return False
@@ -159,7 +159,7 @@ def _is_there(target: Path, record: Path, wanted: FetchRecord) -> bool:
 
 
 def _download(remote: Remote, files: Mapping[str, StoredFile], fresh: Path) -> None:
-    """Write the files into `fresh`, which is the file itself where their one name is empty."""
+    """Download the files into `fresh`, which is the file itself if their only name is empty."""
     if "" not in files:
         fresh.mkdir(exist_ok=True)
     for name, file in files.items():
@@ -189,7 +189,7 @@ def _download_part(remote: Remote, fresh: Path, name: str, begin: int, end: int)
 
 
 def _compare(url: str, fresh: Path, files: Mapping[str, StoredFile], marker: PushMarker | None) -> None:
-    """Raise `StorageError` where what has come is not what the store or its writer says of it."""
+    """Raise `StorageError` if a download differs from the hashes of the store or of its writer."""
     for name, file in files.items():
         path = fresh / name if name else fresh
         if marker is not None:
@@ -214,7 +214,7 @@ def _blake3(path: Path) -> str:
 
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """The only process of this host that fetches `target`; the kernel ends that with the process."""
+    """Keep other processes of this host from fetching `target`; the kernel ends that with the process."""
     lock = os.open(target.with_name(f".{target.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         deadline_s = time.monotonic() + LOCK_S
