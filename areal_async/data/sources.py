@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from areal_async.data.tasks import VISION_COLUMNS, TaskFileError, task_rows
+from areal_async.data.tasks import TaskFileError, refuse_vision, task_rows
 from areal_async.storage.hub import HUB_FORM, data_set
 from areal_async.storage.remote import StorageError
 
@@ -116,13 +116,8 @@ def source_rows(
             rows: Iterable[tuple[str, dict[str, Any]]] = task_rows(path, None, broken)
             if whole is not None:
                 rows = ((f"file {path}, row {n}", row) for n, row in enumerate(whole, start=1))
-            for where, row in rows:
-                if seen := [name for name in VISION_COLUMNS if row.get(name)]:
-                    raise DataError(
-                        f"{where} has the column {seen[0]}: its task cannot be solved from its text, and "
-                        "only text is trained here. Give text tasks, or remove the column if none needs it."
-                    )
-                yield where.removeprefix("task "), row
+                refuse_vision(path, [name for row in whole for name in row if row[name]])
+            yield from ((where.removeprefix("task "), row) for where, row in rows)
     except TaskFileError as error:
         raise DataError(str(error).removeprefix("task ")) from None
 

@@ -164,20 +164,15 @@ def pass_order(n_rows: int, *, seed: int, pass_index: int, shuffle: bool) -> lis
 
 
 def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str] | None) -> Iterator[dict[str, Any]]:
-    try:
-        import pyarrow as pa  # large, and needed for such files alone
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise TaskFileError(
-            f"task file {path} needs the package pyarrow, which is not installed: install it, or write the "
-            "tasks as .jsonl."
-        ) from None
+    import pyarrow as pa  # large, and needed for such files alone
+    import pyarrow.parquet as pq
+
     size = path.stat().st_size
     most = FREE_BYTES + MOST_UNFOLDED * size
     try:
         table = pq.ParquetFile(file)
         names = table.schema_arrow.names
-        _refuse_vision(path, names)
+        refuse_vision(path, names)
         # What a page says of its size is in the footer too: nothing large is unpacked to find out.
         metadata = table.metadata
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
@@ -262,7 +257,7 @@ def _jsonl_rows(
                 raise
             broken.append(error)
             continue
-        _refuse_vision(path, [name for name in VISION_COLUMNS if row.get(name)])
+        refuse_vision(path, [name for name in VISION_COLUMNS if row.get(name)])
         yield where, {name: row[name] for name in row if columns is None or name in columns}
 
 
@@ -286,7 +281,7 @@ def _field_of(line: bytes) -> str:
     return f"column `{names.decode('utf-8', 'replace')}`" if names else "it"
 
 
-def _refuse_vision(path: Path, names: Collection[str]) -> None:
+def refuse_vision(path: Path, names: Collection[str]) -> None:
     if found := [name for name in VISION_COLUMNS if name in names]:
         raise TaskFileError(
             f"task file {path} has the column {found[0]}: its tasks cannot be solved from their text, and "

@@ -194,14 +194,8 @@ class Remote:
     def each(self, work: Callable[[T], object], items: Iterable[T]) -> None:
         """Call `work` for each item, a few at once. Raises the first error after all running calls."""
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="storage") as pool:
-            begun = [pool.submit(work, item) for item in items]
-            try:
-                for result in begun:
-                    result.result()
-            except BaseException:
-                for result in begun:
-                    result.cancel()
-                raise
+            for _ in pool.map(work, items):  # which cancels the rest after an error
+                pass
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}" if name else self._path

@@ -11,7 +11,6 @@ and hash of each file. A folder without one was put there by somebody else and c
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -26,7 +25,7 @@ import msgspec
 from blake3 import blake3
 
 from areal_async.base.events import failpoint
-from areal_async.base.own_files import NotBeneath, map_path, open_beneath
+from areal_async.base.own_files import NotBeneath, map_path, open_beneath, take_lock
 from areal_async.base.retry import Tries
 from areal_async.storage.remote import (
     PART_BYTES,
@@ -150,10 +149,7 @@ def _is_there(target: Path, record: Path, wanted: FetchRecord) -> bool:
     try:
         if msgspec.json.decode(record.read_bytes(), type=FetchRecord) != wanted:
             return False
-        return all(
-            (target / name if name else target).stat().st_size == file.size_bytes
-            for name, file in wanted.files.items()
-        )
+        return all((target / name).stat().st_size == file.size_bytes for name, file in wanted.files.items())
     except (OSError, msgspec.DecodeError):
         return False
 
@@ -162,17 +158,18 @@ def _download(remote: Remote, files: Mapping[str, StoredFile], fresh: Path) -> N
     """Download the files into `fresh`, which is the file itself if their only name is empty."""
     if "" not in files:
         fresh.mkdir(exist_ok=True)
-    for name, file in files.items():
+    for name, stored in files.items():
         try:
             folder, inner = (fresh, name) if name else (fresh.parent, fresh.name)
             fd = open_beneath(folder, inner, os.O_WRONLY | os.O_CREAT)
         except NotBeneath as error:
             raise StorageError(f"{remote.url} holds a file that no folder here can hold: {error}") from error
-        os.truncate(fd, file.size_bytes)
+        os.truncate(fd, stored.size_bytes)
         os.close(fd)
     remote.each(lambda part: _download_part(remote, fresh, *part), _parts(files))
     for name in files:
-        _sync(fresh / name if name else fresh)
+        with (fresh / name).open("rb") as file:
+            os.fsync(file)
 
 
 def _parts(files: Mapping[str, StoredFile]) -> Iterator[tuple[str, int, int]]:
@@ -183,7 +180,7 @@ def _parts(files: Mapping[str, StoredFile]) -> Iterator[tuple[str, int, int]]:
 
 def _download_part(remote: Remote, fresh: Path, name: str, begin: int, end: int) -> None:
     data = remote.read(name, begin, end)
-    with (fresh / name if name else fresh).open("r+b") as file:
+    with (fresh / name).open("r+b") as file:
         file.seek(begin)
         file.write(data)
 
@@ -191,16 +188,12 @@ def _download_part(remote: Remote, fresh: Path, name: str, begin: int, end: int)
 def _compare(url: str, fresh: Path, files: Mapping[str, StoredFile], marker: PushMarker | None) -> None:
     """Raise `StorageError` if a download differs from the hashes of the store or of its writer."""
     for name, file in files.items():
-        path = fresh / name if name else fresh
+        path = fresh / name
         if marker is not None:
             good = _blake3(path) == marker.files[name].blake3
-        elif MD5.fullmatch(file.tag):
-            with path.open("rb") as content:
-                good = hashlib.file_digest(
-                    content, lambda: hashlib.md5(usedforsecurity=False)
-                ).hexdigest() == (file.tag)
         else:
-            continue
+            hashed = hashlib.md5(map_path(path), usedforsecurity=False) if MD5.fullmatch(file.tag) else None
+            good = hashed is None or hashed.hexdigest() == file.tag
         if not good:
             raise StorageError(
                 f"{url}: {name or 'the file'} has not come as it was written: its hash is another. Write it "
@@ -218,27 +211,15 @@ def _alone(target: Path) -> Iterator[None]:
     lock = os.open(target.with_name(f".{target.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         deadline_s = time.monotonic() + LOCK_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline_s:
-                    raise StorageAway(
-                        f"{target} is being fetched by another process, for {LOCK_S:g} s by now. End it."
-                    ) from None
-                time.sleep(LOOK_S)
+        while not take_lock(lock):
+            if time.monotonic() > deadline_s:
+                raise StorageAway(
+                    f"{target} is being fetched by another process, for {LOCK_S:g} s by now. End it."
+                )
+            time.sleep(LOOK_S)
         yield
     finally:
         os.close(lock)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _delete(path: Path) -> None:
