@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from areal_async.data.examples import COLUMNS, Kind, example_of, form_of, tools_of
+from areal_async.data.examples import COLUMNS, FORMS, TEXTS, Kind, example_of, form_of, tools_of
 from areal_async.data.sources import DataError
 from areal_async.data.tasks import (
     MESSAGE_COLUMNS,
@@ -54,6 +54,8 @@ SPEAKERS = {
     "observation": "tool",
 }
 SYSTEMS = ("system", "system_prompt")
+RESERVED = ("reward_model", "extra_info", "tools")
+OPTIONAL = ("prompt", "margin", "tools")
 PAIR = ("chosen", "rejected")
 NUMBER = re.compile(r"[-+]?[0-9][0-9,]*(?:\.[0-9]+)?")
 BARE = re.compile(r"\S*[^\s.]|[\[{](.|\s)*")
@@ -127,7 +129,7 @@ def _task(where: str, row: Message, style: Style, source: str) -> Message:
     if tools := tools_of(row | {"tools": _find(row, columns, "tools", ("tools",))[1]}, where):
         extra["tools"] = [*tools]
     names = {name: _find(row, columns, name, (name,)) for name in ("data_source", "ability")}
-    used = {*asked, answer_column, *(name for name, _ in names.values()), *SYSTEMS, *COLUMNS, "extra_info"}
+    used = {*asked, answer_column, *(name for name, _ in names.values()), *SYSTEMS, *TEXTS, *RESERVED}
     return task_row(
         where,
         {
@@ -159,6 +161,7 @@ def _example(where: str, row: Message, style: Style) -> Message:
             made |= {name: _said(made[name]) for name in answers}
     form = form_of(where, made, style.kind)
     example_of(where, made, form)
+    made = {name: made[name] for name in made if name in (*FORMS[style.kind][form], *OPTIONAL)}
     if form == "completions" and isinstance(made["prompt"], list):
         made["messages"] = [*made.pop("prompt"), *made.pop("completion")]
     return made

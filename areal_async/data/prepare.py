@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from areal_async.data.convert import BadRow, Style, convert
 from areal_async.data.examples import split_prompt, tools_of
 from areal_async.data.sources import DataError, Source, source_rows
@@ -228,8 +230,8 @@ def write_rows(files: Mapping[Path, Sequence[Row]], *, overwrite: bool) -> None:
     try:
         for path, rows in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with fresh[path].open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            with fresh[path].open("wb") as file:
+                file.writelines(msgspec.json.encode(row) + b"\n" for row in rows)
         for path, made in fresh.items():
             made.replace(path)
     except OSError as error:
