@@ -94,14 +94,15 @@ def figures_of(record: Mapping[str, Any], prefix: str = "") -> tuple[int, dict[s
     return steps, {f"{prefix}{name}": float(value) for name, value in found.items()}
 
 
-def missing_package(package: str, name: str, field: str) -> Iterator[Mistake]:
-    """Yield a mistake if the package of a logger is not installed."""
+def missing_package(
+    package: str, job: JobConfig, arguments: Mapping[str, Any], field: str
+) -> Iterator[Mistake]:
+    """Yield a mistake if the package of a logger, which has the same name, is not installed."""
     if importlib.util.find_spec(package) is None:
-        where = field.rpartition(".")[0] + ".name"
         yield Mistake(
-            where,
-            f"the logger {name} needs the package {package}, which is not installed here",
-            f"Install it: pip install 'areal-async[{name}]'",
+            field.rpartition(".")[0] + ".name",
+            f"the logger {package} needs the package {package}, which is not installed here",
+            f"Install it: pip install 'areal-async[{package}]'",
         )
 
 
