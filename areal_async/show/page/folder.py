@@ -219,22 +219,17 @@ def _job_of(folder: Path, size: int, changed_ns: int) -> JobConfig:
 @lru_cache(maxsize=64)
 def _workers_at_the_end(folder: Path, size: int, changed_ns: int) -> list[Json]:
     """Return the processes of a finished run, with the busy share of each over its life."""
-    begun, latest = b"", b""
+    loads: list[bytes] = []
     with suppress(OSError, NotOurs), _records_file(folder) as file:
-        while block := file.read(CHUNK_BYTES) + file.readline():
-            latest = block if b'"load"' in block else latest
-            if begun and b'"resume"' not in block:
-                continue  # nearly all of a long history
-            for line in block.splitlines():
-                kind = _kind_of(line)
-                if kind == "resume":
-                    begun = latest = b""
-                elif kind == "load":
-                    begun, latest = begun or line, block
-    last = next((line for line in reversed(latest.splitlines()) if _kind_of(line) == "load"), b"")
-    if begun == last:
+        for line in file:
+            kind = _kind_of(line) if b'"load"' in line or b'"resume"' in line else ""
+            if kind == "resume":
+                loads = []
+            elif kind == "load":
+                loads = [*loads[:1], line]
+    if len(loads) < 2:
         return []
-    (first,), (load,) = _whole(begun), _whole(last)
+    first, load = _whole(b"".join(loads))
     work = work_between(first, load)
     return [
         {
