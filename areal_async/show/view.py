@@ -227,8 +227,8 @@ def status_line(status: RunStatus) -> str:
     if busy := {one.name: one.busy for one in status.services if one.busy and one.phase == "serving"}:
         busiest = max(busy, key=lambda name: busy[name])
         figures["busiest"] = f"{busiest}:{busy[busiest]:.0%}"
-    if doing := [f"{one.name} {one.doing}" for one in status.services if one.doing]:
-        figures["doing"] = ", ".join(doing)
+    if doing := _doing(status):
+        figures["doing"] = doing
     if away := [f"{one.name} {one.phase}" for one in status.services if one.phase != "serving"]:
         figures["not_serving"] = ", ".join(away)
     if status.kind == "rl":
@@ -271,15 +271,7 @@ def render(status: RunStatus, width: int, *, without: Collection[str] = ()) -> P
     rows.add_column(style="bold", no_wrap=True, min_width=9)
     rows.add_column(overflow="fold")
     rows.add_row(clock_text(status.elapsed_s), _clipped(_progress(status), 3 * (width - 18)))
-    figures = _figures(status)
-    if status.kind == "rl":
-        held = [f"{count:,} {state}" for state, count in status.groups.items() if count]
-        figures["groups"] = ", ".join(held) or "none"
-        if status.pacing:
-            figures["pacing"] = status.pacing
-    if status.self_check:
-        figures["self-check"] = status.self_check
-    for label, text in figures.items():
+    for label, text in _figures(status).items():
         if label not in without:
             rows.add_row(label, _clipped(text, 3 * (width - 18)))
     for note in reversed(status.dropped.no_scores[-MAX_NO_SCORES:] if "no score" not in without else ()):
@@ -309,25 +301,29 @@ def _progress(status: RunStatus) -> str:
 
 def _figures(status: RunStatus) -> dict[str, str]:
     """Return the known figures of the run by their labels."""
-    figures = {}
-    if status.kind != "rl" and status.loss is not None:
-        figures["loss"] = f"{status.loss:.4f}"
-    if status.reward is not None:
-        figures["reward"] = f"{status.reward:.3f}"
-    if status.accuracy is not None:
-        figures["held-out"] = _accuracy(status)
-    if status.staleness_mean is not None:
-        seen = f"seen {status.staleness_seen} of {status.bound} allowed"
-        figures["staleness"] = f"{status.staleness_mean:.2f}, max {status.staleness_max}, {seen}"
+    is_rl = status.kind == "rl"
+    loss = None if is_rl else status.loss
     speeds = [("generated", status.generated_per_s), ("trained", status.trained_per_s)]
-    if said := [f"{value:,.0f} {what}" for what, value in speeds if value is not None]:
-        figures["tokens/s"] = ", ".join(said)
-    if doing := [f"{one.name} {one.doing}" for one in status.services if one.doing]:
-        figures["doing"] = ", ".join(doing)
-    figures["busy"] = _busy(status)
-    if status.dropped.text:
-        figures["dropped"] = status.dropped.text
-    return figures
+    held = [f"{count:,} {state}" for state, count in status.groups.items() if count]
+    seen = f"max {status.staleness_max}, seen {status.staleness_seen} of {status.bound} allowed"
+    figures = {
+        "loss": f"{loss:.4f}" if loss is not None else "",
+        "reward": f"{status.reward:.3f}" if status.reward is not None else "",
+        "held-out": _accuracy(status) if status.accuracy is not None else "",
+        "staleness": f"{status.staleness_mean:.2f}, {seen}" if status.staleness_mean is not None else "",
+        "tokens/s": ", ".join(f"{value:,.0f} {what}" for what, value in speeds if value is not None),
+        "doing": _doing(status),
+        "busy": _busy(status),
+        "dropped": status.dropped.text,
+        "groups": (", ".join(held) or "none") if is_rl else "",
+        "pacing": status.pacing if is_rl else "",
+        "self-check": status.self_check,
+    }
+    return {label: text for label, text in figures.items() if text}
+
+
+def _doing(status: RunStatus) -> str:
+    return ", ".join(f"{one.name} {one.doing}" for one in status.services if one.doing)
 
 
 def _accuracy(status: RunStatus) -> str:
