@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,9 @@ import msgspec
 from areal_async.base.records import Task
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import ImportedModules, Routing
-from areal_async.data.examples import COLUMNS, Form, example_of, form_of, tools_of
+from areal_async.data.examples import COLUMNS, Example, Form, Kind, example_of, form_of, tools_of
 from areal_async.data.prepare import Track, split_key
 from areal_async.data.sources import DataError
-from areal_async.data.styles import DataKind
 from areal_async.data.tasks import TaskFileError, task_row, task_rows
 from areal_async.models.prompts import message_texts, prompt_ids
 
@@ -40,7 +40,7 @@ class FileReport(msgspec.Struct):
     """The report on one file. `tokens` holds p50, p95 and max of the prompts' lengths."""
 
     file: str
-    kind: DataKind
+    kind: Kind
     rows: int = 0
     broken: int = 0
     duplicates: int = 0
@@ -68,7 +68,7 @@ class DataReport(msgspec.Struct):
 class Expected(msgspec.Struct, frozen=True):
     """Facts about the job that the data must fit; None if unknown."""
 
-    kind: DataKind | None = None
+    kind: Kind | None = None
     tokenizer: Any = None
     no_tokenizer: str = "no --model is named"
     """Reason for no tokenizer."""
@@ -152,11 +152,19 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
     return report, set(keys)
 
 
-def _kind(path: Path) -> DataKind:
-    _, row = next(task_rows(path, None, []), ("", {}))
-    if {"chosen", "rejected"} <= row.keys():
-        return "preference"
-    return "sft" if "reward_model" not in row and {"messages", "completion"} & row.keys() else "rl"
+def _kind(path: Path) -> Kind:
+    for _, row in islice(task_rows(path, None, []), 1):
+        if {"chosen", "rejected"} <= row.keys():
+            return "preference"
+        if "reward_model" not in row and ("messages" in row or "completion" in row):
+            return "sft"
+    return "rl"
+
+
+def _prompt(example: Example) -> Any:
+    """The text before the answer; of a chat all but its last message."""
+    first = example.answers[0]
+    return first.prompt or first.answer[:-1] or first.answer
 
 
 def _length(

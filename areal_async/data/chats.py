@@ -1,4 +1,4 @@
-"""From an answer to the tokens that are learned: which of a text's tokens the answer is.
+"""Tokens of an answer that are learned.
 
 A text answer is its tokens after those of the prompt, and the end-of-sequence token. Messages go through the
 tokenizer's chat template, all at once, and the tokens of the assistant's turns are found in the result:
@@ -31,7 +31,7 @@ MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatError(ArealError):
-    """A chat of which the assistant's tokens cannot be told; says why, and what to do."""
+    """A chat in which the assistant's tokens cannot be found; the message gives the reason and a fix."""
 
 
 def answer_ids(
@@ -72,7 +72,7 @@ def answer_ids(
 
 
 def _check_known(tokenizer: Any, answer: Iterable[int]) -> None:
-    """Raise `ChatError` where an answer is nothing but what the tokenizer does not know."""
+    """Raise `ChatError` if the tokenizer knows no token of an answer."""
     found = set(answer)
     # Instead of an unknown token some tokenizers give their padding, and some leave out what it stands for.
     unknown = {tokenizer.unk_token_id, tokenizer.pad_token_id} - {tokenizer.eos_token_id}
@@ -86,8 +86,8 @@ def _check_known(tokenizer: Any, answer: Iterable[int]) -> None:
 
 
 def whole_ids(tokenizer: Any, answer: Continuation) -> list[int]:
-    """The tokens of prompt and answer as the reward `reward_model` reads them: of texts one after the other,
-    of messages the chat template's, as it is with its `template: chat`. Raises `ChatError`."""
+    """Return the tokens of prompt and answer as the reward `reward_model` reads them: two texts joined, or
+    messages through the chat template, as with its `template: chat`. Raises `ChatError`."""
     if isinstance(answer.answer, str) and isinstance(answer.prompt, str):
         return text_ids(tokenizer, answer.prompt + answer.answer)
     chat: list[Any] = [*answer.prompt, *answer.answer]
@@ -97,7 +97,7 @@ def whole_ids(tokenizer: Any, answer: Continuation) -> list[int]:
 def _turn_ids(
     tokenizer: Any, chat: list[Message], turns: Sequence[int], tools: Sequence[Message]
 ) -> tuple[list[int], list[int]]:
-    """The tokens of a chat, and which of them belong to one of its `turns`."""
+    """Return the tokens of a chat, and 1 for each token of one of its `turns`."""
     template = tokenizer.chat_template
     if isinstance(template, str) and MARKED.search(template):
         return _marked_ids(tokenizer, chat, turns, tools)
@@ -152,7 +152,7 @@ def _with_ends(
 def _span(
     tokenizer: Any, whole: str, chat: list[Message], turn: int, tools: Sequence[Message]
 ) -> tuple[int, int]:
-    """The characters of a turn in the text of the chat."""
+    """Return the span of a turn in the text of the chat."""
     if turn == 0:
         raise ChatError("it begins with the assistant, whose words follow nothing. Begin it with another's")
     before = _render(tokenizer, chat[:turn], tools, opened=True)

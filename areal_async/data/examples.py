@@ -38,15 +38,15 @@ FORMS: Mapping[str, Mapping[Form, tuple[str, ...]]] = {
     "preference": {"pairs": ("chosen", "rejected"), "labelled": ("prompt", "completion", "label")},
     "reward_model": {"pairs": ("chosen", "rejected"), "scored": ("prompt", "completion", "score")},
 }
-"""Of each kind of job its forms, with the columns that each must have; a row has the first form that fits."""
+"""Forms of each kind of job, with their required columns. A row has the first form that fits."""
 TEXTS = ("prompt", "completion", "messages", "chosen", "rejected")
 COLUMNS = (*TEXTS, "reward_model", "label", "score", "margin", "tools")
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What follows a prompt, both as texts or both as messages, but for the ground truth of a task, which is
-    a text after any prompt. A chat has no prompt: all of it is the answer."""
+    """A prompt and its continuation, both as texts or both as messages. The ground truth of a task is a text
+    after any prompt. A chat has an empty prompt, and all of it is the answer."""
 
     prompt: Text
     answer: Text
@@ -61,12 +61,12 @@ class Example:
     value: float = 0.0
     """The margin of a pair; 1 for a desirable and 0 for an undesirable answer; a score."""
     where: str = field(default="", compare=False)
-    """What errors call the row: its file and line, or row."""
+    """Name of the row in errors: its file and line, or row."""
 
 
 def read_examples(path: Path, kind: Kind) -> tuple[Form, Iterator[Example]]:
-    """The form of a file for a job of `kind`, which is that of its first row, and its examples. Raises
-    `TaskFileError`, also while they are gone through, for a row that is none of this form."""
+    """Return the form of a file for a job of `kind`, which is that of its first row, and its examples. Raises
+    `TaskFileError`, also during iteration, for a row of another form."""
     rows = task_rows(path, COLUMNS)
     first = next(rows, None)
     if first is None:
@@ -125,8 +125,8 @@ def example_of(where: str, row: Mapping[str, Any], form: Form) -> Example:
 
 
 def split_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
-    """(prompt, chosen, rejected) of two answers that begin with their prompt: what they have in common. A
-    blank before the place where texts part belongs to the answers, as in TRL's `extract_prompt`."""
+    """Return (prompt, chosen, rejected) of two answers that begin with their prompt, which is their common
+    start. A blank before the first difference belongs to the answers, as in TRL's `extract_prompt`."""
     same = 0
     while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
         same += 1
@@ -164,8 +164,8 @@ def _text(value: Any, name: str, where: str) -> Text | None:
 
 
 def tools_of(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
-    """Schemas for the chat template that a row has in the column `tools`, or a task in its `extra_info`: a
-    list, or that as JSON. Raises `TaskFileError`."""
+    """Return the tool schemas of a row, from its column `tools` or from `extra_info` of a task: a list, or
+    that as JSON. Raises `TaskFileError`."""
     extra = row.get("extra_info")
     value = row.get("tools") or (extra.get("tools") if isinstance(extra, Mapping) else None)
     if isinstance(value, str):

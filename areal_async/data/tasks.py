@@ -72,7 +72,7 @@ class TaskTable:
         return len(self._rows)
 
     def task(self, row: int, pass_index: int = 0) -> Task:
-        """The task of `row` in pass `pass_index`; its id is `<dataset hash>:<row>:<pass>`."""
+        """Return the task of `row` in pass `pass_index`, with the id `<dataset hash>:<row>:<pass>`."""
         data = self._rows[row]
         reward = data["reward_model"]
         return Task(
@@ -86,8 +86,7 @@ class TaskTable:
         )
 
     def extra(self, row: int, column: str) -> Any:
-        """What `row` has in a column that no task holds and `read_tasks` was asked for; None where it has
-        none."""
+        """Return the value of an extra column of `read_tasks` in `row`; None if it has none."""
         return self._rows[row].get(column)
 
     def __iter__(self) -> Iterator[Task]:
@@ -111,9 +110,9 @@ def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
 def task_rows(
     path: Path, columns: Collection[str] | None = COLUMNS, broken: list[TaskFileError] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a task file, one after the other, as far as they are in `columns` (None: all), each with
-    what an error calls it: by its line, or in a parquet file by its row, both from 1. What they hold is not
-    checked. Raises `TaskFileError`; where `broken` is given, lines that cannot be read go there instead."""
+    """Yield the rows of a task file with their `columns` (None: all), each with its name in errors: file and
+    line, or row of a parquet file, both from 1. The values are not checked. Raises `TaskFileError`;
+    unreadable lines go to `broken` instead if it is given."""
     try:
         path = task_file(path)
         with os.fdopen(open_regular(path), "rb") as file:
@@ -134,8 +133,8 @@ def task_rows(
 
 
 def task_file(path: Path) -> Path:
-    """The path, or of a folder, such as a data set of the hub is, the one file in it that may hold tasks.
-    Raises `TaskFileError`."""
+    """Return the path, or the only file with tasks in a folder, such as a data set of the hub. Raises
+    `TaskFileError`."""
     if not path.is_dir():
         return path
     files = sorted(each for each in path.rglob("*") if each.suffix in (".parquet", ".jsonl"))
@@ -144,7 +143,7 @@ def task_file(path: Path) -> Path:
     there = ", ".join(str(each.relative_to(path)) for each in files[:5]) or "none"
     raise TaskFileError(
         f"task file {path} is a folder with {len(files)} files of rows ({there}). Name one of them, or "
-        "make a .parquet or .jsonl file with `areal-async data prepare`."
+        "make a .jsonl file with `areal-async data prepare`."
     )
 
 
@@ -157,7 +156,7 @@ def drawn(rows: Sequence[T], most: int) -> Sequence[T]:
 
 
 def pass_order(n_rows: int, *, seed: int, pass_index: int, shuffle: bool) -> list[int]:
-    """The order in which pass `pass_index` goes through the rows: a function of its arguments alone."""
+    """Return the order of the rows in pass `pass_index`, which depends on the arguments alone."""
     order = list(range(n_rows))
     if shuffle:
         random.Random(f"{seed}:{pass_index}").shuffle(order)
@@ -165,20 +164,15 @@ def pass_order(n_rows: int, *, seed: int, pass_index: int, shuffle: bool) -> lis
 
 
 def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str] | None) -> Iterator[dict[str, Any]]:
-    try:
-        import pyarrow as pa  # large, and needed for such files alone
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise TaskFileError(
-            f"task file {path} needs the package pyarrow, which is not installed: install it, or write the "
-            "tasks as .jsonl."
-        ) from None
+    import pyarrow as pa  # large, and needed for such files alone
+    import pyarrow.parquet as pq
+
     size = path.stat().st_size
     most = FREE_BYTES + MOST_UNFOLDED * size
     try:
         table = pq.ParquetFile(file)
         names = table.schema_arrow.names
-        _refuse_vision(path, names)
+        refuse_vision(path, names)
         # What a page says of its size is in the footer too: nothing large is unpacked to find out.
         metadata = table.metadata
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
@@ -222,7 +216,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _without_dictionaries(path: Path, batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch with each value in its place, so that its size is what its rows take."""
+    """Return the batch with its dictionaries decoded, so that its size is what its rows take."""
     from pyarrow.types import is_dictionary
 
     for index, field in enumerate(batch.schema):
@@ -263,7 +257,7 @@ def _jsonl_rows(
                 raise
             broken.append(error)
             continue
-        _refuse_vision(path, [name for name in VISION_COLUMNS if row.get(name)])
+        refuse_vision(path, [name for name in VISION_COLUMNS if row.get(name)])
         yield where, {name: row[name] for name in row if columns is None or name in columns}
 
 
@@ -282,12 +276,12 @@ def _json_row(where: str, line: bytes) -> dict[str, Any]:
 
 
 def _field_of(line: bytes) -> str:
-    """The last name before the brackets begin that cannot be read."""
+    """Return the last field name before brackets that are nested too deeply."""
     names = line[: line.find(b"[" * 20)].rpartition(b'":')[0].rpartition(b'"')[2][:40]
     return f"column `{names.decode('utf-8', 'replace')}`" if names else "it"
 
 
-def _refuse_vision(path: Path, names: Collection[str]) -> None:
+def refuse_vision(path: Path, names: Collection[str]) -> None:
     if found := [name for name in VISION_COLUMNS if name in names]:
         raise TaskFileError(
             f"task file {path} has the column {found[0]}: its tasks cannot be solved from their text, and "

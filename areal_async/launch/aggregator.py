@@ -188,17 +188,21 @@ class RateTracker:
 
     def busy(self) -> float | None:
         """Return the share of the window in the busiest activity."""
-        return _busy_share(self._recent[0], self._recent[-1]) if self._recent else None
+        return _share(self._recent[0], self._recent[-1]) if self._recent else None
 
     def busy_while_training(self) -> float | None:
         """Return the share from the first to the last step that this process has seen finished."""
-        return _busy_share(self._at_steps[0], self._at_steps[-1]) if self._at_steps else None
+        return _share(self._at_steps[0], self._at_steps[-1]) if self._at_steps else None
 
 
-def _busy_share(first: WorkSample, last: WorkSample) -> float | None:
-    before, after = first.busy_s, last.busy_s
+def _share(first: WorkSample, last: WorkSample) -> float | None:
+    return busy_share(first.busy_s, last.busy_s, last.at_s - first.at_s)
+
+
+def busy_share(before: Mapping[str, float], after: Mapping[str, float], elapsed_s: float) -> float | None:
+    """Return the share of `elapsed_s` that a process spent in its busiest activity, between two of its counts
+    of seconds by activity; None if it counts none."""
     spent_s = [sum_s - before.get(what, 0.0) for what, sum_s in after.items() if what not in IDLE_ACTIVITIES]
-    elapsed_s = last.at_s - first.at_s
     return min(1.0, max(0.0, *spent_s) / elapsed_s) if spent_s and elapsed_s > 0 else None
 
 

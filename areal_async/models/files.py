@@ -24,9 +24,9 @@ INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100_000_000
 """The limit that the format sets to its header."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What configurations call the number of experts of a layer."""
+"""Names of the number of experts of a layer in configurations."""
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
-"""What configurations call the number of experts that a token is sent to."""
+"""Names of the number of experts of each token in configurations."""
 _OF_EXPERTS = re.compile(r"\blayers\.(\d+)\..*\bexperts\.")
 BY_LENGTH = frozenset({"dynamic", "longrope"})
 """Kinds of rotary positions whose frequencies change with the longest row."""
@@ -53,18 +53,18 @@ class Mixture(NamedTuple):
 
     @property
     def route_bytes(self) -> int:
-        """What the routes of one token weigh (`areal_async/trajectory/routes.py`)."""
+        """Bytes of the routes of one token (`areal_async/trajectory/routes.py`)."""
         return len(self.layers) * self.chosen * (1 if self.experts < 256 else 2)
 
 
 def is_mixture(folder: Path) -> bool:
-    """Whether the model is a mixture of experts, by its config.json; one that cannot be read is taken for
+    """Return whether config.json describes a mixture of experts; a model without a readable one counts as
     dense."""
     return _of_config(folder, EXPERTS) > 0
 
 
 def mixture_of(folder: Path) -> Mixture:
-    """What a mixture is made of, by its config.json and the names of its tensors: a layer with tensors of
+    """Return the mixture that config.json and the names of the tensors describe: a layer with tensors of
     experts is one. Raises `OSError`, and ValueError for a model that does not say."""
     experts, chosen = _of_config(folder, EXPERTS), _of_config(folder, CHOSEN)
     layers = {int(found[1]) for name in stored_tensors(folder) if (found := _OF_EXPERTS.search(name))}
@@ -76,7 +76,7 @@ def mixture_of(folder: Path) -> Mixture:
 
 
 def _of_config(folder: Path, names: tuple[str, ...]) -> int:
-    """The first of these numbers that config.json has, 0 where there is none or it cannot be read."""
+    """Return the first of these numbers in config.json; 0 if there is none or it cannot be read."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         config = config.get("text_config") or config
@@ -86,8 +86,8 @@ def _of_config(folder: Path, names: tuple[str, ...]) -> int:
 
 
 def cannot_be_packed(config: Mapping[str, Any]) -> str:
-    """Why the trainer refuses a model with this config.json, in words; empty if the config names no reason.
-    The trainer's probe of the model decides; this finds the common reasons without torch."""
+    """Return why the trainer refuses a model with this config.json; empty if the config names no reason. The
+    trainer's probe of the model decides; this finds the common reasons without torch."""
     text = _text(config)
     kinds = _layer_kinds(text)
     if states := sorted(kind for kind in kinds if _STATE_LAYER.search(kind)):
@@ -127,8 +127,8 @@ OFF = frozenset({"use_cache", "output_attentions", "output_router_logits"})
 
 
 def unknown_arguments(arguments: Mapping[str, Any]) -> str:
-    """Names of the arguments, other than None, that a model passes to an attention of ours and that this does
-    not know; empty if it may ignore all of them."""
+    """Return the names of arguments that a model passes to our attention and that it may not ignore; empty if
+    there are none."""
     return ", ".join(
         name
         for name, value in sorted(arguments.items())
@@ -140,8 +140,8 @@ def unknown_arguments(arguments: Mapping[str, Any]) -> str:
 
 
 def looks_beyond_tokens(config: Mapping[str, Any]) -> str:
-    """Why ranks cannot share a row of a model with this config.json, in words: something in it besides
-    attention looks at more than one token. Empty if the config names nothing of the kind."""
+    """Return why ranks cannot share a row of a model with this config.json: a layer besides attention depends
+    on several tokens. Empty if the config names none."""
     text = _text(config)
     kinds = _layer_kinds(text)
     if mixing := sorted(kind for kind in kinds if "attention" not in kind or kind == "linear_attention"):
@@ -152,8 +152,8 @@ def looks_beyond_tokens(config: Mapping[str, Any]) -> str:
 
 
 def most_positions(config: Mapping[str, Any]) -> int | None:
-    """Tokens of the longest row whose rotary positions do not depend on the other rows of a pass; None if
-    they never do."""
+    """Return the tokens of the longest row whose rotary positions do not depend on the other rows of a pass;
+    None if they never do."""
     text = _text(config)
     kinds = _rotary_kinds(text)
     rope = text.get("rope_parameters") or text.get("rope_scaling")
@@ -171,13 +171,13 @@ def most_positions(config: Mapping[str, Any]) -> int | None:
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json that describes the language model."""
+    """Return the part of a config.json that describes the language model."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
 
 
 def _layer_kinds(text: Mapping[str, Any]) -> set[str]:
-    """Kinds of layers that a config lists."""
+    """Return the kinds of layers that a config lists."""
     fields = ("layer_types", "layers_block_type", "block_types")
     return {str(kind) for field in fields for kind in _list(text.get(field))}
 
@@ -189,7 +189,7 @@ def _rotary_kinds(text: Mapping[str, Any]) -> set[str]:
 
 
 def _list(value: object) -> list[Any]:
-    """The elements of a list, the values of a mapping; none of anything else."""
+    """Return the elements of a list or the values of a mapping; nothing for anything else."""
     if isinstance(value, dict):
         return [*value.values()]
     return value if isinstance(value, list) else []
@@ -206,8 +206,8 @@ def no_folder(path: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """`model.safetensors`, or where that is missing the files that its index names, in order; empty where
-    there is neither. Raises `OSError`, and ValueError for an index that is none."""
+    """Return `model.safetensors`, or the files that the index names, in order; empty if there is neither.
+    Raises `OSError`, and ValueError for a broken index."""
     if (folder / ONE_FILE).is_file():
         return [folder / ONE_FILE]
     if not (folder / INDEX).is_file():
@@ -220,8 +220,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a model by name, from the headers alone. Raises `OSError`, and ValueError for a file
-    that is no safetensors file."""
+    """Return all tensors of a model by name, from the headers alone. Raises `OSError`, and ValueError for a
+    file that is no safetensors file."""
     found = {}
     for path in weight_files(folder):
         with path.open("rb") as file:
@@ -240,10 +240,9 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def model_identity(folder: Path) -> str:
-    """A hash that tells the weights of one model from those of another, without reading them: of names,
-    dtypes and shapes, and of the first bytes of each tensor; the same however they are spread over files.
-
-    Raises as `stored_tensors` does."""
+    """Return a hash that identifies the weights of a model without reading them: of names, dtypes and shapes,
+    and of the first bytes of each tensor; equal however they are spread over files. Raises as
+    `stored_tensors` does."""
     hashed = blake3()
     for name, stored in sorted(stored_tensors(folder).items()):
         with stored.path.open("rb") as file:

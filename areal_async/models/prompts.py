@@ -1,4 +1,4 @@
-"""How a task's prompt becomes token ids: one rule for training, generation and evaluation.
+"""Token ids of a task's prompt: one rule for training, generation and evaluation.
 
 Text is tokenised as it is. A list of chat messages goes through the tokenizer's chat template with the
 assistant's turn opened; a tokenizer without a template gets the contents joined by newlines.
@@ -28,8 +28,8 @@ T = TypeVar("T", bound=Tokenizer)
 
 
 def with_template_args(tokenizer: T, arguments: Mapping[str, Any]) -> T:
-    """The tokenizer, whose chat template is given `arguments` each time it is applied (a job's
-    `rollout.template_args`); what a call names itself goes before."""
+    """Make the chat template of the tokenizer take `arguments` (a job's `rollout.template_args`) in each
+    call, and return it. Arguments of a call take precedence."""
     if arguments:
         setattr(tokenizer, "apply_chat_template", partial(tokenizer.apply_chat_template, **arguments))  # noqa: B010
     return tokenizer
@@ -52,12 +52,12 @@ def prompt_text(
 
 
 def message_texts(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """A prompt without a template: the text, or the contents of the messages, joined by newlines."""
+    """Return a prompt without a template: the text, or the contents of the messages, joined by newlines."""
     return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
 
 
 def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[int]:
-    """Token ids of `text`; with `special` those that the tokenizer itself adds are among them.
+    """Return the token ids of `text`; with `special` including those that the tokenizer itself adds.
 
     A fast tokenizer's back end is asked directly, unless its class has an encoding of its own or somebody has
     set it to pad or cut: the wrapper takes ten times as long as a short prompt's tokenisation."""
@@ -73,8 +73,8 @@ def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[i
 def prompt_ids(
     tokenizer: Tokenizer, prompt: str | Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[int]:
-    """Token ids of `prompt`, with the special tokens that the tokenizer itself adds. `tools` are schemas for
-    the chat template."""
+    """Return the token ids of `prompt`, with the special tokens that the tokenizer itself adds. `tools` are
+    schemas for the chat template."""
     if not isinstance(prompt, str) and tokenizer.chat_template:
         encoded = tokenizer.apply_chat_template(
             list(prompt),

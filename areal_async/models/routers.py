@@ -15,7 +15,8 @@ PROBED = 64  # Tokens that a router is tried with
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
-    """The routers of `model` in the order of its layers; none where it has no experts, or does not say."""
+    """Return the routers of `model` in the order of its layers; none if it has no experts, or does not
+    declare them."""
     classes: set[type[nn.Module]] = set()
     for module in model.modules():
         said = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
@@ -26,8 +27,8 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def tried(router: nn.Module, config: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """What a router of this kind, with random weights, says of random tokens: logits, weights and experts.
-    None for one that is called otherwise or says something else."""
+    """Return logits, weights and experts that a router of this kind, with random weights, gives for random
+    tokens. None if it takes or returns something else."""
     generator = torch.Generator().manual_seed(0)
     try:
         made = type(router)(config).float()

@@ -1,5 +1,5 @@
-"""How far a command is that takes its time: a bar on a terminal, else a line of `key=value` now and then,
-both on standard error, so that what the command prints stays as it is."""
+"""Progress of a slow command on standard error: a bar on a terminal, else a line of `key=value` now and
+then."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def progress(
     every_s: float = EVERY_S,
     since: Callable[[], float] | None = None,
 ) -> Iterator[Callable[[], None]]:
-    """Tell how far `what` is while the block runs; it calls what it gets after each of the `total` parts.
-    Work that says nothing of its parts is told with its time. The time left is estimated from all finished
-    parts and the time since they were begun: `since()` by the monotonic clock, or when the block began."""
+    """Show the progress of `what` while the block runs; the block calls the yielded function after each of
+    the `total` parts. Without parts only the time is shown. The time left is estimated from all finished
+    parts and the time since they began: `since()` by the monotonic clock, or the start of the block."""
     console = console or Console(stderr=True)
     began_s = time.monotonic()
 
@@ -79,7 +79,7 @@ def progress(
 
 
 def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
-    """The items, with how far they are told meanwhile."""
+    """Yield the items and show the progress meanwhile."""
     if total is None and isinstance(items, Sized):
         total = len(items)
     with progress(what, total) as advance:
@@ -96,8 +96,8 @@ def left_text(done: int, total: int, worked_s: float) -> str:
 def progress_line(
     what: str, done: int, total: int | None, elapsed_s: float, worked_s: float | None = None
 ) -> str:
-    """Return how far it is, as a line of `key=value`. `worked_s` is the part of the time that the parts done
-    have taken, if not all of it."""
+    """Return the progress as a line of `key=value`. `worked_s` is the part of the time that the finished
+    parts have taken, if not all of it."""
     figures = {"doing": what, "time": clock_text(elapsed_s)}
     if done or total is not None:
         figures["done"] = f"{done}/{total}" if total is not None else str(done)

@@ -23,8 +23,8 @@ from rich.text import Text
 
 from areal_async.base.records import RunRecord
 from areal_async.base.text import clock_text
-from areal_async.config.trainings import FILE_KINDS
 from areal_async.launch.aggregator import Progress, RunStatus, no_score_text
+from areal_async.show.figures import STEPS, values_of
 
 PLAIN_EVERY_S = 5.0
 SELDOM = 6  # Once steps have lines of their own, the whole is told so many times less often
@@ -53,7 +53,7 @@ Show = Callable[[RunStatus], None]  # Shows a status of the run
 
 
 class RunConsole(Console):
-    """Once nobody reads it any more (`… | head`) nothing is shown, and nothing fails for it."""
+    """A console that falls silent, without an error, once nobody reads it (`… | head`)."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -62,8 +62,8 @@ class RunConsole(Console):
 
 
 class PlainLines:
-    """What a run does as lines of `key=value` that are short and easy to search: one for each step and each
-    evaluation, from their records, one for each warning, and one now and then of how all stands."""
+    """A run as short lines of `key=value` that are easy to search: one for each step, evaluation and warning,
+    and now and then one with the status of everything."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class PlainLines:
         self._progress = Progress(policy)
         self._records: deque[Mapping[str, Any]] = deque(maxlen=MOST_WAITING)
         self._deaths: deque[str] = deque(maxlen=MOST_WAITING)
-        """Texts of deaths that were shown, the newest of them."""
+        """Texts of the newest deaths that were shown."""
         self._elapsed_s = 0.0
         self._every_s = every_s
         self._clock = clock
@@ -92,13 +92,13 @@ class PlainLines:
         self._no_scores: set[str] = set()  # Their kinds that were told
 
     def record(self, line: bytes) -> None:
-        """Take the record of a line of metrics.jsonl; `flush` shows it, since a reader may take its time."""
+        """Take a line of metrics.jsonl; `flush` shows it, since a reader may be slow."""
         record = msgspec.json.decode(line)
         if record["kind"] in SHOWN or record["kind"] in DEATHS:
             self._records.append(record)
 
     def flush(self) -> None:
-        """A line for each record that waits."""
+        """Show a line for each waiting record."""
         while self._records:
             record = self._records.popleft()
             if record["kind"] in DEATHS:
@@ -111,7 +111,7 @@ class PlainLines:
             self._say(step_line(record, self._progress, first=self._policy, steps=self._steps))
 
     def show(self, status: RunStatus) -> None:
-        """A line of the whole now and then, and news as soon as they are there."""
+        """Show the status now and then, and news immediately."""
         self._elapsed_s = status.elapsed_s
         self.flush()
         # What a service waits for comes and goes, with other numbers each time: that is no news.
@@ -156,7 +156,7 @@ class PlainLines:
 
 @contextmanager
 def open_view(console: Console, lines: PlainLines | None) -> Iterator[Show]:
-    """These lines, or the live view of a terminal."""
+    """Yield a function that shows statuses: as these lines, or as the live view of a terminal."""
     if lines is not None:
         yield lines.show
         return
@@ -188,23 +188,24 @@ STEP_KEYS = {
     "left": "",
 }
 DEATHS = frozenset({"restart", "death"})
-"""Kinds of records that say that a service died, and how."""
+"""Kinds of records about the death of a service."""
 SHOWN: Mapping[str, Mapping[str, str]] = {
-    **dict.fromkeys(("step", *FILE_KINDS), STEP_KEYS),
+    **dict.fromkeys(STEPS, STEP_KEYS),
     "evaluation": {"accuracy": "accuracy", "low": "", "high": "", "tasks": "n", "wall_s": "wall_s"},
 }
-"""Kinds of records that are shown -> keys of their line, and the field of the record, if it is one."""
+"""Kinds of records that are shown, with the keys of their line and the field of each key, if it is one."""
 
 
 def step_line(record: Mapping[str, Any], progress: Progress, *, first: str = "", steps: int = 0) -> str:
-    """The line of a record of a kind in `SHOWN`; `progress` is that of policy `first`, with this record."""
+    """Return the line of a record of a kind in `SHOWN`; `progress` is that of policy `first`, including this
+    record."""
     kind, policy = record["kind"], record.get("policy") or first
     mine = progress if policy == first else Progress(policy)
     begin = f"evaluation={record.get('version')}" if kind == "evaluation" else f"step={record.get('step')}"
-    tokens, took_s, left_s = record.get("tokens"), record.get("step_s"), mine.left_s(steps)
+    left_s = mine.left_s(steps)
     known = {
         "accuracy": mine.last[1] if mine.last else None,
-        "tok/s": tokens / took_s if tokens and took_s else None,
+        "tok/s": values_of(record).get("tokens_per_s"),
         "left": clock_text(left_s) if left_s is not None else None,
     }
     if kind == "evaluation" and isinstance(interval := record.get("mean"), list) and len(interval) == 3:
@@ -215,7 +216,6 @@ def step_line(record: Mapping[str, Any], progress: Progress, *, first: str = "",
 
 
 def status_line(status: RunStatus) -> str:
-    """How the run stands, as one line."""
     figures: dict[str, Any] = {"time": clock_text(status.elapsed_s)}
     if not status.trained and (starting := _starting(status)):
         return pairs_of(figures | {"starting": ", ".join(starting)})
@@ -227,8 +227,8 @@ def status_line(status: RunStatus) -> str:
     if busy := {one.name: one.busy for one in status.services if one.busy and one.phase == "serving"}:
         busiest = max(busy, key=lambda name: busy[name])
         figures["busiest"] = f"{busiest}:{busy[busiest]:.0%}"
-    if doing := [f"{one.name} {one.doing}" for one in status.services if one.doing]:
-        figures["doing"] = ", ".join(doing)
+    if doing := _doing(status):
+        figures["doing"] = doing
     if away := [f"{one.name} {one.phase}" for one in status.services if one.phase != "serving"]:
         figures["not_serving"] = ", ".join(away)
     if status.kind == "rl":
@@ -239,12 +239,12 @@ def status_line(status: RunStatus) -> str:
 
 
 def pairs_of(figures: Mapping[str, Any]) -> str:
-    """These as `key=value`, with quotation marks where a value needs them."""
+    """Return `key=value` for each figure, with quotation marks where a value needs them."""
     return " ".join(f"{key}={_quoted(str(value))}" for key, value in figures.items())
 
 
 def _quoted(text: str) -> str:
-    """As it is, or in quotation marks where it would not read as one value."""
+    """Quote a text that would not read as one value."""
     text = " ".join(text.split())
     return text if text and not set(text) & set(" \"'=") else json.dumps(text, ensure_ascii=False)
 
@@ -256,7 +256,7 @@ def _figure(value: Any) -> str:
 
 
 def fitted(status: RunStatus, width: int, height: int, console: Console) -> Panel:
-    """The panel of `width` columns with as many of its rows as `height` lines have room for."""
+    """Return the panel of `width` columns with as many of its rows as fit into `height` lines."""
     panel, options = render(status, width), console.options.update(width=width)
     for count in range(1, len(FIRST_TO_GO) + 1):
         if len(console.render_lines(panel, options)) <= height:
@@ -266,20 +266,12 @@ def fitted(status: RunStatus, width: int, height: int, console: Console) -> Pane
 
 
 def render(status: RunStatus, width: int, *, without: Collection[str] = ()) -> Panel:
-    """The status as a panel of `width` columns; rows with these labels are left out."""
+    """Return the status as a panel of `width` columns; rows with these labels are left out."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True, min_width=9)
     rows.add_column(overflow="fold")
     rows.add_row(clock_text(status.elapsed_s), _clipped(_progress(status), 3 * (width - 18)))
-    figures = _figures(status)
-    if status.kind == "rl":
-        held = [f"{count:,} {state}" for state, count in status.groups.items() if count]
-        figures["groups"] = ", ".join(held) or "none"
-        if status.pacing:
-            figures["pacing"] = status.pacing
-    if status.self_check:
-        figures["self-check"] = status.self_check
-    for label, text in figures.items():
+    for label, text in _figures(status).items():
         if label not in without:
             rows.add_row(label, _clipped(text, 3 * (width - 18)))
     for note in reversed(status.dropped.no_scores[-MAX_NO_SCORES:] if "no score" not in without else ()):
@@ -308,26 +300,30 @@ def _progress(status: RunStatus) -> str:
 
 
 def _figures(status: RunStatus) -> dict[str, str]:
-    """What is known of the run, by its label."""
-    figures = {}
-    if status.kind != "rl" and status.loss is not None:
-        figures["loss"] = f"{status.loss:.4f}"
-    if status.reward is not None:
-        figures["reward"] = f"{status.reward:.3f}"
-    if status.accuracy is not None:
-        figures["held-out"] = _accuracy(status)
-    if status.staleness_mean is not None:
-        seen = f"seen {status.staleness_seen} of {status.bound} allowed"
-        figures["staleness"] = f"{status.staleness_mean:.2f}, max {status.staleness_max}, {seen}"
+    """Return the known figures of the run by their labels."""
+    is_rl = status.kind == "rl"
+    loss = None if is_rl else status.loss
     speeds = [("generated", status.generated_per_s), ("trained", status.trained_per_s)]
-    if said := [f"{value:,.0f} {what}" for what, value in speeds if value is not None]:
-        figures["tokens/s"] = ", ".join(said)
-    if doing := [f"{one.name} {one.doing}" for one in status.services if one.doing]:
-        figures["doing"] = ", ".join(doing)
-    figures["busy"] = _busy(status)
-    if status.dropped.text:
-        figures["dropped"] = status.dropped.text
-    return figures
+    held = [f"{count:,} {state}" for state, count in status.groups.items() if count]
+    seen = f"max {status.staleness_max}, seen {status.staleness_seen} of {status.bound} allowed"
+    figures = {
+        "loss": f"{loss:.4f}" if loss is not None else "",
+        "reward": f"{status.reward:.3f}" if status.reward is not None else "",
+        "held-out": _accuracy(status) if status.accuracy is not None else "",
+        "staleness": f"{status.staleness_mean:.2f}, {seen}" if status.staleness_mean is not None else "",
+        "tokens/s": ", ".join(f"{value:,.0f} {what}" for what, value in speeds if value is not None),
+        "doing": _doing(status),
+        "busy": _busy(status),
+        "dropped": status.dropped.text,
+        "groups": (", ".join(held) or "none") if is_rl else "",
+        "pacing": status.pacing if is_rl else "",
+        "self-check": status.self_check,
+    }
+    return {label: text for label, text in figures.items() if text}
+
+
+def _doing(status: RunStatus) -> str:
+    return ", ".join(f"{one.name} {one.doing}" for one in status.services if one.doing)
 
 
 def _accuracy(status: RunStatus) -> str:
@@ -341,7 +337,8 @@ def _accuracy(status: RunStatus) -> str:
 
 
 def _busy(status: RunStatus) -> str:
-    """Services with their shares; of several alike that serve, such as ranks, one entry with the range."""
+    """Return services with their shares; several alike that serve, such as ranks, share one entry with a
+    range."""
     alike: dict[str, list[float]] = {}
     shown = {}
     for service in status.services:
@@ -360,12 +357,12 @@ def _busy(status: RunStatus) -> str:
 
 
 def _message(status: RunStatus) -> str:
-    """The one thing to know now: a stall before all else."""
+    """Return the most important message: a stall before all else."""
     if status.stall is None:
         return status.message
     return f"stalled for {clock_text(status.stall_s)}: {status.stall.detail}"
 
 
 def _clipped(text: str, length: int, style: str = "") -> Text:
-    """At most so many characters; a terminal too small for any is left to the panel."""
+    """Return at most `length` characters; a terminal too small for any is left to the panel."""
     return Text(text if len(text) <= max(length, 20) else f"{text[: max(length, 20) - 1]}…", style=style)

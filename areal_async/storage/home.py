@@ -36,7 +36,7 @@ PIECE_BYTES = 4 << 20  # Bytes of one request
 
 
 class HomeFileSystem(fsspec.AbstractFileSystem):
-    """The files that the supervisor at `connect`ed address serves. Any thread may call."""
+    """The files that the connected supervisor serves. Any thread may call."""
 
     protocol = PROTOCOL
     cachable = False
@@ -44,7 +44,7 @@ class HomeFileSystem(fsspec.AbstractFileSystem):
 
     @classmethod
     def connect(cls, address: Address, *, job: str, role: str, name: str, access: Access) -> None:
-        """Ask this supervisor from now on, in all of this process."""
+        """Send all requests of this process to this supervisor."""
         cls.disconnect()
         cls._client = SyncClient(address, job=job, role=role, name=f"{name}/home", access=access)
         fsspec.register_implementation(PROTOCOL, cls, clobber=True)
@@ -107,10 +107,10 @@ class HomeFileSystem(fsspec.AbstractFileSystem):
             self._exchange(RemoveHome(self._strip_protocol(each)))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """A folder is there as soon as a file in it is."""
+        """Do nothing: a folder exists as soon as a file in it does."""
 
     def _write(self, path: str, pieces: Iterator[bytes]) -> None:
-        """Send the pieces under a name of their own; the last request gives the file its name."""
+        """Send the pieces under a temporary name; the last request renames the file."""
         path, upload, offset = self._strip_protocol(path), secrets.token_hex(8), 0
         for piece in pieces:
             for begin in range(0, max(1, len(piece)), PIECE_BYTES):

@@ -29,8 +29,8 @@ SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})(\..*)")
 
 
 def hub_url(text: str, base: Path, *, is_data: bool) -> str | None:
-    """The URL of what has this name on the hub; None where it can only be a path: something is there that it
-    begins with, seen from `base` or from the working directory, or it ends as a file does."""
+    """Return the hub URL for a name. None if it can only be a path: its first part exists in `base` or in the
+    working directory, or it ends like a file."""
     first = text.partition("/")[0]
     if not HUB_NAME.fullmatch(text) or (base / first).exists() or os.path.exists(first):
         return None
@@ -40,8 +40,8 @@ def hub_url(text: str, base: Path, *, is_data: bool) -> str | None:
 
 
 def is_of_hub(url: str) -> bool:
-    """Whether the URL names a model or data set by what the cache can have: no revision, no folder of a
-    model. Others that begin with `hf://` are fetched as from any store."""
+    """Return whether the URL names a whole model or data set, which the local cache can hold. Other `hf://`
+    URLs, with a revision or a folder of a model, are fetched as from any store."""
     name = url.removeprefix(PROTOCOL)
     if name.startswith("datasets/"):
         return url.startswith(PROTOCOL) and HUB_FORM.fullmatch(name.removeprefix("datasets/")) is not None
@@ -49,8 +49,8 @@ def is_of_hub(url: str) -> bool:
 
 
 def bring(url: str, target: Path, begun: Callable[[], None]) -> None:
-    """Have `target` be a link to what the `hf://` URL names in the local cache, which is fetched where it is
-    not there; `begun` is called before. Raises `StorageError`, and OSError."""
+    """Make `target` a link to the content of an `hf://` URL in the local cache, which is filled first if
+    needed; `begun` is called before. Raises `StorageError`, and OSError."""
     name = url.removeprefix(PROTOCOL)
     if name.startswith("datasets/"):
         found = data_set(name.removeprefix("datasets/"), begun)
@@ -67,12 +67,13 @@ def bring(url: str, target: Path, begun: Callable[[], None]) -> None:
 
 
 def model_folder(name: str, begun: Callable[[], None] = lambda: None) -> Path:
-    """The folder of the model `owner/name`. Raises `StorageError`."""
+    """Return the folder of the model `owner/name`. Raises `StorageError`."""
     return _snapshot(name, "model", OF_MODEL, _is_whole_model, begun)
 
 
 def data_set(name: str, begun: Callable[[], None] = lambda: None) -> Path:
-    """The folder of `owner/name`, or the folder or file `owner/name/place` in it. Raises `StorageError`."""
+    """Return the folder of `owner/name`, or the folder or file `owner/name/place` in it. Raises
+    `StorageError`."""
     owner, repository, *inner = name.split("/")
     place = "/".join(inner)
     patterns = [place, f"{place}/*"] if place else OF_DATA
@@ -93,7 +94,7 @@ def _snapshot(
     is_whole: Callable[[Path], bool],
     begun: Callable[[], None],
 ) -> Path:
-    """The folder of a repository in the local cache, fetched if need be."""
+    """Return the folder of a repository in the local cache, fetched if needed."""
     from huggingface_hub import constants, snapshot_download  # not at the top: most jobs have paths
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -130,7 +131,7 @@ def _snapshot(
 
 
 def _has_all_shards(folder: Path) -> bool:
-    """Whether there is data, and of each file in parts every part."""
+    """Return whether there is data, and every part of each file in parts."""
     files = [each for each in folder.rglob("*") if each.suffix in DATA_SUFFIXES]
     parts = Counter(
         (str(each.parent), *found.groups()) for each in files if (found := SHARD.match(each.name))
@@ -139,7 +140,7 @@ def _has_all_shards(folder: Path) -> bool:
 
 
 def _is_whole_model(folder: Path) -> bool:
-    """Whether configuration and every file with weights are there."""
+    """Return whether the configuration and every file of weights exist."""
     if not (folder / "config.json").is_file():
         return False
     try:

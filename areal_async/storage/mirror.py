@@ -38,7 +38,7 @@ log = get_logger("mirror")
 
 
 class MirrorMark(msgspec.Struct, frozen=True):
-    """Who mirrors to a URL: a random id, its host, how often it has done so, and whether it has ended."""
+    """Owner of a mirror: a random id, its host, its number of rounds, and whether it has ended."""
 
     owner: str
     host: str
@@ -47,11 +47,11 @@ class MirrorMark(msgspec.Struct, frozen=True):
 
 
 class MirrorLost(StorageError):
-    """Somebody else mirrors to the URL by now."""
+    """Another process mirrors to the URL by now."""
 
 
 def mark_there(url: str, remote: Remote | None = None) -> MirrorMark | None:
-    """The mark at `url`; None where nobody has mirrored to it. Raises `StorageError`."""
+    """Return the mark at `url`; None if nobody has mirrored to it. Raises `StorageError`."""
     try:
         return msgspec.json.decode((remote or Remote(url)).read(MARK), type=MirrorMark)
     except StorageMissing:
@@ -63,7 +63,8 @@ def mark_there(url: str, remote: Remote | None = None) -> MirrorMark | None:
 
 
 def mark_here(folder: Path) -> MirrorMark | None:
-    """The mark of the last who mirrored `folder` from this host, or brought it here; None for none."""
+    """Return the mark of the last process that mirrored `folder` from this host, or fetched it; None for
+    none."""
     try:
         return msgspec.json.decode((folder / MARK).read_bytes(), type=MirrorMark)
     except (OSError, msgspec.DecodeError):
@@ -71,7 +72,7 @@ def mark_here(folder: Path) -> MirrorMark | None:
 
 
 class Mirror:
-    """Mirrors `folder` to `url` from `start` to `stop`: of the files in it those whose name is `wanted`."""
+    """A mirror of `folder` at `url` from `start` to `stop`, of the files whose name is `wanted`."""
 
     def __init__(
         self,
@@ -89,18 +90,18 @@ class Mirror:
         self._tries = tries
         self._remote = Remote(url, tries or tries_for(url, ROUND_S))
         self._pushed: dict[str, tuple[int, int]] = {}
-        """Size and time of each file when it was put there."""
+        """Size and modification time of each file when it was uploaded."""
         self._mark = MirrorMark(secrets.token_hex(8), socket.gethostname())
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
     def start(self) -> None:
-        """Become the owner of the URL, and mirror from now on. Raises `StorageError`."""
+        """Become the owner of the URL, and start mirroring. Raises `StorageError`."""
         self._write_mark()
         self._thread.start()
 
     def stop(self, limit_s: float = FINISH_S) -> None:
-        """Mirror all that is there, and end. Raises `StorageError` where that cannot be done in the time."""
+        """Mirror everything and end. Raises `StorageError` if that takes too long."""
         self._stopping.set()
         self._thread.join(limit_s)
         if self._thread.is_alive():
@@ -111,7 +112,7 @@ class Mirror:
         self._write_mark()
 
     def once(self) -> None:
-        """Mirror what has changed since the last time. Raises `MirrorLost`, or `StorageError`."""
+        """Mirror the changes since the last call. Raises `MirrorLost`, or `StorageError`."""
         there = mark_there(self.url, self._remote)
         if there is not None and there.owner != self._mark.owner:
             raise MirrorLost(
@@ -155,7 +156,7 @@ class Mirror:
         self._remote.write(MARK, content)
 
     def _found(self) -> dict[str, tuple[int, int]]:
-        """Size and time of change of each file that is mirrored, by its name."""
+        """Return size and modification time of each mirrored file, by its name."""
         found = {}
         for parent, folders, names in os.walk(self._folder):
             below = Path(parent).relative_to(self._folder)

@@ -32,7 +32,7 @@ LEAST_BYTES_PER_S = 256 << 10  # An upload slower than this counts as one that h
 PATIENCE_S = 60.0  # How long a store that is away is asked again, where nothing else is said
 CONNECT_S, READ_S = 10.0, 60.0
 TAGS = ("ETag", "etag", "md5Hash", "crc32c", "checksum", "mtime", "LastModified", "updated", "created")
-"""What stores call that which changes with the content of a file; the first that is there counts."""
+"""Fields in which stores report that the content of a file changed; the first one present counts."""
 HOPELESS = (
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -40,14 +40,14 @@ HOPELESS = (
     "ParamValidationError",
     "InvalidRegionError",
 )
-"""Names of errors of the libraries that asking again would not cure."""
+"""Names of library errors that a retry would not cure."""
 
 log = get_logger("storage")
 T = TypeVar("T")
 
 
 class StorageError(ArealError):
-    """A store refuses, or holds something else than it should."""
+    """A store refused a request, or has unexpected content."""
 
     restart_helps = False
 
@@ -57,24 +57,24 @@ class StorageMissing(StorageError):
 
 
 class HalfWritten(StorageError):
-    """A folder whose writer has not finished, or died."""
+    """A folder that its writer has not completed."""
 
 
 class StorageAway(StorageError):
-    """A store did not answer for as long as it was asked."""
+    """A store did not answer within the time of its retries."""
 
     restart_helps = True
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """What a store says of a file. `tag` changes with the content; empty where it has none."""
+    """Size and tag of a file in a store. `tag` changes with the content; empty if there is none."""
 
     size_bytes: int
     tag: str = ""
 
 
 def tries_for(url: str, limit_s: float = PATIENCE_S) -> Tries:
-    """Ask again for so long; the log, and the status of this process, say that the store is away."""
+    """Retry for `limit_s`; the log and the status of this process report that the store is away."""
     subject = f"store {url}"
     told = threading.Event()
 
@@ -94,8 +94,8 @@ def tries_for(url: str, limit_s: float = PATIENCE_S) -> Tries:
 
 
 class Remote:
-    """The file or folder at `url`. Its methods block, and may be called from any thread. Each raises
-    `StorageAway` where the store does not answer in time, and `StorageError` where it refuses."""
+    """A file or folder at a URL. All methods block, and any thread may call them. Each raises `StorageAway`
+    if the store does not answer in time, and `StorageError` if it refuses."""
 
     def __init__(self, url: str, tries: Tries | None = None) -> None:
         self.url = url.rstrip("/")
@@ -113,8 +113,8 @@ class Remote:
             self._fs.retries = 1
 
     def listing(self) -> dict[str, StoredFile]:
-        """The files at the URL by their names below it; of a file itself the one name "". Empty: nothing is
-        there."""
+        """Return the files at the URL by their names below it; a single file has the name "". Empty if
+        nothing exists."""
 
         def find() -> dict[str, StoredFile]:
             found = {}
@@ -127,7 +127,7 @@ class Remote:
         return self._ask("list", self.url, find)
 
     def folders(self) -> list[str]:
-        """The names directly below the URL that are folders."""
+        """Return the names of the folders directly below the URL."""
 
         def names() -> list[str]:
             with suppress(FileNotFoundError):
@@ -142,7 +142,7 @@ class Remote:
         return self._ask("list", self.url, names)
 
     def read(self, name: str = "", begin: int = 0, end: int | None = None) -> bytes:
-        """The bytes of a file from `begin` to before `end`. Raises `StorageMissing`."""
+        """Return the bytes of a file from `begin` to before `end`. Raises `StorageMissing`."""
 
         def get() -> bytes:
             data: bytes = self._fs.cat_file(self._at(name), start=begin or None, end=end)
@@ -153,7 +153,7 @@ class Remote:
         return self._ask("read", self._named(name), get)
 
     def write(self, name: str, content: bytes) -> None:
-        """Put a small file there, in place of one of its name."""
+        """Write a small file, replacing one of its name."""
 
         def put() -> None:
             self._make_parent(name)
@@ -162,7 +162,7 @@ class Remote:
         self._ask("write", self._named(name), put)
 
     def put(self, name: str, path: Path) -> int:
-        """Upload a local file; returns its size. Raises FileNotFoundError where that is gone."""
+        """Upload a local file and return its size. Raises FileNotFoundError if the local file is gone."""
         size = path.stat().st_size
         options: dict[str, Any] = (
             {"chunksize": PART_BYTES, "max_concurrency": PARALLEL} if self._is_s3 else {}
@@ -182,7 +182,7 @@ class Remote:
         return size
 
     def remove(self, names: Collection[str] = ("",)) -> None:
-        """Remove these files or, of a folder, all below it. What is not there is as good as removed."""
+        """Remove these files, or everything below a folder. Missing files are no error."""
         for name in names:
 
             def delete(name: str = name) -> None:
@@ -192,16 +192,10 @@ class Remote:
             self._ask("remove", self._named(name), delete)
 
     def each(self, work: Callable[[T], object], items: Iterable[T]) -> None:
-        """`work` of each item, a few at once; raises the first error once all that were begun have ended."""
+        """Call `work` for each item, a few at once. Raises the first error after all running calls."""
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="storage") as pool:
-            begun = [pool.submit(work, item) for item in items]
-            try:
-                for result in begun:
-                    result.result()
-            except BaseException:
-                for result in begun:
-                    result.cancel()
-                raise
+            for _ in pool.map(work, items):  # which cancels the rest after an error
+                pass
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}" if name else self._path
@@ -210,7 +204,7 @@ class Remote:
         return joined(self.url, name) if name else self.url
 
     def _make_parent(self, name: str) -> None:
-        """Stores of objects have no folders; a file system needs them."""
+        """Make the parent folder: a file system needs it, an object store has none."""
         if not self._is_s3:
             self._fs.makedirs(self._fs._parent(self._at(name)), exist_ok=True)
 
@@ -242,8 +236,8 @@ PAST = {"list": "listed", "read": "read", "write": "written", "remove": "removed
 
 
 def _within(work: Callable[[], T], limit_s: float) -> T:
-    """What `work` comes to, in a daemon thread that is given up after `limit_s`: some libraries wait for
-    ever."""
+    """Return the result of `work`, run in a daemon thread that is abandoned after `limit_s`: some libraries
+    wait forever."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -264,7 +258,7 @@ def _within(work: Callable[[], T], limit_s: float) -> T:
 
 
 def _passes(error: Exception) -> bool:
-    """Whether asking again may help."""
+    """Return whether a retry may help."""
     if isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError):
         return False
     if isinstance(error, NotImplementedError | TypeError | ValueError | AttributeError | KeyError):
@@ -275,8 +269,8 @@ def _passes(error: Exception) -> bool:
 
 
 REFUSED = frozenset({errno.EINVAL, *DISK_TROUBLE}) - {errno.EIO}
-"""Errors of what cannot be, or of a disk that takes no writes. A link to a store may fail with EIO, and
-pass."""
+"""Errors of impossible requests, or of a disk that takes no writes. A link to a store may fail with EIO for a
+while."""
 
 
 def _stored(info: dict[str, Any]) -> StoredFile:

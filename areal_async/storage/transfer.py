@@ -11,7 +11,6 @@ and hash of each file. A folder without one was put there by somebody else and c
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -26,7 +25,7 @@ import msgspec
 from blake3 import blake3
 
 from areal_async.base.events import failpoint
-from areal_async.base.own_files import NotBeneath, map_path, open_beneath, sync
+from areal_async.base.own_files import NotBeneath, map_path, open_beneath, sync, take_lock
 from areal_async.base.retry import Tries
 from areal_async.storage.remote import (
     PART_BYTES,
@@ -56,7 +55,7 @@ class PushMarker(msgspec.Struct, frozen=True):
 
 
 class FetchRecord(msgspec.Struct, frozen=True):
-    """What was fetched, beside it: whether the store has something else by now."""
+    """Record of a fetch, written beside the target, to detect changes in the store."""
 
     url: str
     files: dict[str, StoredFile]
@@ -71,7 +70,7 @@ def fetch(
     begun: Callable[[int], None] = lambda size_bytes: None,
     check: Callable[[Path], None] = lambda fresh: None,
 ) -> None:
-    """Have the file or folder at `url` lie at `target`; what lies there already and is the same stays.
+    """Fetch the file or folder at `url` to `target`, unless `target` already has the same content.
 
     Files whose names `leave_out` holds for are left out. `begun` is told how many bytes are to come, if any
     are; `check` may refuse what has come before it gets its place, by an error. Raises `StorageMissing`,
@@ -110,7 +109,7 @@ def fetch(
 
 
 def push(folder: Path, url: str, tries: Tries | None = None) -> None:
-    """Make `url` hold the files of `folder`, and nothing else. Until it is whole, readers are refused.
+    """Write the files of `folder` to `url`, and delete others. Readers are refused until it is complete.
 
     Raises `StorageAway` or `StorageError`."""
     remote = Remote(url, tries)
@@ -129,7 +128,7 @@ def push(folder: Path, url: str, tries: Tries | None = None) -> None:
 
 
 def _marker_of(remote: Remote, files: Mapping[str, StoredFile]) -> PushMarker | None:
-    """The marker of a whole folder of ours; None for what is not ours."""
+    """Return the marker of a complete folder of ours; None for other folders."""
     if MARKER not in files:
         return None
     try:
@@ -146,29 +145,26 @@ def _marker_of(remote: Remote, files: Mapping[str, StoredFile]) -> PushMarker | 
 
 
 def _is_there(target: Path, record: Path, wanted: FetchRecord) -> bool:
-    """Whether `target` is what is wanted, as was written down when it came."""
+    """Return whether `target` has the wanted content, according to the record of its fetch."""
     try:
         if msgspec.json.decode(record.read_bytes(), type=FetchRecord) != wanted:
             return False
-        return all(
-            (target / name if name else target).stat().st_size == file.size_bytes
-            for name, file in wanted.files.items()
-        )
+        return all((target / name).stat().st_size == file.size_bytes for name, file in wanted.files.items())
     except (OSError, msgspec.DecodeError):
         return False
 
 
 def _download(remote: Remote, files: Mapping[str, StoredFile], fresh: Path) -> None:
-    """Write the files into `fresh`, which is the file itself where their one name is empty."""
+    """Download the files into `fresh`, which is the file itself if their only name is empty."""
     if "" not in files:
         fresh.mkdir(exist_ok=True)
-    for name, file in files.items():
+    for name, stored in files.items():
         try:
             folder, inner = (fresh, name) if name else (fresh.parent, fresh.name)
             fd = open_beneath(folder, inner, os.O_WRONLY | os.O_CREAT)
         except NotBeneath as error:
             raise StorageError(f"{remote.url} holds a file that no folder here can hold: {error}") from error
-        os.truncate(fd, file.size_bytes)
+        os.truncate(fd, stored.size_bytes)
         os.close(fd)
     remote.each(lambda part: _download_part(remote, fresh, *part), _parts(files))
     for name in files:
@@ -183,24 +179,20 @@ def _parts(files: Mapping[str, StoredFile]) -> Iterator[tuple[str, int, int]]:
 
 def _download_part(remote: Remote, fresh: Path, name: str, begin: int, end: int) -> None:
     data = remote.read(name, begin, end)
-    with (fresh / name if name else fresh).open("r+b") as file:
+    with (fresh / name).open("r+b") as file:
         file.seek(begin)
         file.write(data)
 
 
 def _compare(url: str, fresh: Path, files: Mapping[str, StoredFile], marker: PushMarker | None) -> None:
-    """Raise `StorageError` where what has come is not what the store or its writer says of it."""
+    """Raise `StorageError` if a download differs from the hashes of the store or of its writer."""
     for name, file in files.items():
-        path = fresh / name if name else fresh
+        path = fresh / name
         if marker is not None:
             good = _blake3(path) == marker.files[name].blake3
-        elif MD5.fullmatch(file.tag):
-            with path.open("rb") as content:
-                good = hashlib.file_digest(
-                    content, lambda: hashlib.md5(usedforsecurity=False)
-                ).hexdigest() == (file.tag)
         else:
-            continue
+            hashed = hashlib.md5(map_path(path), usedforsecurity=False) if MD5.fullmatch(file.tag) else None
+            good = hashed is None or hashed.hexdigest() == file.tag
         if not good:
             raise StorageError(
                 f"{url}: {name or 'the file'} has not come as it was written: its hash is another. Write it "
@@ -214,20 +206,16 @@ def _blake3(path: Path) -> str:
 
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """The only process of this host that fetches `target`; the kernel ends that with the process."""
+    """Keep other processes of this host from fetching `target`; the kernel ends that with the process."""
     lock = os.open(target.with_name(f".{target.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         deadline_s = time.monotonic() + LOCK_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline_s:
-                    raise StorageAway(
-                        f"{target} is being fetched by another process, for {LOCK_S:g} s by now. End it."
-                    ) from None
-                time.sleep(LOOK_S)
+        while not take_lock(lock):
+            if time.monotonic() > deadline_s:
+                raise StorageAway(
+                    f"{target} is being fetched by another process, for {LOCK_S:g} s by now. End it."
+                )
+            time.sleep(LOOK_S)
         yield
     finally:
         os.close(lock)

@@ -1,4 +1,4 @@
-"""Where what a URL names lies on this host.
+"""Local paths of URLs.
 
 A URL is `protocol://place` of anything that fsspec knows: `s3://bucket/models/tiny`, `gs://…`, `file:///…`.
 To each belongs one path below the cache folder, `<cache>/s3/bucket/models/tiny`, and to each such path its
@@ -25,17 +25,16 @@ EXTRAS = {"s3": "s3", "s3a": "s3"}
 
 
 def is_url(value: object) -> bool:
-    """Whether it is a text that says `protocol://…`."""
+    """Return whether the value is a text of the form `protocol://…`."""
     return isinstance(value, str) and FORM.fullmatch(value) is not None
 
 
 def joined(url: str, *names: str) -> str:
-    """The URL of what is called so below `url`."""
     return "/".join((url.rstrip("/"), *names))
 
 
 def url_problem(url: str) -> tuple[str, str] | None:
-    """What is wrong with the form of a URL, and the fix; None for a good one."""
+    """Return the mistake in the form of a URL, and the fix; None for a good one."""
     found = FORM.fullmatch(url)
     if found is None:
         return f"{url!r} is no URL", "Write protocol://place, for example s3://bucket/folder"
@@ -54,7 +53,7 @@ def url_problem(url: str) -> tuple[str, str] | None:
 
 
 def protocol_problem(url: str) -> tuple[str, str] | None:
-    """What keeps this host from using URLs of the protocol of `url`, and the fix; None for nothing."""
+    """Return why this host cannot use URLs of this protocol, and the fix; None if it can."""
     protocol = url.partition(":")[0]
     import fsspec  # not at the top: most jobs have no URL
     from fsspec.registry import known_implementations, registry
@@ -74,7 +73,7 @@ def protocol_problem(url: str) -> tuple[str, str] | None:
 
 
 def local_path(url: str) -> Path:
-    """Where what `url` names lies on this host, or will. Raises ValueError for what is no URL."""
+    """Return the local path for `url`. Raises ValueError if it is no URL."""
     found = FORM.fullmatch(url)
     if found is None:
         raise ValueError(f"{url} is no URL")
@@ -84,7 +83,7 @@ def local_path(url: str) -> Path:
 
 
 def url_of(path: Path) -> str | None:
-    """The URL of which `path` is the local path; None for a path of the user's own."""
+    """Return the URL that has the local path `path`; None for other paths."""
     try:
         protocol, *parts = path.relative_to(cache_root()).parts
     except ValueError:
@@ -96,12 +95,12 @@ def url_of(path: Path) -> str | None:
 
 
 def shown(path: Path) -> str:
-    """The path for people: as the URL that it stands for, if it does."""
+    """Return the path for messages: as its URL if it has one."""
     return url_of(path) or str(path)
 
 
 def _as_path(value: Any) -> Any:
-    """The local path of a URL; anything else as it is."""
+    """Return the local path of a URL; other values unchanged."""
     return str(local_path(_checked(value))) if is_url(value) else value
 
 

@@ -62,8 +62,8 @@ def _change(path: Path, section: str, values: Mapping[str, object]) -> None:
 
 
 def _prometheus(run_dirs: Sequence[Path], listed: ListedJobs | None) -> str:
-    """A running job lists its processes in `<run_dir>/prometheus/<job>.json` and removes that at its end; a
-    controller answers what its jobs have listed."""
+    """Return prometheus.yaml. A running job lists its processes in `<run_dir>/prometheus/<job>.json` and
+    removes that file at its end; a controller serves the lists of its jobs."""
     lists = [str(folder.absolute() / "prometheus" / "*.json") for folder in run_dirs]
     scrapes: list[dict[str, object]] = [
         {"job_name": "areal", "file_sd_configs": [{"files": lists, "refresh_interval": "5s"}]}

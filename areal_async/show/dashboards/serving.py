@@ -91,7 +91,7 @@ def serve(
 
 
 def told_of(run_dirs: Sequence[Path], listed: ListedJobs | None = None, jobs: int = 0) -> str:
-    """Of which jobs there will be figures, so that a folder that is not meant is seen at once."""
+    """Return a line that names the jobs with figures, so that a wrong folder is noticed at once."""
     n = sum(len([*folder.glob("prometheus/*.json")]) for folder in run_dirs)
     where = ", ".join(str(folder.resolve()) for folder in run_dirs)
     running = f"{n} now" if n else "none now; --runs names the run_dir of your job files"
@@ -100,7 +100,7 @@ def told_of(run_dirs: Sequence[Path], listed: ListedJobs | None = None, jobs: in
 
 
 def _check_free(port: int, option: str) -> None:
-    """What serves there already would be taken for the program that is started. Raises `DashboardsError`."""
+    """Raise `DashboardsError` if the port is in use: its server would be mistaken for the new one."""
     try:
         socket.create_server((LOOPBACK, port)).close()
     except OSError as error:
@@ -119,7 +119,7 @@ def prometheus_command(program: str, folder: Path, port: int) -> list[str]:
 
 
 def grafana_command(folder: Path) -> list[str] | None:
-    """How Grafana is started with the files in `folder`; None where it is not installed."""
+    """Return the command that starts Grafana with the files in `folder`; None if it is not installed."""
     program, words = shutil.which("grafana"), ["server"]
     if program is None:  # the name until version 10
         program, words = shutil.which("grafana-server"), []
@@ -131,7 +131,7 @@ def grafana_command(folder: Path) -> list[str] | None:
 
 
 def grafana_environment(folder: Path, port: int) -> dict[str, str]:
-    """What its own file leaves open: Grafana takes GF_<SECTION>_<KEY> in place of a line of the file."""
+    """Return the settings that grafana.ini leaves open: GF_<SECTION>_<KEY> replaces a line of the file."""
     folder = folder.absolute()
     return {
         "GF_SERVER_HTTP_ADDR": LOOPBACK,
@@ -150,8 +150,8 @@ def _await(
     signals: int,
     limit_s: float | None = READY_S,
 ) -> None:
-    """Return when `done` says so or a signal came, which stays to be read by who waits next. Raises
-    `DashboardsError` where a process ends before that, or nothing comes in time."""
+    """Return when `done` is true or a signal came, which the next caller still reads. Raises
+    `DashboardsError` if a process ends first, or the time is over."""
     deadline_s = time.monotonic() + limit_s if limit_s is not None else float("inf")
     while not done():
         for name, child in running.items():

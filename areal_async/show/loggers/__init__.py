@@ -31,9 +31,9 @@ from areal_async.base.own_files import write_whole
 from areal_async.base.secrecy import shown
 from areal_async.config.job import JobConfig
 from areal_async.config.registry import LOGGERS
-from areal_async.config.trainings import FILE_KINDS
 from areal_async.service.record import RECORDS, Tail
 from areal_async.service.samples import SampleKind, read_samples, sample_files
+from areal_async.show.figures import STEPS, figure_of, values_of
 
 BUILT_IN = {
     "tensorboard": "areal_async.show.loggers.tensorboard:TensorBoard",
@@ -48,34 +48,10 @@ ENDING = "failed"  # Of a run that does not say how it ended
 
 log = get_logger("loggers")
 
-NAMES = {
-    "reward_mean": "reward",
-    "reward_std": "reward_std",
-    "loss": "loss",
-    "kl": "kl",
-    "entropy": "entropy",
-    "clip_ratio": "clip_ratio",
-    "grad_norm": "grad_norm",
-    "lr": "lr",
-    "response_length_mean": "response_length",
-    "response_length_max": "response_length_max",
-    "prompt_length_mean": "prompt_length",
-    "tokens_per_s": "throughput",
-    "mfu": "mfu",
-    "tokens": "tokens",
-    "staleness_mean": "staleness",
-    "staleness_max": "staleness_max",
-    "step_s": "time/step",
-    "wait_s": "time/waiting",
-}
-"""A field of a step's record → what loggers call it."""
-HELD_OUT = {"accuracy": "held_out/accuracy", "held_out_loss": "held_out/loss", "margin": "held_out/margin"}
-STEPS = ("step", *FILE_KINDS)
-
 
 @dataclass
 class LoggedRun:
-    """What a logger is told of the run. `state` is kept for it across resumes: the id of its own run."""
+    """Description of a run for a logger. `state` is kept across resumes: the id of the logger's own run."""
 
     job: str
     folder: Path
@@ -86,63 +62,57 @@ class LoggedRun:
 
 
 class RunLogger(Protocol):
-    """All of it is called in one thread. What it raises costs no more than what it was given."""
+    """Methods of a logger, called in one thread. An exception loses only the values of that call."""
 
     def figures(self, steps: int, values: Mapping[str, float]) -> None:
-        """Figures as of so many steps of training, by name; of equal `steps` there may be several calls."""
+        """Log figures after `steps` steps of training, by name; several calls may have equal `steps`."""
 
     def samples(self, steps: int, kind: SampleKind, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Episodes as `areal_async/service/samples.py` tells them."""
+        """Log episodes in the form of `areal_async/service/samples.py`."""
 
     def flush(self) -> None:
-        """Have what was told so far survive the end of this process."""
+        """Make everything logged so far survive the end of this process."""
 
     def close(self, ending: str) -> None:
-        """The run has ended: `finished`, `failed` or `interrupted`."""
+        """Handle the end of the run: `finished`, `failed` or `interrupted`."""
 
 
 def figures_of(record: Mapping[str, Any], prefix: str = "") -> tuple[int, dict[str, float]]:
-    """The steps that were done by a record, and its figures under the names that loggers use; no figures for
+    """Return the steps that were done by a record, and its figures under the names of loggers; no figures for
     a record of another kind."""
-    found: dict[str, Any] = {}
-    if record["kind"] in STEPS:
-        found |= {ours: record.get(name) for name, ours in (NAMES | HELD_OUT).items()}
-        found["ess"] = (record.get("correction") or {}).get("ess")
-        found |= {f"rewards/{name}": value for name, value in (record.get("rewards") or {}).items()}
-        found |= {f"time/{name}": value for name, value in (record.get("phases") or {}).items()}
-        steps = record["step"] + (record["kind"] == "step")
-    elif record["kind"] == "evaluation":
-        steps = record["version"]
-        found["held_out/accuracy"] = record.get("accuracy")
-        for name in ("best", "maj"):
-            found[f"held_out/{name}"] = (record.get(name) or [None])[0]
-        found |= {f"held_out/rewards/{name}": value for name, value in (record.get("rewards") or {}).items()}
-        for name, value in (record.get("by_source") or {}).items():
-            found[f"held_out/{name or 'unnamed'}/accuracy"] = value
-    else:
+    is_evaluation = record["kind"] == "evaluation"
+    if not is_evaluation and record["kind"] not in STEPS:
         return 0, {}
-    return steps, {
-        f"{prefix}{name}": float(value) for name, value in found.items() if isinstance(value, int | float)
-    }
+    found = {}
+    for key, value in values_of(record).items():
+        figure, name = figure_of(key)
+        if figure.logged and (not is_evaluation or figure.logged.startswith("held_out/")):
+            found[figure.logged.replace("*", name)] = value
+    if is_evaluation:
+        of_groups = {name: (record.get(name) or [None])[0] for name in ("best", "maj")}
+        found |= {f"held_out/{name}": value for name, value in of_groups.items() if value is not None}
+    steps = record["version"] if is_evaluation else record["step"] + (record["kind"] == "step")
+    return steps, {f"{prefix}{name}": float(value) for name, value in found.items()}
 
 
-def missing_package(package: str, name: str, field: str) -> Iterator[Mistake]:
-    """What is wrong where the package of a logger is not installed."""
+def missing_package(
+    package: str, job: JobConfig, arguments: Mapping[str, Any], field: str
+) -> Iterator[Mistake]:
+    """Yield a mistake if the package of a logger, which has the same name, is not installed."""
     if importlib.util.find_spec(package) is None:
-        where = field.rpartition(".")[0] + ".name"
         yield Mistake(
-            where,
-            f"the logger {name} needs the package {package}, which is not installed here",
-            f"Install it: pip install 'areal-async[{name}]'",
+            field.rpartition(".")[0] + ".name",
+            f"the logger {package} needs the package {package}, which is not installed here",
+            f"Install it: pip install 'areal-async[{package}]'",
         )
 
 
 class _Kept(msgspec.Struct):
-    """What is kept of a logger across the lives of a run."""
+    """State of a logger that outlives a process of the run."""
 
     state: dict[str, Any] = {}
     done: dict[str, int] = {}
-    """Of each kind of record and of samples, and each policy, the largest number that was told."""
+    """The largest logged number of each kind of record and samples, by policy."""
     lost: int = 0
 
 
@@ -160,7 +130,7 @@ class LoggerThread:
     ) -> None:
         self.name = name
         self.lost = 0
-        """What the logger has refused."""
+        """Number of calls that the logger refused."""
         self._make, self._run, self._run_dir, self._several = make, run, run_dir, several
         self._path = run.folder / f"{name}.json"
         self._kept = _Kept()
@@ -178,11 +148,11 @@ class LoggerThread:
         self._thread.start()
 
     def end(self) -> None:
-        """Have it tell the rest and close, without waiting for that."""
+        """Make it log the rest and close, without waiting."""
         self._stop.set()
 
     def wait(self, deadline_s: float) -> bool:
-        """Whether it has ended by then, on the monotonic clock."""
+        """Return whether it has ended by then, on the monotonic clock."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         return not self._thread.is_alive()
 
@@ -235,7 +205,7 @@ class LoggerThread:
         return True
 
     def _is_new(self, what: str, number: int) -> bool:
-        """Whether so far it was told less; then it counts as told."""
+        """Return whether the number was not logged yet, and count it as logged."""
         if number <= self._kept.done.get(what, -1):
             return False
         self._kept.done[what] = number
@@ -269,7 +239,7 @@ class LoggerThread:
 
 @contextmanager
 def watched_by_loggers(job: JobConfig, run_dir: Path) -> Iterator[list[LoggerThread]]:
-    """The loggers of a job, which watch its run in `run_dir` meanwhile. Raises nothing of theirs."""
+    """Run the loggers of a job, which watch its run in `run_dir` meanwhile. Raises none of their errors."""
     threads: list[LoggerThread] = []
     for number, section in enumerate(job.observe.loggers):
         name = Path(section.name.rpartition(":")[0]).stem if ".py:" in section.name else section.name

@@ -6,10 +6,9 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from areal_async.base.mistakes import Mistake
-from areal_async.config.job import JobConfig
 from areal_async.service.samples import SampleKind
 from areal_async.show.loggers import LoggedRun, missing_package
 from areal_async.show.loggers.tables import COLUMNS, row
@@ -47,9 +46,7 @@ class MLflow:
         self._id = run.state["id"]
         self._client.set_terminated(self._id, "RUNNING")
 
-    @staticmethod
-    def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        return missing_package("mlflow", "mlflow", field)
+    check_job = staticmethod(partial(missing_package, "mlflow"))
 
     def figures(self, steps: int, values: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)

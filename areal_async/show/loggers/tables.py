@@ -10,7 +10,7 @@ COLUMNS = ("episode", "task", "prompt", "response", "reward", "rewards", "ground
 
 
 def row(sample: Mapping[str, Any]) -> list[Any]:
-    """The values of `COLUMNS`, each a text or a number."""
+    """Return the values of `COLUMNS`, each a text or a number."""
     prompt, response = texts(sample)
     known = {
         **{name: sample.get(name) for name in COLUMNS},
@@ -23,7 +23,7 @@ def row(sample: Mapping[str, Any]) -> list[Any]:
 
 
 def texts(sample: Mapping[str, Any]) -> tuple[str, str]:
-    """What an episode begins with, and all that follows, with the author of what the model did not write."""
+    """Return the prompt of an episode, and all that follows, with the author of each foreign text."""
     segments = sample["segments"]
     begun = next(
         (number for number, each in enumerate(segments) if each["author"] == "assistant"), len(segments)
@@ -38,7 +38,6 @@ def as_text(value: Any) -> str:
 
 
 def markdown(sample: Mapping[str, Any]) -> str:
-    """An episode as Markdown."""
     prompt, response = texts(sample)
     parts = (
         ("prompt", prompt),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areal_async.base.mistakes import Mistake
-from areal_async.config.job import JobConfig
 from areal_async.service.samples import SampleKind
 from areal_async.show.loggers import LoggedRun, missing_package
 from areal_async.show.loggers.tables import markdown
@@ -29,9 +28,7 @@ class TensorBoard:
         folder = Path(log_dir).expanduser() / run.job if log_dir else run.folder / "tensorboard"
         self._writer: Any = EventFileWriter(str(folder))
 
-    @staticmethod
-    def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        return missing_package("tensorboard", "tensorboard", field)
+    check_job = staticmethod(partial(missing_package, "tensorboard"))
 
     def figures(self, steps: int, values: Mapping[str, float]) -> None:
         self._add(

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
-from areal_async.base.mistakes import Mistake
-from areal_async.config.job import JobConfig
 from areal_async.service.samples import SampleKind
 from areal_async.show.loggers import LoggedRun, missing_package
 from areal_async.show.loggers.tables import COLUMNS, row
@@ -57,9 +56,7 @@ class WeightsAndBiases:
         self._run.define_metric("steps", hidden=True)
         self._run.define_metric("*", step_metric="steps")
 
-    @staticmethod
-    def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        return missing_package("wandb", "wandb", field)
+    check_job = staticmethod(partial(missing_package, "wandb"))
 
     def figures(self, steps: int, values: Mapping[str, float]) -> None:
         self._run.log({"steps": steps, **values})

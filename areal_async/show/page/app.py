@@ -60,18 +60,18 @@ Guard = Callable[[Request], None]
 
 
 class RunSource(Protocol):
-    """Whose runs the page shows."""
+    """Source of the runs that the page shows."""
 
     async def jobs(self) -> list[dict[str, Any]]:
-        """One line each, as `told_of` has it. A `key` is what one of them is asked for by."""
+        """Return one row for each run, in the form of `told_of`; its `key` identifies the run in requests."""
 
     async def find(self, key: str) -> tuple[Path, dict[str, Any]]:
-        """The run folder of one of them, and what is said of it in place of what the folder says. Raises an
-        error that `page_routes` answers with 404."""
+        """Return the folder of a run, and values that replace those read from the folder. Raises an error
+        that `page_routes` answers with 404."""
 
 
 class FolderOfRuns:
-    """The runs at a path, a run folder or a folder of them, looked up at each request."""
+    """The runs at a path, a run folder or a folder of them, listed at each request."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -90,7 +90,8 @@ def static_text(name: str) -> str:
 def page_routes(
     source: RunSource, guard: Guard, refusal: Callable[[Exception], Response | None]
 ) -> list[Route]:
-    """`refusal` makes the answer for an error; of those that it knows none for, 404 for what is not there."""
+    """Return the routes of the page. `refusal` makes the response to an error; unknown names get 404 if it
+    makes none."""
 
     async def jobs(request: Request) -> Any:
         return await source.jobs()
@@ -159,7 +160,7 @@ def _json(answer: Any, status: int = 200) -> Response:
 
 
 def _unless_known(answer: Response, request: Request) -> Response:
-    """The page asks every two seconds, and has most answers already: 304 then, with nothing in it."""
+    """Return 304 without a body if the reader already has this answer: the page asks every two seconds."""
     tag = f'"{hashlib.blake2b(answer.body, digest_size=12).hexdigest()}"'
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=HEADERS | {"etag": tag})
@@ -168,12 +169,12 @@ def _unless_known(answer: Response, request: Request) -> Response:
 
 
 class StrangerRefused(ArealError):
-    """A request has no token, or another."""
+    """A request without the right token."""
 
 
 def view_app(path: Path, token: str) -> Starlette:
-    """The page for the runs at `path`, for readers with this token on this machine. A request that was sent
-    to another name is refused: a stranger's page whose name was made to lead here has none of ours."""
+    """Return the page for the runs at `path`, for readers with this token on this machine. A request for
+    another host name is refused, which stops DNS rebinding."""
 
     def guard(request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")

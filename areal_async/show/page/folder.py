@@ -1,4 +1,4 @@
-"""What the page reads in a run folder: how the run stands, new records, samples. It writes nothing.
+"""Run folders as the page reads them: status, new records, samples. Nothing is written.
 
 Whatever a reader names is looked up among what is there, so that no path is ever made of it; each answer is
 bounded, and goes on from where the last one ended.
@@ -27,7 +27,7 @@ from areal_async.launch.run_handle import Run
 from areal_async.service.record import RECORDS
 from areal_async.service.samples import FOLDER as SAMPLES
 from areal_async.service.samples import SampleKind, sample_files
-from areal_async.show.page.series import PANELS, rows_of, thinned
+from areal_async.show.figures import PANELS, rows_of, thinned, work_between
 
 Json = dict[str, Any]
 
@@ -53,11 +53,11 @@ _kinds = msgspec.json.Decoder(_Kind)
 
 
 class UnknownName(ArealError):
-    """What a reader named is not there."""
+    """The requested run or sample does not exist."""
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The run folders at `folder`: itself, or those in it, the newest first."""
+    """Return the run folders at `folder`: itself, or those in it, newest first."""
     if (folder / LOCK).exists():
         return [folder]
     found = {folder / name: _lock_time(folder / name) for name in _names_in(folder) if name.isprintable()}
@@ -66,7 +66,7 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def run_in(folder: Path, name: str) -> Path:
-    """The run folder called `name` of those at `folder`. Raises `UnknownName`."""
+    """Return the run folder `name` among those at `folder`. Raises `UnknownName`."""
     if (folder / LOCK).exists():
         found = folder if name == folder.name else None
     else:
@@ -78,14 +78,14 @@ def run_in(folder: Path, name: str) -> Path:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """None where it was deleted meanwhile. Names need not be text."""
+    """Return the names in a folder, which need not be text; none if it was deleted meanwhile."""
     with suppress(OSError):
         return os.listdir(folder)
     return []
 
 
 def _lock_time(folder: Path) -> float | None:
-    """When the lock of a run folder of ours was last changed; None of what is none."""
+    """Return when the lock of a run folder of ours was last changed; None if it is none."""
     if not is_own_folder(folder):
         return None
     with suppress(OSError):
@@ -94,7 +94,7 @@ def _lock_time(folder: Path) -> float | None:
 
 
 def told_of(folder: Path) -> Json:
-    """A run in one line of a list, cheaply: name, state, steps done and when it last wrote something."""
+    """Return one row of a list, cheaply: name, state, finished steps and the time of the last change."""
     size, changed_ns = _stamp(folder / RECORDS)
     last = _last(folder, size, changed_ns) if size else {}
     if not changed_ns:
@@ -115,8 +115,8 @@ def told_of(folder: Path) -> Json:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Size of a file and when it was last changed, in nanoseconds: what is read of it is good while they
-    stay the same. Zeros where there is none."""
+    """Return size and modification time of a file, in nanoseconds, as a cache key. Zeros if it does not
+    exist."""
     with suppress(OSError):
         found = path.stat()
         return found.st_size, found.st_mtime_ns
@@ -124,7 +124,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _records_file(folder: Path) -> BinaryIO:
-    """The records of a run, open to be read. Raises OSError, and `NotOurs` for what is a link, say."""
+    """Open the records of a run. Raises OSError, and `NotOurs` for a link, for example."""
     if not is_own_folder(folder):
         raise NotOurs(f"{folder} is no folder of this user's")
     return os.fdopen(open_own(folder / RECORDS), "rb")
@@ -132,8 +132,8 @@ def _records_file(folder: Path) -> BinaryIO:
 
 @lru_cache(maxsize=2 * MOST_RUNS)
 def _last(folder: Path, size: int, changed_ns: int) -> Mapping[str, Json]:
-    """The last record of a step, an evaluation and an end near the end of a run's records, looked for from
-    there: what is passed over is not decoded."""
+    """Return the last record of a step, an evaluation and an end among the last bytes of a run's records.
+    Other records are not decoded."""
     found: dict[str, Json] = {}
     with suppress(OSError, NotOurs), _records_file(folder) as file:
         file.seek(max(0, size - LAST_BYTES))
@@ -160,7 +160,7 @@ def _kind_of(line: bytes) -> str:
 
 
 def overview(folder: Path, job: JobConfig | None = None) -> Json:
-    """How one run stands: its job, its processes and what they wait for, how it ended, and the panels. One
+    """Return the status of one run: its job, its processes and their waits, its ending, and the panels. A run
     that waits for its turn has no folder yet."""
     begun = (folder / LOCK).exists()
     told = told_of(folder)
@@ -169,7 +169,7 @@ def overview(folder: Path, job: JobConfig | None = None) -> Json:
         "steps": None,
         "bound": None,
         "alive": alive,
-        "panels": [panel._asdict() for panel in PANELS],
+        "panels": [panel.told() for panel in PANELS],
         "workers": [],
         "status": None,
     }
@@ -194,7 +194,7 @@ def overview(folder: Path, job: JobConfig | None = None) -> Json:
 
 
 def _why_it_stopped(folder: Path) -> str:
-    """Why a finished run has not all of its steps; empty where it has."""
+    """Return why a finished run lacks some of its steps; empty if it has all."""
     with suppress(OSError, msgspec.DecodeError):
         summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=dict)
         return str(summary.get("stopped") or "")
@@ -202,7 +202,7 @@ def _why_it_stopped(folder: Path) -> str:
 
 
 def job_of(folder: Path) -> JobConfig:
-    """The job of a run, as its folder has it. Raises `RunFolderError`."""
+    """Return the job of a run from its folder. Raises `RunFolderError`."""
     check_run_folder(folder)
     return _job_of(folder, *_stamp(folder / "job.yaml"))
 
@@ -218,29 +218,24 @@ def _job_of(folder: Path, size: int, changed_ns: int) -> JobConfig:
 
 @lru_cache(maxsize=64)
 def _workers_at_the_end(folder: Path, size: int, changed_ns: int) -> list[Json]:
-    """The processes of a run that has ended, with the busy share of each over its life."""
-    begun, latest = b"", b""
+    """Return the processes of a finished run, with the busy share of each over its life."""
+    loads: list[bytes] = []
     with suppress(OSError, NotOurs), _records_file(folder) as file:
-        while block := file.read(CHUNK_BYTES) + file.readline():
-            latest = block if b'"load"' in block else latest
-            if begun and b'"resume"' not in block:
-                continue  # nearly all of a long history
-            for line in block.splitlines():
-                kind = _kind_of(line)
-                if kind == "resume":
-                    begun = latest = b""
-                elif kind == "load":
-                    begun, latest = begun or line, block
-    last = next((line for line in reversed(latest.splitlines()) if _kind_of(line) == "load"), b"")
-    if begun == last:
+        for line in file:
+            kind = _kind_of(line) if b'"load"' in line or b'"resume"' in line else ""
+            if kind == "resume":
+                loads = []
+            elif kind == "load":
+                loads = [*loads[:1], line]
+    if len(loads) < 2:
         return []
-    (first,), (load,) = _whole(begun), _whole(last)
-    wall_s = max(1e-9, load["time_s"] - first["time_s"])
+    first, load = _whole(b"".join(loads))
+    work = work_between(first, load)
     return [
         {
             "name": name,
             "phase": "ended",
-            "busy": min(1.0, sum((told.get("busy_s") or {}).values()) / wall_s) if "busy_s" in told else None,
+            "busy": work.get(f"busy:{name}"),
             "waiting_for": "",
             "cpu_s": told.get("cpu_s"),
             "tokens": told.get("tokens"),
@@ -250,9 +245,9 @@ def _workers_at_the_end(folder: Path, size: int, changed_ns: int) -> list[Json]:
 
 
 def records_from(folder: Path, offset: int) -> Json:
-    """The rows of the records from a byte of `metrics.jsonl` on: `offset` of the answer is where to go on.
-    Of a long history some records are read, evenly taken, and their rows thinned to about `MOST_ROWS` of a
-    kind in all. `reset` says that the file is another than the reader knew, so that it begins again."""
+    """Return the rows of the records from a byte of `metrics.jsonl` on; the next call starts at `offset` of
+    the answer. A long history is sampled evenly and thinned to about `MOST_ROWS` of each kind in all. `reset`
+    means that the file was replaced, so that the reader starts over."""
     content, size = b"", 0
     with suppress(OSError, NotOurs), _records_file(folder) as file:
         size = os.fstat(file.fileno()).st_size
@@ -273,8 +268,9 @@ def records_from(folder: Path, offset: int) -> Json:
 
 
 def _some(content: bytes, most: int) -> Iterable[Json]:
-    """Records, of those that come with each step about `most` of a kind, the last among them. What processes
-    did until a `load` record is counted from the one before that is there, so that nothing is lost of it."""
+    """Return about `most` records of each kind that comes with every step, evenly chosen, the last among
+    them, and all others. The work of processes up to a `load` record counts from the previous one that is
+    kept, so nothing is lost."""
     lines = content.split(b"\n")
     every, seen, kept = max(1, len(lines) // most), Counter[str](), []
     if every == 1:
@@ -289,7 +285,7 @@ def _some(content: bytes, most: int) -> Iterable[Json]:
 
 @lru_cache(maxsize=256)
 def _load_before(folder: Path, offset: int) -> Json | None:
-    """The last `load` record that ends before a byte, which with its record after it makes a row."""
+    """Return the last `load` record that ends before a byte, from which the next one's row is computed."""
     low = max(0, offset - LAST_BYTES)
     with suppress(OSError, NotOurs), _records_file(folder) as file:
         file.seek(low)
@@ -322,7 +318,7 @@ class SampleFile(NamedTuple):
 
 
 def samples_of(folder: Path) -> dict[str, SampleFile]:
-    """The files of samples of a run by their keys, the newest first."""
+    """Return the files of samples of a run by their keys, newest first."""
     folders = {"": folder}
     if is_own_folder(folder) and is_own_folder(folder / "policies"):
         folders |= {name: folder / "policies" / name for name in sorted(_names_in(folder / "policies"))}
@@ -344,7 +340,7 @@ def list_samples(folder: Path) -> list[Json]:
 
 
 def episodes_in(folder: Path, key: str) -> list[Json]:
-    """The episodes of one file of samples. Raises `UnknownName`."""
+    """Return the episodes of one file of samples. Raises `UnknownName`."""
     file = samples_of(folder).get(key)
     if file is None:
         raise UnknownName(f"there are no samples {key!r}")
@@ -359,7 +355,7 @@ def _read(path: Path) -> bytes:
 
 
 def summary_of(episode: Mapping[str, Any], index: int) -> Json:
-    """An episode in one line of a list."""
+    """Return one row of a list of episodes."""
     segments = episode.get("segments") or []
     first = next((text_of(each) for each in segments if each.get("author") != "system"), "")
     kept = ("task", "group", "episode", "data_source", "reward", "rewards", "verdict", "finish", "version")
@@ -377,7 +373,8 @@ def text_of(segment: Mapping[str, Any]) -> str:
 
 
 def search_samples(folder: Path, wanted: str) -> list[Json]:
-    """Episodes with a text or a name that holds `wanted`, in any case, the newest first, with the place."""
+    """Return episodes with a text or a name that contains `wanted`, ignoring case, newest first, with the
+    place."""
     found: list[Json] = []
     left = SEARCHED_BYTES
     wanted = wanted.lower()

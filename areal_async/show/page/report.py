@@ -23,10 +23,10 @@ from areal_async.base.yaml_file import dump_yaml
 from areal_async.config.fields import leaves_of
 from areal_async.config.job import JobConfig
 from areal_async.service.record import as_it_became, read_run_log
+from areal_async.show.figures import rows_of, thinned
 from areal_async.show.page import folder as reading
 from areal_async.show.page.app import STATIC, static_text
 from areal_async.show.page.folder import Json, UnknownName
-from areal_async.show.page.series import rows_of, thinned
 
 REPORT = "report.html"
 MOST_ROWS = 500  # Of each kind of row of each policy
@@ -80,7 +80,7 @@ def differences(contents: Sequence[Json]) -> list[Json]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """What tells runs apart: their names, or with the folder that each is in."""
+    """Return names that distinguish runs: their own, or with the folder of each."""
     names = [folder.name for folder in folders]
     if len(set(names)) < len(names):
         names = [f"{folder.parent.name}/{folder.name}" for folder in folders]
@@ -115,7 +115,7 @@ def _samples(folder: Path) -> list[Json]:
 
 
 def _one_file(data: Any) -> str:
-    """The page with its files and the data inside."""
+    """Return the page with its files and the data inside."""
     hashes: dict[str, list[str]] = {"script": [], "style": []}
 
     def inside(match: re.Match[str]) -> str:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
+from areal_async.data.convert import Style, extract
 from areal_async.data.examples import read_examples
-from areal_async.data.prepare import Recipe, prepare, split_key, write_rows
+from areal_async.data.prepare import Recipe, prepare, write_rows
 from areal_async.data.sources import DataError, Source, find_source, source_rows
-from areal_async.data.styles import Style, extract
 from areal_async.data.tasks import read_tasks
 
 GSM8K = [
@@ -53,12 +53,12 @@ def test_gsm8k_becomes_tasks_with_a_held_out_file(write, tmp_path):
 
 
 def test_math_gives_what_its_box_holds_and_rows_are_chosen_by_what_a_column_has(write, tmp_path):
-    source, out, one = write("math.jsonl", MATH), tmp_path / "out.parquet", tmp_path / "one.jsonl"
-    call(source, "--out", out, "--keep", "level")
+    source, out, one = write("math.jsonl", MATH), tmp_path / "out.jsonl", tmp_path / "one.jsonl"
+    call(source, "--out", out)
     (task,) = [task for task in read_tasks(out) if task.prompt == "What is 3/7?"]
     assert (task.ground_truth, task.data_source) == ("\\frac{3}{7}", "math")
     assert task.extra_info["level"] == "Level 3"
-    told = call(source, "--out", one, "--keep", "level", "--where", "level=Level 3")
+    told = call(source, "--out", one, "--where", "level=Level 3")
     assert {row["extra_info"]["level"] for row in rows_of(one)} == {"Level 3"}
     assert f"{len(MATH) - len(rows_of(one))} of other --where" in told
     assert "takes none of" in call(source, "--out", tmp_path / "x.jsonl", "--where", "level=9", status=2)
@@ -66,11 +66,14 @@ def test_math_gives_what_its_box_holds_and_rows_are_chosen_by_what_a_column_has(
 
 def test_a_chat_asks_all_but_its_last_reply(write, tmp_path):
     chats = [
-        {"conversations": [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]},
+        {
+            "system": "Be short.",
+            "conversations": [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}],
+        },
         {"messages": [said("user", "2+2"), said("assistant", "4")]},
     ]
     out = tmp_path / "out.jsonl"
-    call(write("chats.jsonl", chats), "--out", out, "--system", "Be short.")
+    call(write("chats.jsonl", chats), "--out", out)
     asked = {row["prompt"][-1]["content"]: row for row in rows_of(out)}
     assert asked["1+1"]["prompt"] == [said("system", "Be short."), said("user", "1+1")]
     assert asked["2+2"]["reward_model"]["ground_truth"] == "4"
@@ -96,9 +99,9 @@ def test_pairs_of_a_reward_model_keep_their_margin(write, tmp_path):
 
 def test_preferences_are_pairs_whose_prompt_is_on_one_side_of_the_split(write, tmp_path):
     pairs = [{"question": f"q{n // 2}", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(40)]
-    out = tmp_path / "pairs.parquet"
-    call(write("pairs.jsonl", pairs), "--out", out, "--held-out", 10, "--map", "prompt=question")
-    files = [list(read_examples(path, "preference")[1]) for path in (out, tmp_path / "held_out.parquet")]
+    out = tmp_path / "pairs.jsonl"
+    call(write("in.jsonl", pairs), "--out", out, "--held-out", 10, "--map", "prompt=question")
+    files = [list(read_examples(path, "preference")[1]) for path in (out, tmp_path / "held_out.jsonl")]
     train, held_out = ({example.answers[0].prompt for example in each} for each in files)
     assert [len(each) for each in files] == [30, 10]
     assert not train & held_out
@@ -118,29 +121,19 @@ def test_tools_stay_with_their_rows(write, tmp_path):
     call(source, "--out", tmp_path / "sft.jsonl", "--kind", "sft")
     examples = list(read_examples(tmp_path / "sft.jsonl", "sft")[1])
     assert sorted(len(example.answers[0].tools) for example in examples) == [0, 1]
-    assert "Write .jsonl instead" in call(source, "--out", tmp_path / "x.parquet", "--kind", "sft", status=2)
 
 
-def test_folders_of_datasets_and_the_hub_are_read_without_that_package(tmp_path):
+def test_folders_of_the_hub_are_read_without_datasets(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     table = pa.Table.from_pylist(GSM8K)
     for split, part in (("train", table.slice(0, 30)), ("test", table.slice(30))):
-        folder = tmp_path / "saved" / split
-        folder.mkdir(parents=True)
-        with pa.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as writer:
-            writer.write_table(part, max_chunksize=7)
-        state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_indices_files": None}
-        (folder / "state.json").write_text(json.dumps(state))
-        (folder / "dataset_info.json").write_text("{}")
         layout = tmp_path / "gsm8k" / "main"
         layout.mkdir(parents=True, exist_ok=True)
         pq.write_table(part, layout / f"{split}-00000-of-00001.parquet")
-    (tmp_path / "saved" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
     train, test = GSM8K[:30], GSM8K[30:]
-    expected = {"saved train": train, "saved test": test, "saved/test train": test}
-    expected |= {"gsm8k train": train, "gsm8k test": test, "gsm8k/main/*.parquet train": test + train}
+    expected = {"gsm8k train": train, "gsm8k test": test, "gsm8k/main/*.parquet train": test + train}
     for place, split in map(str.split, expected):
         found = find_source(str(tmp_path / place), split)
         assert [row for _, row in source_rows(found)] == expected[f"{place} {split}"], place
@@ -196,7 +189,7 @@ def test_a_mixture_has_its_shares_and_a_split_shares_no_prompt(tmp_path_factory,
         return
     total = len(done.train) + len(done.held_out)
     for weight, counts in zip(weights, done.counts.values(), strict=True):
-        assert abs(counts.taken - total * weight / sum(weights)) < 1
+        assert abs(counts.rows["taken"] - total * weight / sum(weights)) < 1
     assert total > min(size * sum(weights) / weight for size, weight in zip(sizes, weights, strict=True)) - 1
     prompts = [row["prompt"] for row in (*done.train, *done.held_out)]
     assert len(set(prompts)) == total
@@ -205,29 +198,22 @@ def test_a_mixture_has_its_shares_and_a_split_shares_no_prompt(tmp_path_factory,
     assert (again.train, again.held_out) == (done.train, done.held_out)
 
 
-def test_duplicates_go_and_where_they_are_kept_they_stay_on_one_side(write, tmp_path):
+def test_duplicates_go(write):
     source = find_source(str(write("twice.jsonl", [*GSM8K, *GSM8K])), "train")
     done, other = (prepare([source], Style(), Recipe(seed=seed, held_out=0.25)) for seed in (0, 1))
     assert {row["prompt"] for row in done.held_out} != {row["prompt"] for row in other.held_out}
-    assert done.counts["twice"].duplicates == 40
+    assert done.counts["twice"].rows["duplicates"] == 40
     assert len(done.train) + len(done.held_out) == 40
-    kept = prepare([source], Style(), Recipe(held_out=0.25, keep_duplicates=True))
-    assert len(kept.train) + len(kept.held_out) == 80
-    assert not {split_key(row) for row in kept.train} & {split_key(row) for row in kept.held_out}
 
 
 def test_prompts_are_counted_as_the_template_makes_them(write, tmp_path, chat_model):
     source = write("words.jsonl", [{"prompt": "a" * n, "answer": "b"} for n in range(1, 21)])
     common = (source, "--model", chat_model, "--max-prompt-tokens", 10, "--overwrite")
     out = tmp_path / "out.jsonl"
-    call(*common, "--out", out)
+    told = call(*common, "--out", out)
     assert sorted(len(row["prompt"][0]["content"]) for row in rows_of(out)) == list(range(1, 8))  # u…|a
-    told = call(*common, "--out", out, "--template-arg", "enable_thinking=false")
-    assert sorted(len(row["prompt"][0]["content"]) for row in rows_of(out)) == [1, 2, 3]  # u…|axxxx
-    assert "17 too long, 3 taken" in told
-    assert "prompts in tokens: p50 9, p95 10, max 10" in told
-    call(*common, "--out", out, "--form", "text")
-    assert max(len(row["prompt"]) for row in rows_of(out)) == 10
+    assert "13 too long, 7 taken" in told
+    assert "prompts in tokens: p50 7, p95 10, max 10" in told
 
 
 @pytest.mark.parametrize(
@@ -253,7 +239,7 @@ def test_prompts_are_counted_as_the_template_makes_them(write, tmp_path, chat_mo
         (
             {"prompt": "What comes after A?", "choices": ["C", "B", "A"], "answer": "A"},
             (),
-            "line 2: its answer 'A' is none of the choices",
+            "line 2 has the column 'choices', without which its question may have no answer",
         ),
     ],
 )
@@ -283,6 +269,8 @@ def test_bad_rows_may_be_left_out_and_are_counted(write, tmp_path):
         (("--max-prompt-tokens", "9"), "Add --model"),
         (("--held-out", "40"), "leaves none of the 40 rows"),
         (("--model", "nowhere"), "the folder nowhere does not exist"),
+        (("--form", "text"), "--form was removed: prompts become messages"),
+        (("--held-out-file=x.jsonl",), "--held-out-file was removed: the file is"),
     ],
 )
 def test_wrong_options_are_named(write, tmp_path, options, words):
@@ -310,24 +298,12 @@ def made(tmp_path, write, rows, *options):
         ({"instruction": "Translate", "input": "Danke", "output": "Thanks"}, "Translate\n\nDanke", "Thanks"),
         ({"instruction": "Sing", "input": "", "output": "La"}, "Sing", "La"),
         ({"instruction": "Write in 8 bits", "input": "8", "output": "1000"}, "Write in 8 bits\n\n8", "1000"),
-        ({"context": "C\nD", "question": "Q\nC\nD\nR", "answer": "a"}, "Q\nC\nD\nR", "a"),
-        ({"context": "Ed is 3.", "question": "How old?", "answer": "3"}, "Ed is 3.\n\nHow old?", "3"),
-        ({"passage": "P", "query": "Q", "answer": "a"}, "P\n\nQ", "a"),
-        ({"instruction": "Add.", "problem": "1 and 2", "answer": "3"}, "Add.\n\n1 and 2", "3"),
         ({"prompt": "Solve: 1+2", "question": "1+2", "answer": "3"}, "Solve: 1+2", "3"),
-        (METAL | {"choices": ["wood", "iron"]}, WOOD_IRON, "B"),
-        (METAL | {"options": {"A": "wood", "B": "iron"}, "answer": "B"}, WOOD_IRON, "B"),
-        (METAL | {"choices": {"text": ["wood", "iron"], "label": ["1", "2"]}, "answer": "1"}, WOOD_IRON, "A"),
-        (METAL | {"options": ["A) wood", "B) iron"], "answer": "iron"}, WOOD_IRON, "B"),
-        (METAL | {"A": "wood", "B": "iron", "answer": "A"}, WOOD_IRON, "A"),
-        (METAL | {"option_a": "wood", "option_b": "iron", "answer": "so \\boxed{B}"}, WOOD_IRON, "B"),
-        ({"question": WOOD_IRON, "choices": ["wood", "iron"], "answer": 0}, WOOD_IRON, "A"),
     ],
 )
 def test_what_belongs_to_a_question_is_in_its_prompt(write, tmp_path, row, asked, truth):
-    (task,), told = made(tmp_path, write, [row])
+    (task,), _ = made(tmp_path, write, [row])
     assert (task["prompt"], task["reward_model"]["ground_truth"]) == (asked, truth)
-    assert "not used" not in told
 
 
 @pytest.mark.parametrize(
@@ -336,12 +312,19 @@ def test_what_belongs_to_a_question_is_in_its_prompt(write, tmp_path, row, asked
         ({"question": "How old?", "history": [["a", "b"]], "answer": "3"}, (), "column 'history'"),
         ({"question": "Same?", "premise": "a", "hypothesis": "b", "answer": "no"}, (), "column 'premise'"),
         ({"question": "How old?", "context": {"title": ["a"]}, "answer": "3"}, (), "column 'context'"),
+        ({"passage": "P", "query": "Q", "answer": "a"}, (), "--map prompt=passage+query"),
+        ({"instruction": "Add.", "problem": "1 and 2", "answer": "3"}, (), "prompt=problem+instruction"),
         ({"prompt": "1+1", "question": "2+2", "answer": "4"}, (), "--map prompt=prompt+question"),
-        (METAL | {"choices": ["wood", "iron"], "answer": 2}, (), "none of the choices in choices"),
-        (METAL | {"choices": ["2", "1"], "answer": "3"}, (), "none of the choices"),
-        (METAL | {"choices": {str(n): f"t{n}" for n in range(11)}}, (), "at most 10 choices"),
+        (METAL | {"choices": ["wood", "iron"], "answer": 2}, (), "column 'choices'"),
+        (METAL | {"options": {"A": "wood", "B": "iron"}, "answer": "B"}, (), "column 'options'"),
+        (METAL | {"A": "wood", "B": "iron", "answer": "A"}, (), "column 'A'"),
+        (METAL | {"option_a": "wood", "option_b": "iron", "answer": "B"}, (), "column 'option_a'"),
         ({"problem": "2", "question": "What is 2+3?", "answer": "5"}, (), "'question' and 'problem'"),
-        (METAL | {"choices": [["wood"], ["iron"]]}, (), "column 'choices' belongs to the question"),
+        (
+            METAL | {"choices": ["wood"]},
+            ("--map", "prompt=question+choices"),
+            "`choices` has a message whose",
+        ),
         ({"question": "How old?", "sentence1": "a", "output": "b"}, ("--kind", "sft"), "column 'sentence1'"),
     ],
 )
@@ -350,14 +333,13 @@ def test_a_column_that_may_belong_to_a_question_is_refused_by_name(write, tmp_pa
     assert words in told
 
 
-def test_columns_are_joined_left_out_and_told_of_as_the_user_says(write, tmp_path):
+def test_columns_are_joined_or_left_out_as_the_user_says(write, tmp_path):
     row = {"question": "Same?", "premise": "a", "hypothesis": "b", "answer": "no", "level": 3}
-    (task,), told = made(tmp_path, write, [row], "--map", "prompt=premise+hypothesis+question")
+    (task,), _ = made(tmp_path, write, [row], "--map", "prompt=premise+hypothesis+question")
     assert task["prompt"] == "a\n\nb\n\nSame?"
-    assert "columns not used: level (--keep" in told
-    (task,), told = made(tmp_path, write, [row], "--keep", "premise,hypothesis,level", "--overwrite")
+    assert task["extra_info"] == {"level": 3, "split": "train", "index": 0}
+    (task,), _ = made(tmp_path, write, [row], "--map", "prompt=question", "--overwrite")
     assert (task["prompt"], task["extra_info"]["premise"]) == ("Same?", "a")
-    assert "not used" not in told
 
 
 @pytest.mark.parametrize("kind", ["rl", "sft", "preference"])
@@ -401,13 +383,11 @@ def test_a_solution_is_no_ground_truth(write, tmp_path, row, words):
 def test_a_whole_text_among_marked_answers_is_refused(write, tmp_path):
     work = {"question": "3+3?", "answer": "Add 3 and 3 to get 6"}
     marked = {"question": "2+2?", "answer": "It is four. #### 4"}
-    words = "line 1 has neither #### nor \\boxed{…} in 'Add 3 and 3 to get 6', which the answers of other"
+    words = "line 1: column 'answer' has neither #### nor \\boxed{…} in 'Add 3 and 3 to get 6'"
     assert words in call(write("in.jsonl", [work, marked]), "--out", tmp_path / "x.jsonl", status=2)
     (task,), told = made(tmp_path, write, [work, marked], "--skip-bad")
     assert task["prompt"] == "2+2?"
     assert words in told
-    _, told = made(tmp_path, write, [work], "--overwrite")
-    assert "1 answers are whole texts" in told
 
 
 def test_two_answers_to_one_question_are_told_of(write, tmp_path):
@@ -429,7 +409,7 @@ def test_a_question_with_other_tools_is_another_question(write, tmp_path):
     [
         ({"question": HALF, "answer": "1"}, ()),
         ({"question": "q", "answer": HALF}, ("--kind", "sft")),
-        ({"question": "q", "answer": "1", "note": {"a": [HALF]}}, ("--keep", "note")),
+        ({"question": "q", "answer": "1", "note": {"a": [HALF]}}, ()),
         ({"messages": [said("user", "q"), said("assistant", HALF)]}, ("--kind", "sft")),
         ({"chosen": HALF, "rejected": "no", "prompt": "q"}, ("--kind", "preference")),
         ({"question": "q", "answer": 1 << 70}, ()),
@@ -463,13 +443,9 @@ def test_lines_that_are_no_json_may_be_left_out(write, tmp_path):
     assert "2 rows read, 1 bad, 1 taken" in call(source, "--out", tmp_path / "x.jsonl", "--skip-bad")
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_nulls_in_arguments_and_schemas_are_kept_or_refused(write, tmp_path, suffix):
+def test_nulls_in_arguments_and_schemas_are_kept(write, tmp_path):
     chat = [said("user", "q"), {"role": "assistant", "content": None, "tool_calls": [CALL | {"id": None}]}]
-    source, out = write("in.jsonl", [{"messages": chat, "tools": [NULL_SCHEMA]}]), tmp_path / f"out.{suffix}"
-    if suffix == "parquet":
-        assert "Write .jsonl instead" in call(source, "--out", out, "--kind", "sft", status=2)
-        return
+    source, out = write("in.jsonl", [{"messages": chat, "tools": [NULL_SCHEMA]}]), tmp_path / "out.jsonl"
     call(source, "--out", out, "--kind", "sft")
     (row,) = rows_of(out)
     assert (row["messages"][1]["tool_calls"], row["tools"]) == ([CALL], [NULL_SCHEMA])
@@ -485,7 +461,7 @@ def test_nothing_is_overwritten_unless_asked(write, tmp_path):
     before = out.read_bytes()
     assert "exists" in call(source, "--out", out, "--seed", 1, status=2)
     assert out.read_bytes() == before
-    with pytest.raises(DataError, match=re.escape("neither .jsonl nor .parquet")):
+    with pytest.raises(DataError, match=re.escape("does not end in .jsonl")):
         write_rows({tmp_path / "a.jsonl": [], tmp_path / "out.csv": []}, overwrite=True)
     assert not (tmp_path / "a.jsonl").exists()
 

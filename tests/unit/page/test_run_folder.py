@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from areal_async.show.figures import ChartRow
 from areal_async.show.page import folder as reading
 from areal_async.show.page.folder import UnknownName
 from areal_async.show.page.report import MOST_ROWS, write_report
-from areal_async.show.page.series import ChartRow
 from tests.unit.page.runs import HOSTILE, append, episode, load, run_folder, step, write_samples
 
 

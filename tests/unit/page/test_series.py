@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from areal_async.show.page.series import PANELS, ChartRow, row_of, rows_of, thinned
+from areal_async.show.figures import PANELS, ChartRow, row_of, rows_of, thinned
 from tests.unit.page.runs import load, step
 
 
@@ -24,7 +24,7 @@ def test_held_out_components_are_series_of_their_own_beside_those_of_training() 
     row = row_of({"kind": "evaluation", "version": 4, "accuracy": 0.5, "rewards": {"exact": 0.25}})
     assert row is not None
     assert row.figures == {"accuracy": 0.5, "held_out:exact": 0.25}
-    assert any({"reward:*", "held_out:*"} <= panel.series.keys() for panel in PANELS)
+    assert any({"reward:*", "held_out:*"} <= {*panel.keys} for panel in PANELS)
 
 
 def test_what_is_no_finite_number_is_no_figure() -> None:
@@ -64,6 +64,6 @@ def test_of_what_was_done_again_the_last_is_thinned() -> None:
 
 
 def test_each_panel_draws_series_of_its_own() -> None:
-    keys = [key for panel in PANELS for key in panel.series]
+    keys = [key for panel in PANELS for key in panel.keys]
     assert len(keys) == len(set(keys))
     assert len({panel.title for panel in PANELS}) == len(PANELS)

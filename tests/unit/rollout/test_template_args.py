@@ -6,8 +6,8 @@ import pytest
 
 from areal_async.cli.quickstart.model import make_tokenizer, write_model
 from areal_async.config.load import load_job
-from areal_async.data.prepare import load_tokenizer
 from areal_async.models.prompts import prompt_ids, with_template_args
+from areal_async.models.tokenizer import load_tokenizer
 from rollout_service.process import make_renderers
 
 TEMPLATE = (
@@ -43,7 +43,7 @@ def test_engines_and_data_tools_give_a_prompt_the_same_ids(job_of, given, found)
     job = job_of({"template_args": given}, model="model")
     (renderer,) = make_renderers(job).values()
     ids = renderer(CHAT)
-    assert list(ids.ids) == prompt_ids(load_tokenizer(job.model, given), CHAT)
+    assert list(ids.ids) == prompt_ids(with_template_args(load_tokenizer(job.model), given), CHAT)
     assert (len(ids.ids), ids.text) == found
 
 

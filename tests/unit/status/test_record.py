@@ -15,7 +15,8 @@ from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import WriteRecord
 from areal_async.service import record
 from areal_async.service.record import RunLog, open_records, read_run_log
-from areal_async.show.curves import Curve, draw_curves, field, ratio, rolling_mean
+from areal_async.show.curves import draw_curves, points, rolling_mean
+from areal_async.show.figures import rows_of, values_of
 from tests.contexts import context_for_test
 from tests.waiting import LIMIT_S, until
 
@@ -194,15 +195,17 @@ def test_points_are_sorted_and_skip_what_has_no_number():
         {"kind": "step", "step": 1, "loss": 0.1},
         {"kind": "step", "step": 3, "loss": None},
         {"kind": "step", "loss": 0.4},
-        {"kind": "sft", "step": 4, "loss": 0.5},
+        {"kind": "start", "step": 4, "loss": 0.5},
     ]
-    x, y = Curve("step", field("loss"), "red", "loss").points(records)
+    x, y = points(rows_of(records)[0], "loss")
     assert (x.tolist(), y.tolist()) == ([1.0, 2.0], [0.1, 0.2])
 
 
 def test_a_ratio_needs_both_numbers_and_a_rolling_mean_keeps_the_length():
-    value = ratio("tokens", "step_s")
-    found = [value(record | {"tokens": 10}) for record in ({"step_s": 4}, {"step_s": 0}, {})]
+    found = [
+        values_of(record | {"tokens": 10}).get("tokens_per_s")
+        for record in ({"step_s": 4}, {"step_s": 0}, {})
+    ]
     assert found == [2.5, None, None]
     assert rolling_mean(np.arange(5.0), 3).tolist() == [0.5, 1.0, 2.0, 3.0, 3.5]
     assert rolling_mean(np.full(7, 2.0), 4).tolist() == [2.0] * 7

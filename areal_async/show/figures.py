@@ -1,0 +1,243 @@
+"""The figures of a run: one table with the label, the logger name and the derivation of each.
+
+The page, `report.html`, `curves.png`, the terminal and the loggers read it; a new figure is one entry here.
+A record becomes at most one `ChartRow`. The row of a step that a restarted trainer did again comes again and
+replaces the first: the last one of each x counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from areal_async.config.trainings import FILE_KINDS
+from areal_async.launch.aggregator import busy_share
+
+Record = Mapping[str, Any]
+Figures = dict[str, float]
+STEPS = ("step", *FILE_KINDS)
+
+
+class ChartRow(NamedTuple):
+    """The figures of one record. Series without a figure there are left out."""
+
+    policy: str  # Empty for figures of no single policy
+    x: float  # Finished steps, or the version that was evaluated
+    time_s: float
+    figures: Figures
+
+
+class Figure(NamedTuple):
+    """A figure of a record: its field of this name, or else derived from others."""
+
+    label: str = ""  # On charts; empty for one that is not drawn
+    logged: str = ""  # Name in loggers; empty for one that is not logged
+    ratio: tuple[str, str] | None = None  # Fields whose quotient it is
+
+
+FIGURES: Mapping[str, Figure] = {
+    "reward_mean": Figure("training reward", "reward"),
+    "reward_std": Figure(logged="reward_std"),
+    "accuracy": Figure("held-out", "held_out/accuracy"),
+    "held_out_loss": Figure(logged="held_out/loss"),
+    "margin": Figure(logged="held_out/margin"),
+    "staleness_mean": Figure("mean of the step", "staleness"),
+    "staleness_max": Figure("largest of the step", "staleness_max"),
+    "generated_per_s": Figure("generated"),
+    "tokens_per_s": Figure("trained", "throughput", ("tokens", "step_s")),
+    "tokens": Figure(logged="tokens"),
+    "train_share": Figure("trains", "", ("busy_s", "step_s")),
+    "wait_share": Figure("waits for a batch", "", ("wait_s", "step_s")),
+    "publish_share": Figure("publishes", "", ("publish_s", "step_s")),
+    "wait_s": Figure(logged="time/waiting"),
+    "step_s": Figure("whole step", "time/step"),
+    "loss": Figure("loss", "loss"),
+    "grad_norm": Figure("gradient norm", "grad_norm"),
+    "entropy": Figure("entropy", "entropy"),
+    "kl": Figure("KL", "kl"),
+    "clip_ratio": Figure("clipped", "clip_ratio"),
+    "ess": Figure("effective sample share", "ess"),
+    "share_stale": Figure("stale units"),
+    "response_length_mean": Figure("response, mean", "response_length"),
+    "response_length_max": Figure("response, longest", "response_length_max"),
+    "prompt_length_mean": Figure("prompt, mean", "prompt_length"),
+    "lr": Figure("learning rate", "lr"),
+    "mfu": Figure("MFU", "mfu"),
+    "busy:*": Figure(),
+    "reward:*": Figure(logged="rewards/*"),
+    "held_out:*": Figure("held-out ", "held_out/rewards/*"),
+    "source:*": Figure(logged="held_out/*/accuracy"),
+    "phase:*": Figure(logged="time/*"),
+}
+"""Figures by their keys; `*` stands for the names of a field with several values."""
+NAMED = {"rewards": "reward", "phases": "phase", "by_source": "source"}
+"""Fields with several values, and the begin of their keys."""
+
+
+class Panel(NamedTuple):
+    """One chart. Its series are keys of `FIGURES`."""
+
+    title: str
+    unit: str
+    keys: Sequence[str]
+    bound: bool = False  # Draw η beside the series
+    share: bool = False  # Values are shares, 0 to 1
+    printed: bool = False  # Also in `curves.png`
+
+    def told(self) -> dict[str, Any]:
+        """Return the panel as the page takes it, with the label of each series."""
+        return {**self._asdict(), "series": {key: FIGURES[key].label for key in self.keys}}
+
+
+PANELS: tuple[Panel, ...] = (
+    Panel("Learning", "reward, accuracy", ("reward_mean", "accuracy"), printed=True),
+    Panel(
+        "Staleness of what is trained",
+        "versions",
+        ("staleness_mean", "staleness_max"),
+        bound=True,
+        printed=True,
+    ),
+    Panel("Throughput", "tokens/s", ("generated_per_s", "tokens_per_s"), printed=True),
+    Panel(
+        "Trainer's time",
+        "share of a step",
+        ("train_share", "wait_share", "publish_share"),
+        share=True,
+        printed=True,
+    ),
+    Panel("Busy share of each process", "share of wall time", ("busy:*",), share=True),
+    Panel("Loss", "loss", ("loss",), printed=True),
+    Panel("Gradient norm", "norm", ("grad_norm",)),
+    Panel("Entropy", "nats per unit", ("entropy",)),
+    Panel("KL to the reference", "nats per unit", ("kl",)),
+    Panel("Clipped units", "share of units", ("clip_ratio",), share=True),
+    Panel("Effective sample share", "share of units", ("ess", "share_stale"), share=True),
+    Panel("Lengths", "tokens", ("response_length_mean", "response_length_max", "prompt_length_mean")),
+    Panel("Components of the reward", "reward", ("reward:*", "held_out:*")),
+    Panel("Held-out by source", "reward, accuracy", ("source:*",)),
+    Panel("Seconds of a step", "s", ("phase:*", "step_s")),
+    Panel("Learning rate", "per update", ("lr",)),
+    Panel("Model FLOPs utilisation", "share of the peak", ("mfu",), share=True),
+)
+
+
+def values_of(record: Record) -> Figures:
+    """Return the figures of a record of a step or an evaluation by their keys."""
+    fields = {**record, "ess": (record.get("correction") or {}).get("ess")}
+    found: dict[str, Any] = {}
+    for key, figure in FIGURES.items():
+        over, under = (_number(fields.get(name)) for name in figure.ratio or (key, key))
+        own = _number(fields.get(key))
+        if own is None and figure.ratio and over is not None and under is not None and under > 0:
+            own = over / under
+        found[key] = own
+    for name, begin in NAMED.items():
+        begin = "held_out" if (name, record.get("kind")) == ("rewards", "evaluation") else begin
+        found |= {f"{begin}:{each}": _number(value) for each, value in (record.get(name) or {}).items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def figure_of(key: str) -> tuple[Figure, str]:
+    """Return the entry of a figure, and the name that stands for `*` in it."""
+    begin, mark, name = key.partition(":")
+    return (FIGURES[f"{begin}:*"], name or "unnamed") if mark else (FIGURES[key], "")
+
+
+def row_of(record: Record, before: Record | None = None) -> ChartRow | None:
+    """Return the figures of one record; None if it has none. `before` is the `load` record before a `load`
+    record: the row has the work of processes between the two."""
+    kind = record.get("kind")
+    if kind in STEPS or kind == "evaluation":
+        x, figures = _number(record.get("version" if kind == "evaluation" else "step")), values_of(record)
+    elif kind == "load" and before is not None:
+        x, figures = _number(record.get("steps")), work_between(before, record)
+    else:
+        return None
+    drawn = {key: _short(value) for key, value in figures.items() if ":" in key or FIGURES[key].label}
+    if x is None or not drawn:
+        return None
+    return ChartRow(str(record.get("policy") or ""), x, _number(record.get("time_s")) or 0.0, drawn)
+
+
+def rows_of(records: Iterable[Record], load: Record | None = None) -> tuple[list[ChartRow], Record | None]:
+    """Return the rows of records in their order, and the last `load` record for the next call."""
+    rows = []
+    for record in records:
+        if (row := row_of(record, load)) is not None:
+            rows.append(row)
+        if record.get("kind") == "load":
+            load = record
+        elif record.get("kind") == "resume":
+            load = None  # other processes count from 0 again
+    return rows, load
+
+
+def thinned(rows: Sequence[ChartRow], most: int) -> list[ChartRow]:
+    """Return about `most` rows of each policy and set of figures, evenly taken, the last among them. Each is
+    the mean of the rows that it replaces, or their largest for a maximum. Redone steps count once."""
+    groups: dict[tuple[str, frozenset[str]], list[ChartRow]] = {}
+    for row in rows:
+        group = groups.setdefault((row.policy, frozenset(row.figures)), [])
+        while group and group[-1].x >= row.x:
+            group.pop()
+        group.append(row)
+    kept = [_mean(part) for each in groups.values() for part in _parts(each, most)]
+    return sorted(kept, key=lambda row: row.x)
+
+
+def _parts(rows: list[ChartRow], most: int) -> Iterable[list[ChartRow]]:
+    if len(rows) <= most:
+        return ([row] for row in rows)
+    edges = [round(index * len(rows) / most) for index in range(most + 1)]
+    return (rows[low:high] for low, high in pairwise(edges))
+
+
+def _mean(rows: list[ChartRow]) -> ChartRow:
+    last = rows[-1]
+    if len(rows) == 1:
+        return last
+    figures = {
+        name: max(row.figures[name] for row in rows)
+        if name.endswith("_max")
+        else sum(row.figures[name] for row in rows) / len(rows)
+        for name in last.figures
+    }
+    short = {name: _short(value) for name, value in figures.items()}
+    return ChartRow(last.policy, last.x, last.time_s, short)
+
+
+def work_between(before: Record, after: Record) -> Figures:
+    """Return busy shares, and tokens generated a second, between two `load` records."""
+    then, now = (_number(each.get("time_s")) for each in (before, after))
+    if then is None or now is None or now <= then:
+        return {}
+    figures: Figures = {}
+    tokens = []
+    earlier = before.get("services") or {}
+    for name, service in (after.get("services") or {}).items():
+        old = earlier.get(name)
+        if old is None:
+            continue
+        share = busy_share(old.get("busy_s") or {}, service.get("busy_s") or {}, now - then)
+        if share is not None:
+            figures[f"busy:{name}"] = share
+        made, had = _number(service.get("tokens")), _number(old.get("tokens"))
+        if made is not None and had is not None and made >= had:
+            tokens.append(made - had)
+    if tokens:
+        figures["generated_per_s"] = sum(tokens) / (now - then)
+    return figures
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
+def _short(value: float) -> float:
+    """Round to six digits, which is more than a screen shows."""
+    return float(f"{value:.6g}")
