@@ -340,9 +340,9 @@ def engine_job(job: JobConfig) -> JobConfig:
 def lone_engine(ctx: ServiceContext, slots: int | None = None) -> ReplicaSet:
     """Return the engine of an evaluation for `slots` requests at once, by default those of the job. It is yet
     to be started. `ctx` is of the engine's policy."""
-    job, slots = engine_job(ctx.job), slots or ctx.job.evaluation.max_concurrent
+    job, most = engine_job(ctx.job), slots or ctx.job.evaluation.max_concurrent
     return ReplicaSet(
-        lambda _: make_engine(job, slots=slots, activity="evaluation", place=ctx),
+        lambda _: make_engine(job, slots=most, activity="evaluation", place=ctx),
         stuck_s=ctx.job.rollout.stuck_s,
     )
 

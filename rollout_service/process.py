@@ -133,11 +133,12 @@ async def connect(receiver: Receiver) -> None:
 
 async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
     """Return the result of `work`, or None when `stop` came first; `work` is cancelled then."""
-    both = task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    task = asyncio.ensure_future(work)
+    stopping = asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        task.cancel()
-        stopping.cancel()
-        await asyncio.gather(*both, return_exceptions=True)
+        for each in (task, stopping):
+            each.cancel()
+        await asyncio.gather(task, stopping, return_exceptions=True)

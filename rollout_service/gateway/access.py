@@ -230,9 +230,10 @@ class Gateway:
     async def _run(self) -> None:
         """Keep the gateway going until it cannot be."""
         assert self._listening is not None
-        calls = {Sample: self._on_sample, TakePieces: self._on_take_pieces}
-        notices = dict.fromkeys((RecordCall, DropCall, CountCalls), self._on_notice)
-        self._server = self._setup.server("worker", calls | notices)
+        handlers: dict[type[Any], Handler] = {Sample: self._on_sample, TakePieces: self._on_take_pieces}
+        for notice in (RecordCall, DropCall, CountCalls):
+            handlers[notice] = self._on_notice
+        self._server = self._setup.server("worker", handlers)
         try:
             await self._server.start()
             life, pause_s = 0, 0.0

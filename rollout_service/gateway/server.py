@@ -38,7 +38,7 @@ from areal_async.config.rollout import GatewaySection
 from areal_async.models.answers import end_ids
 from areal_async.rpc.gateway_messages import CountCalls, EndSession, OpenSession, ServeAgents
 from areal_async.rpc.schema import Ok
-from areal_async.rpc.server import Answer, Peer
+from areal_async.rpc.server import Answer, Handler, Peer
 from rollout_service.gateway.access import GatewaySetup
 from rollout_service.gateway.conversation import ConversationTree
 from rollout_service.gateway.openai import DONE, ChatCall, server_sent
@@ -87,7 +87,8 @@ class Front:
         """Serve until cancelled."""
         setup = self._setup
         self._worker = setup.client("worker")
-        handlers = {OpenSession: self._on_open, ServeAgents: self._on_serve, EndSession: self._on_end}
+        handlers: dict[type[Any], Handler] = {OpenSession: self._on_open, EndSession: self._on_end}
+        handlers[ServeAgents] = self._on_serve
         orders = setup.server("gateway", handlers)
         async with self._worker:
             await orders.start()

@@ -61,7 +61,8 @@ F = TypeVar("F", bound=Callable[..., Awaitable[None]])
 def workflow(function: F) -> F:
     """Mark `async def name(ctx, task, *, …)` as a workflow. Raises `WorkflowError` where it is no coroutine
     function."""
-    if inspect.iscoroutinefunction(function):
+    is_coroutine: bool = inspect.iscoroutinefunction(function)
+    if is_coroutine:
         return function
     name = getattr(function, "__name__", function)
     raise WorkflowError(f"the workflow {name!r} is no coroutine function: write `async def`.")

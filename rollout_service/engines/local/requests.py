@@ -12,6 +12,7 @@ whoever its neighbours are and however often it is interrupted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -207,8 +208,8 @@ class RequestTable:
         span = slice(int(self.prompt_len[slot]), int(self.length[slot]))
         request = self.requests[slot]
         start = None if self._mixture is None or request is None else request.routes_from
-        columns = (self.ids, self.logprobs, self.versions, self.epochs)
-        units = (column[slot, span].copy() for column in columns)
+        columns: tuple[npt.NDArray[Any], ...] = (self.ids, self.logprobs, self.versions, self.epochs)
+        ids, logprobs, versions, epochs = (column[slot, span].copy() for column in columns)
         routes = None if start is None else self.routes[slot, start : span.stop - 1].copy()
         drawn: LogprobsOf = "raw" if self.temperature[slot] == 0 else "sampled"
-        return GenerateResult(*units, finish_reason, text, drawn, routes=routes)
+        return GenerateResult(ids, logprobs, versions, epochs, finish_reason, text, drawn, routes=routes)
