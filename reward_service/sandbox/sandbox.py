@@ -101,7 +101,7 @@ class Sandbox:
             spoken, files, limits = self._read(one)
             if spoken.compile:
                 raise ValueError(f"{spoken.name} is compiled: in a pair it is given as files and a command")
-            orders.append(self._order(spoken.run, one, limits, files, spoken))
+            orders.append(self._order(spoken.run, one, limits, files, spoken, [one.stdin]))
         try:
             return self._pair(orders)
         except LauncherDied:
@@ -156,7 +156,7 @@ class Sandbox:
             return self._builds[key], 0.0
         compiling = Program(command=spoken.compile, collect=spoken.artifacts)
         limits = _shortened(COMPILE_LIMITS, within_s, clock_s)
-        (outcome,) = self._ask(self._order(spoken.compile, compiling, limits, files, spoken))
+        (outcome,) = self._ask(self._order(spoken.compile, compiling, limits, files, spoken, [b""]))
         if outcome.kind == "clock" or (outcome.kind == "timeout" and limits.wall_s < COMPILE_LIMITS.wall_s):
             return outcome, outcome.spent_ms  # the time of the whole ran out
         build: Build = outcome.artifacts
@@ -180,9 +180,8 @@ class Sandbox:
         limits: RunLimits,
         files: dict[str, bytes],
         spoken: Language,
-        inputs: Sequence[bytes] | None = None,
+        inputs: Sequence[bytes],
     ) -> LaunchRequest:
-        inputs = [program.stdin] if inputs is None else inputs
         request = self._confinement.request(argv, limits, spoken)
         request["files"] = [
             (name, 0o755 if name in spoken.artifacts else 0o644, len(data)) for name, data in files.items()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -27,7 +26,8 @@ def _several(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-Url = Annotated[str, AfterValidator(partial(check_url, instead="api_key_env"))]
+def _addresses(urls: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(check_url(url, "api_key_env") for url in urls)
 
 
 def _pattern(value: str) -> str:
@@ -49,7 +49,9 @@ def _scale(value: tuple[float, float]) -> tuple[float, float]:
 class JudgeArguments(Section):
     """A language model behind an OpenAI-compatible server."""
 
-    base_url: Annotated[tuple[Url, ...], BeforeValidator(_several)] = Field(min_length=1)
+    base_url: Annotated[tuple[str, ...], BeforeValidator(_several), AfterValidator(_addresses)] = Field(
+        min_length=1
+    )
     """Address of the server up to `/v1`, such as `http://127.0.0.1:8000/v1`; or a list of them, among which
     requests are balanced."""
     model: str = Field(min_length=1)

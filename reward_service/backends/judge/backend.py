@@ -44,6 +44,7 @@ from reward_service.verifiers import NEUTRAL
 log = get_logger("judge")
 
 MAX_QUEUED = 8192
+CLOSED = Failure("pool", "the judge was closed")
 START_PAUSE_S = 0.5
 LIMITS = ClientLimits(most_bytes=4 << 20, connect_s=10.0, keepalive_s=2.0)  # Servers close theirs after 5 s
 GREETING = "1 + 1 ="
@@ -125,7 +126,7 @@ class Judge:
         """Give what waits its verdict; whoever waited for room comes here too."""
         while not self._waiting.empty():
             index, call, on_verdicts = self._waiting.get_nowait()
-            on_verdicts(index, _closed(call), 0.0)
+            on_verdicts(index, [CLOSED] * len(inputs_of(call)), 0.0)
 
     async def _greet(self) -> None:
         """Send one request to each server: key, model and path are right, and at least one answers."""
@@ -179,7 +180,7 @@ class Judge:
                 scoring = (self._score(given, begun_s) for given in inputs)
                 verdicts = list(await asyncio.gather(*scoring))
             except asyncio.CancelledError:
-                on_verdicts(index, _closed(call), 0.0)
+                on_verdicts(index, [CLOSED] * len(inputs_of(call)), 0.0)
                 raise
             except Exception as error:  # a mistake of ours must not leave a call without a verdict
                 log.exception("the judge failed")
@@ -299,7 +300,3 @@ class Judge:
             return Failure("judge", str(error))
         metrics.JUDGE_REQUESTS.labels("ok").inc()
         return grade
-
-
-def _closed(call: Call) -> list[Verdict]:
-    return [Failure("pool", "the judge was closed")] * len(inputs_of(call))
