@@ -123,7 +123,9 @@ class RlTrainer:
         check = LogprobCheck(job, ranks, self._backend, run_log=self._run_log)
         self._learner = Learner(job, ranks, self._backend, check=check)
         self._states = States.of(training, self._to_be_evaluated)
-        self._beside_steps = (self._states, *((samples.writing,) if samples is not None else ()))
+        self._beside_steps: list[States | Background] = [self._states]
+        if samples is not None:
+            self._beside_steps.append(samples.writing)
         self._faulty = FaultySteps(job, ranks, self._run_dir)
         self._watch = EffectiveSamplesWatch(
             job.trainer.objective.ess_floor, job.trainer.objective.ess_patience, more_effective(job)
@@ -319,7 +321,8 @@ class RlTrainer:
 
     def _check(self) -> None:
         """Raise what a thread has failed with."""
-        for work in (self._finishing, *self._beside_steps):
+        self._finishing.check()
+        for work in self._beside_steps:
             work.check()
 
     def _wait(self) -> None:
