@@ -299,7 +299,7 @@ class EpisodeBuilder:
             anchor = np.frombuffer(_sparse(self._anchor, "q", _NO_ANCHOR, n_segments), I64)
         except (TypeError, OverflowError) as error:
             raise InvariantError(f"segment table: {error}") from error
-        parts = zip(*self._units, strict=True) if self._units else ((),) * 4
+        parts: Iterable[Iterable[bytes]] = zip(*self._units, strict=True) if self._units else ((),) * 4
         token_id, logprob, version, mask = map(b"".join, parts)
         units = Units(
             np.frombuffer(token_id, I32),
