@@ -61,9 +61,11 @@ def _of_policies(job: JobConfig, told: Callable[[JobConfig], list[Mistake]]) -> 
 
 def _advise(job: JobConfig) -> list[Mistake]:
     """Return the warnings about a job of one policy."""
-    of_rl = (_groups_finish_within_the_bound, _trainer_is_usual, _programs_unprotected, _kl_has_a_gradient)
-    of_rl = (*of_rl, _models_are_used, _advantage_has_what_it_compares, _switches_do_something)
-    rules = (_fields_are_of_the_kind, _numbers_are_usual, *(of_rl if job.kind == "rl" else ()))
+    rules = [_fields_are_of_the_kind, _numbers_are_usual]
+    if job.kind == "rl":
+        rules += [_groups_finish_within_the_bound, _trainer_is_usual, _programs_unprotected]
+        rules += [_kl_has_a_gradient, _models_are_used, _advantage_has_what_it_compares]
+        rules += [_switches_do_something]
     return [warning for rule in rules for warning in rule(job)]
 
 

@@ -66,12 +66,12 @@ def content_mistakes(
             else:
                 fetch(url, path, tries, begun=partial(_tell, url))
         except StorageError as error:
-            problem, _, fix = str(error).rstrip(".").rpartition(". ")
-            mistakes.append(Mistake(field, problem, fix))
+            what, _, fix = str(error).rstrip(".").rpartition(". ")
+            mistakes.append(Mistake(field, what, fix))
         except OSError as error:
-            problem = f"{url} cannot be written to {path.parent}: {error.strerror or error}"
+            what = f"{url} cannot be written to {path.parent}: {error.strerror or error}"
             fix = f"Free room, or name another cache folder ({CACHE_VARIABLE})"
-            mistakes.append(Mistake(field, problem, fix))
+            mistakes.append(Mistake(field, what, fix))
     return mistakes
 
 

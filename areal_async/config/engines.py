@@ -116,7 +116,7 @@ class EnginePart:
         section that names it."""
         rollout, section = job.rollout, field.partition(".")[0]
         named, is_rollout = f"{section}.engine", section == "rollout"
-        asked = [("dtype", rollout.dtype, self.dtypes)]
+        asked: list[tuple[str, str, frozenset[str]]] = [("dtype", rollout.dtype, self.dtypes)]
         asked += [("update_mode", rollout.update_mode, self.update_modes)] if is_rollout else []
         for name, value, able in asked:
             if value not in able:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from operator import attrgetter
@@ -26,7 +26,7 @@ from areal_async.config.registry import CHANNELS, TOOLS, WORKFLOWS
 from areal_async.config.reward_routing import Routing
 from areal_async.config.rewardcheck import part_of, reward_file_mistakes
 from areal_async.data.examples import FORMS, Form, read_examples
-from areal_async.data.tasks import TaskFileError, read_tasks, task_file, task_row, task_rows
+from areal_async.data.tasks import TaskFileError, TaskTable, read_tasks, task_file, task_row, task_rows
 from areal_async.models.files import (
     INDEX,
     ONE_FILE,
@@ -273,7 +273,7 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> Iterator[Mistake]:
         )
         yield Mistake(field, f"{path} does not exist", fix)
         return
-    table: Sequence[Task] = ()
+    table: TaskTable | None = None
     mistake = None
     try:
         whole = task_file(path).stat().st_size <= READ_WHOLE_BYTES
@@ -299,7 +299,7 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> Iterator[Mistake]:
         problem = f"the prompts of {path} are messages, and the tokenizer in {job.model} has no chat template"
         fix = "Add one to the tokenizer (chat_template.jinja), or make texts (data prepare --form text)"
         yield Mistake(field, problem, fix, ("model",))
-    if table and field == "tasks.train":
+    if table is not None and field == "tasks.train":
         yield from _check_passes(job, len(table))
 
 

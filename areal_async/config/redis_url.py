@@ -47,8 +47,8 @@ def parse_redis_url(url: str) -> RedisUrl:
     except ValueError:
         raise ValueError("the address has no valid port") from None
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    names = {"username": parts.username, "password": parts.password}
-    login = {name: options.pop(name, unquote(given or "")) for name, given in names.items()}
+    username = options.pop("username", unquote(parts.username or ""))
+    password = options.pop("password", unquote(parts.password or ""))
     db = options.pop("db", "")
     if options:
         raise ValueError(f"a Redis address has no parameter {', '.join(sorted(options))}")
@@ -57,12 +57,13 @@ def parse_redis_url(url: str) -> RedisUrl:
             raise ValueError("a unix:// address has three slashes before its path, and no host")
         if not parts.path:
             raise ValueError("the address names no socket")
-        return RedisUrl(scheme, path=unquote(parts.path), db=_db(db), **login)
+        return RedisUrl(scheme, path=unquote(parts.path), db=_db(db), username=username, password=password)
     if "," in parts.netloc.rpartition("@")[2]:
         raise ValueError("the address names several hosts, and a job is in one Redis")
     if not parts.hostname or port == 0:
         raise ValueError("the address names no host or port")
-    return RedisUrl(scheme, parts.hostname, port, db=_db(db or parts.path[1:]), **login)
+    number = _db(db or parts.path[1:])
+    return RedisUrl(scheme, parts.hostname, port, db=number, username=username, password=password)
 
 
 def _db(text: str) -> int:

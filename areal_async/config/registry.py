@@ -341,7 +341,8 @@ def _keyword_mistakes(
     arguments = TypedDict("arguments", shape)  # type: ignore[misc]
     free = any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
     extra: Literal["allow", "forbid"] = "allow" if free else "forbid"
-    arguments.__pydantic_config__ = ConfigDict(extra=extra, allow_inf_nan=False)
+    config = ConfigDict(extra=extra, allow_inf_nan=False)
+    arguments.__pydantic_config__ = config  # type: ignore[attr-defined]
     values = {
         name: None if kinds.get(name, Any) is Any else value
         for name, value in given.items()

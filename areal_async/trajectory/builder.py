@@ -299,7 +299,7 @@ class EpisodeBuilder:
             anchor = np.frombuffer(_sparse(self._anchor, "q", _NO_ANCHOR, n_segments), I64)
         except (TypeError, OverflowError) as error:
             raise InvariantError(f"segment table: {error}") from error
-        parts = zip(*self._units, strict=True) if self._units else ((),) * 4
+        parts: Iterable[Iterable[bytes]] = zip(*self._units, strict=True) if self._units else ((),) * 4
         token_id, logprob, version, mask = map(b"".join, parts)
         units = Units(
             np.frombuffer(token_id, I32),
@@ -381,31 +381,28 @@ def _sparse(values: dict[int, Any], code: str, nothing: bytes, n: int) -> bytes:
 
 def _ints(values: Ints, what: str) -> bytes:
     """Return values as i32; a float, or a value that does not fit, is refused."""
-    try:
-        if not isinstance(values, np.ndarray):
-            if isinstance(values, (bytes, bytearray, memoryview)):
-                values = list(values)  # array() would read bytes as raw memory
-            return array("i", values).tobytes()
-        if values.dtype.kind not in "iub" or values.ndim != 1:
-            raise InvariantError(f"{what}: a 1-D integer array is needed, not {values.dtype} {values.shape}")
-        if values.dtype != I32:
-            narrow = values.astype(I32)
-            if not np.array_equal(narrow, values):
-                raise InvariantError(f"{what}: a value does not fit 32 bits")
-            values = narrow
-        return values.tobytes()
-    except (TypeError, OverflowError) as error:
-        raise InvariantError(f"{what}: {error}") from error
+    return _typed(values, what, "i", I32, "iub")
 
 
 def _floats(values: Floats, what: str) -> bytes:
     """Return values as f32."""
+    return _typed(values, what, "f", F32, "f")
+
+
+def _typed(values: Ints | Floats, what: str, code: str, dtype: np.dtype, kinds: str) -> bytes:
+    """Return the bytes of a list, or of a 1-D array of one of the `kinds`, as an array type `code`."""
     try:
         if not isinstance(values, np.ndarray):
-            return array("f", values).tobytes()
-        if values.dtype.kind != "f" or values.ndim != 1:
-            raise InvariantError(f"{what}: a 1-D float array is needed, not {values.dtype} {values.shape}")
-        return values.astype(F32, copy=False).tobytes()
+            if isinstance(values, (bytes, bytearray, memoryview)):
+                values = list(values)  # array() would read bytes as raw memory
+            return array(code, values).tobytes()
+        if values.dtype.kind not in kinds or values.ndim != 1:
+            name = "float" if code == "f" else "integer"
+            raise InvariantError(f"{what}: a 1-D {name} array is needed, not {values.dtype} {values.shape}")
+        narrow = values.astype(dtype, copy=False)
+        if code == "i" and narrow is not values and not np.array_equal(narrow, values):
+            raise InvariantError(f"{what}: a value does not fit 32 bits")
+        return narrow.tobytes()
     except (TypeError, OverflowError) as error:
         raise InvariantError(f"{what}: {error}") from error
 

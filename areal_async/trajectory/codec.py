@@ -190,12 +190,12 @@ def _prefix_of(view: memoryview) -> tuple[int, int, int, int]:
     """Return the number of frames, the size, the checksum and the reserved field of a blob."""
     if len(view) < _PREFIX.size:
         raise CodecError(f"{len(view)} bytes are not an episode")
-    magic, schema, *rest = _PREFIX.unpack_from(view)
+    magic, schema, n_frames, declared, crc, zero = _PREFIX.unpack_from(view)
     if magic != MAGIC:
         raise CodecError("the bytes do not start with the magic of an episode")
     if schema != TRAJECTORY_SCHEMA:
         raise SchemaError(f"a blob of schema {schema}, this process reads {TRAJECTORY_SCHEMA}")
-    return tuple(rest)
+    return n_frames, declared, crc, zero
 
 
 def _opened(buffer: Buffer, limits: EpisodeLimits) -> tuple[memoryview, list[tuple[int, int]]]:

@@ -78,7 +78,7 @@ class PolicyVersions(NamedTuple):
 
 def _versions_of_each(header: EpisodeHeader, segments: Segments, units: Units) -> dict[str, PolicyVersions]:
     starts, epochs = np.array(header.epochs, np.int64).T
-    found: dict[str, PolicyVersions] = {}
+    found: dict[str, list[PolicyVersions]] = {}
     for call in header.calls:
         first = int(segments.offset[call.segment])
         end = first + int(segments.length[call.segment])
@@ -88,12 +88,9 @@ def _versions_of_each(header: EpisodeHeader, segments: Segments, units: Units) -
         version = units.version[rows]
         epoch = epochs[np.searchsorted(starts, rows, side="right") - 1]
         mine = PolicyVersions(int(version.min()), int(version.max()), int(epoch.min()))
-        name = header.policies[call.policy]
-        old = found.get(name, mine)
-        found[name] = PolicyVersions(
-            min(old.oldest, mine.oldest), max(old.newest, mine.newest), min(old.epoch, mine.epoch)
-        )
-    return found
+        found.setdefault(header.policies[call.policy], []).append(mine)
+    columns = {name: list(zip(*of_calls, strict=True)) for name, of_calls in found.items()}
+    return {name: PolicyVersions(min(o), max(n), min(e)) for name, (o, n, e) in columns.items()}
 
 
 def _check_header(header: EpisodeHeader) -> None:
@@ -115,12 +112,10 @@ def _check_arrays(segments: Segments, units: Units, limits: EpisodeLimits) -> No
     n_segments, n_units = len(segments), len(units)
     if not n_segments:
         raise InvariantError("an episode has at least one segment")
-    if n_segments > limits.segments:
-        raise SizeError(f"{n_segments} segments, the limit is {limits.segments}")
-    if n_units > limits.units:
-        raise SizeError(f"{n_units} units, the limit is {limits.units}")
-    if len(units.columns) > limits.columns:
-        raise SizeError(f"{len(units.columns)} optional columns, the limit is {limits.columns}")
+    n_columns = len(units.columns)
+    for n, name in ((n_segments, "segments"), (n_units, "units"), (n_columns, "columns")):
+        if n > (most := getattr(limits, name)):
+            raise SizeError(f"{n} {name}, the limit is {most}")
     table, reward, anchor = segments.table, segments.reward, segments.anchor
     if table.dtype != I32 or reward.dtype != F32 or anchor.dtype != I64:
         raise InvariantError("the segment table is i32, rewards are f32, anchors are i64")

@@ -259,9 +259,7 @@ class Units:
         self.mask = frozen(mask)
         self.logprob = frozen(logprob)
         self.version = frozen(version)
-        self.columns: dict[str, NDArray] = (
-            {name: frozen(column) for name, column in columns.items()} if columns else {}
-        )
+        self.columns = {name: frozen(column) for name, column in (columns or {}).items()}
 
     def __len__(self) -> int:
         return len(self.token_id)
