@@ -25,7 +25,7 @@ from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import ReadMetrics, ServiceStatus, Status
 from areal_async.rpc.schema import R, Request
 from areal_async.rpc.secret import Access
-from areal_async.service.control import LoopThread
+from areal_async.service.control import WorkThread
 
 log = get_logger("watchdog")
 
@@ -97,7 +97,7 @@ class StatusClients:
             await client.close()
 
 
-class Monitor(LoopThread):
+class Monitor(WorkThread):
     """Feeds a `StatusAggregator` and hands each status of the run to `show`, until stopped: the last one
     too."""
 
