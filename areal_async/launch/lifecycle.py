@@ -262,11 +262,13 @@ class Lifecycle:
         return [Action("start", name) for name in names]
 
     def _may_restart(self, state: ServiceState, now_s: float) -> bool:
+        if state.phase is not Phase.RESTARTING or now_s < state.restart_s:
+            return False
         first = awaited_first(self.services)
         # The others cannot come up without the buffer: to start them now would only cost them a death.
         has_room = state.place.name in first or all(map(self._served, first))
         whole = not any(other.alive for other in self._group(state))
-        return state.phase is Phase.RESTARTING and now_s >= state.restart_s and has_room and whole
+        return has_room and whole
 
     def _group(self, state: ServiceState) -> list[ServiceState]:
         """Return the services that live and die with this one, itself included: the ranks of a trainer."""

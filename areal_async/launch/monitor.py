@@ -8,9 +8,14 @@ a run by failing: what cannot be known now is asked at the next poll.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
+
+import psutil
 
 from areal_async.base.addresses import Address
 from areal_async.base.errors import ArealError, PeerGone
@@ -18,14 +23,14 @@ from areal_async.base.log import get_logger
 from areal_async.base.metrics import STALL
 from areal_async.base.topology import ServicePlace, Topology
 from areal_async.launch.aggregator import RunStatus, StatusAggregator
-from areal_async.launch.load import LoadLog
 from areal_async.launch.watchdog import Stall
 from areal_async.rpc.board import SILENT_S
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import ReadMetrics, ServiceStatus, Status
 from areal_async.rpc.schema import R, Request
 from areal_async.rpc.secret import Access
-from areal_async.service.control import LoopThread
+from areal_async.service.control import WorkThread
+from areal_async.service.record import RunLog
 
 log = get_logger("watchdog")
 
@@ -34,6 +39,7 @@ ANSWER_S = 5.0  # The longest that an answer is waited for before the service is
 SCRAPE_S = 1.5  # The same for its metrics, below what Prometheus waits
 MAX_PART_BYTES = 16 << 20  # Longest part of an answer; who sends a longer one is left
 LOOK_S = 2.0  # The longest that one look at everything takes
+LOAD_EVERY_S = 5.0  # Between two records of used resources
 REPORT_S = 30.0  # How often a stall is logged while it lasts
 ASKED = frozenset({"starting", "serving", "draining"})  # Phases in which a service can answer
 
@@ -97,7 +103,60 @@ class StatusClients:
             await client.close()
 
 
-class Monitor(LoopThread):
+class LoadLog:
+    """Records of the resources that a run's processes have used.
+
+    From two of them `areal-async simulate --from` computes costs. A record has, for each service, CPU seconds
+    of it and its children, its busy seconds, tokens and sums, and the buffer's counts of transitions. It is
+    written every `LOAD_EVERY_S` seconds in which a step was done."""
+
+    def __init__(self, run_log: RunLog) -> None:
+        self._run_log = run_log
+        self._due_s = 0.0
+        self._steps = -1
+
+    def look(self, services: Mapping[str, ServiceStatus], steps: int, now_s: float) -> None:
+        """`services`: the newest answer of each that is there; `steps` are done at `now_s`."""
+        if now_s < self._due_s or steps == self._steps or not services:
+            return
+        self._due_s, self._steps = now_s + LOAD_EVERY_S, steps
+        counts = [status.figures.buffer.reasons for status in services.values() if status.figures.buffer]
+        try:
+            cpu_s = _cpu_s({status.pid for status in services.values()})
+            told: dict[str, dict[str, Any]] = {
+                name: {
+                    "cpu_s": round(cpu_s[status.pid], 3),
+                    "busy_s": {activity: round(busy_s, 4) for activity, busy_s in status.busy_s.items()},
+                    "tokens": status.figures.tokens,
+                    **status.figures.sums,
+                }
+                for name, status in services.items()
+            }
+        except KeyError:
+            return  # One has just ended: what it used up cannot be known any more
+        told["supervisor"] = {"cpu_s": round(time.process_time(), 3)}
+        cores = len(os.sched_getaffinity(0))
+        self._run_log.write(
+            "load", steps=steps, cores=cores, services=told, counts=counts[0] if counts else {}
+        )
+
+
+def _cpu_s(pids: set[int]) -> dict[int, float]:
+    """CPU seconds of these processes and their children, those that have ended too, from one look at all that
+    run here. Raises `KeyError` where one does not."""
+    spent_s: dict[int, float] = {}
+    children: dict[int, list[int]] = defaultdict(list)
+    for process in psutil.process_iter(["ppid", "cpu_times"]):
+        spent_s[process.pid] = sum((process.info["cpu_times"] or ())[:4])
+        children[process.info["ppid"]].append(process.pid)
+
+    def with_children(pid: int) -> float:
+        return spent_s[pid] + sum(map(with_children, children[pid]))
+
+    return {pid: with_children(pid) for pid in pids}
+
+
+class Monitor(WorkThread):
     """Feeds a `StatusAggregator` and hands each status of the run to `show`, until stopped: the last one
     too."""
 

@@ -50,10 +50,9 @@ from areal_async.launch.folders import RunFolders, claim_folders, describe_work
 from areal_async.launch.inline import InlineRun
 from areal_async.launch.launcher import Launcher
 from areal_async.launch.lifecycle import Ending
-from areal_async.launch.load import LoadLog
 from areal_async.launch.local_launcher import write_targets
 from areal_async.launch.metrics import watch_disk
-from areal_async.launch.monitor import Monitor, StatusClients
+from areal_async.launch.monitor import LoadLog, Monitor, StatusClients
 from areal_async.launch.plan import (
     MODULES,
     services_of,

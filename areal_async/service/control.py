@@ -32,7 +32,7 @@ LAST_ANSWERS_S = 0.05  # Time for answers that have just been given to go out
 T = TypeVar("T")
 
 
-class LoopThread:
+class WorkThread:
     """A thread with an event loop of its own, on which `_work` runs."""
 
     def __init__(self, name: str) -> None:
@@ -62,7 +62,7 @@ class LoopThread:
         raise NotImplementedError
 
 
-class ControlServer(LoopThread):
+class ControlServer(WorkThread):
     """An RPC server on a thread of its own: it answers while the process's own loop, or native code, is busy.
 
     `start`, then the handler of its type answers each request on the server's thread, then `stop`."""

@@ -15,8 +15,7 @@ from areal_async.base.errors import PeerGone
 from areal_async.base.processes import ChildProcess
 from areal_async.base.records import RunRecord
 from areal_async.launch.aggregator import MESSAGE_LIFE_S, StatusAggregator
-from areal_async.launch.load import LoadLog
-from areal_async.launch.monitor import Monitor
+from areal_async.launch.monitor import LoadLog, Monitor
 from areal_async.rpc.control_messages import ServiceFigures, ServiceStatus
 from areal_async.rpc.messages import BufferStats, NoScore
 from areal_async.service.record import RunLog, Tail
