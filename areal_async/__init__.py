@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from areal_async.base.errors import ArealError, InfrastructureFault, SnapshotError
     from areal_async.base.mistakes import Mistake
     from areal_async.base.records import Task
+    from areal_async.base.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
     from areal_async.base.versions import VersionTag
     from areal_async.cli.quickstart.main import quickstart_job
     from areal_async.cli.quickstart.model import make_tokenizer, write_model
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from areal_async.runner.start import run
     from areal_async.service.samples import read_samples
     from areal_async.trajectory import Episode, EpisodeBuilder, SegmentKind, pack, training_rows, unpack
-    from areal_async.trajectory.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
     from areal_async.weights.channels import Channel, PublishingEnd, ReceivingEnd
     from areal_async.weights.pieces import TensorPiece
     from reward_service.backends import BackendReward, ScoringBackend
@@ -109,7 +109,7 @@ _PLACES = {
     "areal_async.cli.quickstart.model": "make_tokenizer write_model",
     "areal_async.base.versions": "VersionTag",
     "areal_async.base.records": "Task",
-    "areal_async.trajectory.verdicts": "Abstain Failure FaultOf Parts Score Timeout Verdict",
+    "areal_async.base.verdicts": "Abstain Failure FaultOf Parts Score Timeout Verdict",
     "areal_async.rpc.weights_messages": "SnapshotNotice",
     "areal_async.launch.aggregator": "RunStatus",
     "areal_async.service.samples": "read_samples",

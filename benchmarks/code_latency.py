@@ -19,8 +19,8 @@ from typing import Any
 
 from hostile import quantile
 
+from areal_async.base.verdicts import Score
 from areal_async.config.reward import RewardSection
-from areal_async.trajectory.verdicts import Score
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from areal_async.base.verdicts import Score, Verdict
 from areal_async.config.reward import RewardSection
-from areal_async.trajectory.verdicts import Score, Verdict
 from reward_service.client import LocalScorer
 from reward_service.sandbox.languages import installed
 from reward_service.sdk import RewardInput

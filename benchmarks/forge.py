@@ -23,8 +23,8 @@ from typing import Any
 from forge_tasks import TASKS
 from forgeries import forgeries
 
+from areal_async.base.verdicts import Score, Verdict
 from areal_async.config.reward import RewardSection
-from areal_async.trajectory.verdicts import Score, Verdict
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 

@@ -25,8 +25,8 @@ import psutil
 from hostile_programs import PROGRAMS, orphans_of_jails
 from hostile_rewards import HOSTILE
 
+from areal_async.base.verdicts import Failure, Score, Timeout, Verdict
 from areal_async.config.reward import RewardSection
-from areal_async.trajectory.verdicts import Failure, Score, Timeout, Verdict
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 

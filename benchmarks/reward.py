@@ -24,8 +24,8 @@ from typing import Any
 
 import reward_functions
 
+from areal_async.base.verdicts import Score
 from areal_async.config.reward import RewardSection
-from areal_async.trajectory.verdicts import Score
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 

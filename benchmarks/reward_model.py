@@ -31,10 +31,10 @@ import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
+from areal_async.base.verdicts import Score, Verdict
 from areal_async.cli.quickstart.model import CHARACTERS, make_tokenizer
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import RewardSpec
-from areal_async.trajectory.verdicts import Score, Verdict
 from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.backends.reward_model.backend import RewardModel
 from reward_service.backends.reward_model.scorer import ModelScorer, TokenizedText, cut_by_tokens

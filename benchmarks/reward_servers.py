@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from areal_async.base.verdicts import Score, Verdict
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import RewardSpec
-from areal_async.trajectory.verdicts import Score, Verdict
 from reward_service.backends import ScoringBackend
 from reward_service.backends.remote.client import RemoteBackend
 from reward_service.pool.pool import WorkerPool

@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 import psutil
 from buffer_service import JOB, cpu_s, episode, job_in, keys_at, start_service
 
+from areal_async.base.verdicts import Score
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.by_file import ClientFiles
 from areal_async.rpc.client import Client
@@ -54,7 +55,6 @@ from areal_async.rpc.messages import (
     Stats,
 )
 from areal_async.rpc.secret import KeyRole
-from areal_async.trajectory.verdicts import Score
 
 WORKERS_EACH = 125  # Workers of one process
 BATCH_GROUPS, CHECKPOINT_STEPS = 64, 5

@@ -22,6 +22,7 @@ from timer_engine import OVER, STEP_S
 
 from areal_async.base.errors import FaultError, RpcTimeout
 from areal_async.base.topology import Role
+from areal_async.base.verdicts import Score
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import (
@@ -38,7 +39,6 @@ from areal_async.rpc.messages import (
 from areal_async.service.context import ServiceContext
 from areal_async.service.main import run_service
 from areal_async.service.record import open_records
-from areal_async.trajectory.verdicts import Score
 from areal_async.weights.publisher import make_publisher
 
 WAIT_MS = 500

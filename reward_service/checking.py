@@ -13,7 +13,7 @@ import traceback
 from numbers import Real
 from pathlib import Path
 
-from areal_async.trajectory.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
+from areal_async.base.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
 from reward_service import signatures
 from reward_service.inputs import RewardInput
 

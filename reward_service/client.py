@@ -6,8 +6,8 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
+from areal_async.base.verdicts import Verdict
 from areal_async.config.reward_routing import RewardSpec
-from areal_async.trajectory.verdicts import Verdict
 from reward_service.router import Router
 from reward_service.sdk import RewardInput
 

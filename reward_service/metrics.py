@@ -7,7 +7,7 @@ from functools import cache
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from areal_async.trajectory.verdicts import Failure, Score, Verdict, kind_of
+from areal_async.base.verdicts import Failure, Score, Verdict, kind_of
 
 VERDICTS = Counter(
     "areal_reward_verdicts",

@@ -20,10 +20,10 @@ from typing import Self
 import msgspec
 
 from areal_async.base.log import get_logger
+from areal_async.base.verdicts import Failure, FaultOf, Timeout, Verdict, settled
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import RewardSpec, Routing
 from areal_async.config.rewardcheck import part_of, runs_in_pool
-from areal_async.trajectory.verdicts import Failure, FaultOf, Timeout, Verdict, settled
 from reward_service import metrics
 from reward_service.backends import Call, OnVerdicts, ScoringBackend, inputs_of
 from reward_service.pool.inline import InlinePool

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import msgspec
 
 from areal_async.base.errors import ArealError
+from areal_async.base.verdicts import Abstain, Parts, Score
 from areal_async.config.registry import MARK_REWARD, run_user_file
-from areal_async.trajectory.verdicts import Abstain, Parts, Score
 from reward_service.inputs import RewardInput
 from reward_service.signatures import adapted
 

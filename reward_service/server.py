@@ -24,11 +24,11 @@ from areal_async.base.errors import FaultError, RpcTimeout
 from areal_async.base.events import failpoint, record, recording
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
+from areal_async.base.verdicts import Failure, Score, Verdict, kind_of
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Claim, ClaimedEpisode, EpisodeVerdict, PutVerdicts
 from areal_async.trajectory import TrajectoryError, glance
-from areal_async.trajectory.verdicts import Failure, Score, Verdict, kind_of
 from reward_service import metrics
 from reward_service.backends import Call, set_within
 from reward_service.router import Router

@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from areal_async.trajectory.verdicts import Abstain, Score
+from areal_async.base.verdicts import Abstain, Score
 from reward_service.inputs import RewardInput
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")

@@ -28,6 +28,7 @@ from areal_async.base.events import record
 from areal_async.base.log import get_logger
 from areal_async.base.records import Task
 from areal_async.base.text import clock_text
+from areal_async.base.verdicts import Score, Verdict, kind_of, message_of
 from areal_async.base.versions import VersionTag
 from areal_async.config.devices import evaluation_rollout
 from areal_async.config.engines import engine_part, evaluation_engine
@@ -40,7 +41,6 @@ from areal_async.service.context import ServiceContext
 from areal_async.service.record import RunRecords, open_records
 from areal_async.service.samples import file_name, lines_of, sample_of, short_text
 from areal_async.trajectory import EpisodeBuilder, unpack
-from areal_async.trajectory.verdicts import Score, Verdict, kind_of, message_of
 from areal_async.weights.receiver import Receiver, make_receiver
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput

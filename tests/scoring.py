@@ -8,9 +8,9 @@ from typing import Any
 
 import psutil
 
+from areal_async.base.verdicts import Verdict
 from areal_async.config.reward import RewardSection
 from areal_async.trajectory import Call, EpisodeBuilder, Sampling, pack
-from areal_async.trajectory.verdicts import Verdict
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 from tests.waiting import deadline_s

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from areal_async.base.records import Task
+from areal_async.base.verdicts import Parts, Verdict
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.schema import Message, Ok, Record, Request
-from areal_async.trajectory.verdicts import Parts, Verdict
 
 # --- rollout, reward -> buffer -----------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_async.base.errors import ArealError
+from areal_async.base.verdicts import Parts
 from areal_async.trajectory.codec import unpack
-from areal_async.trajectory.verdicts import Parts
 
 KEY = b"areal_async.export"  # Key of the file's metadata, whose value is `{"schema": 2, "job": …}`
 SCHEMA = 2

@@ -9,12 +9,12 @@ from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 from areal_async.base.records import Task
+from areal_async.base.verdicts import VerdictKind
 from areal_async.base.versions import POLICY
 from areal_async.config.job import JobConfig
 from areal_async.config.reward import Scope
 from areal_async.config.reward_routing import Routing
 from areal_async.data.tasks import TaskTable, pass_order, read_tasks
-from areal_async.trajectory.verdicts import VerdictKind
 
 MAX_LEASES = 5
 """Leases that one group may use up; a task that no worker finishes is dropped then, not tried for ever."""

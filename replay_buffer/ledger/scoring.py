@@ -7,9 +7,9 @@ from array import array
 
 from msgspec.structs import replace
 
+from areal_async.base.verdicts import Failure, Parts, Score, Verdict, kind_of
 from areal_async.config.reward import Scope
 from areal_async.rpc.messages import Claim, ClaimedEpisode, Claims
-from areal_async.trajectory.verdicts import Failure, Parts, Score, Verdict, kind_of
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import ClaimRecord, EpisodeRecord, EpisodeState, GroupRecord, StoredParts
 from replay_buffer.ledger.transaction import Decision, Transaction

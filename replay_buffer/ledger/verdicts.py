@@ -14,8 +14,8 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from areal_async.base.verdicts import Score, Verdict, kind_of, message_of
 from areal_async.rpc.messages import EpisodeVerdict, PutVerdicts, Refusal, VerdictAck
-from areal_async.trajectory.verdicts import Score, Verdict, kind_of, message_of
 from replay_buffer.ledger.group_policy import finish, has_too_few
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import EpisodeRecord, EpisodeState, GroupRecord

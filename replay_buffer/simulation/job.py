@@ -16,6 +16,7 @@ from functools import partial
 from typing import Protocol
 
 from areal_async.base.records import Task
+from areal_async.base.verdicts import Abstain, Score
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.messages import (
     Batch,
@@ -29,7 +30,6 @@ from areal_async.rpc.messages import (
     PutVerdicts,
 )
 from areal_async.rpc.schema import Message
-from areal_async.trajectory.verdicts import Abstain, Score
 from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
 from replay_buffer.ledger.index import Edge, Index, LedgerRecords
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import msgspec
 from pydantic import ValidationError
 
+from areal_async.base.verdicts import Verdict
 from areal_async.config.base import Section, refuse_password
-from areal_async.trajectory.verdicts import Verdict
 from reward_service.sdk import RewardInput, RewardLoadError
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from typing import Self
 import msgspec
 
 from areal_async.base.log import get_logger
+from areal_async.base.verdicts import Failure, Timeout, Verdict
 from areal_async.config.reward_routing import RewardSpec
-from areal_async.trajectory.verdicts import Failure, Timeout, Verdict
 from reward_service.backends import Call, OnVerdicts, inputs_of
 from reward_service.pool.protocol import Assignment, FinishedUnit, WorkUnit
 from reward_service.pool.queue import (

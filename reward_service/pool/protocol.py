@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from areal_async.base.own_files import reserve
-from areal_async.trajectory.verdicts import Verdict
+from areal_async.base.verdicts import Verdict
 
 MAX_REPORT_BYTES = 32 << 20
 """Largest frame a pool takes from a worker; only reports with rewards of units come near."""

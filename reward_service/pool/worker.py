@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from areal_async.trajectory.verdicts import Failure, Verdict
+from areal_async.base.verdicts import Failure, Verdict
 from reward_service.checking import as_verdict, as_verdicts, clip, describe
 from reward_service.pool.protocol import (
     MAX_REPORT_BYTES,

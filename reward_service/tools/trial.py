@@ -27,6 +27,7 @@ from rich.text import Text
 
 from areal_async.base.errors import ArealError
 from areal_async.base.mistakes import ConfigError, Mistake, as_typed, in_words
+from areal_async.base.verdicts import Failure, Score, Verdict, kind_of, message_of
 from areal_async.cli.tools import TrialRequest, plain, print_json, run_tool
 from areal_async.config.fields import explain
 from areal_async.config.job import JobConfig
@@ -37,7 +38,6 @@ from areal_async.config.rewardcheck import reward_file_mistakes, scope_in_file, 
 from areal_async.data.tasks import drawn, read_tasks
 from areal_async.models.prompts import message_texts
 from areal_async.show.progress import progress
-from areal_async.trajectory.verdicts import Failure, Score, Verdict, kind_of, message_of
 from reward_service.client import LocalScorer
 from reward_service.processes import on_print
 from reward_service.sdk import RewardInput

@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 import msgspec
 from pydantic import ValidationError
 
+from areal_async.base.verdicts import Failure, FaultOf
 from areal_async.config.base import Section
-from areal_async.trajectory.verdicts import Failure, FaultOf
 from reward_service.checking import describe
 from reward_service.sdk import Abstain, RewardLoadError, Scope, reward
 

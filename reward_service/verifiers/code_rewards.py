@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from areal_async.base.log import get_logger
-from areal_async.trajectory.verdicts import Failure
+from areal_async.base.verdicts import Failure
 from reward_service.sandbox import CompilerMissing, SandboxError
 from reward_service.sandbox.languages import LANGUAGES
 from reward_service.sdk import RewardInput, Score

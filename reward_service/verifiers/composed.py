@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator, Field, model_validator
 
 from areal_async.base.mistakes import Mistake
+from areal_async.base.verdicts import Abstain, Failure, Parts, Score, Verdict, settled
 from areal_async.config.base import Section
 from areal_async.config.registry import REWARDS, WORKFLOWS, PartError
-from areal_async.trajectory.verdicts import Abstain, Failure, Parts, Score, Verdict, settled
 from reward_service.checking import as_verdict, describe
 from reward_service.sdk import MARK, Mark, RewardInput, RewardLoadError, load_reward
 from reward_service.verifiers import NoArguments, verifier

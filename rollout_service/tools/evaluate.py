@@ -19,11 +19,11 @@ from rich.table import Table
 
 from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.base.records import Task
+from areal_async.base.verdicts import Score, Verdict, kind_of, message_of
 from areal_async.cli.tools import EvaluateRequest, plain, print_json, run_tool
 from areal_async.data.tasks import read_tasks
 from areal_async.service.context import ServiceContext
 from areal_async.show.progress import progress
-from areal_async.trajectory.verdicts import Score, Verdict, kind_of, message_of
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 from rollout_service.evaluator import (

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from areal_async.base.errors import ArealError, InfrastructureFault, WireError
 from areal_async.base.log import get_logger
+from areal_async.base.verdicts import FaultOf
 from areal_async.trajectory import Episode, EpisodeBuilder, pack
-from areal_async.trajectory.verdicts import FaultOf
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed, EngineError
 from rollout_service.gateway.requests import GatewayError

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from areal_async.base.verdicts import Score
 from areal_async.rpc.messages import Batch, EpisodeVerdict, PutAck
-from areal_async.trajectory.verdicts import Score
 from replay_buffer.ledger.index import WriteSet
 from replay_buffer.ledger.leasing import StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith

@@ -11,6 +11,7 @@ import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from areal_async.base.verdicts import Failure, Score
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.messages import (
     Arrived,
@@ -34,7 +35,6 @@ from areal_async.rpc.messages import (
     Waiting,
 )
 from areal_async.rpc.schema import Fault
-from areal_async.trajectory.verdicts import Failure, Score
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Versions

@@ -17,13 +17,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from areal_async.base.verdicts import Failure, Score, message_of
 from areal_async.base.versions import VersionTag
 from areal_async.cli.quickstart.model import split_problems, write_model, write_tasks
 from areal_async.config.engines import find_engine_python
 from areal_async.config.objective import TeacherSection
 from areal_async.config.reward import RewardSection
 from areal_async.trajectory import unpack
-from areal_async.trajectory.verdicts import Failure, Score, message_of
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 from rollout_service.engines.http.adapter import Directory, Launch, ServerSettings

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from areal_async.base.verdicts import Parts
 from areal_async.config.objective import KlSection, ObjectiveSection
-from areal_async.trajectory.verdicts import Parts
 from tests.golden.tables import Threads, episodes_of, row, shuffled, table_of, units
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.table import EpisodeTable, UnitTable

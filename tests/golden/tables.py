@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from areal_async.trajectory.verdicts import Parts
+from areal_async.base.verdicts import Parts
 from tests.waiting import LIMIT_S
 from trainer_service.algorithms.normalisers import Totals
 from trainer_service.algorithms.table import EpisodeTable, UnitTable, agent_id

@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from areal_async.base.verdicts import Parts
 from areal_async.rpc.messages import BatchEpisode
 from areal_async.trajectory.builder import anchor_of
-from areal_async.trajectory.verdicts import Parts
 from trainer_service.errors import ObjectiveError
 
 ROUNDING = 1e-10

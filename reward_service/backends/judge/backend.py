@@ -18,9 +18,9 @@ from typing import Self
 import msgspec
 
 from areal_async.base.log import get_logger
+from areal_async.base.verdicts import Failure, FaultOf, Timeout, Verdict
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import RewardSpec
-from areal_async.trajectory.verdicts import Failure, FaultOf, Timeout, Verdict
 from reward_service import metrics
 from reward_service.backends import Call, MissingText, OnVerdicts, arguments_of, fill, inputs_of, set_within
 from reward_service.backends.judge import JudgeArguments

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal
 
+from areal_async.base.verdicts import Abstain, Failure, Score, Timeout, Verdict
 from areal_async.models.answers import THOUGHTS
-from areal_async.trajectory.verdicts import Abstain, Failure, Score, Timeout, Verdict
 from reward_service.backends.servers import HttpClient, NoAnswer, retry_after_s
 
 MOST_SHOWN = 300  # Characters of an answer that an error repeats

@@ -25,10 +25,10 @@ import msgspec
 
 from areal_async.base.log import get_logger
 from areal_async.base.retry import pause_s
+from areal_async.base.verdicts import Failure, FaultOf, Timeout, Verdict
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.trajectory import TrajectoryError
-from areal_async.trajectory.verdicts import Failure, FaultOf, Timeout, Verdict
 from reward_service import metrics
 from reward_service.backends import Call, OnVerdicts, inputs_of, set_within
 from reward_service.backends.remote import RemoteArguments

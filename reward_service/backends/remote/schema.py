@@ -119,7 +119,7 @@ class RefusedAnswer(msgspec.Struct, frozen=True):
 
 
 class Verdicts(msgspec.Struct, frozen=True):
-    """Answer to `score`. The verdicts are those of areal_async.trajectory.verdicts."""
+    """Answer to `score`. The verdicts are those of areal_async.base.verdicts."""
 
     verdicts: list[msgspec.Raw]
     request_id: str = ""

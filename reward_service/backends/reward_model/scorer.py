@@ -23,7 +23,7 @@ from msgspec import structs
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from areal_async.trajectory.verdicts import Failure, FaultOf, Score, Verdict
+from areal_async.base.verdicts import Failure, FaultOf, Score, Verdict
 from reward_service.backends import MissingText, fill
 from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.checking import describe

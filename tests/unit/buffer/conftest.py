@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from redis import Redis
 
 from areal_async.base.records import Task
+from areal_async.base.verdicts import Score, Verdict
 from areal_async.base.versions import VersionTag
 from areal_async.config.job import JobConfig
 from areal_async.launch.one_host import short_socket_dir
@@ -45,7 +46,6 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.schema import Message, Ok
 from areal_async.service.context import ServiceContext
 from areal_async.trajectory import Call, EpisodeBuilder, Sampling, pack
-from areal_async.trajectory.verdicts import Score, Verdict
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
 from replay_buffer.ledger.index import Index, LedgerRecords

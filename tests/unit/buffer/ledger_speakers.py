@@ -10,6 +10,7 @@ from types import MappingProxyType
 import hypothesis.strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from areal_async.base.verdicts import Abstain, Failure, Parts, Score, Timeout, kind_of
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.messages import (
     Batch,
@@ -27,7 +28,6 @@ from areal_async.rpc.messages import (
     Waiting,
 )
 from areal_async.rpc.schema import Fault, Ok
-from areal_async.trajectory.verdicts import Abstain, Failure, Parts, Score, Timeout, kind_of
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import EpisodeState, GroupState

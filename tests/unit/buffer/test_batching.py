@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from areal_async.base.verdicts import Score
 from areal_async.rpc.messages import Batch
 from areal_async.rpc.schema import Fault
 from areal_async.trajectory import Call, EpisodeBuilder, row_profile
-from areal_async.trajectory.verdicts import Score
 from tests.unit.buffer.conftest import SAMPLING, CountedTasks, ids, reasons
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
+from areal_async.base.verdicts import Score
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.messages import (
     Batch,
@@ -19,7 +20,6 @@ from areal_async.rpc.messages import (
     PutVerdicts,
     Stats,
 )
-from areal_async.trajectory.verdicts import Score
 from tests.callers import put
 from tests.redis_client import connect
 from tests.unit.buffer.conftest import serving

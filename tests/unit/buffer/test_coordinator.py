@@ -8,9 +8,9 @@ import time
 import pytest
 
 from areal_async.base.errors import FaultError
+from areal_async.base.verdicts import Failure
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.messages import Claim, Commit, Heartbeat, Lease, Leases, NextBatch, Waiting
-from areal_async.trajectory.verdicts import Failure
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger.decide import ExpireDeadlines, KeepAlive
 from replay_buffer.ledger.opening import OpenedWith

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from areal_async.base.verdicts import Abstain, Failure, Score, Timeout
 from areal_async.rpc.messages import Release
 from areal_async.rpc.schema import Ok
-from areal_async.trajectory.verdicts import Abstain, Failure, Score, Timeout
 from replay_buffer.ledger.decide import BufferStarted
 from replay_buffer.ledger.rules import VerdictPolicy
 from tests.unit.buffer.conftest import CountedTasks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_async.trajectory.verdicts import Score
+from areal_async.base.verdicts import Score
 from replay_buffer.ledger.decide import ExpireDeadlines, ExtendDeadlines
 from replay_buffer.ledger.records import EpisodeState
 from tests.unit.buffer.conftest import reasons

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from areal_async.base.verdicts import Failure, Score
 from areal_async.config.reward import RewardSection, RouteSection
 from areal_async.config.reward_routing import Routing
 from areal_async.rpc.messages import Claim
-from areal_async.trajectory.verdicts import Failure, Score
 from replay_buffer.ledger.rules import Rules
 from tests.unit.buffer.conftest import CountedTasks, sums_job
 

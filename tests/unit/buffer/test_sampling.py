@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
 
-from areal_async.trajectory.verdicts import Score
+from areal_async.base.verdicts import Score
 from replay_buffer.ledger.records import MISSING, EpisodeState, GroupRecord, GroupState, Training
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.sampling import choose, overtaken_by_reuse, priority, rank

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from areal_async.base.verdicts import Abstain, Failure, Score, Timeout
 from areal_async.rpc.messages import Claim, EpisodeVerdict, PutVerdicts
-from areal_async.trajectory.verdicts import Abstain, Failure, Score, Timeout
 from tests.unit.buffer.conftest import reasons
 
 

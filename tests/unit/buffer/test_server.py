@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from areal_async.base.errors import ArealError, FaultError
+from areal_async.base.verdicts import Score
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.client import Client
 from areal_async.rpc.frames import REQUESTS
@@ -34,7 +35,6 @@ from areal_async.rpc.messages import (
     Waiting,
 )
 from areal_async.rpc.weights_messages import WaitSnapshot
-from areal_async.trajectory.verdicts import Score
 from replay_buffer import metrics
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import LedgerClock

@@ -19,6 +19,7 @@ from rich.console import Console
 from areal_async.base.errors import RunFolderError
 from areal_async.base.processes import start_of
 from areal_async.base.topology import Topology
+from areal_async.base.verdicts import Score
 from areal_async.base.versions import VersionTag
 from areal_async.cli.tools import ExportRequest
 from areal_async.config.load import dump_job
@@ -35,7 +36,6 @@ from areal_async.rpc.messages import (
     OpenTrainer,
     PutVerdicts,
 )
-from areal_async.trajectory.verdicts import Score
 from replay_buffer.ledger.records import GroupState
 from replay_buffer.tools import export as export_tool
 from replay_buffer.tools.peek import (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from areal_async.base.verdicts import Score
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.messages import Claim, Commit, EpisodeVerdict, Lease, NextBatch, PutVerdicts
 from areal_async.rpc.schema import Ok
-from areal_async.trajectory.verdicts import Score
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Streak, Versions

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from areal_async.base.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, settled
 from areal_async.rpc.messages import Claim
 from areal_async.rpc.schema import Fault
-from areal_async.trajectory.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, settled
 from replay_buffer.ledger.decide import BufferStarted, ExpireDeadlines, stats
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import EpisodeState

@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from areal_async.trajectory.verdicts import Failure, FaultOf, Parts, Timeout
+from areal_async.base.verdicts import Failure, FaultOf, Parts, Timeout
 from reward_service.sdk import RewardInput, Score, reward
 
 

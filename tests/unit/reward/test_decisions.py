@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_async.base.verdicts import Parts, Score
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.rpc.messages import EpisodeVerdict
-from areal_async.trajectory.verdicts import Parts, Score
 from reward_service.pool.protocol import FrameError, FrameReader, Marker, framed
 from reward_service.pool.queue import FairQueue, LatencyEstimate, PooledReward, QueuedCall, next_action
 from reward_service.server import (

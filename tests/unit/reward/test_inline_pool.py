@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from areal_async.base.verdicts import Failure, Score
 from areal_async.config.reward import RewardSection
-from areal_async.trajectory.verdicts import Failure, Score
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardLoadError
 from tests.scoring import LIMIT_S, processes_below, scored, texts

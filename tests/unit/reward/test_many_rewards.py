@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.trajectory.verdicts import Failure, Score, Timeout
+from areal_async.base.verdicts import Failure, Score, Timeout
 from reward_service.sdk import RewardInput, RewardLoadError
 from tests.scoring import episode_blob, scored, texts
 

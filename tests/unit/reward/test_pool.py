@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
+from areal_async.base.verdicts import Abstain, Failure, Score, Timeout
 from areal_async.config.reward_routing import RewardSpec
-from areal_async.trajectory.verdicts import Abstain, Failure, Score, Timeout
 from reward_service.client import LocalScorer
 from reward_service.pool.pool import WorkerPool
 from reward_service.router import Router

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from prometheus_client import REGISTRY
 
+from areal_async.base.verdicts import Failure, Score
 from areal_async.config.reward_routing import RewardSpec
-from areal_async.trajectory.verdicts import Failure, Score
 from reward_service.pool.pool import WorkerPool
 from reward_service.pool.workers import WorkerLimits
 from reward_service.sdk import RewardInput, RewardLoadError

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_async.base.verdicts import Failure, FaultOf, Score, Timeout, settled
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import RewardSpec
-from areal_async.trajectory.verdicts import Failure, FaultOf, Score, Timeout, settled
 from reward_service.backends.remote import RemoteReward
 from reward_service.router import WatchedBackend
 from reward_service.sdk import RewardInput, RewardLoadError

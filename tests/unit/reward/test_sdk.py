@@ -7,11 +7,11 @@ import textwrap
 import pytest
 
 from areal_async.base.errors import ArealError
+from areal_async.base.verdicts import Abstain, Score
 from areal_async.config.registry import REWARDS
 from areal_async.config.reward import RewardSection
 from areal_async.config.rewardcheck import section_mistakes
 from areal_async.trajectory import TrajectoryError
-from areal_async.trajectory.verdicts import Abstain, Score
 from reward_service.checking import describe
 from reward_service.sdk import RewardInput, RewardLoadError, load_reward, reward
 from tests.scoring import episode_blob

@@ -7,10 +7,10 @@ import pytest
 from prometheus_client import REGISTRY
 
 from areal_async.base.errors import FaultError
+from areal_async.base.verdicts import Failure, Score, Timeout
 from areal_async.config.job import JobConfig
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.service.main import restart_may_help
-from areal_async.trajectory.verdicts import Failure, Score, Timeout
 from reward_service import __main__ as own
 from reward_service import metrics
 from reward_service.sdk import RewardLoadError

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
-from areal_async.trajectory.verdicts import Abstain, Failure, Score, Timeout
+from areal_async.base.verdicts import Abstain, Failure, Score, Timeout
 from reward_service.backends import MissingText, fill
 from reward_service.backends.judge import TEMPLATE
 from reward_service.backends.judge.replies import NoGrade, Parser, quoted, verdict_of

@@ -7,7 +7,7 @@ import time
 import pytest
 from aiohttp import ClientSession, web
 
-from areal_async.trajectory.verdicts import Failure, FaultOf, Score, Timeout, settled
+from areal_async.base.verdicts import Failure, FaultOf, Score, Timeout, settled
 from reward_service.backends.judge.backend import GREETING, NEUTRAL
 from reward_service.sdk import RewardLoadError
 from tests.scoring import verdicts_of

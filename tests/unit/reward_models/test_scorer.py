@@ -8,8 +8,8 @@ import torch
 from msgspec.structs import replace
 from transformers import Qwen2ForSequenceClassification
 
+from areal_async.base.verdicts import Failure, FaultOf, Score
 from areal_async.cli.quickstart.model import make_tokenizer
-from areal_async.trajectory.verdicts import Failure, FaultOf, Score
 from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.backends.reward_model.scorer import ModelFunction, ModelScorer, Unusable
 from reward_service.sdk import RewardInput

@@ -13,8 +13,8 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
+from areal_async.base.verdicts import Score, Verdict
 from areal_async.cli.quickstart.model import make_tokenizer
-from areal_async.trajectory.verdicts import Score, Verdict
 
 SHAPE = {
     "hidden_size": 64,

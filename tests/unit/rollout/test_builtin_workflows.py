@@ -10,8 +10,8 @@ import expressions
 import pytest
 
 from areal_async.base.records import Task
+from areal_async.base.verdicts import Abstain, Score
 from areal_async.trajectory import SegmentKind, training_rows
-from areal_async.trajectory.verdicts import Abstain, Score
 from reward_service.sdk import RewardInput, load_reward
 from rollout_service.environments import EnvironmentFailure
 from rollout_service.workflows import Context, load_workflow, tool

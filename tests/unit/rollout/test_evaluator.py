@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from areal_async.base.errors import RpcTimeout, SnapshotError
 from areal_async.base.mistakes import ConfigError
 from areal_async.base.records import Task
+from areal_async.base.verdicts import Abstain, Score, Verdict
 from areal_async.cli.tools import AnswersRequest, EvaluateRequest
 from areal_async.config.job import JobConfig, merged
 from areal_async.models.answers import Detokenizer
@@ -25,7 +26,6 @@ from areal_async.rpc.weights_messages import NoNews
 from areal_async.service.record import RunLog
 from areal_async.service.samples import read_samples, sample_files
 from areal_async.trajectory import Sampling
-from areal_async.trajectory.verdicts import Abstain, Score, Verdict
 from rollout_service.engines.base import EngineError, EngineLost, EngineStats
 from rollout_service.engines.http.adapter import attached_url
 from rollout_service.evaluator import EvaluationError, Evaluator, engine_job, follow, is_done

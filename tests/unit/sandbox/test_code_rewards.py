@@ -8,8 +8,8 @@ import pytest
 from code_matrix import code_matrix, judged, split
 from code_table import table
 
+from areal_async.base.verdicts import Abstain
 from areal_async.config.reward import RewardSection
-from areal_async.trajectory.verdicts import Abstain
 from reward_service.sandbox import CompilerMissing, RunOutcome, languages
 from reward_service.sdk import RewardInput
 from reward_service.verifiers.cases import read_cases

@@ -16,9 +16,9 @@ import psutil
 import pytest
 from prometheus_client import REGISTRY
 
+from areal_async.base.verdicts import Failure, Score
 from areal_async.config.advice import advise
 from areal_async.config.job import JobConfig
-from areal_async.trajectory.verdicts import Failure, Score
 from reward_service import metrics
 from reward_service.sandbox import CompilerMissing, Program, Sandbox, SandboxError
 from reward_service.sandbox import sandbox as sandbox_module

@@ -11,7 +11,7 @@ import yaml
 from code_matrix import code_matrix
 from forge import ARGS, forged_ones, judged, right_ones
 
-from areal_async.trajectory.verdicts import Failure, Score
+from areal_async.base.verdicts import Failure, Score
 from reward_service.sdk import RewardInput
 from reward_service.verifiers.code_rewards import code_tests
 

@@ -14,9 +14,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
+from areal_async.base.verdicts import Parts
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
 from areal_async.trajectory import Call, Episode, EpisodeBuilder, Sampling, pack, row_profile, row_sizes
-from areal_async.trajectory.verdicts import Parts
 from tests.unit.families import config_of
 from trainer_service.data.rows import TrainingRow, row_of
 

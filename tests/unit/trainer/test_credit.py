@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from areal_async.base.verdicts import Parts
 from areal_async.rpc.messages import Batch, BatchGroup
 from areal_async.trajectory import Call, EpisodeBuilder, Sampling, SegmentKind, pack
 from areal_async.trajectory.layout import SegmentFlag
-from areal_async.trajectory.verdicts import Parts
 from tests.unit.trainer.conftest import entry_of
 from tests.unit.trainer.rank_process import job_of, train_batch
 from tests.unit.trainer.test_step import _backend, _train

@@ -5,9 +5,9 @@ import pyarrow.parquet as pq
 import pytest
 from msgspec.structs import replace
 
+from areal_async.base.verdicts import Parts
 from areal_async.service.record import RunLog
 from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode, ExportError
-from areal_async.trajectory.verdicts import Parts
 from trainer_service.data.recording import RecordedStep, Recording, read_step, write_step
 from trainer_service.errors import BatchError
 from trainer_service.tools.replay import difference

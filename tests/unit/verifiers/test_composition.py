@@ -7,14 +7,14 @@ import pytest
 from texts import repetition
 from verifiers import F1
 
-from areal_async.trajectory.verdicts import Abstain, FaultOf, Parts, Score
+from areal_async.base.verdicts import Abstain, FaultOf, Parts, Score
 from reward_service.sdk import RewardInput, RewardLoadError
 from reward_service.verifiers import NoArguments, verifier
 from reward_service.verifiers.composed import weighted
 from reward_service.verifiers.text import overlong
 
 OWN = """
-from areal_async.trajectory.verdicts import Failure, FaultOf, Parts, Timeout
+from areal_async.base.verdicts import Failure, FaultOf, Parts, Timeout
 from reward_service.sdk import Abstain, Score, reward
 
 def returning(verdict):

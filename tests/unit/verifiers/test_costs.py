@@ -13,8 +13,8 @@ import pytest
 from json_schema import json_schema
 from verifiers import JSON_SCHEMA, TABLE, judged
 
+from areal_async.base.verdicts import Score
 from areal_async.config.reward import RewardSection
-from areal_async.trajectory.verdicts import Score
 from reward_service.sdk import RewardInput
 from reward_service.verifiers import TooCostly, within
 from reward_service.verifiers.equality import preload

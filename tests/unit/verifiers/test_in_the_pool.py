@@ -2,8 +2,8 @@
 
 import pytest
 
+from areal_async.base.verdicts import Abstain, Failure, Score
 from areal_async.config.reward import RewardSection
-from areal_async.trajectory.verdicts import Abstain, Failure, Score
 from reward_service.sdk import RewardInput
 from tests.scoring import scored
 

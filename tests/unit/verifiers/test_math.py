@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verifiers import BLIND, TABLE, fuzz, judged
 
-from areal_async.trajectory.verdicts import Abstain, Score
+from areal_async.base.verdicts import Abstain, Score
 from reward_service.sdk import RewardInput
 from reward_service.verifiers.math import find, math
 

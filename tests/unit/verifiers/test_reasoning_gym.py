@@ -8,7 +8,7 @@ import os
 import pytest
 from of_reasoning_gym import EVALUATES, PARSES, harmless, reasoning_gym
 
-from areal_async.trajectory.verdicts import Abstain
+from areal_async.base.verdicts import Abstain
 from reward_service.sdk import RewardInput
 
 library = pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: the extra `environments`")

@@ -12,8 +12,8 @@ from instructions import CHECKS, follows
 from pydantic import ValidationError
 from verifiers import COUNTDOWN, F1, INSTRUCTIONS, JSON_SCHEMA, VERIFIERS, fuzz
 
+from areal_async.base.verdicts import Abstain, Score
 from areal_async.config.registry import REWARDS
-from areal_async.trajectory.verdicts import Abstain, Score
 from reward_service.sdk import RewardInput, load_reward
 from reward_service.verifiers.answers import answer_of
 from reward_service.verifiers.arithmetic import arithmetic, final_number

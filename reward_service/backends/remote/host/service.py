@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from areal_async.base.verdicts import Failure, Verdict
 from areal_async.config.registry import REWARDS
 from areal_async.config.reward import Scope
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.config.rewardcheck import part_of, runs_in_pool, scope_in_file, scopes_of
-from areal_async.trajectory.verdicts import Failure, Verdict
 from reward_service import metrics
 from reward_service.backends import Call, set_within
 from reward_service.backends.remote.schema import (

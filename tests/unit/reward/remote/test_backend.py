@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from areal_async.trajectory.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout
+from areal_async.base.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout
 from reward_service import metrics
 from reward_service.sdk import RewardInput, RewardLoadError
 from tests.scoring import episode_blob, given

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from areal_async.base.errors import ArealError, EndpointError
+from areal_async.base.verdicts import Abstain, Score, Timeout
 from areal_async.cli.tools import ServeRequest
-from areal_async.trajectory.verdicts import Abstain, Score, Timeout
 from reward_service.backends.remote.host.http import http_server, http_socket, tls_of
 from reward_service.backends.remote.host.service import ScoringService, read_offers
 from reward_service.backends.remote.schema import RequestLimits
