@@ -66,8 +66,12 @@ class Statistics:
 def statistics_of(samples: Sequence[ScoredSample], *, seed: int) -> Statistics:
     """Figures over the tasks of `samples` (at least one). The order of samples and tasks does not matter."""
     columns = per_task(samples)
-    low, high = (np.where(np.isnan(end), None, end) for end in intervals(columns, seed=seed))
-    figures = (Figure(float(value), *ends) for value, *ends in zip(columns.mean(0), low, high, strict=True))
+    ends = (
+        [None if np.isnan(end) else float(end) for end in column] for column in intervals(columns, seed=seed)
+    )
+    figures = (
+        Figure(float(value), low, high) for value, low, high in zip(columns.mean(0), *ends, strict=True)
+    )
     partial_credit = any(sample.score not in (0.0, 1.0) for sample in samples)
     mean, best, maj = figures
     return Statistics(len(columns), mean, best, maj, partial_credit)

@@ -271,7 +271,11 @@ class Context:
             result.logprobs,
             result.versions,
             parent=parent,
-            call=Call(request.sampling, finish_reason=result.finish_reason, logprobs_of=result.logprobs_of),
+            call=Call(
+                sampling=request.sampling,
+                finish_reason=result.finish_reason,
+                logprobs_of=result.logprobs_of,
+            ),
             epoch=result.epochs,
             agent=agent,
             turn=turn,

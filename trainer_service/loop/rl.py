@@ -180,7 +180,7 @@ class RlTrainer:
         step = begin.manifest.step if begin is not None else 0
         self._note("opened", step=step)
         if self._ranks.first and (preset := self._job.trainer.objective.preset):
-            log.info("preset", name=preset, fields=expansion(self._job))
+            log.info("preset", name=preset, fields=expansion(self._job.model_dump(mode="json")))
         if self._run_log is not None and begin is not None:
             tag = VersionTag(self._policy, begin.manifest.epoch, step)
             self._evaluated = step if was_evaluated(self._run_log, tag) else -1
