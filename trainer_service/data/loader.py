@@ -83,8 +83,8 @@ class BatchLoader:
                 return None
             return self._buffer.call(NextBatch(self._policy, epoch, step, POLL_MS))
 
-        found: Batch | Waiting | None = self._ranks.on_first(poll)
-        return self._ranks.share(found, Batch | Waiting | None)
+        told: Batch | Waiting | None = self._ranks.share(self._ranks.on_first(poll), Batch | Waiting | None)
+        return told
 
     def fetch(self, episodes: Sequence[BatchEpisode]) -> FetchedBytes:
         """The bytes of these episodes; all ranks call it. Raises `BatchError` when not as many come back."""
