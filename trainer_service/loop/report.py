@@ -165,7 +165,7 @@ def report_step(
 def _set_series(step: TrainedStep, figures: BatchFigures, known: Mapping[str, Any]) -> None:
     policy, result = step.batch.policy, step.result
     more = {"loss": result.loss, "grad_norm": result.grad_norm, "ess": result.statistics.get("ess")}
-    metrics.set_last_step(policy, step.batch.step + 1, figures.tokens, asdict(figures) | known | more)
+    metrics.set_last_step(policy, step.batch.step + 1, figures.tokens, {**asdict(figures), **known, **more})
     metrics.NON_FINITE.labels(policy).inc(result.not_finite)
     metrics.RESPONSE_LENGTH.labels(policy, "mean").set(figures.response_length_mean)
     metrics.RESPONSE_LENGTH.labels(policy, "max").set(figures.response_length_max)
