@@ -379,10 +379,9 @@ class LogprobCheck:
             self._passed = True
             return
         if outcome.allowed is None:
-            if self._ranks.first:
-                self._warn_unknown(outcome)
+            self._warn_unknown(outcome)
             return
-        words = outcome.describe(compared, [episode.episode_id for episode in plan.episodes], step)
+        words = outcome.describe(compared, [each.episode_id for each in plan.episodes], step)
         if trainer.self_check.action == "stop":
             raise SelfCheckError(words)
         if self._ranks.first:
@@ -426,6 +425,8 @@ class LogprobCheck:
         )
 
     def _warn_unknown(self, outcome: CheckOutcome) -> None:
+        if not self._ranks.first:
+            return
         log.warning(
             "self-check: no bounds are known for this engine, dtype and kind of model, so its log-probs were "
             "not judged; set trainer.self_check.bound to have them judged",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from areal_async.base.log import get_logger
 from areal_async.rpc.board import board
@@ -83,8 +84,9 @@ class BatchLoader:
                 return None
             return self._buffer.call(NextBatch(self._policy, epoch, step, POLL_MS))
 
-        told: Batch | Waiting | None = self._ranks.share(self._ranks.on_first(poll), Batch | Waiting | None)
-        return told
+        answer: Any = self._ranks.on_first(poll)
+        found: Batch | Waiting | None = self._ranks.share(answer, Batch | Waiting | None)
+        return found
 
     def fetch(self, episodes: Sequence[BatchEpisode]) -> FetchedBytes:
         """The bytes of these episodes; all ranks call it. Raises `BatchError` when not as many come back."""

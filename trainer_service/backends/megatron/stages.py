@@ -177,6 +177,7 @@ def _rotary(folder: Path, device: torch.device) -> Rotary:
 
 
 def _transformer_config(found: Dimensions, options: MegatronOptions) -> TransformerConfig:
+    """Return the configuration. Longer than 60 lines because it has one line for each setting."""
     grid, dtype, recompute = options.grid, options.dtype, options.recompute
     mixture: dict[str, Any] = {}
     if found.experts:
