@@ -29,7 +29,7 @@ class ChartRow(NamedTuple):
     figures: Figures
 
 
-class Figure(NamedTuple):
+class RunFigure(NamedTuple):
     """A figure of a record: its field of this name, or else derived from others."""
 
     label: str = ""  # On charts; empty for one that is not drawn
@@ -37,39 +37,39 @@ class Figure(NamedTuple):
     ratio: tuple[str, str] | None = None  # Fields whose quotient it is
 
 
-FIGURES: Mapping[str, Figure] = {
-    "reward_mean": Figure("training reward", "reward"),
-    "reward_std": Figure(logged="reward_std"),
-    "accuracy": Figure("held-out", "held_out/accuracy"),
-    "held_out_loss": Figure(logged="held_out/loss"),
-    "margin": Figure(logged="held_out/margin"),
-    "staleness_mean": Figure("mean of the step", "staleness"),
-    "staleness_max": Figure("largest of the step", "staleness_max"),
-    "generated_per_s": Figure("generated"),
-    "tokens_per_s": Figure("trained", "throughput", ("tokens", "step_s")),
-    "tokens": Figure(logged="tokens"),
-    "train_share": Figure("trains", "", ("busy_s", "step_s")),
-    "wait_share": Figure("waits for a batch", "", ("wait_s", "step_s")),
-    "publish_share": Figure("publishes", "", ("publish_s", "step_s")),
-    "wait_s": Figure(logged="time/waiting"),
-    "step_s": Figure("whole step", "time/step"),
-    "loss": Figure("loss", "loss"),
-    "grad_norm": Figure("gradient norm", "grad_norm"),
-    "entropy": Figure("entropy", "entropy"),
-    "kl": Figure("KL", "kl"),
-    "clip_ratio": Figure("clipped", "clip_ratio"),
-    "ess": Figure("effective sample share", "ess"),
-    "share_stale": Figure("stale units"),
-    "response_length_mean": Figure("response, mean", "response_length"),
-    "response_length_max": Figure("response, longest", "response_length_max"),
-    "prompt_length_mean": Figure("prompt, mean", "prompt_length"),
-    "lr": Figure("learning rate", "lr"),
-    "mfu": Figure("MFU", "mfu"),
-    "busy:*": Figure(),
-    "reward:*": Figure(logged="rewards/*"),
-    "held_out:*": Figure("held-out ", "held_out/rewards/*"),
-    "source:*": Figure(logged="held_out/*/accuracy"),
-    "phase:*": Figure(logged="time/*"),
+FIGURES: Mapping[str, RunFigure] = {
+    "reward_mean": RunFigure("training reward", "reward"),
+    "reward_std": RunFigure(logged="reward_std"),
+    "accuracy": RunFigure("held-out", "held_out/accuracy"),
+    "held_out_loss": RunFigure(logged="held_out/loss"),
+    "margin": RunFigure(logged="held_out/margin"),
+    "staleness_mean": RunFigure("mean of the step", "staleness"),
+    "staleness_max": RunFigure("largest of the step", "staleness_max"),
+    "generated_per_s": RunFigure("generated"),
+    "tokens_per_s": RunFigure("trained", "throughput", ("tokens", "step_s")),
+    "tokens": RunFigure(logged="tokens"),
+    "train_share": RunFigure("trains", "", ("busy_s", "step_s")),
+    "wait_share": RunFigure("waits for a batch", "", ("wait_s", "step_s")),
+    "publish_share": RunFigure("publishes", "", ("publish_s", "step_s")),
+    "wait_s": RunFigure(logged="time/waiting"),
+    "step_s": RunFigure("whole step", "time/step"),
+    "loss": RunFigure("loss", "loss"),
+    "grad_norm": RunFigure("gradient norm", "grad_norm"),
+    "entropy": RunFigure("entropy", "entropy"),
+    "kl": RunFigure("KL", "kl"),
+    "clip_ratio": RunFigure("clipped", "clip_ratio"),
+    "ess": RunFigure("effective sample share", "ess"),
+    "share_stale": RunFigure("stale units"),
+    "response_length_mean": RunFigure("response, mean", "response_length"),
+    "response_length_max": RunFigure("response, longest", "response_length_max"),
+    "prompt_length_mean": RunFigure("prompt, mean", "prompt_length"),
+    "lr": RunFigure("learning rate", "lr"),
+    "mfu": RunFigure("MFU", "mfu"),
+    "busy:*": RunFigure(),
+    "reward:*": RunFigure(logged="rewards/*"),
+    "held_out:*": RunFigure("held-out ", "held_out/rewards/*"),
+    "source:*": RunFigure(logged="held_out/*/accuracy"),
+    "phase:*": RunFigure(logged="time/*"),
 }
 """Figures by their keys; `*` stands for the names of a field with several values."""
 NAMED = {"rewards": "reward", "phases": "phase", "by_source": "source"}
@@ -140,7 +140,7 @@ def values_of(record: Record) -> Figures:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def figure_of(key: str) -> tuple[Figure, str]:
+def figure_of(key: str) -> tuple[RunFigure, str]:
     """Return the entry of a figure, and the name that stands for `*` in it."""
     begin, mark, name = key.partition(":")
     return (FIGURES[f"{begin}:*"], name or "unnamed") if mark else (FIGURES[key], "")
