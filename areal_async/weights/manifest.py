@@ -96,9 +96,9 @@ class Manifest(msgspec.Struct, frozen=True):
     tied: dict[str, str]
     """Tensor that shares its data, by each name without bytes of its own."""
     base_hash: str = ""
-    """In a delta, the hash of the base's manifest file."""
+    """Hash of the base's manifest file, in a delta."""
     target_hash: str = ""
-    """In a delta, the hash of the full snapshot's manifest file."""
+    """Hash of the full snapshot's manifest file, in a delta."""
     patches: list[Patch] = []
     """Changes to each part of the base, in the order of the delta file. Empty in a full manifest."""
 

@@ -5,12 +5,12 @@ group `areal_async.channels`, or `path.py:name` (see `areal_async/config/registr
 with the members of `Channel` and is usually derived from `Channel`. It is never instantiated. It makes two
 ends:
 
-    PublishingEnd   in the trainer, driven by `Publisher`: `start`, then for each version `offer`, `add` and, once
-                    the version is retired, `remove`; at the end `close`. `start`, `answer` and `close` run on the
-                    publisher's event loop, `offer` and `remove` on the trainer's thread, `add` on the thread that
-                    publishes.
-    ReceivingEnd    in each process that serves or evaluates, driven by `Receiver` on its event loop: `bring`, then
-                    `served` or `distrust`; at the end `close`.
+    PublishingEnd   in the trainer, driven by `Publisher`: `start`, then for each version `offer`, `add` and,
+                    once the version is retired, `remove`; at the end `close`. `start`, `answer` and `close`
+                    run on the publisher's event loop, `offer` and `remove` on the trainer's thread, `add` on
+                    the thread that publishes.
+    ReceivingEnd    in each process that serves or evaluates, driven by `Receiver` on its event loop: `bring`,
+                    then `served` or `distrust`; at the end `close`.
 
 The base classes are the ends of a channel whose receivers read the files where the trainer wrote them. No
 channel end verifies a snapshot. `open_snapshot` hashes the files that `bring` returned, for every channel.
