@@ -168,10 +168,7 @@ class Nccl(Channel):
     class Arguments(Zmq.Arguments):
         give_up_s: float = Field(default=60.0, gt=0)
         """Longest time in seconds to form a group, or to transfer 512 MB. After that the engine loads the
-        snapshot.
-
-        As with `zmq`, a fetch of a snapshot fails after this time without data.
-        """
+        snapshot. As with `zmq`, a fetch of a snapshot fails after this time without data."""
 
     @staticmethod
     def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
