@@ -1,6 +1,6 @@
-"""The protocol of all backends, which score calls: the pool of processes, remote servers, models.
+"""The protocol of all backends that score calls: the pool of processes, remote servers, models.
 
-A call is one `RewardInput`, or under scope `group` the list of those of one group.
+A call is one `RewardInput`, or under scope `group` the list of inputs of one group.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth|data_source|ability|e
 S = TypeVar("S", bound=Section)
 Call = RewardInput | list[RewardInput]
 OnVerdicts = Callable[[int, list[Verdict], float], None]
-"""Called with (index among the submitted calls, one verdict for each episode of the call, milliseconds that
-the call itself took)."""
+"""Called with the call's index among the submitted calls, its verdicts and its milliseconds.
+
+There is one verdict for each episode of the call.
+"""
 
 
 def inputs_of(call: Call) -> list[RewardInput]:
@@ -38,53 +40,57 @@ def inputs_of(call: Call) -> list[RewardInput]:
 
 
 class ScoringBackend(Protocol):
-    """Scores the calls of one reward (of several, where the pool does). All methods belong to one event loop.
+    """A scorer of the calls of one reward (the pool has several). All methods belong to one event loop.
 
-    Promises: every call submitted gets its verdicts exactly once, within its reward's `timeout_s` (plus a
-    second) of the moment it began; what is submitted beyond `capacity` waits its turn."""
+    Promises: every submitted call gets its verdicts exactly once, within its reward's `timeout_s` (plus a
+    second) of its beginning. Calls beyond `capacity` wait for their turn.
+    """
 
     broken: asyncio.Future[RewardLoadError]
-    """Done when no more call can succeed; the error says why and what to do."""
+    """Done when no more call can succeed. The error gives the reason and the fix."""
 
     @property
     def capacity(self) -> int:
-        """Calls that it works on at once."""
+        """Return the number of calls that run at once."""
 
     @property
     def alive(self) -> int:
-        """The part of `capacity` that is ready now; 0 means that nothing can be scored at present."""
+        """Return the part of `capacity` that is ready now. 0 means that no call can be scored at present."""
 
     @property
     def call_seconds(self) -> float:
-        """Recent mean duration of a call, in seconds."""
+        """Return the recent mean duration of a call, in seconds."""
 
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *_: object) -> None: ...
 
     async def submit(self, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
-        """Queue calls; waits while the queue is full. `on_verdicts` must not raise."""
+        """Queue calls. Waits while the queue is full. `on_verdicts` must not raise."""
 
 
 class BackendReward:
-    """A reward that no process of the pool computes, as the registry knows it: what it takes, and what scores
-    it. Subclasses are parts of the job file; the implementation is imported where episodes are scored."""
+    """A reward that is not computed in the pool: its declaration, with its arguments and its scorer.
+
+    Subclasses are parts of the job file. The implementation is imported only where episodes are scored.
+    """
 
     Arguments: ClassVar[type[Section]]
     scopes: ClassVar[tuple[str, ...]] = ("episode",)
     implementation: ClassVar[str]
-    """`module:Class` of the `ScoringBackend`, which is made with `(spec, section)`."""
+    """`module:Class` of the `ScoringBackend`. It is created with `(spec, section)`."""
     worker_class: ClassVar[str] = ""
-    """`module:Class` of what a pool's worker makes, where the backend is a pool: see `LoadReward`."""
+    """`module:Class` of the object in a pool's worker, if the backend is a pool. See `LoadReward`."""
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
-        """Seconds that a call may take beyond its deadline and its turn, where what scores it may be away."""
+        """Return the seconds that a call may take beyond its deadline and its turn while its scorer is
+        unavailable."""
         return 0.0
 
     @classmethod
     def make(cls, spec: RewardSpec, section: RewardSection) -> ScoringBackend:
-        """The backend of the reward `spec` of a job's section. Raises `RewardLoadError`."""
+        """Return the backend of the reward `spec` of a job's section. Raises `RewardLoadError`."""
         module, _, name = cls.implementation.partition(":")
         backend: ScoringBackend = getattr(importlib.import_module(module), name)(spec, section)
         return backend
@@ -107,8 +113,11 @@ def arguments_of(spec: RewardSpec, kind: type[S]) -> S:
 
 
 def check_url(url: str, instead: str) -> str:
-    """Return `url` without a slash at its end. Raises ValueError that says how a server's address is written,
-    and to use `instead` of a password in it."""
+    """Return `url` without a slash at its end.
+
+    Raises `ValueError` with the right form of an address, and with `instead` as the replacement of a password
+    in it.
+    """
     refuse_password(url, instead)
     try:
         parts = urlsplit(url)
@@ -123,19 +132,21 @@ def check_url(url: str, instead: str) -> str:
 
 
 def check_template(template: str) -> str:
-    """Return `template` as it is. Raises ValueError for one without the response."""
+    """Return `template` unchanged. Raises `ValueError` if it does not contain the response."""
     if "{response}" not in template:
         raise ValueError("the template has no {response}, so every response would score the same")
     return template
 
 
 class MissingText(ValueError):
-    """The template asks for something that the task does not have."""
+    """The template uses a value that the task does not have."""
 
 
 def fill(template: str, given: RewardInput) -> str:
-    """`template` with its placeholders replaced, in one pass: what a response contains is never taken for a
-    placeholder, and braces that are none of ours stay. Raises `MissingText`."""
+    """Return `template` with its placeholders replaced, in one pass.
+
+    Text in a response is never treated as a placeholder, and other braces stay. Raises `MissingText`.
+    """
 
     def text(match: re.Match[str]) -> str:
         name = match.group(1)
@@ -153,5 +164,5 @@ def fill(template: str, given: RewardInput) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A text as it is; anything else as JSON."""
+    """Return a text unchanged and any other value as JSON."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -1,9 +1,9 @@
-"""Servers that score: the one HTTP client and the one retry policy of reward servers and judges.
+"""Servers that score: the HTTP client and the retry policy of reward servers and judges.
 
-The policy is pure: the clock and the chance are the caller's. A server that fails more often in a row than is
-tolerated rests, longer each time and not always equally long, so that many clients do not return together.
-When its rest is over it gets one request, and others only once that was answered. A server that says how long
-to wait (Retry-After) rests so long.
+The policy is pure, and the caller supplies clock and random numbers. A server with more consecutive failures
+than tolerated rests. Rests grow longer and have random lengths, so that many clients do not return together.
+After its rest the server gets one request, and further requests only after an answer. If a server names a
+wait (Retry-After), it rests for that time.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ import aiohttp
 
 from areal_async.base.retry import pause_s
 
-LONGEST_TOLD_REST_S = 120.0  # A server that asks for more is asked again after this
+LONGEST_TOLD_REST_S = 120.0  # limit of a wait that a server asks for
 
 
 class NoAnswer(Exception):
-    """A request without an answer. `kind`: `gone` (not reachable, or lost under the request), `late` (no
-    answer in time over a connection that stands), `broken` (an answer that is too long)."""
+    """A request without an answer.
+
+    `kind` is `gone` (not reachable, or lost during the request), `late` (no answer in time over an intact
+    connection) or `broken` (the answer is too long).
+    """
 
     def __init__(self, kind: Literal["gone", "late", "broken"], message: str) -> None:
         super().__init__(message)
@@ -41,18 +44,18 @@ class HttpAnswer(NamedTuple):
 
 
 class ClientLimits(NamedTuple):
-    """Bounds of an `HttpClient`."""
+    """Limits of an `HttpClient`."""
 
     most_bytes: int
     """Size of an answer."""
     connect_s: float
     keepalive_s: float
-    """Time after which an idle connection is closed from this side. A server closes it too, and a request on
-    one that is just being closed fails for nothing."""
+    """Time after which this side closes an idle connection. The server closes it too, and a request on a
+    connection that is just being closed fails."""
 
 
 class HttpClient:
-    """Requests to servers. To be made inside an event loop, and closed."""
+    """A client for requests to servers. It must be created inside an event loop, and closed."""
 
     def __init__(self, token: str, limits: ClientLimits, ca_file: Path | None = None) -> None:
         self._limits = limits
@@ -65,13 +68,13 @@ class HttpClient:
         )
 
     async def ask(self, url: str, body: bytes | None = None, limit_s: float | None = None) -> HttpAnswer:
-        """Post the JSON `body`, or get without one. Raises `NoAnswer`."""
+        """Post the JSON `body`, or send a GET request without one. Raises `NoAnswer`."""
         most_bytes, connect_s, _ = self._limits
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=connect_s)
         headers = {"Content-Type": "application/json"} if body is not None else None
         method = "GET" if body is None else "POST"
         try:
-            # Followed, a redirect would carry the token and the texts to a server that nobody named.
+            # A redirect could send the token and the texts to an unknown server.
             async with self._session.request(
                 method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as answer:
@@ -97,7 +100,7 @@ class HttpClient:
 
     async def close(self) -> None:
         await self._session.close()
-        await asyncio.sleep(0)  # lets the transports of closed connections go
+        await asyncio.sleep(0)  # lets the transports of closed connections end
 
 
 def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> float | None:
@@ -116,22 +119,22 @@ def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> fl
 
 @dataclass
 class ServerState:
-    """State of one server, known by how requests to it ended."""
+    """State of one server, from the results of its requests."""
 
     url: str
     rng: random.Random
     tolerated: int = 0
     in_flight: int = 0
     failures: int = 0
-    """Failures in a row; those of requests that were under way together count once."""
+    """Consecutive failures. Failures of simultaneous requests count once."""
     failed_s: float = float("-inf")
     answered_s: float = float("-inf")
     resting_until_s: float = float("-inf")
     told_until_s: float = float("-inf")
-    """End of the wait that the server asked for; a success of another request does not shorten it."""
+    """End of the wait that the server asked for. A success of another request does not shorten it."""
 
     def rests_s(self, now_s: float) -> float:
-        """Return the seconds for which it is not to be asked; at most 0: it may be."""
+        """Return the remaining seconds of its rest. At most 0 means that it may get requests."""
         return max(self.resting_until_s, self.told_until_s) - now_s
 
     def takes(self, now_s: float) -> bool:
@@ -142,15 +145,17 @@ class ServerState:
         self.in_flight += 1
 
     def answered(self, now_s: float) -> None:
-        """A request ended with what was asked for, or with a refusal that has to do with it alone."""
+        """Note a normal answer, or a refusal that concerns only its request."""
         self.in_flight -= 1
         self.answered_s = now_s
         self.failures = 0
         self.resting_until_s = float("-inf")
 
     def failed(self, began_s: float, now_s: float, told_s: float | None = None) -> bool:
-        """A request that began at `began_s` failed; `told_s`: the wait that the server asked for. Returns
-        whether the server begins to rest by it."""
+        """Note the failure of a request that began at `began_s`. Return whether the server begins to rest.
+
+        `told_s` is the wait that the server asked for.
+        """
         self.in_flight -= 1
         if told_s is not None:
             self.rest(told_s, now_s)
@@ -164,23 +169,27 @@ class ServerState:
         return True
 
     def abandoned(self, began_s: float, now_s: float) -> None:
-        """A request that began at `began_s` was given up without an answer: a failure, unless the server
-        answered others meanwhile."""
+        """Note that a request was given up without an answer.
+
+        It counts as a failure, unless the server has answered other requests since `began_s`.
+        """
         if self.answered_s < began_s:
             self.failed(began_s, now_s)
         else:
             self.in_flight -= 1
 
     def rest(self, told_s: float, now_s: float) -> None:
-        """Ask it nothing for so long, as it said."""
+        """Send no request for the time that the server asked for."""
         self.told_until_s = max(self.told_until_s, now_s + min(told_s, LONGEST_TOLD_REST_S))
 
 
 def choose(servers: Sequence[ServerState], now_s: float) -> ServerState | float | None:
-    """The server for a request that begins now, the one with the fewest under way; or, if none may take it,
-    the seconds until one may; or None, when that depends on the answers to requests under way."""
+    """Return the server for a request that begins now: the server with the fewest requests in flight.
+
+    If no server is ready, return the seconds until one is, or None if that depends on requests in flight.
+    """
     ready = [server for server in servers if server.takes(now_s)]
     if ready:
-        # One that failed and has rested goes first: it gets this one request to show that it is back.
+        # A server that failed and has rested comes first. This one request shows whether it works again.
         return min(ready, key=lambda server: (server.failures == 0, server.in_flight))
     return min((rest_s for server in servers if (rest_s := server.rests_s(now_s)) > 0), default=None)

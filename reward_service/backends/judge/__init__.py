@@ -1,5 +1,4 @@
-"""The reward `judge`, as a job file asks for it: a language model behind OpenAI-compatible servers grades the
-responses."""
+"""Arguments of the reward `judge`: a language model behind OpenAI-compatible servers grades the responses."""
 
 from __future__ import annotations
 
@@ -52,51 +51,51 @@ class JudgeArguments(Section):
     base_url: Annotated[tuple[str, ...], BeforeValidator(_several), AfterValidator(_addresses)] = Field(
         min_length=1
     )
-    """Address of the server up to `/v1`, such as `http://127.0.0.1:8000/v1`; or a list of them, among which
-    requests are balanced."""
+    """Address of the server up to `/v1`, such as `http://127.0.0.1:8000/v1`, or a list of addresses. Requests
+    are balanced among them."""
     model: str = Field(min_length=1)
-    """Name of the model, as the server knows it."""
+    """Name of the model at the server."""
     template: Annotated[str, AfterValidator(check_template)] = TEMPLATE
-    """The question, with `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{ability}` and
-    `{extra_info.NAME}` filled in; other braces stay as they are. Without `parse` a sentence about the form of
-    the grade follows."""
+    """The question to the judge. `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{ability}` and
+    `{extra_info.NAME}` are replaced, and other braces stay. Without `parse`, a sentence about the form of the
+    grade follows."""
     quote: Literal["tags", "json", "none"] = "tags"
-    """The way in which the response is put in. `tags`: between tags whose name it cannot contain, with a
-    sentence that says not to obey it. `json`: as one JSON text. `none`: bare, so that it may pass for a part
-    of the template."""
+    """Form of the response in the question. `tags`: between tags whose name it cannot contain, with a
+    sentence not to obey it. `json`: as one JSON text. `none`: without marks, so the response may imitate a
+    part of the template."""
     system: str = ""
-    """System message of a chat; none where it is empty. Filled in as `template`."""
+    """System message of a chat, filled in like `template`. Empty: no system message."""
     parse: Annotated[str, AfterValidator(_pattern)] = ""
-    """Regular expression of the last line of the reply, which it must match as a whole; the grade is its one
-    group, or the line. Empty: the grade is a field of JSON if the servers take a schema (`response_format`),
-    else the last line is `Grade: <grade>`. Nothing else in a reply counts, and a second such line makes it
-    none."""
+    """Regular expression that must match the whole last line of the reply. The grade is its one group, or the
+    line. If empty, the grade is a JSON field if the servers accept a schema (`response_format`), else the
+    last line is `Grade: <grade>`. The rest of the reply is ignored. A reply with a second such line has no
+    grade."""
     scale: Annotated[tuple[float, float], AfterValidator(_scale)] = (0.0, 10.0)
-    """Grades that stand for the rewards 0 and 1; others follow in proportion, and a grade outside of them is
-    none. The first may be the larger."""
+    """Grades for the rewards 0 and 1. Grades between them are converted in proportion, and other grades are
+    invalid. The first may be the larger."""
     grades: dict[str, float] = Field(default_factory=dict)
-    """Reward of each word that may be the grade, in place of `scale`: `{yes: 1, no: 0}`. Upper and lower case
-    count the same."""
+    """Reward of each word that may be the grade, instead of `scale`: `{yes: 1, no: 0}`. Case does not
+    matter."""
     votes: int = Field(default=1, ge=1, le=64)
-    """Requests for each response. Without a grade from more than half of them there is no score, or that of
-    `reward.on_fault` where the judge grades another answer to the same task."""
+    """Requests for each response. More than half of them must return a grade. Otherwise there is no score, or
+    the score `reward.on_fault` if the judge grades another answer to the same task."""
     aggregate: Literal["mean", "majority", "median"] = "mean"
-    """The reward that several votes give."""
+    """The rule that makes one reward of several votes."""
     temperature: float = Field(default=0.0, ge=0)
     seed: int | None = None
-    """Seed of the first vote; the following ones count up. None: none is sent, and a request that is repeated
-    may be answered otherwise."""
+    """Seed of the first vote. Further votes count up. None: no seed is sent, so a repeated request may get
+    another answer."""
     max_tokens: int = Field(default=512, ge=1)
-    """Longest reply."""
+    """Longest reply in tokens."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of the request; a field set to null is left out."""
+    """Further fields of the request. A field set to null is left out."""
     max_in_flight: int = Field(default=16, ge=1, le=65_536)
-    """Most requests under way."""
+    """Most requests in flight."""
     retries: int = Field(default=4, ge=0, le=1000)
-    """Repetitions of a request after 408, 409, 425, 429, a status of 500 and above or a broken
-    connection, inside `reward.timeout_s`."""
+    """Retries of a request after status 408, 409, 425, 429, 500 or above, or a broken connection, within
+    `reward.timeout_s`."""
     api_key_env: str = ""
-    """Name of the environment variable that holds the key."""
+    """Name of the environment variable with the key."""
 
     @model_validator(mode="after")
     def _votes_can_differ(self) -> JudgeArguments:
@@ -113,5 +112,6 @@ class JudgeReward(BackendReward):
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
-        """An answer without a grade is followed by a neutral one, which shows whose fault that was."""
+        """Return the time of a second request: after a reply without a grade, a neutral answer shows the side
+        at fault."""
         return timeout_s

@@ -1,9 +1,10 @@
 """The reward `judge`: a language model behind OpenAI-compatible servers grades the responses.
 
-Promises: every call gets its verdicts exactly once, within `timeout_s` of the moment its last request got
-its turn, and once more that time where an answer got no grade; such an answer is at fault itself if the
-judge grades a neutral one to the same task, and a `Failure` of the infrastructure otherwise; at most
-`max_in_flight` requests are under way; what waits and what is read of an answer is bounded.
+Promises:
+- Every call gets its verdicts exactly once, within `timeout_s` of the start of its last request.
+- An answer without a grade takes up to the same time again. It is at fault if the judge grades a neutral
+  answer to the same task. Otherwise the verdict is a `Failure` of the infrastructure.
+- At most `max_in_flight` requests are in flight. The queue and the length of an answer are bounded.
 """
 
 from __future__ import annotations
@@ -46,18 +47,21 @@ log = get_logger("judge")
 MAX_QUEUED = 8192
 CLOSED = Failure("pool", "the judge was closed")
 START_PAUSE_S = 0.5
-LIMITS = ClientLimits(most_bytes=4 << 20, connect_s=10.0, keepalive_s=2.0)  # Servers close theirs after 5 s
+LIMITS = ClientLimits(
+    most_bytes=4 << 20, connect_s=10.0, keepalive_s=2.0
+)  # servers close their connections after 5 s
 GREETING = "1 + 1 ="
-"""The request that shows at the start that a server answers. Not cut short: some servers refuse that."""
+"""The request at the start that shows that a server answers. Its length is not limited, because some servers
+refuse a limit."""
 
 Vote = float | Failure | Timeout
 
 
 class Judge:
-    """A `ScoringBackend`; `spec.args` are `JudgeArguments`. The start waits `start_s` for a first server."""
+    """A `ScoringBackend`. `spec.args` are `JudgeArguments`. The start waits `start_s` for a first server."""
 
     def __init__(self, spec: RewardSpec, section: RewardSection, *, start_s: float = 30.0) -> None:
-        """Raises `RewardLoadError` for arguments that are wrong."""
+        """Create the judge. Raises `RewardLoadError` for invalid arguments."""
         self._arguments = given = arguments_of(spec, JudgeArguments)
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
         self._timeout_s = spec.timeout_s
@@ -69,11 +73,11 @@ class Judge:
         self._slots = asyncio.Semaphore(given.max_in_flight)
         self._waiting: asyncio.Queue[tuple[int, Call, OnVerdicts]] = asyncio.Queue(MAX_QUEUED)
         self._closed = False
-        self._structured = False  # Whether its servers take a schema for the reply
+        self._structured = False  # whether its servers accept a schema for the reply
         self._runners: list[asyncio.Task[None]] = []
         self._http = HttpClient(self._key(), LIMITS)
         self._requests_most = given.votes
-        self._trouble: Trouble | None = None  # The last one of any request, until a request succeeds
+        self._trouble: Trouble | None = None  # the last trouble of any request, until a request succeeds
         self.call_seconds = 1.0
 
     @property
@@ -86,7 +90,7 @@ class Judge:
         return 0 if resting or self.broken.done() or not self._runners else self.capacity
 
     async def __aenter__(self) -> Self:
-        """Raises `RewardLoadError` when no server takes a request."""
+        """Start the judge. Raises `RewardLoadError` if no server accepts a request."""
         try:
             await self._greet()
         except BaseException:
@@ -97,7 +101,7 @@ class Judge:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Ends what is under way; every call left gets its verdict."""
+        """Stop requests in flight. Every remaining call gets its verdict."""
         self._closed = True
         for runner in self._runners:
             runner.cancel()
@@ -115,7 +119,7 @@ class Judge:
         return key
 
     async def submit(self, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
-        """Queue calls; waits while the queue is full."""
+        """Queue calls. Waits while the queue is full."""
         for index, call in enumerate(calls):
             self._requests_most = max(self._requests_most, self._arguments.votes * len(inputs_of(call)))
             await self._waiting.put((index, call, on_verdicts))
@@ -123,13 +127,13 @@ class Judge:
                 self._refuse_waiting()
 
     def _refuse_waiting(self) -> None:
-        """Give what waits its verdict; whoever waited for room comes here too."""
+        """Give all waiting calls their verdict, including calls that wait for room."""
         while not self._waiting.empty():
             index, call, on_verdicts = self._waiting.get_nowait()
             on_verdicts(index, [CLOSED] * len(inputs_of(call)), 0.0)
 
     async def _greet(self) -> None:
-        """Send one request to each server: key, model and path are right, and at least one answers."""
+        """Send one request to each server, to check key, model and path. At least one server must answer."""
         until_s = time.monotonic() + self._start_s
         while True:
             found = await asyncio.gather(*(self._hello(one.url) for one in self._servers))
@@ -139,7 +143,7 @@ class Judge:
                     mend = ADVICE.get(trouble.status, "Correct reward.args.")
                     raise RewardLoadError(f"the reward 'judge' is refused: {trouble}. {mend}")
                 log.warning("a judge's server does not take requests", error=str(trouble))
-            # A server that limits the rate is there.
+            # A server that limits the rate works.
             if len(troubles) < len(found) or any(trouble.status == 429 for trouble in troubles):
                 there = [one for one in found if isinstance(one, bool)]
                 self._structured = bool(there) and all(there)
@@ -150,7 +154,8 @@ class Judge:
             await asyncio.sleep(START_PAUSE_S)
 
     async def _hello(self, url: str) -> Trouble | bool:
-        """Return whether a server takes a schema for the reply; or why it takes no requests."""
+        """Return whether a server accepts a schema for the reply, or the reason why it accepts no
+        requests."""
         try:
             async with asyncio.timeout(self._start_s):
                 for structured in (True, False) if self._parse.form(structured=True) else (False,):
@@ -182,10 +187,10 @@ class Judge:
             except asyncio.CancelledError:
                 on_verdicts(index, [CLOSED] * len(inputs_of(call)), 0.0)
                 raise
-            except Exception as error:  # a mistake of ours must not leave a call without a verdict
+            except Exception as error:  # a bug of ours must not leave a call without a verdict
                 log.exception("the judge failed")
                 verdicts = [Failure("judge", f"{type(error).__name__}: {error}")] * len(inputs)
-            # The call began when its last request got its turn; one that needed none took no time.
+            # The call began with its last request. A call without a request took no time.
             elapsed_s = time.monotonic() - max(begun_s) if begun_s else 0.0
             self.call_seconds += 0.1 * (elapsed_s - self.call_seconds)
             on_verdicts(index, verdicts, elapsed_s * 1000)
@@ -201,15 +206,16 @@ class Judge:
         grades = [vote for vote in votes if isinstance(vote, float)]
         lost = [vote for vote in votes if not isinstance(vote, float)]
         verdict = verdict_of(grades, lost, arguments.votes // 2 + 1, arguments.aggregate)
-        # Servers that are away have kinds of their own. What they refused or did not grade has this one.
-        # The neutral answer is sent now: what the judge did before says nothing of a key revoked since.
+        # Unavailable servers have other kinds. This kind means a refusal or a reply without a grade. The
+        # neutral answer is sent now, because earlier replies do not show whether a key has been revoked
+        # since.
         unjudged = isinstance(verdict, Failure) and verdict.kind == "judge"
         if unjudged and isinstance(await self._vote(neutral, begun_s), float):
             return msgspec.structs.replace(verdict, fault=FaultOf.ANSWER)
         return verdict
 
     def _bodies(self, given: RewardInput) -> list[bytes]:
-        """The request of each vote. Raises `MissingText`."""
+        """Return the request of each vote. Raises `MissingText`."""
         arguments, structured = self._arguments, self._structured
         shown = msgspec.structs.replace(given, response=quoted(given.response, arguments.quote))
         text = fill(arguments.template, shown) + self._parse.form(structured=structured)
@@ -233,7 +239,7 @@ class Judge:
     # --- requests ------------------------------------------------------------------------------------
 
     async def _vote(self, body: bytes, begun_s: list[float]) -> Vote:
-        """One vote, or the reason why there is none; notes when its request got its turn."""
+        """Return one vote, or the reason why there is none, and record when its request began."""
         async with self._slots:
             begun_s.append(time.monotonic())
             trouble: Trouble | None = None
@@ -258,7 +264,7 @@ class Judge:
                 return Failure(told.kind, f"{told} (until the deadline of {self._timeout_s:g} s)")
 
     async def _take(self) -> ServerState:
-        """A server for one request; waits while all rest."""
+        """Return a server for one request. Waits while all servers rest."""
         while True:
             choice = choose(self._servers, time.monotonic())
             if isinstance(choice, ServerState):
@@ -268,7 +274,7 @@ class Judge:
             await set_within(self._changed, choice)
 
     async def _ask(self, server: ServerState, body: bytes) -> JudgeReply:
-        """One request, after `begin()` of its server. Raises `Trouble`."""
+        """Send one request, after `begin()` of its server. Raises `Trouble`."""
         began_s = time.monotonic()
         try:
             reply = await ask(self._http, server.url, body)
@@ -292,7 +298,7 @@ class Judge:
 
     def _graded(self, reply: JudgeReply) -> Vote:
         try:
-            if reply.finish_reason in CUT_BY:  # its grade may be cut too: a 1 of a 10
+            if reply.finish_reason in CUT_BY:  # its grade may be cut too, such as a 1 of a 10
                 raise NoGrade(f"the reply was cut ({reply.finish_reason}): {clipped(reply.text)}")
             grade = self._parse(reply.text, structured=self._structured)
         except NoGrade as error:

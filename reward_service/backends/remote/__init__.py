@@ -1,5 +1,7 @@
-"""The reward `remote`: a reward in other processes, over HTTP and JSON.
-docs/reward-service.md#serve-a-reward-over-http is the page about it."""
+"""Arguments of the reward `remote`: a reward in other processes, over HTTP and JSON.
+
+docs/reward-service.md#serve-a-reward-over-http describes it.
+"""
 
 from __future__ import annotations
 
@@ -14,44 +16,45 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_v
 from areal_async.config.base import Section
 from reward_service.backends import BackendReward, check_url
 
-ANSWER_GRACE_S = 1.0  # Beyond the deadline of an input, for the answer to arrive
+ANSWER_GRACE_S = 1.0  # seconds beyond an input's deadline for the answer to arrive
 
 
 Url = Annotated[str, AfterValidator(partial(check_url, instead="token_env or token_file"))]
 
 
 class RemoteArguments(Section):
-    """A reward in another process (docs/reward-service.md#serve-a-reward-over-http). Each address is a server
-    of the same reward."""
+    """A reward in another process (docs/reward-service.md#serve-a-reward-over-http). All addresses must serve
+    the same reward."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
     urls: tuple[Url, ...] = Field(min_length=1)
-    """Its servers: `http://host:port` or `https://host`. The least loaded one that answers gets the next
+    """Its servers: `http://host:port` or `https://host`. The least loaded server that answers gets the next
     request."""
     reward: str = ""
-    """The reward's name at the server; may be left out where it offers one only."""
+    """The reward's name at the server. Optional if the server offers only one."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the reward there, by name."""
+    """Arguments of the reward at the server, by name."""
     version: str = ""
-    """If given, a server whose reward has another version is not used."""
+    """Required version of the reward. A server with another version is not used."""
     batch: int = Field(default=32, ge=1, le=65_536)
     """Most inputs in one request."""
     max_in_flight: int = Field(default=4, ge=1, le=65_536)
     """Most unanswered requests at one server."""
     retries: int = Field(default=3, ge=0, le=1000)
-    """Repetitions of a call that a server lost, by dying or by failing inside, before its verdict is `error`.
-    A call that a server refuses for being busy is sent again without being counted."""
+    """Retries of a call that a server lost, by a crash or an internal error, before its verdict is `error`. A
+    retry after the refusal `busy` does not count."""
     connect_s: float = Field(default=60.0, gt=0)
-    """Seconds for which the start waits for a first server to answer."""
+    """Seconds that the start waits for a first server to answer."""
     outage_s: float = Field(default=120.0, gt=0)
-    """Seconds for which calls wait while no server answers; then their verdict is the error `unreachable`."""
+    """Seconds that calls wait while no server answers. After that their verdict is the error
+    `unreachable`."""
     token_env: str = ""
-    """Environment variable that holds the token."""
+    """Environment variable with the token."""
     token_file: Path | None = None
-    """File that holds the token; an absolute path."""
+    """Absolute path of a file with the token."""
     ca_file: Path | None = None
-    """Certificates that a server's is checked against, for https with an authority of your own."""
+    """Certificates that verify a server's certificate, for https with a private authority."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -64,8 +67,8 @@ class RemoteArguments(Section):
         return self
 
     def token(self) -> str:
-        """The token, empty where none is asked for. Raises ValueError, which names the field, for one that
-        is not there."""
+        """Return the token, or an empty text without one. Raises `ValueError` with the field of a missing
+        token."""
         if self.token_env:
             found = os.environ.get(self.token_env, "")
             if not found:
@@ -75,7 +78,7 @@ class RemoteArguments(Section):
 
 
 def read_token(path: Path) -> str:
-    """The token in the file at `path`: its text without the white space around it. Raises ValueError."""
+    """Return the text of the file at `path` without surrounding white space. Raises `ValueError`."""
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -96,9 +99,9 @@ class RemoteReward(BackendReward):
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
-        """Return the seconds for which a call may wait for servers that come back, and be sent again."""
+        """Return the seconds that a call may wait for unavailable servers and retries."""
         try:
             given = RemoteArguments.model_validate(arguments)
         except ValidationError:
-            return 0.0  # the reward cannot be loaded with these, and says so itself
+            return 0.0  # loading the reward reports the wrong arguments
         return given.outage_s + (given.retries + 1) * (timeout_s + ANSWER_GRACE_S)

@@ -1,13 +1,16 @@
 """The reward `remote`: calls are scored by servers that speak
 docs/reward-service.md#serve-a-reward-over-http.
 
-Promises: every call submitted gets its verdicts exactly once. A call begins when it is sent; it has the
-reward's deadline then, and `ANSWER_GRACE_S` for the way back. A server that dies loses nothing: what it had
-goes to another one, or waits for it to come back, at most `outage_s` while none answers. What a server
-breaks, refuses or loses again and again is an error that says so, and the answer's own fault only where it
-alone is too large for the server. At most `MAX_QUEUED` calls wait.
+Promises:
+- Every submitted call gets its verdicts exactly once. A call begins when it is sent. It has the reward's
+  deadline and `ANSWER_GRACE_S` for the way back.
+- A dead server loses no call. Its calls go to another server or wait for its return, at most `outage_s` while
+  no server answers.
+- A call that servers break, refuse or lose repeatedly is an error with the reason. It is the answer's own
+  fault only if the answer alone is too large for the server.
+- At most `MAX_QUEUED` calls wait.
 
-A call may be scored twice, where the answer to the first time was lost; one verdict counts.
+A call may be scored twice if its first answer was lost. One verdict counts.
 """
 
 from __future__ import annotations
@@ -44,9 +47,9 @@ VERDICT_DECODER = msgspec.json.Decoder(Verdict)
 MAX_QUEUED = 8192
 CLOSED = Failure("pool", "the connection to the reward servers was closed")
 FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 5.0  # Before a server that has no time is asked again, where it does not say when
-TICK_S = 0.25  # How often it is looked whether calls have waited too long for a server
-REQUEST_ROOM_BYTES = 64 << 10  # Part of a request's limit that its head and its arguments may take
+LONGEST_PAUSE_S = 5.0  # longest pause before a busy server is asked again, if it does not name a time
+TICK_S = 0.25  # seconds between checks for calls that have waited too long
+REQUEST_ROOM_BYTES = 64 << 10  # part of a request's limit that is reserved for its head and its arguments
 
 
 @dataclass(eq=False)
@@ -61,11 +64,12 @@ class Pending:
     refused: int = 0
     refused_s: float = 0.0
     alone: bool = False
-    """It is sent by itself: what went wrong with it among others may be its own doing."""
+    """Whether to send the call by itself, because it may have caused a failure among others."""
 
 
 class RemoteBackend:
-    """A `ScoringBackend`. Entering waits for a first server; raises `RewardLoadError` when none is fit."""
+    """A `ScoringBackend`. Entering waits for a first server, and raises `RewardLoadError` if none is
+    usable."""
 
     def __init__(self, spec: RewardSpec, section: RewardSection) -> None:
         try:
@@ -74,14 +78,14 @@ class RemoteBackend:
         except ValueError as error:
             raise RewardLoadError(f"the reward remote: {error}") from error
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
-        """It is done only by a fault of this side: a server that is away may come back."""
+        """Done only after a bug on this side, because an unavailable server may come back."""
         self._spec = spec
         self._rng = random.Random()
         self._batch = self._arguments.batch if spec.scope == "episode" else 1
         self.call_seconds = 0.05
         self.replicas: list[RemoteServer] = []
         self._open: set[Pending] = set()
-        """Calls without verdicts: those of the queue, and those of requests under way."""
+        """Calls without verdicts, in the queue and in requests in flight."""
         self._queue: deque[Pending] = deque()
         self._room = asyncio.Event()
         self._news = asyncio.Event()
@@ -118,7 +122,7 @@ class RemoteBackend:
         await self.close()
 
     async def submit(self, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
-        """Queue calls; waits while the queue is full. `on_verdicts` must not raise."""
+        """Queue calls. Waits while the queue is full. `on_verdicts` must not raise."""
         for index, call in enumerate(calls):
             pending = Pending(index, inputs_of(call), on_verdicts)
             while len(self._queue) >= MAX_QUEUED and not self._closed:
@@ -132,7 +136,7 @@ class RemoteBackend:
                 self._news.set()
 
     async def close(self) -> None:
-        """End the requests under way, give every call its verdict. Safe to repeat."""
+        """Stop the requests in flight and give every call its verdict. A repeated call is harmless."""
         self._closed = True
         tasks = list(self._tasks)
         for task in tasks:
@@ -148,7 +152,7 @@ class RemoteBackend:
     # --- servers -------------------------------------------------------------------------------------
 
     async def _await_first(self) -> None:
-        """Wait until one server is ready, or all say that they cannot be used, or the limit is up."""
+        """Wait until one server is ready, or all report that they cannot be used, or the limit is over."""
         until_s = time.monotonic() + self._arguments.connect_s
         while not self.alive and not (unfit := all(replica.unfit for replica in self.replicas)):
             self._news.clear()
@@ -168,7 +172,7 @@ class RemoteBackend:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """A fault in any of these tasks must be heard, or calls would wait for ever."""
+        """Handle the end of a task. An error in a task must be reported, or calls would wait forever."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self.broken.done():
             self.broken.set_result(RewardLoadError(f"the reward remote: {type(error).__name__}: {error}"))
@@ -176,7 +180,7 @@ class RemoteBackend:
     # --- calls ---------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        """Hand out what waits whenever there is room; end what has waited too long."""
+        """Send waiting calls whenever there is room, and end calls that have waited too long."""
         while True:
             self._news.clear()
             now_s = time.monotonic()
@@ -192,11 +196,11 @@ class RemoteBackend:
             self._note_outage(now_s)
             if len(self._queue) < MAX_QUEUED:
                 self._room.set()
-            # Rests and breakers end by the clock, not by an event.
+            # Rests and breakers end by the clock, without an event.
             await set_within(self._news, TICK_S if self._queue else None)
 
     def _cut(self, replica: RemoteServer) -> tuple[list[Pending], list[msgspec.Raw]]:
-        """The next calls for `replica`, as many as a request may hold, and their inputs as it wants them."""
+        """Return the next calls for `replica`, as many as fit into a request, and their encoded inputs."""
         most = min(self._batch, replica.limits.max_inputs)
         room_bytes = max(1, replica.limits.max_body_bytes - REQUEST_ROOM_BYTES)
         batch: list[Pending] = []
@@ -226,14 +230,14 @@ class RemoteBackend:
         return batch, inputs
 
     async def _request(self, replica: RemoteServer, batch: list[Pending], inputs: list[msgspec.Raw]) -> None:
-        """One request, and what its end means for each of its calls."""
+        """Send one request, and handle its result for each of its calls."""
         began_s = time.monotonic()
         try:
             answered = await replica.score(inputs)
         except RemoteError as error:
             await self._after_error(replica, batch, error, (time.monotonic() - began_s) * 1000)
             return
-        except Exception:  # a fault of this side's: each call has its verdict all the same
+        except Exception:  # a bug on this side: each call still gets its verdict
             for call in batch:
                 self._fail(call, Failure("pool", "the request to the reward server was broken off"))
             raise
@@ -241,7 +245,7 @@ class RemoteBackend:
         self.call_seconds += 0.2 * (elapsed_s - self.call_seconds)
         asked = [one for call in batch for one in call.inputs]
         verdicts = [_read_verdict(*each) for each in zip(answered, asked, strict=True)]
-        # Backwards: what is sent again goes to the head of the queue, in the order it had.
+        # In reverse, because retries go to the head of the queue and keep their order.
         for call in reversed(batch):
             own, verdicts = verdicts[-len(call.inputs) :], verdicts[: -len(call.inputs)]
             if any(isinstance(verdict, Failure) and verdict.kind == NOT_RUN for verdict in own):
@@ -253,13 +257,13 @@ class RemoteBackend:
         self, replica: RemoteServer, batch: list[Pending], error: RemoteError, elapsed_ms: float
     ) -> None:
         told = clip(f"the server {replica.url}: {error}")
-        # Backwards: what is sent again goes to the head of the queue, in the order it had.
+        # In reverse, because retries go to the head of the queue and keep their order.
         for call in reversed(batch):
             match error.kind:
                 case "busy" | "unavailable":
                     self._wait(call, error.kind, told)
                 case "late" | "invalid" | "too_large" if len(batch) > 1:
-                    # Which of them it was is not known, and the others must not pay for it.
+                    # The failing call is unknown, and other calls must not fail with it.
                     call.alone = True
                     self._again(call, error.kind)
                 case "late":
@@ -268,7 +272,7 @@ class RemoteBackend:
                 case "broken" | "invalid" | "too_large":
                     fault = await self._fault(error, replica, call)
                     self._fail(call, Failure("remote", told, fault=fault), elapsed_ms)
-                case _:  # Lost; or it has become another one, and is asked again what it is.
+                case _:  # the server is lost, or another one has its address; its offer is requested again
                     call.lost, call.alone = call.lost + 1, True
                     if call.lost <= self._arguments.retries:
                         self._again(call, error.kind)
@@ -282,7 +286,7 @@ class RemoteBackend:
             replica.state.rest(max(pause, asked_s), time.monotonic())
 
     def _wait(self, call: Pending, cause: str, told: str) -> None:
-        """The server had no time for it: send it again, but not for ever."""
+        """Retry a call after the server was busy, up to a limit."""
         now_s = time.monotonic()
         call.refused += 1
         call.refused_s = call.refused_s or now_s
@@ -304,7 +308,8 @@ class RemoteBackend:
         self._end(call, [failure] * len(call.inputs), elapsed_ms)
 
     async def _fault(self, error: RemoteError, replica: RemoteServer, call: Pending) -> FaultOf:
-        """Return the fault of a refused call: the answers', if the server would take the task with others."""
+        """Return the fault of a refused call. It is the answer's if the server accepts the task with other
+        answers."""
         if error.kind == "too_large":
             size_bytes = sum(map(len, _with_answers(call, "")))
             if size_bytes <= replica.limits.max_body_bytes - REQUEST_ROOM_BYTES:
@@ -317,7 +322,7 @@ class RemoteBackend:
         return FaultOf.INFRASTRUCTURE
 
     def _note_outage(self, now_s: float) -> None:
-        """Give what waits its verdict when no server could be asked for `outage_s`."""
+        """Give waiting calls their verdict if no server was available for `outage_s`."""
         if self.alive or any(replica.state.in_flight for replica in self.replicas):
             self._away_since_s = None
             return
@@ -329,14 +334,16 @@ class RemoteBackend:
 
 
 def _with_answers(call: Pending, response: str) -> list[msgspec.Raw]:
-    """Return the inputs of a call as they are sent, with `response` for each answer."""
+    """Return the inputs of a call in the form to send, with `response` as each answer."""
     bare = (msgspec.structs.replace(g, response=response, metadata={}, blob=b"") for g in call.inputs)
     return [msgspec.Raw(msgspec.json.encode(to_wire(given, ()))) for given in bare]
 
 
 def _read_verdict(raw: msgspec.Raw, given: RewardInput) -> Verdict:
-    """Return a verdict, checked as those of the pool are. One that is none is an error of the kind `remote`,
-    and spoils no other."""
+    """Return a verdict, checked like the pool's verdicts.
+
+    An invalid verdict becomes an error of the kind `remote` and does not affect others.
+    """
     try:
         return as_verdict(VERDICT_DECODER.decode(raw), given)
     except (ValueError, RecursionError) as error:

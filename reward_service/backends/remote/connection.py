@@ -1,8 +1,8 @@
-"""One reward server as its client sees it: what it offers, whether it may be asked, and one request.
+"""One reward server from its client's side: its offer, its availability, and one request.
 
-`RemoteServer.keep` runs as long as the client lives: it looks at the server every `LOOK_S`, after a loss with
-growing pauses. A server that cannot be used (another protocol, another reward, a
-wrong token) is asked again too: it may come back as what it should be.
+`RemoteServer.keep` runs for the life of the client. It checks the server every `LOOK_S`, and after a loss
+with growing pauses. An unusable server (another protocol, another reward, a wrong token) is also checked
+again, because it may be replaced by the right one.
 """
 
 from __future__ import annotations
@@ -51,21 +51,25 @@ T = TypeVar("T")
 log = get_logger("reward")
 
 LIMITS = ClientLimits(most_bytes=64 << 20, connect_s=5.0, keepalive_s=15.0)
-GATEWAY_STATUSES = (502, 503, 504)  # What a proxy says when the server behind it is away
-LOOK_S = 2.0  # Between two looks at a server that answers: it may be about to end, or another one by now
+GATEWAY_STATUSES = (502, 503, 504)  # statuses of a proxy whose server is unavailable
+LOOK_S = 2.0  # seconds between checks of a server that answers: it may stop or be replaced
 ASK_LIMIT_S = 5.0
 NOTICE_S = 0.5
-"""Time beyond an input's deadline in which the server ends what is late and starts what waited behind it."""
+"""Seconds beyond an input's deadline in which the server ends late inputs and starts the waiting ones."""
 FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 2.0  # Between two looks at a server that does not answer
-OUTCOMES = ("gone", "late", "broken")  # Kinds of a `RemoteError` that is no refusal
-TOLERATED = 2  # Failures of a server in a row after which it is still asked as before
+LONGEST_PAUSE_S = 2.0  # longest pause between checks of a server that does not answer
+OUTCOMES = ("gone", "late", "broken")  # kinds of a `RemoteError` that is not a refusal
+TOLERATED = 2  # tolerated consecutive failures of a server
 
 
 class RemoteError(ArealError):
-    """Asking a server came to nothing. `kind`: that of its refusal; or `gone` (not reachable, or lost under
-    the request: whether it was run is not known), `late` (no answer in time over a connection that stands),
-    `broken` (it answers outside the protocol, or has another reward than the one wanted)."""
+    """A request to a server failed.
+
+    `kind` is the kind of its refusal, or one of these:
+    - `gone`: not reachable, or lost during the request, so the request may have run.
+    - `late`: no answer in time over an intact connection.
+    - `broken`: an answer outside the protocol, or another reward than the wanted one.
+    """
 
     def __init__(
         self, kind: RefusalKind | Literal["gone", "late", "broken"], message: str, retry_after_s: float = 0.0
@@ -76,8 +80,10 @@ class RemoteError(ArealError):
 
 
 class RemoteServer:
-    """The server at `url`, its root: `http://host:port`, also with a path before `/v1`. `changed` is called
-    whenever it may take more than before, or less."""
+    """The server with the root `url`: `http://host:port`, possibly with a path before `/v1`.
+
+    `changed` is called whenever the server's capacity may have changed.
+    """
 
     def __init__(
         self,
@@ -92,7 +98,7 @@ class RemoteServer:
         self.url = url
         self.state = ServerState(url, rng, tolerated=TOLERATED)
         self.trouble = "it was not asked yet"
-        self.unfit = False  # It answers, and cannot be used before somebody changes something
+        self.unfit = False  # it answers but needs a change by a person before it can be used
         self.limits = RequestLimits()
         self.reward = RewardInfo("")
         self._arguments = arguments
@@ -106,19 +112,19 @@ class RemoteServer:
         self._http = HttpClient(token, LIMITS, arguments.ca_file)
 
     async def close(self) -> None:
-        """End the session. To be called once, when nothing is under way any more."""
+        """Close the session. Call it once, after all requests have ended."""
         self._ready = False
         with contextlib.suppress(KeyError):
             metrics.REMOTE_READY.remove(self.url)
         await self._http.close()
 
     def ready(self, now_s: float) -> bool:
-        """Return whether calls may be sent to it, apart from those that it has."""
+        """Return whether further calls may be sent to the server."""
         return self._ready and self.state.rests_s(now_s) <= 0
 
     @property
     def slots(self) -> int:
-        """Requests that it may have at a time."""
+        """Return the number of requests that it may have in flight."""
         return max(1, min(self._arguments.max_in_flight, self.limits.max_in_flight))
 
     def has_room(self, now_s: float) -> bool:
@@ -126,8 +132,10 @@ class RemoteServer:
         return self._ready and self.state.takes(now_s) and self.state.in_flight < self.slots
 
     async def score(self, inputs: list[msgspec.Raw]) -> list[msgspec.Raw]:
-        """The verdicts of one request, after `state.begin()`. Raises `RemoteError`; ends within the reward's
-        deadline and `ANSWER_GRACE_S`."""
+        """Return the verdicts of one request, after `state.begin()`.
+
+        Ends within the reward's deadline and `ANSWER_GRACE_S`. Raises `RemoteError`.
+        """
         began_s = time.monotonic()
         outcome = "ok"
         try:
@@ -168,7 +176,7 @@ class RemoteServer:
     def _failed(self, error: RemoteError, began_s: float) -> None:
         now_s = time.monotonic()
         if error.kind in ("busy", "too_large", "invalid"):
-            self.state.answered(now_s)  # it works; it is this request that it did not take
+            self.state.answered(now_s)  # the server works and refused only this request
             return
         if error.kind not in ("late", "broken", "internal"):
             self._set_ready(False, str(error))
@@ -187,7 +195,7 @@ class RemoteServer:
     # --- whether it can be used ----------------------------------------------------------------------
 
     async def keep(self) -> None:
-        """Keep looking whether the server can be used, until cancelled."""
+        """Check repeatedly whether the server can be used, until cancelled."""
         tries = 0
         while True:
             self._lost.clear()
@@ -197,7 +205,7 @@ class RemoteServer:
                 self._set_ready(True)
             except RemoteError as error:
                 self.unfit = error.kind in ("broken", "unauthorized", "protocol")
-                # A server of one thread cannot answer while it scores: that is no loss.
+                # A server with one thread cannot answer while it scores, so this is not a loss.
                 if not (error.kind == "late" and self.state.in_flight):
                     self._set_ready(False, str(error))
             if self._ready:
@@ -209,7 +217,7 @@ class RemoteServer:
                 await asyncio.sleep(pause)
 
     async def _look(self) -> None:
-        """Raises `RemoteError` where it cannot be used now."""
+        """Check the server. Raises `RemoteError` if it cannot be used now."""
         info = await self._ask("info", Info, ASK_LIMIT_S)
         self.reward, self.limits = self._fitting(info), info.limits
         try:
@@ -218,10 +226,10 @@ class RemoteServer:
                 raise RemoteError("gone", f"it says that it is {health.status}")
         except RemoteError as error:
             if error.kind not in ("invalid", "unknown_reward", "busy"):
-                raise  # else it knows no such question
+                raise  # otherwise it does not know this request
         if self._ready:
             return
-        try:  # A request without inputs shows whether it takes the reward's arguments.
+        try:  # A request without inputs shows whether the server accepts the reward's arguments.
             await self._score([], ASK_LIMIT_S)
         except RemoteError as error:
             if error.kind == "invalid":
@@ -232,7 +240,7 @@ class RemoteServer:
         log.info("reward server ready", server=self.url, reward=self.reward.name, version=self.reward.version)
 
     def _fitting(self, info: Info) -> RewardInfo:
-        """The reward that is wanted. Raises `RemoteError`."""
+        """Return the wanted reward. Raises `RemoteError`."""
         name, version = self._arguments.reward, self._arguments.version
         names = ", ".join(reward.name for reward in info.rewards) or "none"
         found = [reward for reward in info.rewards if name in ("", reward.name)]
@@ -262,8 +270,11 @@ class RemoteServer:
 
 
 def read_answer(answer: HttpAnswer, kind: type[T]) -> T:
-    """Return the content of an answer, which is a `kind`. Raises `RemoteError` for a refusal, which a body of
-    the protocol says better than the status, and for what is neither."""
+    """Return the content of an answer as a `kind`.
+
+    Raises `RemoteError` for a refusal, if possible with the protocol's own error instead of the status, and
+    for any other content.
+    """
     status, headers, content = answer
     asked_s = retry_after_s(headers) or 0.0
     try:
@@ -276,7 +287,7 @@ def read_answer(answer: HttpAnswer, kind: type[T]) -> T:
     except (ValueError, RecursionError) as error:
         if status == 200:
             raise RemoteError("broken", f"the server's answer is none of the protocol: {error}") from error
-    # A proxy's page, or a server's own way to fail: the status has to do.
+    # The body is a proxy's page or the server's own error format, so only the status counts.
     told = content[:200].decode(errors="replace").strip()
     message = f"status {status}" + (f": {told}" if told else "")
     if 300 <= status < 400:

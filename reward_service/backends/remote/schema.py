@@ -1,8 +1,8 @@
-"""The reward protocol: what a client and a reward server say to each other.
+"""The reward protocol: the messages between a client and a reward server.
 docs/reward-service.md#serve-a-reward-over-http explains it.
 
-A message is a JSON object; the path says what is asked. Readers ignore fields that they do not know, so
-fields may be added within one protocol version.
+A message is a JSON object, and the path names the request. Readers ignore unknown fields, so fields may be
+added within one protocol version.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from areal_async.trajectory import unpack
 from reward_service.sdk import RewardInput
 
 PROTOCOL = 1
-"""Version of the protocol. A server of another one is not used, a request of another one is refused."""
+"""Version of the protocol. Servers and requests of another version are refused."""
 
-NOT_RUN = "not_run"  # Kind of the error that says: no verdict yet, through no fault of the input
+NOT_RUN = "not_run"  # kind of an error without a verdict that is not the input's fault
 
 Extra = Literal["blob"]
 Status = Literal["ready", "starting", "draining"]
@@ -45,7 +45,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
     max_inputs: int = 64
     max_body_bytes: int = 32 << 20
     max_in_flight: int = 8
-    """Requests of one client that are unanswered at a time."""
+    """Requests of one client that may be unanswered at once."""
 
 
 class RewardInfo(msgspec.Struct, frozen=True):
@@ -53,15 +53,15 @@ class RewardInfo(msgspec.Struct, frozen=True):
 
     name: str
     version: str = ""
-    """Text that changes when the reward does."""
+    """Text that changes with the reward."""
     scope: Scope = "episode"
     wants: tuple[Extra, ...] = ()
-    """Things that its inputs carry beside texts: `blob`, the episode."""
+    """Additional data in its inputs: `blob` is the episode."""
     description: str = ""
 
 
 class Info(msgspec.Struct, frozen=True):
-    """Answer to `info`: the handshake."""
+    """Answer to `info`, the handshake."""
 
     protocol: int
     rewards: tuple[RewardInfo, ...]
@@ -71,7 +71,7 @@ class Info(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """Answer to `health`. Load is in inputs, of all clients together; 0 of 0 where it is not known."""
+    """Answer to `health`. Load counts inputs of all clients together. 0 of 0 means unknown."""
 
     status: Status = "ready"
     in_flight: int = 0
@@ -80,31 +80,31 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class Input(RewardInput, kw_only=True):
-    """An input to score, with the id of the episode for logs. `blob` is base64 in JSON, and empty unless
+    """An input to score, with the episode's id for logs. `blob` is base64 in JSON, and empty unless
     wanted."""
 
     episode_id: str = ""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`score`: one verdict for each of `inputs`, in their order."""
+    """The request `score`. It gets one verdict for each of `inputs`, in order."""
 
     protocol: int
     request_id: str
     reward: str
     timeout_ms: int
-    """Time for scoring one input, once it has begun: past it the input is a `timeout`."""
+    """Time for scoring one input from its start. After that the input is a `timeout`."""
     deadline_ms: int
-    """Time for the answer, from the arrival on: an input that the server has not got to by then is an `error`
-    of the kind `NOT_RUN`, and is sent again."""
+    """Time for the answer, from the arrival of the request. An input that has not begun by then is an `error`
+    of the kind `NOT_RUN` and is sent again."""
     inputs: list[msgspec.Raw]
-    """Encoded `Input`s: with the scope `group` those of one group, in the order of its samples."""
+    """Encoded `Input`s. With the scope `group` they are one group, in the order of its samples."""
     scope: Scope = "episode"
     args: dict[str, Any] = {}
 
 
 class RequestRefusal(msgspec.Struct, frozen=True):
-    """Why a request was not carried out."""
+    """Reason why a request was refused."""
 
     kind: RefusalKind
     message: str
@@ -112,21 +112,22 @@ class RequestRefusal(msgspec.Struct, frozen=True):
 
 
 class RefusedAnswer(msgspec.Struct, frozen=True):
-    """The answer to a request that was not carried out; its status says the same."""
+    """The answer to a refused request. Its HTTP status has the same meaning."""
 
     error: RequestRefusal
     request_id: str = ""
 
 
 class Verdicts(msgspec.Struct, frozen=True):
-    """Answer to `score`. The verdicts are those of areal_async.base.verdicts."""
+    """Answer to `score`, with verdicts of areal_async.base.verdicts."""
 
     verdicts: list[msgspec.Raw]
     request_id: str = ""
 
 
 def to_wire(given: RewardInput, wants: Collection[Extra]) -> Input:
-    """`given`, with its episode only where that is wanted. Raises TrajectoryError for a damaged one."""
+    """Return the input to send, with its episode only if wanted. Raises `TrajectoryError` for a damaged
+    episode."""
     values = {name: getattr(given, name) for name in RewardInput.__struct_fields__}
     if "blob" not in wants:
         values["blob"] = b""

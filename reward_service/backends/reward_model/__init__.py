@@ -1,4 +1,4 @@
-"""The reward `reward_model`: a sequence-classification model, in a process of its own."""
+"""Arguments of the reward `reward_model`: a sequence-classification model in a separate process."""
 
 from __future__ import annotations
 
@@ -29,33 +29,34 @@ Template = Annotated[str, AfterValidator(lambda value: value if value == "chat" 
 
 
 class RewardModelArguments(Section):
-    """A sequence-classification model in a process of its own."""
+    """A sequence-classification model in a separate process."""
 
     model: FolderOrName = Field(min_length=1)
-    """Directory of a Hugging Face model with a classification head, relative to the job file; or the name of
-    one in the hub's cache. Only safetensors are read."""
+    """Directory of a Hugging Face model with a classification head, relative to the job file, or a model's
+    name in the hub's cache. Only safetensors are read."""
     template: Template = "{prompt}{response}"
-    """Text for the model, with `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{ability}` and
-    `{extra_info.NAME}` filled in. `chat`: the chat template of the model's own tokenizer, with the prompt as
-    the user's message and the response as the assistant's."""
+    """Text for the model. `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{ability}` and
+    `{extra_info.NAME}` are replaced. `chat`: the chat template of the model's own tokenizer, with the prompt
+    as the user's message and the response as the assistant's."""
     label: str | int | None = None
-    """Which class is the reward, by name or index, where the model has several; its value is then a
+    """Name or index of the class that is the reward, if the model has several. Its value is then a
     probability."""
     activation: Literal["none", "sigmoid"] = "none"
-    """Function that is applied to the number of a model with one output."""
+    """Function that is applied to the output of a model with one output."""
     max_batch: int = Field(default=32, ge=1, le=65_536)
-    """Most texts computed together."""
+    """Most texts in one batch."""
     max_batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens computed together, padding included; a single longer text goes alone."""
+    """Most tokens in one batch, including padding. A single longer text is a batch of its own."""
     max_tokens: int = Field(default=4096, ge=1)
-    """Longest text, in tokens of the reward model; less where the model can read less."""
+    """Longest text in tokens of the reward model, limited by the model's own maximum."""
     on_long: Literal["fail", "cut"] = "fail"
-    """A longer text: `fail` gives the answer `reward.on_fault.score`, which is 0 by default, or no score
-    where the task alone is too long; `cut` reads its end, and says so in the component `cut_tokens`."""
+    """Action on a longer text. `fail` gives the answer `reward.on_fault.score`, which is 0 by default, or no
+    score if the task alone is too long. `cut` reads the end of the text and reports the component
+    `cut_tokens`."""
     device: Annotated[str, AfterValidator(_is_a_device)] = "auto"
-    """`auto`: a GPU where there is one. Else `cpu`, `cuda` or `cuda:N`."""
+    """`auto`: a GPU if there is one, else the CPU. Other values: `cpu`, `cuda` or `cuda:N`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto`: float32 on a CPU, else what the model was saved in."""
+    """`auto`: float32 on a CPU, else the dtype of the saved model."""
     threads: int = Field(default=1, ge=1, le=1024)
     """Threads of the computation on a CPU."""
 
@@ -75,13 +76,14 @@ class RewardModelReward(BackendReward):
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
-        """The process may die at any moment, and the next one loads the model first."""
+        """Return the time to load the model, because the process may die at any moment and its successor
+        loads first."""
         return START_LIMIT_S
 
     @classmethod
     def check_files(cls, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """Yield what is missing in the model's folder; a name in the hub's cache is not looked at."""
-        # Imported here: it asks the rewards themselves.
+        """Yield the missing files of the model's folder. A name in the hub's cache is not checked."""
+        # Imported here, because that module imports the rewards itself.
         from areal_async.config.files import json_in, model_mistakes
 
         model = arguments.get("model")

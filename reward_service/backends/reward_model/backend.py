@@ -1,9 +1,8 @@
-"""The reward `reward_model`: a sequence-classification model, computed in a pool of one worker of its own.
+"""The reward `reward_model`: a sequence-classification model in a pool of one worker.
 
-Promises what the pool promises: every call gets its verdict exactly once; texts that wait are computed
-together, at most `max_batch`; a batch that runs past the deadline, or whose process dies, is computed again
-text by text, and only the text that brings it about again pays. After a death the model is loaded again,
-which takes time.
+Promises the same as the pool: every call gets its verdict exactly once. Waiting texts are computed together,
+at most `max_batch`. If a batch passes the deadline or its process dies, its texts are computed again one by
+one. Only a text that fails again gets no score. After a death the model is loaded again, which takes time.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from reward_service.sdk import RewardInput
 
 
 class RewardModel(WorkerPool):
-    """A `ScoringBackend`; `spec.args` are `RewardModelArguments`."""
+    """A `ScoringBackend`. `spec.args` are `RewardModelArguments`."""
 
     def __init__(self, spec: RewardSpec, section: RewardSection) -> None:
-        """Raises `RewardLoadError` for arguments that are wrong."""
+        """Create the backend. Raises `RewardLoadError` for invalid arguments."""
         arguments = arguments_of(spec, RewardModelArguments)
         super().__init__([spec], workers=1, limits=WorkerLimits(start_s=START_LIMIT_S))
         self.capacity = arguments.max_batch
@@ -36,13 +35,13 @@ class RewardModel(WorkerPool):
 
     @property
     def call_seconds(self) -> float:
-        """A text takes as long as its batch."""
+        """Return the recent duration of a batch, which is also the duration of each text."""
         return super().call_seconds * self.capacity
 
     async def submit(
         self, calls: Sequence[Call], on_verdicts: OnVerdicts, *, spec: RewardSpec | None = None
     ) -> None:
-        """Queue calls; waits while the queue is full. The model reads texts: episodes need not travel."""
+        """Queue calls. Waits while the queue is full. The model reads texts, so episodes are not sent."""
         texts: list[Call] = []
         for call in calls:
             assert isinstance(call, RewardInput)

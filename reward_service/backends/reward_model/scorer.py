@@ -1,11 +1,9 @@
-"""The function of the reward `reward_model`: loads a model, and scores batches of texts.
+"""The function of the reward `reward_model`: it loads a model and scores batches of texts in a pool's worker.
 
-Promises: one verdict for each text; a text that cannot be scored costs the others of its batch nothing, and
-is the answer's own fault if a neutral answer to the same task can; a text's score does not depend on its
-company beyond rounding; nothing is unpickled and no code of the model's is run. A device that no longer
+Promises: one verdict for each text. A text that cannot be scored does not affect the rest of its batch. It is
+the answer's own fault if a neutral answer to the same task can be scored. A text's score does not depend on
+its batch beyond rounding. Nothing is unpickled, and no code of the model is executed. A device that no longer
 computes ends the process.
-
-Runs in a worker of a pool.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ from reward_service.checking import describe
 from reward_service.sdk import RewardInput, RewardLoadError
 
 NEUTRAL = "1"
-"""The answer to a task that any reward model can score: shorter ones may have no token."""
+"""An answer that any reward model can score. Shorter answers may have no token."""
 MOST_COMPONENTS = 64
-"""Classes whose probabilities are components of the score; of a model with more, none are."""
+"""Most classes whose probabilities become components of the score. With more classes, none do."""
 
 
 class Unusable(Exception):
-    """The model cannot serve as asked; the text says what to change."""
+    """The model cannot be used as requested. The text says what to change."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class ModelScorer:
     """A model and its tokenizer."""
 
     def __init__(self, arguments: RewardModelArguments) -> None:
-        """Raises `Unusable`, and what transformers raises."""
+        """Load the model. Raises `Unusable` and the errors of transformers."""
         self._arguments = arguments
         self.device = arguments.device
         if self.device == "auto":
@@ -80,11 +78,14 @@ class ModelScorer:
         self.max_tokens = min(limit for limit in limits if isinstance(limit, int) and limit > 0)
 
     def tokenize(self, texts: Sequence[tuple[str, str] | Failure]) -> list[TokenizedText | Failure]:
-        """The tokens of each text: of prompt and response for a chat template, else of all and nothing."""
+        """Return the tokens of each text.
+
+        A text is (prompt, response) for a chat template, else (whole text, empty).
+        """
         return [text if isinstance(text, Failure) else self._row(*text) for text in texts]
 
     def score(self, rows: Sequence[TokenizedText | Failure]) -> list[Verdict]:
-        """One verdict for each row, in order."""
+        """Return one verdict for each row, in order."""
         verdicts: list[Verdict] = [row if isinstance(row, Failure) else Failure("model", "") for row in rows]
         good = [(index, row) for index, row in enumerate(rows) if isinstance(row, TokenizedText)]
         for part in cut_by_tokens([len(row.ids) for _, row in good], self._arguments.max_batch_tokens):
@@ -113,7 +114,7 @@ class ModelScorer:
                 ids = self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
             else:
                 ids = self._tokenizer(prompt + response).input_ids
-        except Exception as error:  # of this text alone, whatever a template or tokenizer raises
+        except Exception as error:  # concerns this text alone: any error of a template or tokenizer
             return Failure("input", describe(error))
         if not ids:
             return Failure("input", "the text has no token")
@@ -128,7 +129,7 @@ class ModelScorer:
     def _together(self, rows: Sequence[TokenizedText]) -> list[Verdict]:
         try:
             values = self._forward([row.ids for row in rows])
-        except Exception as error:  # memory, or one text that the model cannot compute
+        except Exception as error:  # out of memory, or one text that the model cannot compute
             if len(rows) > 1:
                 return [verdict for row in rows for verdict in self._together([row])]
             self._check_device()
@@ -137,11 +138,12 @@ class ModelScorer:
 
     @torch.inference_mode()
     def _forward(self, texts: Sequence[list[int]]) -> list[list[float]]:
-        """Logits [B, classes] of texts of any lengths, padded on the right."""
+        """Return the logits [B, classes] of texts of any lengths, padded on the right."""
         longest = max(map(len, texts))
         pad = self._own_pad
         if pad is None:
-            # The model reads its score at the last id that is not padding: one that no text has will do.
+            # The model reads its score at the last non-padding id, so the padding id must not occur in a
+            # text.
             used = {index for text in texts for index in text}
             self._config.pad_token_id = pad = next(index for index in itertools.count() if index not in used)
         ids = torch.full((len(texts), longest), pad)
@@ -154,7 +156,8 @@ class ModelScorer:
         return found
 
     def _check_device(self) -> None:
-        """After an error on a GPU nothing may work any more: then this process must not go on."""
+        """Check the device after an error. A GPU may stop working after an error, and then the process must
+        end."""
         if self.device == "cpu":
             return
         try:
@@ -184,8 +187,10 @@ class ModelScorer:
 
 
 def cut_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices in parts whose size times the longest in them is at most `max_tokens`, short ones first; a
-    longer one alone."""
+    """Return indices in batches, short texts first.
+
+    The size of a batch times its longest text is at most `max_tokens`. A longer text is a batch of its own.
+    """
     parts: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if parts and (len(parts[-1]) + 1) * lengths[index] <= max_tokens:
@@ -196,10 +201,10 @@ def cut_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 class ModelFunction:
-    """The reward with its arguments: called with the inputs of a batch, at most `batch`."""
+    """The reward with its arguments. It is called with the inputs of a batch, at most `batch`."""
 
     def __init__(self, **given: Any) -> None:
-        """Raises `RewardLoadError`."""
+        """Load the model. Raises `RewardLoadError`."""
         arguments = RewardModelArguments.model_validate(given)
         self.batch = arguments.max_batch
         self._template = arguments.template
@@ -223,8 +228,7 @@ class ModelFunction:
         ]
 
     def _blamed(self, failure: Failure, given: RewardInput) -> Failure:
-        """The failure of a text, with whose fault it is. What a device could not compute is tried once
-        more."""
+        """Return the failure of a text, with the side at fault. A device error is tried once more."""
         if failure.kind == "model" and isinstance(self._alone(given), Score):
             return failure
         neutral = self._alone(structs.replace(given, response=NEUTRAL))

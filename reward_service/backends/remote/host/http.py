@@ -1,5 +1,4 @@
-"""The reference server's HTTP: starlette on the project's `HttpServer`; who may reach it, and what a request
-must show."""
+"""The HTTP layer of the reference server: starlette on the project's `HttpServer`, with access control."""
 
 from __future__ import annotations
 
@@ -31,14 +30,16 @@ from reward_service.backends.remote.schema import (
 )
 
 CONNECTIONS = 512
-BODIES_AT_ONCE = 8  # So many of the largest bodies are held at a time, or more of smaller ones
+BODIES_AT_ONCE = 8  # number of largest bodies that are held at once, or more of smaller bodies
 ANSWER_GRACE_S = 30.0
 BUSY_REST_MS = 1000
 
 
 def http_socket(address: str, token: str) -> socket.socket:
-    """A listening socket at `host:port`; port 0 picks one. Raises `EndpointError`, also for one that other
-    machines would reach without a token."""
+    """Return a listening socket at `host:port`. Port 0 picks a free one.
+
+    Raises `EndpointError`, also if other machines could reach the address and there is no token.
+    """
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or int(port) > 65535:
@@ -78,7 +79,8 @@ async def broken(request: HttpRequest, error: Exception) -> Response:
 
 
 def make_app(service: ScoringService, token: str) -> Starlette:
-    """`/v1/health` is open to anyone, so that a prober needs no token; the rest asks for `token`, if any."""
+    """Return the application. `/v1/health` needs no token, so that probes can use it. Other paths need
+    `token`, if set."""
 
     def check(request: HttpRequest) -> None:
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
@@ -98,7 +100,7 @@ def make_app(service: ScoringService, token: str) -> Starlette:
         check(request)
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
-            # A page in a browser may post other types to loopback unasked; for this one it must ask first.
+            # A browser page may post other types to loopback without a preflight request, but not this type.
             wrong = RequestRefusal("invalid", "send the request with Content-Type: application/json")
             return answer(RefusedAnswer(wrong), 415)
         most_bytes = service.limits.max_body_bytes
@@ -131,7 +133,7 @@ def make_app(service: ScoringService, token: str) -> Starlette:
 
 
 def tls_of(cert: Path, key: Path | None) -> ssl.SSLContext:
-    """Raises `ValueError` for files that are no certificate with its key."""
+    """Return the TLS context. Raises `ValueError` if the files are not a certificate with its key."""
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         tls.load_cert_chain(cert, key)

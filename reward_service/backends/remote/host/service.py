@@ -1,10 +1,11 @@
-"""The reference server's work: what it offers, told from the rewards' files without running them; admission,
-scoring, deadline.
+"""The work of the reference server: offers, admission, scoring and deadlines.
 
-Promises: a request that is taken is answered within its deadline, with one verdict for each input; an input
-that has none by then is an error that says so, and is no timeout: it may never have begun. What is under way
-is bounded: a request is refused as `busy` beyond `max_waiting` inputs, or when its turn would come too late,
-with the time after which to come again. No request sees another's verdicts.
+The offers are read from the rewards' files without executing them.
+
+Promises: an accepted request is answered within its deadline, with one verdict for each input. An input
+without a verdict by then gets an error that says so. It is not a timeout, because the input may never have
+begun. Work in progress is bounded. A request is refused as `busy` above `max_waiting` inputs, or if its turn
+would come too late. The refusal names the time for a retry. No request sees the verdicts of another.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ LONGEST_REST_S = 5.0
 
 
 class ServedReward(NamedTuple):
-    """One reward that is offered."""
+    """One offered reward."""
 
     name: str
     spec: RewardSpec
-    """Its way to be loaded, with the arguments and the deadline of a call that it has here."""
+    """The data to load it, with its arguments and its deadline of a call."""
     wants: tuple[Extra, ...] = ()
 
     def info(self) -> RewardInfo:
@@ -66,7 +67,10 @@ def read_offers(
     args: Mapping[str, Any] | None = None,
     timeout_s: float = 10.0,
 ) -> list[ServedReward]:
-    """The offers that the command line names; `args` are those of the only one. Raises `RewardLoadError`."""
+    """Return the offers that the command line names. Raises `RewardLoadError`.
+
+    `args` are the arguments of the offer if there is only one.
+    """
     if args and len(targets) > 1:
         raise RewardLoadError("--args are those of one reward: serve the others by a server of their own")
     offers: dict[str, ServedReward] = {}
@@ -79,7 +83,7 @@ def read_offers(
 
 
 def version_of(target: str) -> str:
-    """Changes when the code behind `target` does: the hash of its own file, or our version."""
+    """Return a text that changes with the code behind `target`: the hash of its own file, or our version."""
     if (file := own_file(target)) is None:
         return package_version("areal-async")
     try:
@@ -104,7 +108,7 @@ def _offer(target: str, wants: tuple[Extra, ...], args: dict[str, Any], timeout_
 
 
 class RequestRefused(Exception):
-    """The request is not carried out."""
+    """The request is refused."""
 
     def __init__(self, kind: RefusalKind, message: str, retry_after_ms: int = 0) -> None:
         super().__init__(message)
@@ -112,7 +116,8 @@ class RequestRefused(Exception):
 
 
 class ScoringService:
-    """`pool` has the offers and is entered by the caller; its queue must hold `max_waiting` calls."""
+    """The scoring of the reference server. The caller enters `pool`, whose queue must hold `max_waiting`
+    calls."""
 
     def __init__(
         self, pool: WorkerPool, offers: Sequence[ServedReward], *, limits: RequestLimits, max_waiting: int
@@ -139,13 +144,15 @@ class ScoringService:
         return Health(status, self._in_flight, self._max_waiting)
 
     async def drain(self, limit_s: float) -> None:
-        """Take nothing more, and wait for what is under way, at most `limit_s`."""
+        """Refuse new requests and wait for work in progress, at most `limit_s`."""
         self._draining = True
         await set_within(self._idle, limit_s)
 
     async def score(self, request: ScoreRequest) -> list[Verdict]:
-        """One verdict for each input. Raises `RequestRefused`. Without inputs a client only asks whether it
-        would be served."""
+        """Return one verdict for each input. Raises `RequestRefused`.
+
+        A request without inputs only checks whether the client would be served.
+        """
         arrived_s = asyncio.get_running_loop().time()
         spec = self._check(request)
         if not request.inputs:
@@ -176,7 +183,7 @@ class ScoringService:
             async with asyncio.timeout_at(deadline_s):
                 await self._pool.submit(calls, take, spec=spec)
                 await done.wait()
-        return list(verdicts)  # what comes later is counted off, and nobody's any more
+        return list(verdicts)  # later verdicts are only counted and then dropped
 
     # --- admission -----------------------------------------------------------------------------------
 
@@ -209,7 +216,7 @@ class ScoringService:
             raise RequestRefused("unavailable", "this server is about to end")
         ahead_s = self._in_flight * self._pool.call_seconds / max(1, self._pool.alive)
         full = self._in_flight + n_inputs > self._max_waiting
-        # What would not get its turn in time is better refused than scored for nobody.
+        # A request whose turn would come too late is better refused than scored in vain.
         if self._in_flight and (full or ahead_s > deadline_s / 2):
             rest_ms = round(1000 * min(LONGEST_REST_S, max(SHORTEST_REST_S, ahead_s / 2)))
             raise RequestRefused("busy", f"{self._in_flight} inputs are under way already", rest_ms)
