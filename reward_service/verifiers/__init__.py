@@ -1,20 +1,18 @@
-"""Built-in rewards that judge an answer by its text: docs/rewards.md#use-built-in-rewards and docs/sandbox.md
+"""Built-in rewards that judge an answer by its text. docs/rewards.md#use-built-in-rewards and docs/sandbox.md
 describe each.
 
     text, arithmetic, math   of answers
     composed                 of other rewards
     code_rewards             of programs
 
-`answers` says where in a response an answer stands, `equality`, `formulas` and `latex` what maths is the
-same. Importing a module loads no library that only judging needs (sympy), since a job file
-is checked by it.
+`answers` finds the answer in a response. `equality`, `formulas` and `latex` compare maths. Importing a module
+loads no library that only judging needs (sympy), because job files are checked with it.
 
-A model must not be able to choose that its answer is not judged: a timeout may be masked, a wrong answer is
-not. So a verifier whose cost depends on the answer ends by itself (`within`), well before the deadline of
-its call, and counts the answer as wrong; and an exception that a neutral answer does not cause is the
-answer's fault, unless it is `TaskAtFault`. CPU time is counted and not the clock's, so that a busy machine
-makes no answer wrong. Only Python code is ended: what one call of a C function takes has to be bounded
-before it.
+A model must not be able to avoid its judgement: a timeout may be masked, but a wrong answer is not. A
+verifier whose cost depends on the answer therefore ends by itself (`within`), well before the deadline of its
+call. The answer then counts as wrong. An exception that a neutral answer does not cause is the answer's
+fault, unless it is `TaskAtFault`. The limit is CPU time, so that a busy machine makes no answer wrong. Only
+Python code can be ended. The cost of a C function must be bounded before its call.
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ from reward_service.sdk import Abstain, RewardLoadError, Scope, reward
 A = TypeVar("A", bound=Section)
 Judge = Callable[[Any, A], Any]
 NEUTRAL = "I do not know."
-"""The answer to a task that any verifier can judge."""
-MOST_PARSED = 64  # Different arguments of one reward that are remembered in a process
+"""An answer that any verifier can judge."""
+MOST_PARSED = 64  # different arguments of one reward that a process remembers
 
 
 def verifier(
@@ -48,17 +46,19 @@ def verifier(
     scope: Scope = "episode",
     needs_truth: bool = False,
 ) -> Callable[[Judge[A]], Callable[..., Any]]:
-    """Make `judge(given, arguments)` a built-in reward that is called as `judge(given, **arguments)`.
+    """Make `judge(given, arguments)` a built-in reward with the call `judge(given, **arguments)`.
 
-    `arguments` declares what it takes, and `prepare(arguments)` does what is best done before the first call.
-    The reward has these as `Arguments` and `preload(**arguments)`, which raises RewardLoadError. A call with
-    arguments of another kind raises ValueError. `needs_truth`: a task without ground truth is not judged."""
+    `arguments` declares its arguments, and `prepare(arguments)` does the work before the first call. The
+    reward has them as `Arguments` and `preload(**arguments)`, which raises `RewardLoadError`. A call with
+    invalid arguments raises `ValueError`. If `needs_truth` is true, a task without ground truth is not
+    judged.
+    """
 
     def made(judge: Judge[A]) -> Callable[..., Any]:
         parsed_of: dict[str, A] = {}
 
         def checked(given: Any, **values: Any) -> Any:
-            # Checking them takes ten times as long as comparing two texts, and calls repeat them.
+            # Checking the arguments takes ten times as long as comparing two texts, and calls repeat them.
             if (key := repr(values)) not in parsed_of:
                 if len(parsed_of) >= MOST_PARSED:
                     parsed_of.clear()
@@ -73,7 +73,7 @@ def verifier(
             except TaskAtFault:
                 raise
             except Exception as error:
-                # A neutral answer shows whose fault it is: if that fails too, it is the task's or ours.
+                # A neutral answer shows the side at fault. If it fails too, the task or our code is at fault.
                 neutral = msgspec.structs.replace(given, response=NEUTRAL, metadata={}, blob=b"")
                 try:
                     checked(neutral, **values)
@@ -100,7 +100,7 @@ def verifier(
 
 
 class TaskAtFault(ValueError):
-    """The task judges no answer, which this one alone has shown."""
+    """The task cannot judge any answer, although the neutral answer raises no error."""
 
 
 class NoArguments(Section):
@@ -112,16 +112,16 @@ class NoArguments(Section):
 
 T = TypeVar("T")
 
-AGAIN_S = 1.0  # A library may swallow the first interruption: another one follows so much later
+AGAIN_S = 1.0  # a library may swallow the first interruption, so another one follows after this time
 MOST_INTERRUPTIONS = 10
 
 
 class TooCostly(Exception):
-    """Comparing the answer would cost more than its budget: it is wrong."""
+    """Comparing the answer would exceed its budget, so the answer is wrong."""
 
 
 class BudgetSpent(BaseException):
-    """The budget of this code is spent. It is no `Exception`, since sympy swallows these."""
+    """The CPU budget is spent. This is not an `Exception`, because sympy swallows exceptions."""
 
 
 def within(cpu_s: float, work: Callable[[], T]) -> T:
@@ -131,7 +131,7 @@ def within(cpu_s: float, work: Callable[[], T]) -> T:
     end_s = time.clock_gettime(clock) + cpu_s
 
     def watch() -> None:
-        with suppress(OSError):  # the thread has ended, and its clock with it
+        with suppress(OSError):  # the thread and its clock have ended
             while (left_s := end_s - time.clock_gettime(clock)) > 0:
                 if finished.wait(left_s):
                     return
@@ -161,7 +161,7 @@ def within(cpu_s: float, work: Callable[[], T]) -> T:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise `error` in a thread at its next step in Python code; None takes back one that is on its way."""
+    """Raise `error` in a thread at its next step in Python code. None cancels a pending error."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), ctypes.py_object(error) if error is not None else None
     )

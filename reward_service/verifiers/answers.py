@@ -1,10 +1,10 @@
 """Places of the answer in a response, ground truths that a task accepts, and words that change an answer.
 
-Shared by the verifiers; pure, and linear in the response's length.
+Verifiers share this module. It is pure, and linear in the response's length.
 
-What is thought is not answered (`areal_async/models/answers.py`). `RewardInput.spoken` is a response without
-its thoughts, for which `answer_of` alone cannot know whether the prompt has opened one.
-docs/rewards.md#use-built-in-rewards has the places (`where`) that an answer may stand at.
+Thoughts are not part of an answer (`areal_async/models/answers.py`). `RewardInput.spoken` is a response
+without its thoughts. `answer_of` alone cannot know whether the prompt has opened a thought.
+docs/rewards.md#use-built-in-rewards lists the places (`where`) of an answer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAMED = re.compile(r"(?<![a-zA-Z\\])([a-zA-Z](?:_\d)?\s*=)\s*\Z")
 
 
 def answer_of(response: str, where: Where = "any") -> str | None:
-    """Return the answer, without white space at either end; None if there is none at that place."""
+    """Return the answer without surrounding white space, or None if that place has no answer."""
     text = spoken(response)
     if where not in PLACES:
         raise ValueError(f"there is no place {where!r} for an answer: use one of {', '.join(WHERES)}")
@@ -50,12 +50,12 @@ def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def boxes(text: str) -> list[str]:
-    """Return the content of each box, in order. A box that is never closed holds nothing and is left out."""
+    """Return the content of each box, in order. Boxes without an end are left out."""
     return [held for _, held, _ in _placed_boxes(text)]
 
 
 def _placed_boxes(text: str) -> Iterator[tuple[int, str, int]]:
-    """Yield the place of each box, what it holds, and its end."""
+    """Yield the start, the content and the end of each box."""
     position = 0
     while (match := BOX.search(text, position)) is not None:
         position = match.end()
@@ -70,14 +70,16 @@ def _placed_boxes(text: str) -> Iterator[tuple[int, str, int]]:
 
 
 def trimmed(text: str) -> str:
-    """The text without white space at either end, of which TeX writes one kind as a backslash and a blank."""
+    """Return the text without surrounding white space. TeX also writes white space as a backslash and a
+    blank."""
     text = text.strip()
     slashes = len(text) - len(text.rstrip("\\"))
     return text[:-1].rstrip() if slashes % 2 else text
 
 
 def closing(text: str, start: int) -> int | None:
-    """Index of the bracket that closes the `{` at `start`; None when none does. Escaped ones do not count."""
+    """Return the index of the bracket that closes the `{` at `start`, or None. Escaped brackets do not
+    count."""
     depth, index = 0, start
     while index < len(text):
         match text[index]:
@@ -94,8 +96,7 @@ def closing(text: str, start: int) -> int | None:
 
 
 def boxed(text: str) -> str | None:
-    """Return what the last box holds; where several are listed (`\\boxed{1}$ and $\\boxed{4}`), what each
-    holds."""
+    """Return the content of the last box, or of each box in a list such as `\\boxed{1}$ and $\\boxed{4}`."""
     names: list[str] = []
     held: list[str] = []
     last = 0
@@ -149,15 +150,17 @@ PLACES: dict[Where, tuple[Callable[[str], str | None], ...]] = {
     "marked": MARKED,
     "any": (*MARKED, _last_line),
 }
-"""Functions that find the answer at each place; the first that finds one counts."""
+"""Functions that find the answer at each place. The first function that finds one counts."""
 UNSEEN = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff"
 FOLDED = str.maketrans({"、": ",", "。": ".", "−": "-", "﹣": "-"} | dict.fromkeys(UNSEEN, ""))
 STYLES = ("<wide>", "<narrow>", "<font>")
 
 
 def folded(text: str) -> str:
-    """The text with plain letters, digits and signs for those of full width or of another style, and
-    without characters that are not seen."""
+    """Return the text with plain letters, digits and signs instead of full-width and styled ones.
+
+    Invisible characters are removed.
+    """
     if text.isascii():
         return text
     return "".join(
@@ -170,10 +173,11 @@ def folded(text: str) -> str:
 
 
 def accepted(truth: Any) -> list[str]:
-    """The texts that are right: the ground truth, or each text of a list; none where the task has no ground
-    truth. Numbers are written as Python does.
+    """Return the accepted texts: the ground truth, or each text of a list. Numbers are written as in Python.
 
-    Raises ValueError for what is neither text, number nor a list of these: the task is wrong."""
+    Returns an empty list for a task without ground truth. Raises `ValueError` for any other type, because the
+    task is wrong.
+    """
     if truth is None:
         return []
     texts = truth if isinstance(truth, list) else [truth]
@@ -192,9 +196,9 @@ NUMBERS = (
     "millions billion billions trillion trillions"
 )
 HEDGES = frozenset(f"{SECOND} {DENIED} {NUMBERS}".split())
-"""Words beside an answer that make it another answer, or none: a second one, a denial, a multiple."""
+"""Words beside an answer that change or cancel it: a second answer, a denial, a multiple."""
 
 
 def hedged(words: str) -> bool:
-    """Return whether words that stand beside a number are more than its unit, as `or six` or `dozen` are."""
+    """Return whether words beside a number are more than its unit, such as `or six` or `dozen`."""
     return any(word.replace("’", "'") in HEDGES for word in WORD.findall(words.lower()))

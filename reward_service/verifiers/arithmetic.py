@@ -1,9 +1,9 @@
-"""Verifiers of one number: `arithmetic`, where the response ends in it, and `gsm8k`, where it is marked.
-docs/rewards.md and docs/rewards.md#use-built-in-rewards have their rules.
+"""Verifiers of one number: `arithmetic` reads the end of the response and `gsm8k` reads a marked number.
 
-A number is an integer, a decimal or a fraction `a/b`, with an optional sign, thousands commas and exponent.
-Integers and fractions compare exactly (`6/8` is `3/4` is `0.75`). Where the ground truth is no integer and
-either side is a decimal, a relative difference of 1e-6 is allowed.
+docs/rewards.md#use-built-in-rewards has their rules. A number is an integer, a decimal or a fraction `a/b`,
+with an optional sign, thousands commas and exponent. Integers and fractions compare exactly (`6/8` is `3/4`
+is `0.75`). If the ground truth is not an integer and either side is a decimal, a relative difference of 1e-6
+is allowed.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ BEFORE_OTHERS = re.compile(
     r"(?:[<>!~≤≥≠≈±¬]=?|\\[a-zA-Z]+|[0-9][,;]?|\b(?:or|nor|not|to|than))[ \t]*[(\[{$]?[ \t]*\Z", re.I
 )
 ENDS_IN_EQUALS = re.compile(r"=\s*(?:<[^<>]*>\s*(?:assistant\s*)?)*\Z")
-"""The end of a prompt that leaves an equation open; the tokens of a chat template may follow."""
-LONGEST_NUMBER = 80  # Characters; a longer run of digits is no answer to arithmetic
+"""The end of a prompt with an open equation. Tokens of a chat template may follow."""
+LONGEST_NUMBER = 80  # characters; a longer run of digits is not an answer to arithmetic
 LAST_CHARACTERS = 200
-"""The answer is looked for in so many characters at the end: bounded work for a response of any length."""
+"""Length of the end of a response that is searched, so that the work is bounded."""
 TOLERANCE = Fraction(1, 10**6)
 
 
 @verifier(NoArguments, needs_truth=True)
 def arithmetic(given: RewardInput, _: NoArguments) -> float:
-    """1 when the answer equals the ground truth, else 0; see the rule of the module.
+    """Return 1 if the answer equals the ground truth, else 0, by the rule of the module.
 
-    Raises ValueError for a ground truth that is no number: the task is wrong, not the model."""
+    Raises `ValueError` if the ground truth is not a number, because the task is wrong and not the model.
+    """
     wanted = parse_number(str(given.ground_truth).strip())
     if wanted is None:
         raise ValueError(f"the ground truth {given.ground_truth!r:.80} is not a number; use exact_match")
@@ -51,7 +52,7 @@ def arithmetic(given: RewardInput, _: NoArguments) -> float:
 
 
 def final_number(response: str) -> str | None:
-    """The text of the number that ends the response, or nothing."""
+    """Return the text of the number at the end of the response, or None."""
     tail = folded(response.rstrip()[-LAST_CHARACTERS:])
     match = ANSWER.search(tail)
     if match is None:
@@ -62,7 +63,7 @@ def final_number(response: str) -> str | None:
 
 
 def parse_number(text: str) -> tuple[Fraction, bool] | None:
-    """The exact value, and whether it was written as a decimal; nothing for what is no number."""
+    """Return the exact value and whether it was written as a decimal, or None if the text is not a number."""
     text = folded(text)
     if len(text) > LONGEST_NUMBER or not re.fullmatch(NUMBER, text):
         return None
@@ -98,13 +99,15 @@ GSM8K_CHARACTERS = 4_000
 
 class Gsm8kArguments(Section):
     flexible: bool = False
-    """Whether a response without `####` and box answers with its last number."""
+    """Whether the last number is the answer of a response without `####` and box."""
 
 
 @verifier(Gsm8kArguments, needs_truth=True)
 def gsm8k(given: RewardInput, arguments: Gsm8kArguments) -> float:
-    """1 when the number is right, else 0. Raises ValueError for a ground truth without a number: the task is
-    wrong."""
+    """Return 1 if the number is right, else 0.
+
+    Raises `ValueError` for a ground truth without a number, because the task is wrong.
+    """
     stated = str(given.ground_truth).rpartition("####")[2]
     wanted = parse_number(stated.strip().lstrip("$"))
     if wanted is None:
@@ -126,9 +129,11 @@ def number_of(response: str, *, flexible: bool) -> str | None:
 
 
 def _names_a_unit(behind: str) -> bool:
-    """Return whether what follows a number leaves it as it is: words, and signs that are no operators. One
-    letter directly behind it, but for those of common units, makes another number of it (`5k`, `5x`), and so
-    does a sign that is a number itself (`½`, `²`, `万`)."""
+    """Return whether the text after a number does not change it: words, and signs that are not operators.
+
+    One letter directly after the number changes it (`5k`, `5x`), except for common units. A sign that is
+    itself a number also changes it (`½`, `²`, `万`).
+    """
     if not all(PLAIN.match(sign) and unicodedata.category(sign) not in ("No", "Nl") for sign in behind):
         return False
     counts = unicodedata.numeric(behind.lstrip()[:1] or " ", None) is not None

@@ -1,10 +1,10 @@
-"""Ground truths of code tasks, in the forms that data sets have them, read into one. docs/sandbox.md lists
-the forms.
+"""Ground truths of code tasks, converted from the forms of data sets to one form. docs/sandbox.md lists the
+forms.
 
-Each may also be a text that holds it as JSON. `entry_point` may stand beside any tests that are code: what
-the program is to define, `add` or `Solution().add`. Where it is not given, a name that tests use is theirs if
-they define or import it, Python's own if it is a builtin, the library's if it is in `LIBRARY`; only what is
-left is taken from the program. So no program can put its own `set` or `np` under the tests.
+Each form may also be a text that contains it as JSON. `entry_point` may accompany tests in code. It names
+what the program must define, `add` or `Solution().add`. Without it, a name in the tests is resolved in this
+order: a definition or import of the tests, a builtin of Python, a name in `LIBRARY`. Only other names come
+from the program. No program can therefore replace `set` or `np` of the tests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 from reward_service.sandbox.harness.examiner import IN_PLACE
 
 ENTRY_POINT = re.compile(r"(Solution\(\)\.)?[A-Za-z_]\w*")
-CANDIDATE = "__candidate__"  # The entry point, as the function that checks is handed it
+CANDIDATE = "__candidate__"  # the entry point, as the argument of a check function
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
@@ -32,39 +32,40 @@ class StdioCase(msgspec.Struct, frozen=True):
 
 
 class CallCase(msgspec.Struct, frozen=True):
-    """`function(*args)` returns `expected`, up to what JSON cannot tell apart."""
+    """A test that `function(*args)` returns `expected`, up to differences that JSON cannot express."""
 
     function: str
     args: list[Any]
     expected: Any
     wrapped: bool = False
-    """Whether each result of the task stands in a list of its own."""
+    """Whether each result of the task is in a list of its own."""
 
 
 class Cases(msgspec.Struct, frozen=True):
     stdio: list[StdioCase] = []
     calls: list[CallCase] = []
     codes: list[str] = []
-    """Each is code that runs to its end when the program is right."""
+    """Code texts. Each runs to its end if the program is right."""
     setup: list[str] = []
     entries: dict[str, str] = {}
-    """Name in `codes` and `setup` → entry point of the program."""
+    """Entry point of the program by its name in `codes` and `setup`."""
 
     @property
     def names(self) -> set[str]:
-        """Functions and classes that the program is to define."""
+        """Return the functions and classes that the program must define."""
         entries = {*self.entries.values(), *(case.function for case in self.calls)}
         return {entry.removeprefix("Solution().") for entry in entries}
 
     def first(self, n: int) -> Cases:
-        """These cases, at most `n` of each form; all for 0."""
+        """Return these cases with at most `n` of each form. 0 means all."""
         if not n:
             return self
         return msgspec.structs.replace(self, stdio=self.stdio[:n], calls=self.calls[:n], codes=self.codes[:n])
 
 
 def read_cases(truth: Any) -> Cases:
-    """Raises ValueError for what is none of the forms: the task is wrong, not the model."""
+    """Return the cases. Raises `ValueError` for an unknown form, because the task is wrong and not the
+    model."""
     truth = _result(truth)
     if isinstance(truth, str):
         return code_cases([truth])
@@ -121,9 +122,12 @@ def _entry_point(name: Any) -> str:
 
 
 def code_cases(texts: list[str], setup: str = "", entry_point: str = "") -> Cases:
-    """Every assertion and every function `test…` at the top is a case; what stands between goes before all of
-    them. A text that defines `check` is one case, and so is one with none of these. Raises ValueError for
-    what is not Python, for tests that run nothing of the program, and for names that nobody defines."""
+    """Return the cases in tests that are code.
+
+    Every top-level assertion and every top-level function `test…` is a case, and the other code runs before
+    all of them. A text that defines `check` is one case, and so is a text without such tests. Raises
+    `ValueError` for invalid Python, for tests that use nothing of the program, and for undefined names.
+    """
     try:
         return _code_cases(texts, setup, entry_point)
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -161,7 +165,7 @@ def _with_names(codes: list[str], setup: list[str], entry_point: str) -> Cases:
     texts = [*setup, *codes]
     declared = entry_point.partition("(")[0]
     checked = any(code.endswith(f"check({CANDIDATE})") for code in codes)
-    # Handed to `check`, the entry point needs no name there: a builtin of that name stays Python's.
+    # `check` gets the entry point as an argument, so a builtin of that name remains Python's.
     names = names_of(texts, "" if checked else declared)
     taken = [declared] if entry_point else names.free
     unknown = [name for name in names.free if name not in taken]
@@ -181,8 +185,10 @@ def _with_names(codes: list[str], setup: list[str], entry_point: str) -> Cases:
 
 
 def _typed(value: Any) -> Any:
-    """JSON has only texts for keys: where all keys of a dictionary are integers as Python writes them, they
-    are integers, in arguments and results alike."""
+    """Convert the keys of a dictionary to integers if all of them are texts of integers, at any depth.
+
+    JSON has only texts as keys.
+    """
     if isinstance(value, list):
         return [_typed(one) for one in value]
     if isinstance(value, dict):
@@ -192,12 +198,12 @@ def _typed(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """The text of one case; a list holds its lines."""
+    """Return the text of one case. A list contains its lines."""
     return "\n".join(str(line) for line in value) if isinstance(value, list) else str(value)
 
 
 def _arguments(value: Any) -> list[Any]:
-    """A list holds the arguments; a text holds one of them a line, as JSON."""
+    """Return the arguments. A list contains them, and a text has one per line, as JSON."""
     if not isinstance(value, str):
         return list(value) if isinstance(value, list) else [value]
     try:
@@ -207,7 +213,7 @@ def _arguments(value: Any) -> list[Any]:
 
 
 def _result(value: Any) -> Any:
-    """Return the value of a text that is JSON; anything else as it is."""
+    """Return the value of a text that is JSON, and anything else unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -238,28 +244,30 @@ LIBRARY: dict[str, str] = {
     "numpy": "import numpy",
     "pd": "import pandas as pd",
 }
-"""Names that tests may use without importing them, and the import that supplies them."""
+"""Import statement by each name that tests may use without importing it."""
 PLAIN_ATTRIBUTES = frozenset(
     name
     for kind in (str, bytes, bytearray, int, float, complex, list, tuple, set, frozenset, dict, range)
     for name in dir(kind)
 )
-TAKES_PIECES = ("next", "islice")  # Functions that take an iterator which need not end
+TAKES_PIECES = ("next", "islice")  # functions that accept an endless iterator
 
 
 class Names(NamedTuple):
     """The names in texts that share a namespace."""
 
     free: list[str]
-    """Names that are used, and are neither the texts' own nor Python's nor the library's."""
+    """Used names that are neither the texts' own nor Python's nor the library's."""
     imports: list[str]
-    """Imports that supply the names of the library."""
+    """Imports for the names of the library."""
     star: bool
 
 
 def names_of(texts: Iterable[str], declared: str = "") -> Names:
-    """`declared`: the entry point, which is the program's whatever else has that name. Raises ValueError for
-    what is not Python."""
+    """Return the names in the texts. Raises `ValueError` for invalid Python.
+
+    `declared` is the entry point. It always belongs to the program.
+    """
     used: dict[str, None] = {}
     bound: set[str] = set(dir(builtins)) - {declared}
     star = False
@@ -286,8 +294,11 @@ def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 
 
 def needs_live_objects(texts: Iterable[str], entries: Iterable[str]) -> bool:
-    """Return whether tests do with a result of the program what no plain data lets them: set an attribute,
-    get one that plain data does not have, call it, take its items one by one."""
+    """Return whether the tests need a live object from the program, because plain data is not enough.
+
+    Examples are setting an attribute, reading an unusual attribute, calling a result, or iterating step by
+    step.
+    """
     uses = _Uses(set(entries) - {"Solution"})
     for text in texts:
         uses.visit(ast.parse(text))
@@ -334,8 +345,10 @@ class _Uses(ast.NodeVisitor):
 
 
 def marked(text: str) -> str:
-    """`text`, with every call that is a statement of its own marked as one (`examiner.in_place`). Raises
-    ValueError for what is nested too deeply."""
+    """Return `text` with every call that is a statement of its own marked (`examiner.in_place`).
+
+    Raises `ValueError` for too deep nesting.
+    """
     try:
         tree = _Statements().visit(ast.parse(text))
         return ast.unparse(ast.fix_missing_locations(tree))

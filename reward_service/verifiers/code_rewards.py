@@ -1,9 +1,10 @@
-"""`code_stdio` and `code_tests`: what the program in the response does.
+"""`code_stdio` and `code_tests`, which run the program in the response.
 
-A response without a program, one that does not compile, crashes or passes a limit is a wrong answer: 0. What
-is not the model's fault is an error, never 0: a ground truth that cannot be read raises ValueError; without a
-sandbox or a compiler the verdict is an error of kind `sandbox` or `compile`. A task without ground truth is
-not judged. `cases` has the forms of the ground truth, docs/sandbox.md what programs are confined by.
+The score is 0 if a response has no program, or if the program does not compile, crashes or passes a limit. A
+failure that is not the model's fault is an error, never 0. An unreadable ground truth raises `ValueError`.
+Without a sandbox or a compiler the verdict is an error of kind `sandbox` or `compile`. A task without ground
+truth is not judged. `cases` has the forms of the ground truth, and docs/sandbox.md describes the confinement
+of programs.
 """
 
 from __future__ import annotations
@@ -43,46 +44,49 @@ class CodeArguments(SandboxArguments):
     extract: Literal["fence", "whole"] = "fence"
     """Place of the program: a fenced block of the response, chosen by its tag, or the whole response."""
     partial: bool = False
-    """Whether the score is the share of the cases passed. Otherwise it is 1 when all pass, else 0, and the
-    first that fails ends the run."""
+    """Whether the score is the share of passed cases. Otherwise it is 1 if all pass, else 0, and the first
+    failure ends the run."""
     max_cases: int = Field(default=0, ge=0)
-    """Run the first so many cases only; 0: all."""
+    """Number of cases to run, from the first. 0 means all."""
     tolerance: float = Field(default=1e-6, ge=0)
-    """Relative and absolute difference of decimals that a function returns, or that a program prints where a
-    decimal point is expected (`compare: tokens`)."""
+    """Relative and absolute tolerance of decimals that a function returns, or that a program prints instead
+    of an expected decimal (`compare: tokens`)."""
 
 
 class CodeStdioArguments(CodeArguments):
     language: Literal["python", "c", "cpp", "javascript", "auto"] = "python"
-    """Language of the programs. `auto`: as the fence of the block says, else Python."""
+    """Language of the programs. `auto`: the language of the block's fence, else Python."""
     compare: Compare = "tokens"
-    """`tokens`: the words of the output, numbers up to `tolerance`. `lines`: the lines, without white space
-    at their ends and empty lines at the end. `exact`: every byte."""
+    """`tokens`: the words of the output, numbers up to `tolerance`. `lines`: the lines, without trailing
+    white space and trailing empty lines. `exact`: every byte."""
 
 
 @verifier(CodeStdioArguments, prepare=prepare_runner, needs_truth=True)
 def code_stdio(given: RewardInput, arguments: CodeStdioArguments) -> Score | Failure:
-    """1 when every case passes, else 0; with `partial` the share that passes. A ground truth with `fn_name`
-    is run as function tests.
+    """Return 1 if every case passes, else 0. With `partial`, return the share of passed cases.
 
-    Components: `extracted`, `compiled`, `passed` (share of the cases), `out_of_time`, `spent_s` (of
-    `budget_s`). A language that the model chose (`auto`) and that is not installed is its fault."""
+    A ground truth with `fn_name` is run as function tests. Components: `extracted`, `compiled`, `passed`
+    (share of the cases), `out_of_time`, `spent_s` (of `budget_s`). If the model chose a language (`auto`)
+    that is not installed, the model is at fault.
+    """
     return _judged(given, arguments, arguments.language, arguments.compare)
 
 
 @verifier(CodeArguments, prepare=prepare_runner, needs_truth=True)
 def code_tests(given: RewardInput, arguments: CodeArguments) -> Score | Failure:
-    """The score of `code_stdio`, for Python functions: the ground truth holds assertions, a function that
-    checks, or arguments and results. All tests of a response share one run: `cpu_s` and `wall_s` are those of
-    all of them. The program does not see the tests, nor can it say that it passed: see
-    `reward_service.sandbox.harness`."""
+    """Return the score as `code_stdio` does, for Python functions.
+
+    The ground truth contains assertions, a check function, or arguments and results. All tests of a response
+    share one run, and `cpu_s` and `wall_s` limit all of them together. The program cannot see the tests or
+    claim that it passed. See `reward_service.sandbox.harness`.
+    """
     return _judged(given, arguments, "python", "tokens")
 
 
 def _judged(given: RewardInput, arguments: CodeArguments, language: str, compare: Compare) -> Score | Failure:
     cases = read_cases(given.ground_truth).first(arguments.max_cases)
     chosen = language == "auto"
-    # Tests of functions are in Python, whatever the model prefers.
+    # Tests of functions are in Python, for any language of the model.
     languages = tuple(LANGUAGES) if chosen and cases.stdio else ("python" if chosen else language,)
     block: Block | None = Block("", given.spoken)
     if arguments.extract == "fence":
@@ -107,7 +111,7 @@ def _warn_once(message: str, **about: str) -> None:
 
 
 def _no_score(**components: float) -> Score:
-    """0, for a program that was not run."""
+    """Return the score 0 of a program that was not run."""
     return Score(0.0, dict.fromkeys(COMPONENTS, 0.0) | components)
 
 
@@ -124,18 +128,22 @@ def _score_of(result: Result, *, partial: bool) -> Score:
 
 
 def _modules_of(truth: Any) -> set[str]:
-    """Modules that the tests of a task import; none where the ground truth cannot be read, which is the
-    matter of another check."""
+    """Return the modules that a task's tests import, or nothing if the ground truth is unreadable.
+
+    Another check reports an unreadable ground truth.
+    """
     try:
-        with warnings.catch_warnings(action="ignore"):  # the text need not be code
+        with warnings.catch_warnings(action="ignore"):  # the text may not be code
             return modules_of(read_cases(truth))
     except ValueError:
         return set()
 
 
 def _modules_away(names: Sequence[str], given: Mapping[str, Any]) -> list[str]:
-    """Return the modules that programs cannot import with the arguments `given`; none where no program can
-    run, which is the matter of another check."""
+    """Return the modules that programs cannot import with the arguments `given`.
+
+    Returns an empty list if no program can run at all, because another check reports that.
+    """
     known = {name: given[name] for name in ("sandbox", "environment") if name in given}
     try:
         return modules_away(names, SandboxArguments.model_validate(known)) if names else []

@@ -1,4 +1,4 @@
-"""Rewards made of values that others have given: `environment`, by the workflow, and `weighted`, by rewards.
+"""Rewards made of other values: `environment` uses the workflow's rewards, and `weighted` uses other rewards.
 
     reward:
       name: weighted
@@ -8,10 +8,10 @@
           - {name: format_tags, weight: 0.2, args: {tags: [think, answer]}}
           - {name: overlong, weight: 1.0, args: {limit: 4096, buffer: 512}}
 
-The score of `weighted` is the sum of weight * score; the components are the scores of the parts by their
-names, and the parts' own components as `part.component`. A part without a score makes the whole none, with
-the part's verdict; one that the answer itself kept from judging it is worth 0. Where a part also values
-segments, agents or units, those are weighted and added too.
+The score of `weighted` is the sum of weight * score. The components are the scores of the parts by name, and
+the parts' own components as `part.component`. If a part has no score, the whole has none and gets the part's
+verdict. If the answer prevented its own judgement by a part, that part counts 0. If a part also has rewards
+of segments, agents or units, they are weighted and added too.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ ENVIRONMENT_REWARD = "reward"
 
 @verifier(NoArguments)
 def environment(given: RewardInput, _: NoArguments) -> Score | Abstain:
-    """The episode's own reward (`ctx.reward(value)`), or the sum of its segments' rewards where the workflow
-    set only those. Its other named rewards are the components. Nothing is judged here: an episode without any
-    reward is not scored 0 but abstained from."""
+    """Return the episode's own reward (`ctx.reward(value)`), or the sum of its segments' rewards.
+
+    The sum counts if the workflow set only rewards of segments. Other named rewards are the components.
+    Nothing is judged here. An episode without any reward gets an `Abstain` and not 0.
+    """
     episode = given.episode
     named = dict(episode.header.rewards)
     of_segments = [value for value in episode.segments.reward.tolist() if not math.isnan(value)]
@@ -60,7 +62,7 @@ def environment(given: RewardInput, _: NoArguments) -> Score | Abstain:
 
 
 def _check_environment(job: JobConfig, _: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-    """The workflow records a reward, or is not known to record none."""
+    """Yield a mistake if the workflow is known to record no reward."""
     workflow, arguments = job.rollout.workflow, job.rollout.workflow_args
     records = getattr(WORKFLOWS.known(workflow), "records_reward", None)
     if records is not None and not records(arguments):
@@ -78,7 +80,7 @@ environment.check_job = _check_environment  # type: ignore[attr-defined]
 
 def _runs_in_the_pool(name: str) -> str:
     elsewhere = False
-    with contextlib.suppress(PartError):  # that it is unknown is said where its arguments are looked at
+    with contextlib.suppress(PartError):  # the check of its arguments reports an unknown name
         elsewhere = ".py:" not in name and isinstance(REWARDS.find(name), type)
     if elsewhere:
         raise ValueError(f"`{name}` cannot be a part: it is not computed in the pool")
@@ -95,15 +97,15 @@ class WeightedPart(Section):
     weight: float = 1.0
     """Factor of its score."""
     label: str | None = Field(default=None, min_length=1)
-    """Its name among the components, where two parts have the same reward."""
+    """Its name among the components. Needed if two parts have the same reward."""
 
     @property
     def known_as(self) -> str:
-        """The label, else the name, of `path.py:f` only `f`."""
+        """Return the label, else the name. The name of `path.py:f` is `f`."""
         return self.label or self.name.rpartition(":")[2]
 
     def load(self) -> Callable[[RewardInput], Any]:
-        """The reward with its arguments, ready to be called with one input. Raises RewardLoadError."""
+        """Return the reward with its arguments, ready for one input. Raises `RewardLoadError`."""
         return _loaded(self.name, json.dumps(self.args, sort_keys=True))
 
 
@@ -121,7 +123,7 @@ class WeightedArguments(Section):
 
     @staticmethod
     def rewards_inside(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-        """Yield the places, names and arguments of rewards in arguments that nobody has checked yet."""
+        """Yield the places, names and arguments of rewards in unchecked arguments."""
         parts = arguments.get("parts")
         for index, part in enumerate(parts if isinstance(parts, list | tuple) else ()):
             given = part.get("args", {}) if isinstance(part, Mapping) else None
@@ -136,8 +138,10 @@ def _load_parts(arguments: WeightedArguments) -> None:
 
 @verifier(WeightedArguments, prepare=_load_parts)
 async def weighted(given: RewardInput, arguments: WeightedArguments) -> Verdict:
-    """The weighted sum, as a Score; else the first verdict of a part that is none, in their order. A part
-    that raises fails as it would by itself."""
+    """Return the weighted sum as a `Score`, or the first verdict of a part without a score.
+
+    A part that raises fails as it would by itself.
+    """
     scores: list[tuple[WeightedPart, Score]] = []
     for part in arguments.parts:
         verdict = await _verdict_of(part, given)
@@ -186,8 +190,10 @@ def _loaded(name: str, args_text: str) -> Callable[[RewardInput], Any]:
 
 
 def _sum_of_parts(valued: Sequence[tuple[float, Parts]]) -> Parts | None:
-    """The weighted sum of what the parts gave to segments, agents and units; units in as many as the longest
-    list has (the pool compares that with the episode)."""
+    """Return the weighted sum of the parts' rewards of segments, agents and units.
+
+    The number of units is the longest list's. The pool compares it with the episode.
+    """
     if not valued:
         return None
     segments: defaultdict[int, float] = defaultdict(float)

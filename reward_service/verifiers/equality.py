@@ -1,9 +1,9 @@
 """Equality of two pieces of maths: structure by structure, numbers exactly, formulas by value.
 
-What has an order (points, intervals, matrices) must agree in order and brackets; what has none (sets, several
-solutions) in any order. Words, and letters in an order, are the same letter for letter. `x = 5` and `5` are
-the same, as are `50 %`, `50` (one of the two with the sign) and `0.5`. A unit may be left out; two units must
-agree after conversion. `formulas` compares what differs in form.
+Ordered objects (points, intervals, matrices) must agree in order and brackets. Unordered objects (sets,
+several solutions) may have any order. Words, and letters in an order, must agree letter by letter. `x = 5`
+equals `5`. `50 %` equals `0.5`, and it equals `50` if only one side has the sign. A unit may be missing. Two
+units must agree after conversion. `formulas` compares texts of different form.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from reward_service.verifiers.latex import (
 )
 
 MOST_PARTS = 40
-DEEPEST = 6  # Brackets in brackets; what is nested deeper is not the same as anything but its like
+DEEPEST = 6  # nesting of brackets; deeper texts must be literally equal
 NAMES = r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\([a-z](?:,[a-z])*\))?"
 TUPLE = r"\(\s*[a-z](?:_\{?\d\}?)?(?:,\s*[a-z](?:_\{?\d\}?)?)+\s*\)"
 ASSIGNED = re.compile(rf"\s*({NAMES}|{TUPLE})\s*(?:=|\\in(?![a-z]))\s*(?!=)")
@@ -46,7 +46,7 @@ WORDY = re.compile(r"(?<![^\s(])[^\W\d_]{3,}(?![^\s).,!?'’-])")
 LETTERS_ALONE = re.compile(r"(?:[^\W\d_]|[\s.'’()])+")
 SEQUENCE = re.compile(r"[A-Z](?:\s*-\s*[A-Z]){2,}")
 LABEL = re.compile(r"[a-zA-Z]+\d[a-zA-Z\d]*")
-"""Letters before digits, as on a board or a seat: no product is written so."""
+"""Letters before digits, as on a board or a seat. A product has another form."""
 PRODUCT = re.compile(r"\\(?:cdot|times)(?![a-zA-Z])|[\s{}()*]")
 NUMBER_IN_WORDS = re.compile(r"\\text\s*\{[^{}]*\d")
 LETTERS = re.compile(r"[^\W_]+", re.UNICODE)
@@ -67,7 +67,7 @@ MORE = re.compile(
     r"|to|(?:R|r)ightarrow|implies|iff|langle|rangle|lor|vee|land|wedge|n?mid|subset|subseteq|supset|ni|mp"
     r"|forall|exists)(?![a-zA-Z])"
 )
-"""Signs that say something about a value; an answer with one that the truth does not have is another one."""
+"""Signs that change a value. If only the answer has one, it is a different answer."""
 NOT_STRICT = (r"\le", r"\ge")
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\lt": r"\gt", r"\gt": r"\lt"}
 UNION = re.compile(r"\\cup(?![a-zA-Z])")
@@ -81,18 +81,17 @@ OPENING, CLOSING = "([{", ")]}"
 
 
 class Bracketed(NamedTuple):
-    """A bracketed or listed text: its brackets (`\\{`, `(`, `[`, or nothing) and what the commas part."""
+    """A bracketed or listed text: its brackets (`\\{`, `(`, `[`, or nothing) and its items."""
 
     opening: str
     closing: str
     items: list[str]
     names: tuple[str, ...] = ()
-    """Names of the items, each another one, as in `x = 1, y = 2`."""
+    """Names of the items, all different, as in `x = 1, y = 2`."""
 
 
 def same(truth: str, answer: str, tolerance: Fraction, depth: int = 0) -> bool:
-    """Return whether two tidied texts are the same. `tolerance` is relative, for numbers, one of them a
-    decimal."""
+    """Return whether two tidied texts are equal. `tolerance` is relative, for numbers if one is a decimal."""
     if not answer or not truth:
         return False
     if truth == answer or _as_words(truth) == _as_words(answer) != "":
@@ -119,8 +118,7 @@ def same(truth: str, answer: str, tolerance: Fraction, depth: int = 0) -> bool:
 
 
 def _words(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | None:
-    """Return whether words, and letters in an order, are the same letter for letter; None where both are
-    maths."""
+    """Return whether words, and letters in an order, agree letter by letter, or None if both are maths."""
     bodies = quantity(truth).body, quantity(answer).body
     if not any(map(_in_letters, bodies)):
         return None
@@ -131,7 +129,7 @@ def _words(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | N
 
 
 def _in_letters(text: str) -> bool:
-    """Return whether the text is words or letters in an order, and not a list of them."""
+    """Return whether the text is words or letters in an order, but not a list of them."""
     if "," in text or ";" in text:
         return False
     alone = len(_as_words(text)) > 1 and LETTERS_ALONE.fullmatch(IN_WORDS.sub(r"\1", text))
@@ -139,8 +137,7 @@ def _in_letters(text: str) -> bool:
 
 
 def _says_more(truth: str, answer: str) -> bool:
-    """Return whether the answer denies or compares where the truth does not: the parser reads over such
-    signs."""
+    """Return whether the answer denies or compares and the truth does not. The parser ignores such signs."""
     if not set(MORE.findall(answer)) <= set(MORE.findall(truth)):
         return True
     is_a_set = truth[:1] in ("(", "[", "{") or truth.startswith(r"\{") or UNION.search(truth)
@@ -148,7 +145,7 @@ def _says_more(truth: str, answer: str) -> bool:
 
 
 def _without_name(truth: str, answer: str, tolerance: Fraction, depth: int) -> tuple[str, str]:
-    """Both without the `x =` that only one of them has, or that both have alike."""
+    """Return both texts without an `x =` that only one has or that both have."""
     truth, answer = _by_names(truth), _by_names(answer)
     wanted, given = ASSIGNED.match(truth), ASSIGNED.match(answer)
     others = wanted and given and wanted[1].replace(" ", "") != given[1].replace(" ", "")
@@ -166,7 +163,7 @@ def _without_name(truth: str, answer: str, tolerance: Fraction, depth: int) -> t
 
 
 def _by_names(text: str) -> str:
-    """`(y,x) = (2,1)` as `y=2, x=1`; anything else as it is."""
+    """Return `y=2, x=1` for `(y,x) = (2,1)`, and any other text unchanged."""
     match = NAMED_TUPLE.match(text)
     if match is None or not one_bracket(text[match.end() :], OPENING, CLOSING):
         return text
@@ -177,15 +174,17 @@ def _by_names(text: str) -> str:
 
 
 def _in_their_order(names: str) -> bool:
-    """Return whether a tuple of names is `(x,y)` and not `(y,x)`; a single name is."""
+    """Return whether a tuple of names is ordered, such as `(x,y)`. A single name is."""
     listed = [name.strip() for name in names.strip("()").split(",")]
     return not names.startswith("(") or listed == sorted(listed)
 
 
 def _result(answer: str, tolerance: Fraction, depth: int, *, named: bool = False) -> str:
-    """Return the last value of a calculation (`2 + 3 = 5`) or of a statement (`x + y = 5`). Return the answer
-    as it is where a value before the last is another one, and for an equation in one unknown (`|x| = 5`) that
-    does not follow a name as in `A = r^2 = 9`."""
+    """Return the last value of a calculation (`2 + 3 = 5`) or of a statement (`x + y = 5`).
+
+    Return the answer unchanged if an earlier value differs. An equation in one unknown (`|x| = 5`) also stays
+    unchanged, unless it follows a name as in `A = r^2 = 9`.
+    """
     *before, last = (part.strip() for part in answer.split("="))
     value, decimals = number(quantity(last).body), DECIMALS.search(last)
     if value and decimals:
@@ -202,7 +201,7 @@ def _result(answer: str, tolerance: Fraction, depth: int, *, named: bool = False
 
 
 def _quantities(truth: Quantity, answer: Quantity, tolerance: Fraction) -> bool | None:
-    """Return whether the values are the same, when both are numbers; False for units that cannot agree."""
+    """Return whether the values are equal if both are numbers. Returns False for units that cannot agree."""
     units = [quantity.unit for quantity in (truth, answer) if quantity.unit and quantity.unit.kind]
     if len({unit.kind for unit in units}) > 1:
         return False
@@ -232,7 +231,7 @@ def _based(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | N
 
 
 def _all_same(truths: list[str], answers: list[str], tolerance: Fraction, depth: int) -> bool:
-    """Return whether two lists of parts are the same, part by part."""
+    """Return whether two lists of parts are equal, part by part."""
     pairs = zip(truths, answers, strict=False)
     return len(truths) == len(answers) and all(same(*pair, tolerance, depth) for pair in pairs)
 
@@ -256,7 +255,7 @@ def _matrices(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool 
 
 
 def _cells(text: str) -> tuple[str, list[list[str]]] | None:
-    """The kind of a matrix (with round or square brackets it is none of its own), and its cells."""
+    """Return the kind of a matrix and its cells. With round or square brackets the kind is empty."""
     match = MATRIX.fullmatch(text.strip())
     if match is None or r"\begin" in match[4]:
         return None
@@ -271,12 +270,12 @@ class Region(NamedTuple):
     """Numbers that a relation, an interval, a union or a set builder allows."""
 
     unknown: str
-    """The unknown that it is said of; empty where none is named."""
+    """Name of the unknown, or empty."""
     pieces: list[str]
 
 
 def _region(text: str) -> Region | None:
-    """The region that a text names; None where it has neither unknown nor union."""
+    """Return the region that a text names, or None if it has neither unknown nor union."""
     text = text.strip()
     if match := BUILDER.fullmatch(text):
         unknown, rest = match[1], match[3].strip()
@@ -299,7 +298,10 @@ def _region(text: str) -> Region | None:
 
 def _interval(text: str) -> tuple[str, list[str]]:
     """Return the unknown and the intervals of a relation: `x > 3` is `(3,\\infty)`, `1 < x \\le 2` is
-    `(1,2]`. Both are empty where the text is no such relation."""
+    `(1,2]`.
+
+    Both are empty if the text is not such a relation.
+    """
     signs = RELATION.findall(text)
     sides = [side.strip() for side in RELATION.split(text)]
     if len(signs) == 2 and UNKNOWN.fullmatch(sides[1]) and all(map(BOUND.fullmatch, (sides[0], sides[2]))):
@@ -323,7 +325,7 @@ def _interval(text: str) -> tuple[str, list[str]]:
 
 
 def _parts(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | None:
-    """Lists, sets, points and intervals; None where neither is one of these."""
+    """Compare lists, sets, points and intervals. Returns None if neither text is one of these."""
     wanted, given = _split(truth), _split(answer)
     if wanted is None and given is None:
         return None
@@ -350,9 +352,11 @@ def _parts(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | N
 
 
 def _in_order(parts: Bracketed, others: Bracketed) -> Bracketed:
-    """Return parts with names as a point in the order of the names (Greek ones as written), and a bare list
-    that is compared with them as a point too. `x_1` and `x_2` are solutions in any order, unless a point is
-    wanted."""
+    """Return named parts as a point in the order of their names (Greek names keep their order).
+
+    A bare list that is compared with them also becomes a point. `x_1` and `x_2` are solutions in any order,
+    unless the other side is a point.
+    """
     several = len({name.partition("_")[0] for name in parts.names or others.names}) == 1
     if not parts.names:
         return parts if parts.opening or several else parts._replace(opening="(", closing=")")
@@ -365,7 +369,7 @@ def _in_order(parts: Bracketed, others: Bracketed) -> Bracketed:
 
 
 def _matched(wanted: list[str], given: list[str], tolerance: Fraction, depth: int) -> bool:
-    """Return whether each has its like among the others, whatever their order."""
+    """Return whether each part equals one of the others, in any order."""
     left = [item.strip() for item in given]
     for item in wanted:
         if (found := next((one for one in left if same(item.strip(), one, tolerance, depth)), None)) is None:
@@ -393,7 +397,7 @@ def _split(text: str) -> Bracketed | None:
 
 
 def _part(item: str) -> tuple[str, str]:
-    """The name and the value of one of several solutions: `x = 1` is 1."""
+    """Return the name and the value of one of several solutions: `x = 1` has the value 1."""
     match = ASSIGNED.match(item)
     if match is None or not _in_their_order(match[1]):
         return "", item.strip()
@@ -408,7 +412,7 @@ def _both_signs(text: str) -> list[str]:
 
 
 def _at_commas(text: str) -> list[str]:
-    """Split at the commas and semicolons that no bracket holds."""
+    """Split at the commas and semicolons outside brackets."""
     items, depth, start = [], 0, 0
     for index, character in enumerate(text):
         depth += (character in OPENING) - (character in CLOSING)
@@ -420,7 +424,7 @@ def _at_commas(text: str) -> list[str]:
 
 
 def _as_words(text: str) -> str:
-    """The letters of an answer in words, without case; nothing for what is maths."""
+    """Return the letters of an answer in words, without case, or an empty text for maths."""
     words = IN_WORDS.sub(r"\1", text).strip()
     bare = words.strip("() .")
     lengths = {min(len(word), 2) for word in bare.split()}

@@ -1,13 +1,12 @@
-"""Equality of two formulas in LaTeX by value: read into sympy's terms, then computed and compared.
+"""Equality of two formulas in LaTeX by value. sympy reads, computes and compares them.
 
 Rational numbers are compared exactly. Other numbers are computed with more and more digits until they differ
-or until no more digits can tell them apart. Formulas with unknowns are the same when they have the same value
-at every sample point where both are defined as real numbers. A formula that cannot be read is the same as
-nothing.
+or the digit limit is reached. Formulas with unknowns are equal if they have the same value at every sample
+point at which both are defined as real numbers. An unreadable formula equals nothing.
 
-Formulas that would cost too much are not compared: `TooCostly`, before sympy computes anything. The limits
-are for what would not stay in Python code or in memory; the caller bounds the time that the rest takes. The
-libraries are imported at the first comparison that needs them, or by `preload`.
+Too costly formulas raise `TooCostly` before sympy computes anything. These limits cover work outside Python
+code and memory. The caller limits the time of all other work. The libraries are imported at the first
+comparison that needs them, or by `preload`.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from reward_service.verifiers import BudgetSpent, TooCostly
 
 log = logging.getLogger(__name__)
 
-LONGEST = 400  # Characters of a formula; a longer one is not compared
-MOST_BITS = 20_000  # Size of a number on the way: some 6000 decimal digits
+LONGEST = 400  # characters of a formula; a longer one is not compared
+MOST_BITS = 20_000  # size of an intermediate number: some 6000 decimal digits
 SMALL_BITS = 64
 MOST_NODES = 500
-MOST_TERMS = 1_000  # Terms of a formula that is multiplied out
-FEWEST_DIGITS, MOST_DIGITS = 60, 12_000  # Decimal digits to which two numbers must agree
+MOST_TERMS = 1_000  # terms of an expanded formula
+FEWEST_DIGITS, MOST_DIGITS = 60, 12_000  # decimal digits to which two numbers must agree
 FUNCTION = r"\\(sin|cos|tan|cot|sec|csc|ln|log|arcsin|arccos|arctan)"
 IN_DEGREES = re.compile(rf"{FUNCTION}\s*[({{]?\s*(\d+(?:\.\d+)?)\s*\^\\circ\s*[)}}]?")
-# Of `\sin x \cdot y` the parser would take the sine of x y.
+# In `\sin x \cdot y`, the parser would take the sine of x y.
 BEFORE_TIMES = re.compile(rf"{FUNCTION}\s*([a-zA-Z]|\d+)\s*(?=\\(?:cdot|times)(?![a-zA-Z]))")
-# These the parser computes at once, whatever their size.
+# The parser computes these at once, at any size.
 COMPUTED = re.compile(r"\\[td]?binom|\\choose|matrix|\\det|\\operatorname|\\text")
 LONG_NUMBER = re.compile(r"\d{4,}")
 NAME = re.compile(
@@ -45,20 +44,23 @@ NAME = re.compile(
     r"|\\(?:text|begin|end)\s*\{[^{}]*\}|_\s*\{[^{}]*\}|\\[a-zA-Z]+"
     r"|(?P<word>[a-zA-Z]{4,})|(?P<capitals>[A-Z](?:\s*[A-Z])+)"
 )
-"""Letters in an order (`\\angle ABC`, `AB`, `left`), and what is passed over in looking for them."""
+"""Letters in an order (`\\angle ABC`, `AB`, `left`), and texts that the search for them skips."""
 CROSS = re.compile(r"\\vec\s*\{([a-zA-Z]+)\}\s*\\times\s*\\vec\s*\{([a-zA-Z]+)\}")
 
 NESTED_CROSS = re.compile(r"\\vec\s*\{[a-zA-Z]+\}\s*\\times|\\times\s*\\vec")
 
 
 def preload() -> None:
-    """Import the libraries and build the parser's tables: a second, best spent before the first call."""
+    """Import the libraries and build the parser's tables. This takes a second, best before the first call."""
     same_formula("x+1", "1+x")
 
 
 def same_formula(truth: str, answer: str, tolerance: Fraction = Fraction(0)) -> bool:
-    """Return whether both are the same formula. `tolerance` is relative, for a truth that is a number and no
-    integer, when one of the two holds a decimal. Raises `TooCostly`."""
+    """Return whether both formulas are equal. Raises `TooCostly`.
+
+    `tolerance` is relative. It applies if the truth is a number but not an integer, and either text has a
+    decimal.
+    """
     if max(len(truth), len(answer)) > LONGEST or (COMPUTED.search(answer) and LONG_NUMBER.search(answer)):
         raise TooCostly("the formula is too long, or computes something of many digits")
     try:
@@ -72,13 +74,13 @@ def same_formula(truth: str, answer: str, tolerance: Fraction = Fraction(0)) -> 
         _forget()
         raise
     except Exception as error:
-        # sympy raises errors of any kind on formulas that make no sense, such as i < 3: those equal nothing.
+        # sympy raises errors of any kind on meaningless formulas such as i < 3, which equal nothing.
         log.debug("a formula cannot be compared: %r", error)
         return False
 
 
 def _forget() -> None:
-    """Drop what sympy remembers of formulas: a computation that was ended may have left half of an answer."""
+    """Clear sympy's caches, because an interrupted computation may have left a wrong result there."""
     from sympy.core.cache import clear_cache
 
     _parsed.cache_clear()
@@ -90,7 +92,7 @@ def _forget() -> None:
 
 @functools.lru_cache(maxsize=256)
 def _parsed(text: str) -> Any:
-    """The formula in sympy's terms, with `i` as the root of -1. Raises errors of any kind."""
+    """Return the formula as a sympy object, with `i` as the root of -1. Raises errors of any kind."""
     import sympy
 
     text = BEFORE_TIMES.sub(r"\\\1(\2) ", IN_DEGREES.sub(r"\\\1(\\frac{\2\\pi}{180})", text))
@@ -109,7 +111,7 @@ def _parsed(text: str) -> Any:
 
 @functools.cache
 def _parser() -> Any:
-    """Return the parser, which drops no unit and tells `A` from `a`."""
+    """Return the parser. It drops no unit and distinguishes `A` from `a`."""
     from latex2sympy2_extended import NormalizationConfig, latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
@@ -119,13 +121,13 @@ def _parser() -> Any:
 
 
 def _as_one_symbol(match: re.Match[str]) -> str:
-    """Letters that stand in an order as one symbol; they would be read as a product, which has none."""
+    """Return ordered letters as one symbol. They would otherwise be read as a product, which has no order."""
     letters = match["marked"] or match["word"] or match["capitals"]
     return match[0] if letters is None else f" Q_{{0{match['mark'] or ''}{''.join(letters.split())}}} "
 
 
 def _cross_product(match: re.Match[str]) -> str:
-    """The product of two vectors as a symbol of its own, with the sign that their order gives."""
+    """Return the product of two vectors as one symbol, with the sign of their order."""
     first, second = sorted((match[1], match[2]))
     return f"({'' if first == match[1] else '-'}Q_{{1{first}x{second}}})" if first != second else "(0)"
 
@@ -134,8 +136,7 @@ def _cross_product(match: re.Match[str]) -> str:
 
 
 def _bounded(formula: Any) -> bool:
-    """Return whether computing the formula stays small: no huge number, tree, or product that is multiplied
-    out."""
+    """Return whether the formula stays small during computation: no huge number, tree or expanded product."""
     import sympy
 
     costly = sympy.Sum | sympy.Product | sympy.Integral | sympy.Limit | sympy.Derivative
@@ -146,8 +147,10 @@ def _bounded(formula: Any) -> bool:
 
 
 def _bits(node: Any, unknown: float = 1.0) -> float:
-    """Most binary digits of a number that computing the formula makes, judged without computing it. Unknowns
-    have `unknown` digits."""
+    """Return a bound of the binary digits of any intermediate number, without computing the formula.
+
+    Unknowns have `unknown` digits.
+    """
     import sympy
 
     if isinstance(node, sympy.Rational):
@@ -168,8 +171,7 @@ def _bits(node: Any, unknown: float = 1.0) -> float:
 
 
 def _size(part: Any, unknown: float) -> float:
-    """Return the size of an exponent or argument, at least 1; infinite if it would first have to be
-    computed."""
+    """Return the size of an exponent or argument, at least 1, or infinity if it must first be computed."""
     if part.free_symbols and unknown <= 1:
         return 1.0
     bits = _bits(part, unknown)
@@ -182,7 +184,7 @@ def _size(part: Any, unknown: float) -> float:
 
 
 def _most_terms(formula: Any) -> int:
-    """The most terms that a part of the formula has when it is multiplied out."""
+    """Return the most terms that a part of the formula has after expansion."""
     import sympy
 
     most, unknowns = 1, len(formula.free_symbols)
@@ -252,7 +254,7 @@ def _all_same(wanted: Sequence[Any], given: Sequence[Any], tolerance: Fraction) 
 
 
 def _same_relation(wanted: Any, given: Any, tolerance: Fraction) -> bool:
-    """Return whether one relation is the other times a number, which for an inequality is positive."""
+    """Return whether one relation is the other times a number, which must be positive for an inequality."""
     import sympy
 
     left, right = wanted.lhs - wanted.rhs, given.lhs - given.rhs
@@ -273,8 +275,8 @@ def _same_relation(wanted: Any, given: Any, tolerance: Fraction) -> bool:
     return False
 
 
-SMALL_POINT = 2  # Binary digits of the smallest values that unknowns are replaced by
-MOST_POINT_BITS = 4_000  # Size of a number on the way, at a point
+SMALL_POINT = 2  # binary digits of the smallest values for unknowns
+MOST_POINT_BITS = 4_000  # size of an intermediate number at a point
 FEWEST_POINTS = 3
 
 
@@ -303,8 +305,10 @@ def _same_value(wanted: Any, given: Any, tolerance: Fraction) -> bool:
 
 
 def _exact(formula: Any) -> Any:
-    """Return the formula with fractions for decimals and symbols for values of unknown functions, computed as
-    far as that goes without rounding."""
+    """Return the formula with fractions instead of decimals, computed as far as possible without rounding.
+
+    Values of unknown functions become symbols.
+    """
     import sympy
     from sympy.core.function import AppliedUndef
 
@@ -315,7 +319,7 @@ def _exact(formula: Any) -> Any:
 
 
 def _real_root(power: Any) -> Any:
-    """Return an odd root of a negative number as a real one, as schools do; anything else as it is."""
+    """Return an odd root of a negative number as a real root, as in schools, and anything else unchanged."""
     import sympy
 
     base, exponent = power.args
@@ -324,8 +328,7 @@ def _real_root(power: Any) -> Any:
 
 
 def _points(unknowns: int) -> Iterator[list[Any]]:
-    """Yield values for the unknowns: small and large fractions of both signs, then whole numbers. They are
-    always the same."""
+    """Yield fixed values for the unknowns: small and large fractions of both signs, then whole numbers."""
     import sympy
 
     draw = random.Random(unknowns)
@@ -337,8 +340,10 @@ def _points(unknowns: int) -> Iterator[list[Any]]:
 
 
 def _agree(wanted: Any, given: Any, point: dict[Any, Any], slack: Fraction = Fraction(0)) -> bool | None:
-    """Return whether both have the same value at a point; None where one of them is not defined, or not
-    real, or too large to be computed."""
+    """Return whether both have the same value at a point.
+
+    Returns None if one of them is undefined, not real or too large to compute.
+    """
     import sympy
 
     unknown = max((int(abs(value)).bit_length() for value in point.values()), default=0)
@@ -359,21 +364,23 @@ def _agree(wanted: Any, given: Any, point: dict[Any, Any], slack: Fraction = Fra
 
 
 def _value(formula: Any, point: dict[Any, Any], digits: int) -> Any:
-    """The value to 15 digits, worked out with as many as that takes; 0 where `digits` cannot tell it from 0,
-    and None where it is not defined."""
+    """Return the value to 15 digits, computed with as many digits as necessary.
+
+    Returns 0 if `digits` cannot distinguish it from 0, and None if it is undefined.
+    """
     import sympy
 
     try:
         value = formula.evalf(15, subs=point, maxn=digits, strict=True)
     except sympy.PrecisionExhausted:
-        # A quotient by what cannot be told from 0 ends here too, but is not small.
+        # A quotient by a number near 0 also ends here, but is not small.
         rough = formula.evalf(15, subs=point, maxn=digits)
         return sympy.Integer(0) if abs(rough) < sympy.Rational(1, 10**30) else None
     return value if value.is_finite and value.is_number and not value.has(sympy.nan) else None
 
 
 def _defined(formula: Any, point: dict[Any, Any]) -> bool:
-    """Return whether no root and no logarithm of a negative number is taken on the way."""
+    """Return whether the formula takes no root and no logarithm of a negative number."""
     import sympy
 
     return all(

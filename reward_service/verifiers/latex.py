@@ -1,5 +1,4 @@
-"""One way of writing maths out of the many: LaTeX variants, Unicode signs, and where in a text the maths
-stands.
+"""Conversion of maths to one notation: LaTeX variants, Unicode signs, and the place of maths in a text.
 
 Pure and linear in the text's length. Nothing is evaluated here.
 """
@@ -42,7 +41,7 @@ ONE_SIGN = r"\d|[a-zA-Z]|\\(?:pi|theta|alpha|beta|lambda)(?![a-zA-Z])"
 REPLACED: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?"), ""),
     (re.compile(r"\\(?:[dtc]|nice|s)frac(?![a-zA-Z])"), r"\\frac"),
-    # What only lays out.
+    # Commands that only affect the layout.
     (re.compile(r"\A(\*\*|__|`)([^*_`]+)\1\Z"), r"\2"),
     (re.compile(r"(?<=\S)\s*\\(?:blacksquare|square|Box|qed)\s*\Z"), ""),
     (re.compile(r"\\(?:fcolorbox\s*\{[^{}]*\}|colorbox|(?:text)?color)\s*(?:\[\w*\])?\s*\{[^{}]*\}"), " "),
@@ -67,7 +66,7 @@ REPLACED: list[tuple[re.Pattern[str], Any]] = [
      r"\1\\vec{\2}"),
     (re.compile(r"\\(?:mathbf|mathit|boldsymbol|bm|mathnormal)\s*\{([^{}]*)\}"), r"\1"),
     (re.compile(r"\\(?:text|mathbf|mathit|boldsymbol|bm|mathnormal)\s*(?=\{\s*\{)"), ""),
-    # Upright letters, functions and constants are themselves, but for the letter of a unit behind a value.
+    # Upright letters, functions and constants stay the same, except for a unit's letter after a value.
     (re.compile(rf"\\text\s*\{{\s*({FUNCTIONS})\s*\}}"), r"\\\1 "),
     (re.compile(r"\\text\s*\{\s*(\\[a-zA-Z]+)\s*\}"), r"\1 "),
     (re.compile(r"(?<![\d)}/])\\text\s*\{\s*([a-zA-Z])\s*\}"), r" \1 "),
@@ -90,7 +89,7 @@ REPLACED: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"\\geq(?:slant)?(?![a-zA-Z])|>="), r"\\ge "),
     (re.compile(r"\\neq(?![a-zA-Z])|\\not\s*=|(?<![\w)}!])!="), r"\\ne "),
     (re.compile(r"\\(?:approx|simeq|doteq)(?![a-zA-Z])"), "="),
-    # A point, and intervals with brackets that turn outwards.
+    # A point, and intervals with brackets that face outwards.
     (re.compile(rf"\\langle(?![a-zA-Z])({NO_COMMA},{NO_ANGLE})\\rangle(?![a-zA-Z])"), r"(\1)"),
     (re.compile(r"(\A|\\cup|\\in|=)\s*\](?=[^\[\]()]*,)"), r"\1("),
     (re.compile(r"(?<=.)\[(?=\s?(?:\Z|\\cup))"), ")"),
@@ -101,7 +100,7 @@ REPLACED: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"\\text\s*\{\s*(and|or)\s*\}|(?<![a-zA-Z])(and|or)(?![a-zA-Z])"), " , "),
     (re.compile(r",\s*,"), ","),
     (re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\\(?:R|reals)(?![a-zA-Z])"), r"(-\\infty,\\infty)"),
-    # x^10 means x to the tenth to everyone but TeX.
+    # Everyone except TeX reads x^10 as x to the tenth.
     (re.compile(r"\^(\d{2,})"), r"^{\1}"),
     (re.compile(rf"\\frac\s*({ONE_SIGN})"), r"\\frac{\1}"),
     (re.compile(rf"(\\frac\s*\{{[^{{}}]*\}})\s*({ONE_SIGN})"), r"\1{\2}"),
@@ -109,7 +108,7 @@ REPLACED: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"\\sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"\^\s*\{?\s*\\prime(?![a-zA-Z])\s*\}?"), "'"),
 ]  # fmt: skip
-MOST_WRAPPINGS = 8  # Boxes in boxes and brackets around brackets that are taken off
+MOST_WRAPPINGS = 8  # nested boxes and brackets that are removed
 POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 IN_WORDS = re.compile(rf"(?<=\d)\s*(?:\\text\s*\{{\s*)?({'|'.join(POWERS)})\b\s*\}}?")
 HEDGE = re.compile(
@@ -128,7 +127,7 @@ BECAUSE = re.compile(r",? (?:because|since|as|so|which|when|where|after|for|give
 
 
 def tidy(text: str) -> str:
-    """The maths in `text` in one way of writing, without the signs that show where it begins and ends."""
+    """Return the maths in `text` in one notation, without the signs of its beginning and end."""
     text = one_spaced(_in_ascii(text))
     for _ in range(MOST_WRAPPINGS):
         text = boxed(text) or text
@@ -144,7 +143,7 @@ def tidy(text: str) -> str:
 
 
 def _in_ascii(text: str) -> str:
-    """The text with LaTeX for what Unicode has a sign for."""
+    """Return the text with LaTeX instead of Unicode signs."""
     if text.isascii():
         return text
     text = VULGAR.sub(lambda match: FRACTION_SIGN.sub(r"\\frac{\1}{\2}", _compatible(match[0])), text)
@@ -159,8 +158,10 @@ def _compatible(signs: str) -> str:
 
 
 def one_spaced(text: str) -> str:
-    """The text with one space for each run of white space: TeX sees no more, and no pattern goes back over a
-    run."""
+    """Return the text with one space for each run of white space.
+
+    TeX reads it the same way, and no pattern has to backtrack over a run.
+    """
     return " ".join(text.split())
 
 
@@ -183,7 +184,7 @@ def formulas(text: str) -> Iterator[tuple[int, str]]:
 
 
 def undollared(text: str) -> str:
-    """The text without `$…$`, `\\(…\\)` or `\\[…\\]` around the whole."""
+    """Return the text without `$…$`, `\\(…\\)` or `\\[…\\]` around the whole."""
     for opening, ending in (("$$", "$$"), (r"\(", r"\)"), (r"\[", r"\]"), ("$", "$")):
         if len(text) >= len(opening) + len(ending) and text.startswith(opening) and text.endswith(ending):
             inner = text[len(opening) : -len(ending)]
@@ -193,7 +194,8 @@ def undollared(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """The text without braces, or round brackets around no comma, that hold the whole."""
+    """Return the text without braces around the whole, or round brackets around the whole if it has no
+    comma."""
     for _ in range(MOST_WRAPPINGS):
         if text.startswith("{") and closing(text, 0) == len(text) - 1:
             text = text[1:-1].strip()
@@ -204,9 +206,10 @@ def unwrapped(text: str) -> str:
 
 
 def last_maths(text: str) -> str | None:
-    """The last formula or number of a text that marks no answer; None where it has neither.
+    """Return the last formula or number of a text without a marked answer, or None if it has neither.
 
-    A formula that stands later than the last number wins, and the other way round."""
+    The later one of the last formula and the last number counts.
+    """
     formula, number = deque(formulas(text), maxlen=1), last_match(NUMBER, text)
     if formula and (number is None or number.end() <= formula[0][0]):
         return formula[0][1]
@@ -214,15 +217,17 @@ def last_maths(text: str) -> str | None:
 
 
 def said_maths(sentence: str) -> str:
-    """The answer in what follows "the answer is": its first formula, else what stands before a reason."""
+    """Return the answer after "the answer is": the first formula, else the text before a reason."""
     for _, formula in formulas(sentence):
         return formula
     return BECAUSE.sub("", HEDGE.sub("", one_spaced(sentence)))
 
 
 def one_bracket(text: str, opening: str = "(", ending: str = ")") -> bool:
-    """Return whether the bracket that opens the text is closed by its last character. Any of `opening` may be
-    closed by any of `ending`, as in half-open intervals."""
+    """Return whether the text's last character closes its first bracket.
+
+    Any of `ending` may close any of `opening`, as in half-open intervals.
+    """
     depth = 0
     for index, character in enumerate(text):
         depth += (character in opening) - (character in ending)
@@ -234,7 +239,7 @@ def one_bracket(text: str, opening: str = "(", ending: str = ")") -> bool:
 # --- numbers as people write them --------------------------------------------------------------------
 
 
-LONGEST_NUMBER = 400  # Characters; `int` of a text takes time that grows with the square of its length
+LONGEST_NUMBER = 400  # characters; `int` of a text takes time quadratic in its length
 LARGEST_EXPONENT = 400
 WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 PLAIN = re.compile(rf"([-+]?)\s*(?:({WHOLE})(\.[0-9]*)?|(\.[0-9]+))(?:[eE]([-+]?[0-9]{{1,4}}))?")
@@ -276,7 +281,7 @@ THING = re.compile(r"(?=.*[aeiouyAEIOUY])(?=.*[b-df-hj-np-tv-zB-DF-HJ-NP-TV-Z])[
 
 @dataclass(frozen=True)
 class MeasureUnit:
-    """`size` of one of them in the base unit of its kind; `kind` is empty for what merely names things."""
+    """A unit. `size` is in the base unit of its kind. `kind` is empty for names of things."""
 
     kind: str
     size: Fraction
@@ -326,7 +331,7 @@ LONG_NAMES = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """A text without its unit and percent sign, and these."""
+    """A text without its unit and percent sign, with both."""
 
     body: str
     unit: MeasureUnit | None = None
@@ -334,8 +339,10 @@ class Quantity:
 
 
 def quantity(text: str) -> Quantity:
-    """Part a tidied text into body, unit and percent sign. `$5` is 5 dollars; other
-    currency signs are dropped."""
+    """Split a tidied text into body, unit and percent sign.
+
+    `$5` is 5 dollars. Other currency signs are dropped.
+    """
     found = _measured(MONEY.sub(lambda match: match[1] or "", text).strip())
     in_dollars = "$" in text and MONEY.search(text) and not (found.unit and found.unit.kind)
     return replace(found, unit=UNITS["dollar"]) if in_dollars else found
@@ -348,7 +355,7 @@ def _measured(text: str) -> Quantity:
         scale = match[1] or match[2]
         return Quantity(text[: match.start()].strip(), UNITS[f"°{scale}" if scale else "degree"])
     match = UNIT_IN_TEXT.search(text)
-    # `57 \text{ or 58}` names a second answer, no unit.
+    # `57 \text{ or 58}` names a second answer and not a unit.
     if match and match.start() > 0 and _names_a_unit(match[1]):
         per = f"/{match[3].strip()}" if match[3] else ""
         return Quantity(text[: match.start()].strip(), unit_of(match[1] + per, match[2]))
@@ -358,8 +365,10 @@ def _measured(text: str) -> Quantity:
 
 
 def _names_a_unit(words: str) -> bool:
-    """Return whether `words` are units that we know, or name things. No other letters may be dropped: they
-    are variables, constants, a list, a count, or a hint that another answer may be right."""
+    """Return whether `words` are known units or names of things.
+
+    Other letters must stay. They are variables, constants, a list, a count, or a hint at another answer.
+    """
     if any(unicodedata.numeric(sign, None) is not None or sign in NO_UNIT for sign in words) or hedged(words):
         return False
     if unit_of(words).kind:
@@ -372,15 +381,15 @@ def _names_a_unit(words: str) -> bool:
 
 
 def _is_a_thing(word: str) -> bool:
-    """Return whether letters are a word of a language, and no product of variables as `abc`, `xyz` and
-    `pqr`."""
+    """Return whether letters are a word of a language, and not a product of variables such as `abc` or
+    `xyz`."""
     spoken = THING.fullmatch(word) or not word.isascii()
     product = len(word) <= 4 and {*word} <= VARIABLES
     return bool(spoken) and not product and word.lower() not in NAMES_IN_MATHS
 
 
 def unit_of(words: str, power: str | None = None) -> MeasureUnit:
-    """The unit that `words` name (`square meters`, `km/h`, `apples`); of no kind when it is none we know."""
+    """Return the unit in `words` (`square meters`, `km/h`, `apples`). An unknown unit has an empty kind."""
     words = " ".join(words.replace(" per ", "/").replace("²", "^2").replace("³", "^3").split()).strip(". ")
     for prefix, exponent in (("square ", "2"), ("sq ", "2"), ("sq. ", "2"), ("cubic ", "3"), ("cu ", "3")):
         if words.startswith(prefix):
@@ -395,7 +404,7 @@ def _short(word: str) -> str:
 
 
 def number(text: str) -> Fraction | None:
-    """The value of a tidied text that is one number; None when it is anything else."""
+    """Return the value of a tidied text that is one number, or None."""
     text = BARE_POWER.sub(r"\g<1>1\\times \g<2>", text.strip())
     if not text or len(text) > LONGEST_NUMBER:
         return None
@@ -407,12 +416,12 @@ def number(text: str) -> Fraction | None:
 
 
 def is_decimal(text: str) -> bool:
-    """Return whether it was written with a decimal point or an exponent, and so may have been rounded."""
+    """Return whether the number has a decimal point or an exponent, and so may have been rounded."""
     return "." in text or "e" in text.lower()
 
 
 def based(text: str) -> tuple[str, str] | None:
-    """(digits, base) of `101_2`."""
+    """Return (digits, base) of a text such as `101_2`, or None."""
     match = BASED.fullmatch(text.replace(" ", ""))
     return (match[1], match[2]) if match else None
 

@@ -1,9 +1,9 @@
-"""`math`: the answer is mathematically the same as the ground truth.
+"""`math`: the answer is mathematically equal to the ground truth.
 
-The answer is looked for as `answers.py` says (`where`); of a response that marks none, its last formula or
-number counts. What is the same is said in `equality.py`. An answer that cannot be read, is too large to be
-computed, or takes longer to compare than `budget_s`, is wrong: 0. Comparing takes a millisecond for numbers
-and some tens for formulas.
+`answers.py` has the places of the answer (`where`). In a response without a marked answer, the last formula
+or number counts. `equality.py` defines equality. An answer is wrong (0) if it cannot be read, is too large to
+compute, or takes longer than `budget_s` to compare. Comparing takes a millisecond for numbers and some tens
+for formulas.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from reward_service.verifiers.answers import BOX, Where, accepted, answer_of, cl
 from reward_service.verifiers.equality import preload, same
 from reward_service.verifiers.latex import last_maths, said_maths, tidy
 
-LONGEST_ANSWER = 2_000  # Characters; a longer one is no answer
-LAST_CHARACTERS = 20_000  # The answer is looked for in so many characters at the end
+LONGEST_ANSWER = 2_000  # characters; a longer text is not an answer
+LAST_CHARACTERS = 20_000  # characters at the end of a response that are searched for the answer
 
 
 class MathArguments(Section):
     where: Where = "any"
     """Place of the answer."""
     tolerance: float = Field(default=5e-6, ge=0, lt=1)
-    """Relative difference that two numbers may have when one of them is a decimal."""
+    """Relative difference that two numbers may have if one of them is a decimal."""
     budget_s: float = Field(default=2.0, gt=0, le=60)
-    """CPU time for comparing, in seconds; an answer that needs more is wrong. It has to end before the
-    reward's `timeout_s`, past which the whole call is a timeout."""
+    """CPU time for comparing, in seconds. An answer that needs more is wrong. The budget must be below the
+    reward's `timeout_s`, after which the whole call is a timeout."""
 
 
 @verifier(MathArguments, prepare=lambda _: preload(), needs_truth=True)
 def math(given: RewardInput, arguments: MathArguments) -> Score | Abstain:
-    """1 when the answer is right, else 0. Component `answered`: 1 when there was an answer at all. Component
-    `too_costly`: 1, and there only when so, for an answer that was not compared with every ground truth,
-    since that would take more than `budget_s` seconds of CPU time or more room than a number should.
+    """Return 1 if the answer is right, else 0.
 
-    A ground truth that is a list holds several texts of which any is right. Raises ValueError for an empty
-    one, and for one that is neither text nor number: the task is wrong, not the model."""
+    Component `answered` is 1 if there was an answer. Component `too_costly` is 1 for an answer that was not
+    compared with every ground truth, because that would exceed `budget_s` or the size limit of numbers. It is
+    absent otherwise. If the ground truth is a list, any of its texts is right. Raises `ValueError` for an
+    empty list, and for a ground truth of another type, because the task is wrong and not the model.
+    """
     stated = given.ground_truth if isinstance(given.ground_truth, list) else [given.ground_truth]
     truths = [tidy(text) for truth in stated for text in accepted(truth)]
     if not truths:
@@ -64,11 +65,11 @@ def math(given: RewardInput, arguments: MathArguments) -> Score | Abstain:
 
 
 def find(response: str, where: Where = "any") -> str | None:
-    """The answer in a response, tidied; None when there is none."""
+    """Return the tidied answer in a response, or None."""
     tail = spoken(response)[-LAST_CHARACTERS:]
     last = last_match(BOX, tail)
     if last is not None and tail[last.end()] == "{" and closing(tail, last.end()) is None:
-        return None  # the last box is never closed: what it would have held is not known
+        return None  # the last box has no end, so its content is unknown
     marked = answer_of(tail, "marked" if where == "any" else where)
     if marked is not None and where in ("any", "marked", "said") and marked == answer_of(tail, "said"):
         marked = said_maths(marked)

@@ -1,7 +1,7 @@
-"""Fenced blocks of a response, and which of them is the program.
+"""Fenced blocks of a response, and the choice of the program among them.
 
-Shared by all that takes programs from a response; pure, and linear in the response's length. Blocks are read
-as CommonMark reads them, those of lists and quotes included, and thoughts are left out (`answers`).
+All rewards of programs share this module. It is pure, and linear in the response's length. Blocks follow
+CommonMark, including blocks in lists and quotes. Thoughts are left out (`answers`).
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from reward_service.sandbox.languages import spoken_by
 from reward_service.verifiers.cases import DEFINITIONS
 
 CONTAINER = r"(?P<before>[ \t]*+(?:(?:>|(?:[-*+]|\d{1,9}[.)])[ \t])[ \t]*+)*+)"
-"""White space, and markers of lists and quotes, that a fence may stand behind."""
+"""White space, and markers of lists and quotes, before a fence."""
 OPENING = re.compile(
     rf"^{CONTAINER}(?P<fence>`{{3,}}+|~{{3,}}+)[ \t]*+(?P<tag>[A-Za-z0-9_+#.-]*+)[^<`\n]*+$", re.MULTILINE
 )
-"""Possessive throughout: what one part has taken no other tries again, so a line is read once."""
+"""Opening fence. All quantifiers are possessive, so a line is read only once."""
 IN_LINE = re.compile(r"(?<=\S)[ \t]++(```[A-Za-z0-9_+#.-]++)$", re.MULTILINE)
-"""A fence behind text of its line, where models do not write it on a line of its own."""
-LONGEST = 200_000  # Characters of a response in which blocks are looked for, from its end
-DEEPER = 3  # Columns by which the fence that closes a block may stand deeper than the one that opens it
+"""A fence after other text on its line, as some models write it."""
+LONGEST = 200_000  # characters at the end of a response that are searched for blocks
+DEEPER = 3  # columns by which a closing fence may be indented deeper than the opening one
 QUOTED = re.compile(r"^[ \t]*+>[ \t]?", re.MULTILINE)
 CONSOLE = re.compile(r"\s*(?:>>>|\$|In ?\[\d*\]:)(?:\s|$)")
-"""The beginning of a session at a console: it shows a program at work and is none."""
+"""The beginning of a console session, which shows a program in use but is not a program."""
 LOOKS: dict[str, re.Pattern[str]] = {
     "python": re.compile(r"[\w\])]\s*\(|\b(?:def|class|import|lambda)\b"),
     "c": re.compile(r"\bmain\s*\("),
     "cpp": re.compile(r"\bmain\s*\("),
     "javascript": re.compile(r"[\w$\])]\s*\(|=>"),
 }
-"""Text that every program in a language has, and hardly an example of output."""
+"""Text that every program in a language has, and that an example of output rarely has."""
 ACTIVE = (*DEFINITIONS, ast.Call, ast.Lambda)
 
 
@@ -44,13 +44,16 @@ class Block(NamedTuple):
     """A fenced block of a response."""
 
     language: str
-    """Tag of the fence in small letters; empty if it has none."""
+    """Tag of the fence in lower case, or empty."""
     text: str
 
 
 def blocks(response: str) -> list[Block]:
-    """Return the fenced blocks in their order, without the indentation and marks of the list or quote around
-    them. A block that is never closed goes to the end: a response cut at its length limit often ends so."""
+    """Return the fenced blocks in order, without the indentation and marks of lists or quotes around them.
+
+    A block without an end extends to the end of the text, because responses are often cut at their length
+    limit.
+    """
     response = spoken(response)[-LONGEST:].replace("\r\n", "\n")
     if not any(opening["tag"] for opening in OPENING.finditer(response)):
         response = IN_LINE.sub(r"\n\1", response)
@@ -60,7 +63,7 @@ def blocks(response: str) -> list[Block]:
         fence, before = opening["fence"], opening["before"]
         closing = rf"{re.escape(fence[0])}{{{len(fence)},}}+[ \t]*+$"
         margin = r"[ \t>]*+" if ">" in before else rf"[ \t]{{0,{len(before) + DEEPER}}}+"
-        # A deeper fence belongs to the program, in a docstring for example, unless it is the only one.
+        # A deeper fence belongs to the program, for example to a docstring, unless it is the only one.
         end = re.compile(f"^{margin}{closing}", re.MULTILINE).search(response, opening.end())
         at = end.end() if end else len(response)
         end = end or re.compile(rf"[ \t]*+{closing}", re.MULTILINE).search(response, opening.end())
@@ -70,7 +73,7 @@ def blocks(response: str) -> list[Block]:
 
 
 def _outside_of(container: str, text: str) -> str:
-    """The text of a block without the marks of its quote and the indentation of its list."""
+    """Return the text of a block without the marks of its quote and the indentation of its list."""
     if not container:
         return text
     if ">" in container:
@@ -87,13 +90,18 @@ def program_of(
     *,
     defines: Collection[str] = (),
 ) -> Block | None:
-    """Return the program in one of `languages` (of the sandbox), in a response or among its blocks.
+    """Return the program in one of `languages` (of the sandbox), from a response or its blocks.
 
-    It is the last block with such a fence; of several the last with the most definitions of the names
-    `defines`, and one that calls or defines anything before one that does not. Without such a fence it is the
-    last block without a tag that looks like a program in the first of `languages`, else the last with another
-    tag that does, else the last without a tag. Sessions at a console and empty blocks are no programs. The
-    `language` of the result is the one that its fence names, and empty if it names none."""
+    Blocks are chosen in this order:
+    - among blocks with such a fence, the one with the most definitions of the names `defines`, then one that
+      calls or defines anything, then the last
+    - the last block without a tag that looks like a program in the first of `languages`
+    - the last block with another tag that looks like one
+    - the last block without a tag
+
+    Console sessions and empty blocks are never programs. The result's `language` is its fence's language, or
+    empty.
+    """
     found = blocks(response) if isinstance(response, str) else response
     latest = [
         Block(spoken_by(tag), text)
@@ -122,7 +130,7 @@ def _active(text: str, language: str) -> bool:
 
 
 def looks_like(text: str, language: str) -> bool:
-    """Return whether a text may be a program in `language`, and not what one prints or how it is started."""
+    """Return whether a text may be a program in `language`, rather than its output or its start command."""
     if language != "python" or not _active(text, language):
         return _active(text, language)
     try:

@@ -1,8 +1,8 @@
-"""Runs a program against the cases of its task, in a sandbox and within a budget of time.
+"""The run of a program against the cases of its task, in a sandbox and within a time budget.
 
-Limits of the program (CPU and time of a case, `budget_s`, memory, output) make it wrong. They count what it
-does itself: not making jails, and not waiting for a processor while the machine is busy. The deadline of the
-call is ours, so where that ends a run there is no score (`Overloaded`).
+A program that passes a limit (CPU and time of a case, `budget_s`, memory, output) is wrong. The limits count
+only its own work. They exclude the creation of jails and waits for a processor on a busy machine. If the
+deadline of the call ends a run, there is no score (`Overloaded`).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from reward_service.sdk import RewardLoadError, time_left_s
 from reward_service.verifiers import TaskAtFault
 from reward_service.verifiers.cases import CallCase, Cases, StdioCase, marked
 
-LEAST_RUN_S = 0.05  # A run with less time than this left is not begun
-GRACE_S = 1.0  # Time before the deadline of the call in which a run is ended and its verdict sent
+LEAST_RUN_S = 0.05  # a run with less time left does not begin
+GRACE_S = 1.0  # time before the call's deadline that is reserved to end a run and send its verdict
 ENVIRONMENT_FIX = "name an `environment` that has it in reward.args"
-MOST_TOGETHER = 32  # Cases in one jail
+MOST_TOGETHER = 32  # cases in one jail
 OUTPUT_KB = 256
-LONGEST_S = 3600.0  # By the clock, where nothing ends the call
+LONGEST_S = 3600.0  # time limit of a call without a deadline
 OUT_OF_TIME = ("timeout", "cpu")
-ANSWER_BYTES = 512  # Most that the tests' side prints about one test
+ANSWER_BYTES = 512  # largest output of the tests' side about one test
 
 Compare = Literal["tokens", "lines", "exact"]
 
@@ -55,27 +55,27 @@ class SandboxArguments(Section):
     """The sandbox of programs, and their limits."""
 
     sandbox: Level = "isolated"
-    """`isolated` (docs/sandbox.md): the job is refused where programs cannot be isolated. `none`: they are
-    plain child processes of the service, free to do what it may: no protection."""
+    """`isolated` (docs/sandbox.md): the job is refused if programs cannot be isolated. `none`: programs are
+    plain child processes of the service with all its rights, without protection."""
     cpu_s: float = Field(default=2.0, gt=0)
     """CPU time of one case, in seconds."""
     wall_s: float = Field(default=5.0, gt=0)
-    """Time of one case, in seconds, without the time that the program waited for a processor."""
+    """Time of one case in seconds, without the time that the program waited for a processor."""
     memory_mb: int = Field(default=256, ge=16, le=1 << 24)
     """Memory of all processes of one run."""
     environment: FolderOrName = ""
-    """Python of programs and tests: a virtual environment, or an interpreter. Its packages can be imported.
-    Empty: the standard library, and numpy where it is installed beside this project."""
+    """Python of programs and tests: a virtual environment or an interpreter. Its packages can be imported.
+    Empty: the standard library, and numpy if it is installed beside this project."""
     processes: int = Field(default=16, ge=2, le=65_536)
     """Processes and threads of one run."""
     budget_s: float = Field(default=8.0, gt=0)
-    """Time that compiling and all cases of one response may take, in seconds, counted as `wall_s` and at
-    least the CPU time. Cases that have not run by then have failed. If the reward's `timeout_s` comes first,
-    because the machine was busy or there are many cases, the verdict is the error `overloaded`."""
+    """Time in seconds for compiling and all cases of one response, counted as `wall_s` and at least the CPU
+    time. Cases that have not run by then have failed. If the reward's `timeout_s` comes first, because the
+    machine is busy or there are many cases, the verdict is the error `overloaded`."""
 
     @staticmethod
     def programs_isolated(arguments: Mapping[str, Any]) -> bool:
-        """Asked where a job is checked: whether the machine must be able to isolate programs."""
+        """Return whether the machine must be able to isolate programs. The check of a job file calls this."""
         return arguments.get("sandbox") != "none"
 
 
@@ -83,12 +83,12 @@ class Result(msgspec.Struct):
     """The results of the cases."""
 
     passed: list[bool]
-    """One for each case; false for those that were not run."""
+    """One value for each case. It is false for cases that did not run."""
     compiled: bool = True
     out_of_time: bool = False
     spent_s: float = 0.0
     missing: str = ""
-    """A module that the program imports and its environment does not have."""
+    """A module that the program imports and its environment lacks."""
     level: str = ""
 
     @property
@@ -98,12 +98,12 @@ class Result(msgspec.Struct):
 
 @functools.cache
 def runner(level: Level) -> Sandbox:
-    """The sandbox of this process, made when first asked for. Raises SandboxError."""
+    """Return the sandbox of this process. The first call creates it. Raises `SandboxError`."""
     return Sandbox.at(level)
 
 
 def prepare_runner(arguments: SandboxArguments) -> None:
-    """Have the sandbox ready before the first call. Raises RewardLoadError where there is none, or no such
+    """Prepare the sandbox before the first call. Raises `RewardLoadError` without a sandbox or
     environment."""
     try:
         runner(arguments.sandbox).check_environment(arguments.environment)
@@ -112,7 +112,7 @@ def prepare_runner(arguments: SandboxArguments) -> None:
 
 
 class Budget:
-    """Time that a program may still take: by its own doing, and by the clock."""
+    """Time that a program may still take, by its own work and by the clock."""
 
     def __init__(self, arguments: SandboxArguments, cases: int) -> None:
         self._arguments, self._cases = arguments, cases
@@ -121,8 +121,10 @@ class Budget:
         self._ends_s = time.monotonic() + min(time_left_s() - GRACE_S, LONGEST_S)
 
     def limits(self, run: int, *, cases: int = 1, output_bytes: int = 0) -> RunLimits:
-        """Return the limits of a run of `cases` cases together, the first of which has the number `run`, that
-        prints so much when it is right. Raises Overloaded where the deadline of the call has come."""
+        """Return the limits of a run of `cases` cases that begins with case `run`.
+
+        `output_bytes` is the size of the right output. Raises `Overloaded` after the deadline of the call.
+        """
         arguments, clock_s = self._arguments, self._ends_s - time.monotonic()
         if clock_s < LEAST_RUN_S:
             raise self.overloaded(run)
@@ -157,9 +159,11 @@ def run_cases(
     compare: Compare = "tokens",
     tolerance: float = 1e-6,
 ) -> Result:
-    """All cases, or until the first that fails unless `partial`. Raises SandboxError (Overloaded where the
-    deadline of the call came first), CompilerMissing, and ValueError for tests that fail or end before they
-    have asked anything of the program."""
+    """Run all cases, or stop at the first failure unless `partial`.
+
+    Raises `SandboxError` (`Overloaded` if the call's deadline came first) and `CompilerMissing`. Raises
+    `ValueError` for tests that fail or end before they have used the program.
+    """
     sandbox = runner(arguments.sandbox)
     tests = len(cases.calls) + len(cases.codes)
     budget = Budget(arguments, len(cases.stdio) + tests)
@@ -192,8 +196,10 @@ def run_cases(
 def _outcomes(
     sandbox: Sandbox, source: str, language: str, cases: Sequence[StdioCase], budget: Budget
 ) -> Iterator[RunOutcome]:
-    """Run the cases as they are asked for, ever more in one jail: making it costs more than a quick run, and
-    a wrong program shows at its first ones."""
+    """Yield the outcomes of the cases on demand, with more and more cases per jail.
+
+    Making a jail costs more than a quick run, and a wrong program fails at its first cases.
+    """
     done = 0
     while done < len(cases):
         together = cases[done : done + min(done + 1, MOST_TOGETHER)]
@@ -212,7 +218,7 @@ def _outcomes(
 def _run_tests(
     sandbox: Sandbox, source: str, cases: Cases, budget: Budget, tolerance: float, result: Result
 ) -> None:
-    """Function tests: one run for all of them, the tests in a jail of their own."""
+    """Run function tests: one run for all of them, with the tests in a jail of their own."""
     tests = [_call(case) for case in cases.calls] + [{"code": _marked(one)} for one in cases.codes]
     setup = [_marked(text) for text in cases.setup]
     task = {"entries": cases.entries, "setup": setup, "tests": tests, "tolerance": tolerance}
@@ -228,7 +234,7 @@ def _run_tests(
             limits=limits,
         )
 
-    # The tests wait for the program, which has a limit of its own for that.
+    # The tests wait for the program, which has its own limit.
     patient = msgspec.structs.replace(limits, wall_s=limits.clock_s)
     examined, tested = sandbox.run_pair(
         side("examiner", {}, patient, json.dumps(task).encode()),
@@ -240,7 +246,7 @@ def _run_tests(
     result.out_of_time = budget.is_over and (tested.kind in OUT_OF_TIME or examined.kind in OUT_OF_TIME)
     lines = answers(examined)
     if len(lines) == len(tests) and all(one.get("ready") and not one.get("asked") for one in lines):
-        # They would have done the same to any program.
+        # They would have failed with any program.
         why = str(lines[0].get("why") or "they are empty")
         fix = f": {ENVIRONMENT_FIX}" if missing_module(why) else ""
         raise TaskAtFault(f"the tests never called the program: {why}{fix}")
@@ -253,9 +259,9 @@ _marked = functools.lru_cache(maxsize=256)(marked)
 
 
 def _call(case: CallCase) -> dict[str, Any]:
-    """Raises ValueError for arguments or a result that cannot be handed over."""
+    """Return the encoded case. Raises `ValueError` if arguments or result cannot be encoded."""
     try:
-        # JSON holds no references, so nothing is asked for one.
+        # JSON has no references, so `refer` returns none.
         encoded = {name: encode(getattr(case, name), lambda _, __: None) for name in ("args", "expected")}
     except TypeError as error:
         raise TaskAtFault(f"a case of {case.function!r} cannot be handed over: {error}") from error
@@ -266,13 +272,13 @@ MISSING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]{1,100})'", 
 
 
 def missing_module(said: str) -> str:
-    """The module that a program could not import, by how it ended; empty if that was not the reason."""
+    """Return the module that a program could not import, from its errors, or an empty text."""
     found = MISSING.findall(said[-2000:])
     return found[-1] if found else ""
 
 
 def modules_of(cases: Cases) -> set[str]:
-    """Modules that the tests import, by the first part of their names."""
+    """Return the modules that the tests import, by the first part of their names."""
     found: list[str] = []
     for node in (node for text in (*cases.setup, *cases.codes) for node in ast.walk(ast.parse(text))):
         if isinstance(node, ast.Import):
@@ -289,7 +295,7 @@ print(*(name for name in sys.stdin.read().split() if importlib.util.find_spec(na
 
 
 def modules_away(modules: Collection[str], arguments: SandboxArguments) -> list[str]:
-    """Return those modules that programs and tests cannot import. Raises SandboxError, CompilerMissing."""
+    """Return the modules that programs and tests cannot import. Raises `SandboxError`, `CompilerMissing`."""
     program = Program(
         source=LOOK_FOR,
         environment=arguments.environment,
@@ -304,7 +310,7 @@ def modules_away(modules: Collection[str], arguments: SandboxArguments) -> list[
 
 
 def answers(outcome: RunOutcome) -> list[dict[str, Any]]:
-    """Return the lines of the tests' side, as far as they are whole."""
+    """Return the complete lines of the tests' side."""
     found: list[dict[str, Any]] = []
     with contextlib.suppress(ValueError, RecursionError):
         for line in outcome.stdout.splitlines():
@@ -318,8 +324,7 @@ def answers(outcome: RunOutcome) -> list[dict[str, Any]]:
 
 
 def same_output(got: bytes, expected: str, *, compare: Compare, tolerance: float) -> bool:
-    """Return whether a program's output is what was expected, as `CodeStdioArguments.compare` describes
-    it."""
+    """Return whether a program's output matches the expected one, by `CodeStdioArguments.compare`."""
     if compare == "exact":
         return got == expected.encode("utf-8", "replace")
     text = got.decode("utf-8", "replace")
@@ -336,8 +341,10 @@ WIDE = decimal.Context(prec=50, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
 
 
 def _same_token(got: str, expected: str, tolerance: float) -> bool:
-    """Return whether they are equal, or numbers near each other where a decimal is expected: `3` is no `3.5`,
-    and `7` no `7a`."""
+    """Return whether the tokens are equal, or close numbers if a decimal is expected.
+
+    `3` is not `3.5`, and `7` is not `7a`.
+    """
     if got == expected:
         return True
     if "." not in expected and "e" not in expected.lower():
@@ -345,7 +352,7 @@ def _same_token(got: str, expected: str, tolerance: float) -> bool:
     if not (DECIMAL.fullmatch(got) and DECIMAL.fullmatch(expected)):
         return False
     try:
-        with decimal.localcontext(WIDE):  # no float holds 1e400, and none may take it for infinite
+        with decimal.localcontext(WIDE):  # a float would turn 1e400 into infinity
             one, two = decimal.Decimal(got), decimal.Decimal(expected)
             return abs(one - two) <= decimal.Decimal(tolerance) * max(decimal.Decimal(1), abs(one), abs(two))
     except decimal.DecimalException:

@@ -1,7 +1,7 @@
-"""Verifiers of texts: `exact_match`, `regex`, `format_tags`, `choice`; and `overlong`, which shapes length.
+"""Verifiers of texts: `exact_match`, `regex`, `format_tags`, `choice`, and `overlong`, which shapes length.
 
-Where a pattern of `regex` goes back over a response again and again, looking ends after `BUDGET_S`: the
-answer is wrong. The library `regex` is used for that limit; it reads the syntax of `re`.
+If a pattern of `regex` backtracks too long, the search ends after `BUDGET_S` and the answer is wrong. The
+library `regex` supports this limit and reads the syntax of `re`.
 
 `overlong` is DAPO's soft overlong punishment (Yu et al., 2025, eq. 13). With length y, limit L and buffer C:
 0 for y <= L - C; ((L - C) - y) / C for L - C < y <= L; -1 for y > L.
@@ -30,23 +30,24 @@ BUDGET_S = 2.0
 
 class ExactMatchArguments(Section):
     where: Where | None = None
-    """Place of the answer; by default it is the whole response, thinking included."""
+    """Place of the answer. The default is the whole response, including thoughts."""
     case: bool = True
-    """Whether upper and lower case differ."""
+    """Whether case matters."""
     punctuation: bool = True
     """Whether punctuation counts."""
     articles: bool = True
     """Whether `a`, `an` and `the` count."""
     any_of: bool = False
-    """Whether a ground truth that is a list holds texts of which any is right."""
+    """Whether any text of a ground truth that is a list is right."""
 
 
 @verifier(ExactMatchArguments, needs_truth=True)
 def exact_match(given: RewardInput, arguments: ExactMatchArguments) -> float:
-    """1 when answer and ground truth are the same text, else 0.
+    """Return 1 if answer and ground truth are the same text, else 0.
 
-    Runs of white space count as one space, and none at either end. A ground truth that is no text is compared
-    as Python writes it. No answer at `where` is wrong."""
+    Runs of white space count as one space, and surrounding white space is removed. A ground truth that is not
+    a text is compared in Python's notation. A response without an answer at `where` is wrong.
+    """
     answer = given.response if arguments.where is None else answer_of(given.spoken, arguments.where)
     if answer is None:
         return 0.0
@@ -69,15 +70,15 @@ def normalise(text: str, *, case: bool = True, punctuation: bool = True, article
 
 class RegexArguments(Section):
     pattern: str | None = None
-    """The pattern in the syntax of Python, flags as `(?im)` included; by default the ground truth is it."""
+    """Pattern in Python's syntax, with flags such as `(?im)`. The default is the ground truth."""
     match: Literal["search", "start", "whole"] = "search"
-    """Place at which it must match."""
+    """Place at which the pattern must match."""
     group: int | str | None = None
-    """The group whose text must be the ground truth."""
+    """Group whose text must equal the ground truth."""
     negate: bool = False
-    """Whether it must not match."""
+    """Whether the pattern must not match."""
     where: Where | None = None
-    """Place of the answer; by default it is the whole response, thinking included."""
+    """Place of the answer. The default is the whole response, including thoughts."""
 
     @model_validator(mode="after")
     def _compiles(self) -> RegexArguments:
@@ -96,12 +97,13 @@ class RegexArguments(Section):
 
 @verifier(RegexArguments)
 def regex(given: RewardInput, arguments: RegexArguments) -> float | Score | Abstain:
-    """1 when the pattern matches, else 0; with `negate` the other way round.
+    """Return 1 if the pattern matches, else 0, or the reverse with `negate`.
 
-    With `group`, what the last match holds in that group must be the ground truth, up to white space. Where
-    there is no answer at `where`, nothing matches. Component `too_costly`: 1, and there only when so, where
-    it takes too long; the score is then 0, with `negate` too. Raises regex.error for a ground truth that is
-    no pattern."""
+    With `group`, that group of the last match must equal the ground truth, up to white space. Without an
+    answer at `where` nothing matches. Component `too_costly` is 1 if the search takes too long, and the score
+    is then 0, also with `negate`. It is absent otherwise. Raises `regex.error` for a ground truth that is not
+    a pattern.
+    """
     pattern, group = arguments.pattern, arguments.group
     if given.ground_truth is None and (pattern is None or group is not None):
         return Abstain("the task has no ground truth")
@@ -131,24 +133,25 @@ class FormatTagsArguments(Section):
     tags: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*$")], ...] = Field(
         default=("think", "answer"), min_length=1
     )
-    """Their names, in order."""
+    """Names of the tags, in order."""
     outside: bool = False
-    """Whether text may stand outside of them."""
+    """Whether text outside the tags is allowed."""
     empty: bool = False
-    """Whether a tag may hold nothing."""
+    """Whether a tag may be empty."""
     opened_by_prompt: bool = False
-    """True where the prompt ends with the first tag. A prompt that is given shows it itself."""
+    """Whether the prompt ends with the first tag. If the prompt is available, it decides this itself."""
     partial: bool = False
-    """Whether the score is the share of the tags that are there."""
+    """Whether the score is the share of present tags."""
 
 
 @verifier(FormatTagsArguments)
 def format_tags(given: RewardInput, arguments: FormatTagsArguments) -> Score:
-    """1 when the response is made of the tags, each once, in their order, else 0; with `partial` the share of
-    the tags that are there once, opened and closed. Component `tags`: that share.
+    """Return 1 if the response consists of the tags, each once and in order, else 0.
 
-    By default the form is `<think>…</think> <answer>…</answer>`, as in DeepSeek-R1's format reward (2025).
-    Tags may hold one another only if they are named so; none is looked for in what they hold."""
+    With `partial`, return the share of the tags that occur once, opened and closed. Component `tags` is that
+    share. The default form is `<think>…</think> <answer>…</answer>`, as in DeepSeek-R1's format reward
+    (2025). Tags must not be nested.
+    """
     tags = arguments.tags
     opened = arguments.opened_by_prompt or given.prompt.rstrip().endswith(f"<{tags[0]}>")
     text = f"<{tags[0]}>{given.response}" if opened else given.response
@@ -164,7 +167,7 @@ def _once(text: str, tag: str) -> bool:
 
 
 def _in_order(text: str, tags: Sequence[str], *, outside: bool, empty: bool) -> bool:
-    """Return whether each tag begins behind the one before it; every one is there once."""
+    """Return whether each tag begins after the previous one. Every tag occurs once."""
     position = 0
     for tag in tags:
         start, end = text.index(f"<{tag}>"), text.index(f"</{tag}>")
@@ -182,15 +185,15 @@ LETTERS = "ABCDEFGHIJ"
 DECORATION = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
 DENIED = re.compile(r"(?:is|was)?\s*(?:n't|not|wrong|incorrect|false)\b|不|错|錯|非|誤|では", re.I)
 IN_WORD = "(?:[^\\W\u3040-\u9fff\uac00-\ud7af]|')"
-"""Part of a word with the letter of an option; Chinese, Japanese and Korean put no blank between words."""
+"""Part of a word with an option's letter. Chinese, Japanese and Korean words have no blanks between them."""
 IN_A_SENTENCE = r"(?<=[AI])\s(?!(?:is|was|are|or|and|nor|has|can|may|might|could|would)\b)[a-z]"
-"""Matches behind `A` or `I` as a word of a sentence, which names no option: `A cat`, `I think`."""
+"""Pattern for text after `A` or `I` as a word of a sentence, which names no option: `A cat`, `I think`."""
 REASON = re.compile(
     r"[,;]?\s*+(?:\b(?:because|since)\b|因为|因為|由于).*"
     r"|[,;]?\s*+\b(?:(?:and )?not|rather than|instead of) (?:option )?\(?[A-Z]\)?[.!]?\Z",
     re.DOTALL | re.I,
 )
-"""The reason behind a choice, which may name the others, or the one that it was not."""
+"""The reason after a choice. It may name the other options, or the rejected one."""
 CHOOSES = r"(?:I(?:['’]ll|['’]d| will| would)? (?:choose|pick|select|go with) )?"
 LONGEST = 2_000
 
@@ -202,8 +205,10 @@ class ChoiceArguments(Section):
 
 @verifier(ChoiceArguments, needs_truth=True)
 def choice(given: RewardInput, arguments: ChoiceArguments) -> float:
-    """1 when the right option was chosen, else 0. Raises ValueError for a ground truth that is no option: the
-    task is wrong."""
+    """Return 1 if the right option was chosen, else 0.
+
+    Raises `ValueError` for a ground truth that is not an option, because the task is wrong.
+    """
     letters = arguments.letters
     options = _options(given.extra_info.get("choices"), letters)
     wanted = _wanted(given.ground_truth, options, letters)
@@ -212,7 +217,7 @@ def choice(given: RewardInput, arguments: ChoiceArguments) -> float:
 
 
 def chosen(stated: str, options: dict[str, str], letters: str = LETTERS) -> str | None:
-    """The letter that a stated answer chooses; None for none, or for more than one."""
+    """Return the letter that a stated answer chooses, or None for none or several."""
     plain = DECORATION.sub(r"\1", folded(stated[:LONGEST])).strip().strip("*$ ").strip()
     for letter, text in options.items():
         if _plain(plain) == _plain(text) != "":
@@ -274,9 +279,9 @@ LengthIn = Literal["tokens", "words", "characters"]
 
 class OverlongArguments(Section):
     limit: int = Field(ge=1)
-    """Length beyond which the penalty is -1."""
+    """Length above which the penalty is -1."""
     buffer: int = Field(ge=1)
-    """Length below the limit over which the penalty grows."""
+    """Range of lengths below the limit in which the penalty grows."""
     unit: LengthIn = "tokens"
     """Unit of length."""
 
@@ -289,7 +294,8 @@ class OverlongArguments(Section):
 
 @verifier(OverlongArguments)
 def overlong(given: RewardInput, arguments: OverlongArguments) -> float:
-    """A number from -1 to 0. An answer that was cut off at its length limit is longer than `limit`."""
+    """Return a number from -1 to 0. An answer that was cut at its length limit counts as longer than
+    `limit`."""
     if given.truncated:
         return -1.0
     beyond = arguments.limit - arguments.buffer - length_of(given, arguments.unit)
@@ -297,7 +303,10 @@ def overlong(given: RewardInput, arguments: OverlongArguments) -> float:
 
 
 def length_of(given: RewardInput, unit: LengthIn) -> int:
-    """Sampled tokens, words or characters. Raises ValueError for tokens of an input that has only texts."""
+    """Return the number of sampled tokens, words or characters.
+
+    Raises `ValueError` for tokens of an input that has only texts.
+    """
     if unit == "characters":
         return len(given.response)
     if unit == "words":
