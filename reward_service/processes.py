@@ -31,7 +31,7 @@ OUTPUT_BURST_BYTES = 32 << 10
 
 
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""One thread each for numerical libraries, because the pool runs one process per core."""
+"""One thread each for numerical libraries, because the pool's processes already run in parallel."""
 
 
 on_print: ContextVar[Callable[[int, str], None]] = ContextVar(

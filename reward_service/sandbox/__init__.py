@@ -5,9 +5,8 @@
     with Sandbox.at("isolated") as sandbox:
         outcome = sandbox.run(Program(source=model_answer, stdin=b"3 4\\n", limits=RunLimits(cpu_s=2)))
 
-Promises: `run` returns within the limit by the clock plus the time to make and to end a jail; when it
-returns, no process that the program started is left, and when isolated no file. The level is in every
-outcome.
+Promises: `run` returns within the limit by the clock plus the time to make and end a jail. After that no
+process of the program is left, and with isolation no file. Every outcome has the isolation level.
 """
 
 from reward_service.sandbox.program import LINK_FD as LINK_FD

@@ -1,4 +1,5 @@
-"""`python -m reward_service.sandbox`: whether this machine can isolate programs, and what it has for them."""
+"""`python -m reward_service.sandbox`: a report whether this machine can isolate programs, and its
+languages."""
 
 from __future__ import annotations
 

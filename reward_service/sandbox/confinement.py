@@ -1,4 +1,4 @@
-"""Ways to confine a program on this machine: each is tried with a small program, never guessed."""
+"""Ways to confine a program on this machine. Each is tested with a small program and never guessed."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from reward_service.sandbox.languages import Language, language
 from reward_service.sandbox.program import CannotIsolate, CompilerMissing, Level, RunLimits, SandboxError
 
 START = "import sys; sys.path.append(sys.argv.pop()); from isolation.launcher import main; main()"
-"""Text that the launcher's interpreter runs. The last argument is the folder of the package `isolation`."""
+"""Program of the launcher's interpreter. Its last argument is the folder of the package `isolation`."""
 FOLDER = str(Path(__file__).resolve().parent)
-ANSWER_GRACE_S = 40.0  # Time beyond the limit by the clock: making the jail, ending it, sending what it said
+ANSWER_GRACE_S = 40.0  # Seconds beyond the limit by the clock to make the jail, end it and send the output.
 
 
 class LauncherDied(SandboxError):
-    """The launcher is gone; another may do better."""
+    """The launcher has died. Another launcher may work."""
 
 
 class LauncherClient:
-    """The launcher, started with `start` when first asked, and again when it has died. Not for two threads at
-    once."""
+    """A client of the launcher. The first request starts the launcher, and a request after its death restarts
+    it.
+
+    Two threads must not use it at once.
+    """
 
     def __init__(self, start: str = START) -> None:
         self.start = start
@@ -41,7 +44,7 @@ class LauncherClient:
         self._owner = 0
 
     def ask(self, head: dict[str, Any], body: bytes, clock_s: float) -> tuple[dict[str, Any], bytes]:
-        """Raises SandboxError when there is no answer."""
+        """Send a request and return the answer. Raises `SandboxError` without an answer."""
         with contextlib.suppress(LauncherDied):
             self.begin(head, body, clock_s)
             return self.answer()
@@ -49,8 +52,8 @@ class LauncherClient:
         return self.answer()
 
     def begin(self, head: dict[str, Any], body: bytes, clock_s: float, link: int | None = None) -> None:
-        """Send a request, with the descriptor that is to be the program's link, if any. `answer` comes next.
-        Raises SandboxError."""
+        """Send a request, possibly with the descriptor of the program's link. `answer` must follow. Raises
+        `SandboxError`."""
         connection = self._connected()
         try:
             connection.settimeout(clock_s + ANSWER_GRACE_S)
@@ -62,7 +65,7 @@ class LauncherClient:
             raise LauncherDied(f"the launcher takes no request: {error}") from error
 
     def answer(self) -> tuple[dict[str, Any], bytes]:
-        """Return the answer to the request that was begun. Raises SandboxError."""
+        """Return the answer to the request in progress. Raises `SandboxError`."""
         try:
             if (answer := messages.receive(self.connection)) is not None:
                 return answer
@@ -73,18 +76,18 @@ class LauncherClient:
         raise LauncherDied("the launcher died. Look for its message on the standard error of the service")
 
     def end(self) -> None:
-        """Have the run that was begun ended at once; its answer comes all the same."""
+        """End the run in progress at once. Its answer still follows."""
         with contextlib.suppress(OSError):
             messages.send(self.connection, {"end": True})
 
     @property
     def pid(self) -> int:
-        """Process id of the launcher; 0 before the first request."""
+        """Return the launcher's process id, or 0 before the first request."""
         return self._process.pid if self._process is not None else 0
 
     @property
     def connection(self) -> socket.socket:
-        """Readable when the answer has come."""
+        """Return the connection, which is readable once the answer has arrived."""
         if self._link is None:
             raise SandboxError("the launcher was asked nothing")
         return self._link
@@ -111,7 +114,7 @@ class LauncherClient:
         return ours
 
     def close(self) -> None:
-        """End it and what runs in its jail. Safe to repeat."""
+        """End the launcher and the processes in its jail. A repeated call is harmless."""
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -133,7 +136,7 @@ SYSTEM_FILES = [f"/etc/{name}" for name in _FILES.split()]
 NAMESPACES = ("user", "pid", "mount", "net", "ipc", "uts", "cgroup")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": ".", "TMPDIR": "."}
 PACKAGES = "/packages"
-"""Folder of a jail that shows Python packages, wherever they lie outside."""
+"""Folder of a jail that shows Python packages from any outside folder."""
 COMMAND = Language("command", "", ())
 INSIDE = {"HOME": "/work", "TMPDIR": "/work/.tmp"}
 REMEDY = (
@@ -146,16 +149,18 @@ REMEDY = (
 
 
 class Confinement(NamedTuple):
-    """One way of running a program, that works here."""
+    """One way to run a program that works on this machine."""
 
     level: Level
     guards: tuple[str, ...] = ()
-    uid_base: int | None = None  # First of the users that programs run as; none: as the user of the service
-    proc: bool = True  # Whether a jail has a `/proc`, which some containers refuse
+    uid_base: int | None = None  # first uid of programs; None: programs run as the service's user
+    proc: bool = True  # whether a jail has a `/proc`; some containers refuse it
 
     def request(self, argv: tuple[str, ...], limits: RunLimits, spoken: Language = COMMAND) -> dict[str, Any]:
-        """Return the request to the launcher, without files and input. Raises CompilerMissing if no
-        interpreter can be the first process."""
+        """Return the request to the launcher, without files and input.
+
+        Raises `CompilerMissing` if no interpreter can be the first process.
+        """
         python = language("python", for_others=self.as_another)
         isolated = self.level == "isolated"
         folders = [f"{PACKAGES}/{n}" if isolated else one.path for n, one in enumerate(spoken.packages)]
@@ -185,13 +190,16 @@ class Confinement(NamedTuple):
 
     @property
     def as_another(self) -> bool:
-        """Return whether everything a run needs must be open to a user that owns nothing."""
+        """Return whether programs run as a user without files, so that all needed files must be open to
+        everyone."""
         return self.uid_base is not None
 
 
 def find(launcher: LauncherClient) -> Confinement:
-    """The first way to be isolated that works here. Raises CannotIsolate, with why none does and what to
-    change."""
+    """Return the first way of isolation that works here.
+
+    Raises `CannotIsolate` with the reason for each failure and the fix.
+    """
     offered, _ = launcher.ask({"probe": True}, b"", 5.0)
     missing = "bwrap is not installed" if shutil.which("bwrap") is None else offered["no_filter"]
     reasons: list[str] = []
@@ -208,7 +216,7 @@ def find(launcher: LauncherClient) -> Confinement:
 
 
 def _try(launcher: LauncherClient, found: Confinement) -> str:
-    """Why this way does not work; empty when it does."""
+    """Return the reason why this way does not work, or an empty text."""
     limits = RunLimits(wall_s=10.0, cpu_s=5.0, clock_s=20.0, memory_mb=128, processes=8)
     try:
         request = found.request(("/bin/sh", "-c", "exit 0"), limits)

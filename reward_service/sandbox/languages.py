@@ -1,4 +1,4 @@
-"""Languages that programs may be written in, and how each is compiled and run."""
+"""Languages of programs, with their compilers and start commands."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ COMPILE_LIMITS = RunLimits(
     wall_s=40.0, cpu_s=30.0, address_space=False, processes=64, open_files=512, output_kb=64
 )
 HARNESS_PYTHON = "harness-python"
-"""The interpreter of Python programs for our own `sandbox.harness`: it imports nothing from the folder of the
-run, and runs nothing of what is installed beside it before it begins."""
+"""Interpreter of Python programs for our own `sandbox.harness`.
+
+It imports nothing from the folder of the run, and runs no startup code of installed packages.
+"""
 
 
 OFFERED = ("numpy",)
-"""Packages of our own environment that Python programs have where no environment is named."""
+"""Packages of our environment that Python programs may use if no environment is named."""
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""Numerical libraries reserve memory for each thread, and a run has few."""
+"""Numerical libraries reserve memory for each thread, and a run may have few threads."""
 ASKED = """
 import json, os, sys
 names = ("site-packages", "dist-packages")
@@ -47,22 +49,22 @@ class PackageFolder(NamedTuple):
 
     path: str
     names: tuple[str, ...] = ()
-    """Packages in it that are shown; all of them if empty."""
+    """Packages in it that are shown. Empty means all."""
 
 
 @dataclass(frozen=True)
 class Language:
-    """The way from a source to a run. Paths are relative to the folder of the run."""
+    """A language: the commands from a source to a run. Paths are relative to the folder of the run."""
 
     name: str
-    source: str  # File that the source is written to
+    source: str  # file for the source
     run: tuple[str, ...]
     compile: tuple[str, ...] = ()
-    artifacts: tuple[str, ...] = ()  # What compiling leaves and running needs
-    binds: tuple[str, ...] = ()  # Folders outside the system's that hold the compiler or runtime
+    artifacts: tuple[str, ...] = ()  # files that compiling makes and running needs
+    binds: tuple[str, ...] = ()  # folders of the compiler or runtime outside the system's folders
     env: dict[str, str] = field(default_factory=dict)
     address_space: bool = True
-    processes: int = 0  # Least limit that the runtime itself needs
+    processes: int = 0  # smallest process limit that the runtime itself needs
     packages: tuple[PackageFolder, ...] = ()
 
     def adapted(self, limits: RunLimits) -> RunLimits:
@@ -74,8 +76,11 @@ class Language:
 
 
 def language(name: str, *, for_others: bool = False, environment: str = "") -> Language:
-    """`for_others`: to be run by a user who may read what everyone may. `environment`: an interpreter or a
-    virtual environment for Python. Raises CompilerMissing, which says what to install."""
+    """Return the language `name`. Raises `CompilerMissing` with the package to install.
+
+    With `for_others`, programs run as a user who may read only public files. `environment` is an interpreter
+    or a virtual environment for Python.
+    """
     found = spoken_by(name)
     if found == HARNESS_PYTHON:
         python = _python(for_others, environment)
@@ -93,13 +98,13 @@ def language(name: str, *, for_others: bool = False, environment: str = "") -> L
 
 
 def open_to_all(path: str) -> bool:
-    """Return whether any user may reach and run it."""
+    """Return whether any user may reach and execute the file."""
     real = Path(path).resolve()
     return all(part.stat().st_mode & 0o001 for part in (real, *real.parents))
 
 
 def installed() -> list[str]:
-    """Names of the languages that can be run here."""
+    """Return the names of the languages that can run here."""
     names = []
     for name in LANGUAGES:
         with contextlib.suppress(CompilerMissing):
@@ -116,7 +121,7 @@ def _found(names: tuple[str, ...], needed_for: str) -> str:
 
 
 def _prefix(path: str) -> tuple[str, ...]:
-    """The folder to show in a jail for a program outside the system folders."""
+    """Return the folder to show in a jail for a program outside the system folders."""
     if path.startswith(("/usr/", "/bin/", "/lib")):
         return ()
     return (str(Path(path).parents[1]),)
@@ -124,8 +129,8 @@ def _prefix(path: str) -> tuple[str, ...]:
 
 @functools.cache
 def _python(for_others: bool = False, environment: str = "") -> Language:
-    # The interpreter beneath a virtual environment: of our packages programs get those that are offered. A
-    # variable names packages, since jails show them at places of their own.
+    # The interpreter is the base of a virtual environment, so programs get only the offered packages of ours.
+    # A variable names packages, because jails show them in other folders.
     if environment:
         version, base, folders = _asked(environment)
         packages = [PackageFolder(folder) for folder in folders if not folder.startswith("/usr/")]
@@ -157,7 +162,7 @@ def _python(for_others: bool = False, environment: str = "") -> Language:
 
 @functools.cache
 def _asked(environment: str) -> tuple[str, str, list[str]]:
-    """Version, interpreter and package folders of an environment. Raises CompilerMissing."""
+    """Return version, interpreter and package folders of an environment. Raises `CompilerMissing`."""
     place = Path(environment)
     choice = [place / "bin" / "python", place / "bin" / "python3"] if place.is_dir() else [place]
     found = next((one for one in choice if os.access(one, os.X_OK)), None)
@@ -175,7 +180,7 @@ def _asked(environment: str) -> tuple[str, str, list[str]]:
 
 
 def _offered(for_others: bool) -> list[PackageFolder]:
-    """Return the folder with those of our own packages that are offered, as far as they are installed."""
+    """Return the folder of the offered packages of ours that are installed."""
     for folder in map(Path, sys.path):
         names = [name for one in OFFERED for name in (one, f"{one}.libs") if (folder / name).is_dir()]
         if names and folder.name in ("site-packages", "dist-packages"):
@@ -191,7 +196,7 @@ def _native(name: str, source: str, compilers: tuple[str, ...], *flags: str) -> 
 
 
 STACK_KB = 120 << 10
-"""Stack of Node.js, which keeps a limit of its own."""
+"""Stack of Node.js, which has its own limit."""
 
 
 def _javascript() -> Language:
@@ -216,8 +221,10 @@ VERSION = re.compile(r"[-_.]?\d[\d.]*$")
 
 
 def spoken_by(tag: str) -> str:
-    """Return the language that a name, with a version or not, or a file name stands for (`Python3.11`,
-    `c++17`, `main.py`); another tag as it is, in small letters."""
+    """Return the language of a name (`Python3.11`, `c++17`) or a file name (`main.py`).
+
+    Any other tag is returned in lower case.
+    """
     tag = tag.lower()
     plain = VERSION.sub("", tag) or tag
     ending = plain.rpartition(".")[2]

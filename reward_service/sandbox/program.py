@@ -9,8 +9,11 @@ import msgspec
 from areal_async.base.errors import ArealError
 
 Level = Literal["isolated", "none"]
-"""`isolated`: namespaces, a filter of system calls, memory held. `none`: a child process with limits and a
-folder of its own, which is no protection."""
+"""Isolation of a program.
+
+`isolated`: namespaces, a filter of system calls and a memory limit. `none`: a child process with limits and
+its own folder, without protection.
+"""
 EndKind = Literal[
     "ok",
     "exit",
@@ -25,104 +28,119 @@ EndKind = Literal[
     "ended",
     "clock",
 ]
-LINK_FD = 3  # The descriptor at which each of a pair finds the link to the other
+LINK_FD = 3  # descriptor of the link to the other program of a pair
 
 
 class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Caps on one run. All of them hold for the program and everything it starts, unless said otherwise."""
+    """Limits of one run. They apply to the program and all its children, unless stated otherwise."""
 
     wall_s: float = 10.0
-    """Time of the run without the time that it waited for a processor; with compiling, if
-    `Program.within_s`."""
+    """Seconds of the run without waits for a processor. With `Program.within_s`, compiling counts too."""
     cpu_s: float = 4.0
     clock_s: float = 3600.0
-    """Time of compiling and the run by the clock, whatever else the machine did: a limit of whoever waits for
-    the result. A run that this ends (`clock`) says nothing about the program."""
+    """Seconds of compiling and the run by the clock, including waits of the machine.
+
+    It is the caller's limit. A run that ends by it (`clock`) proves nothing about the program.
+    """
     memory_mb: int = 512
-    """Memory of all processes together, whoever maps it; and address space of each, if `address_space`."""
+    """Memory of all processes together, and with `address_space` the address space of each."""
     address_space: bool = True
-    """Runtimes that reserve far more than they use (Node.js) cannot work under such a limit."""
-    processes: int = 16  # Threads count
-    files_mb: int = 32  # Size of all files in memory together (isolated), and of each file
+    """Whether to limit the address space. Runtimes that reserve far more than they use (Node.js) need
+    False."""
+    processes: int = 16  # threads count
+    files_mb: int = 32  # size of all files in memory together (isolated), and of each file
     files: int = 512  # Number of files and folders (isolated)
-    open_files: int = 64  # Descriptors of each process
-    output_kb: int = 256  # Size of standard output; of standard error so much is kept, the end
+    open_files: int = 64  # descriptors of each process
+    output_kb: int = 256  # size of standard output, and kept size of the end of standard error
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Either `source` in a `language` of `languages.LANGUAGES`, or a `command` of one's own."""
+    """One run: a `source` in a `language` of `languages.LANGUAGES`, or a `command`."""
 
     source: str = ""
     language: str = "python"
     environment: str = ""
-    """Interpreter or virtual environment of a program in Python, with its packages. Empty: the standard
-    library, and what `languages.OFFERED` names where it is installed."""
+    """Interpreter or virtual environment of a Python program, with its packages.
+
+    Empty means the standard library and the installed packages of `languages.OFFERED`.
+    """
     command: tuple[str, ...] = ()
-    """Absolute path of a program in a system folder, and its arguments. Instead of `source`."""
-    files: dict[str, bytes] = {}  # Relative path → content, laid into the folder that it runs in
+    """Absolute path of a program in a system folder and its arguments, instead of `source`."""
+    files: dict[str, bytes] = {}  # content by relative path, written to the folder of the run
     stdin: bytes = b""
     limits: RunLimits = RunLimits()
     within_s: float | None = None
-    """Time for compiling and running together, counted as `wall_s`; none: each has its own limit alone."""
-    collect: tuple[str, ...] = ()  # Relative paths of files to bring back
+    """Seconds for compiling and running together, counted as `wall_s`. None: each has only its own limit."""
+    collect: tuple[str, ...] = ()  # relative paths of files to return
 
 
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a run. Nothing the program does makes it an exception of ours."""
+    """The end of a run. The program cannot cause an exception of ours."""
 
     kind: EndKind
-    """`ok`: exit status 0. `exit`: another one. `signal`: killed by one. `compile`: it did not compile. Else
-    the limit that ended it (`files`: a file above the size limit), or `ended`: the program of a pair whose
-    tests had ended. All but `clock` and `ended` are the program's own doing."""
-    status: int = 0  # Exit status, or the signal's number for `signal`
+    """Cause of the end.
+
+    `ok` is exit status 0, `exit` is another status, `signal` is a kill by a signal, and `compile` is a
+    compile error. Other kinds are the limit that ended the run (`files`: a file above the size limit).
+    `ended` is a program of a pair whose tests had ended. The program causes all kinds except `clock` and
+    `ended`.
+    """
+    status: int = 0  # exit status, or the signal's number for `signal`
     stdout: bytes = b""
     stderr: bytes = b""
-    """Output, cut at its limit: of `stdout` the beginning is kept, of `stderr` the end."""
+    """Output, cut at its limit. The beginning of `stdout` and the end of `stderr` are kept."""
     wall_ms: float = 0.0
     waited_ms: float = 0.0
-    """Time in which the program could have run and the machine did something else, as far as the kernel says
-    so and no other thread of the program ran meanwhile."""
+    """Time in which the program was ready to run and the machine did other work.
+
+    Only waits that the kernel reports count, and only while no other thread of the program ran.
+    """
     spent_ms: float = 0.0
-    """Time that the program is charged with, compiling included: without what it waited, at least its CPU
-    time."""
+    """Time charged to the program, including compiling. It excludes waits and is at least the CPU time."""
     cpu_ms: float = 0.0
     peak_mb: float = 0.0
-    """Most memory of all processes together, with files in memory. Where it is held by looking (`memory sum`,
-    or no isolation), 0 for a run shorter than the first look."""
+    """Largest memory of all processes together, including files in memory.
+
+    If memory is polled (`memory sum`, or no isolation), the value is 0 for a run that ends before the first
+    poll.
+    """
     level: Level = "none"
     guards: tuple[str, ...] = ()
-    """Its confinement: namespaces (`user`, `pid`, `mount`, `net`, `ipc`, `uts`, `cgroup`),
-    a user of its own (`uid`), `seccomp`, how memory is held (`memory group` or `memory sum`), `bubblewrap`,
-    `remote`."""
-    artifacts: dict[str, bytes] = {}  # Content of those files to bring back that were there
+    """Parts of the confinement.
+
+    They are namespaces (`user`, `pid`, `mount`, `net`, `ipc`, `uts`, `cgroup`), a separate user (`uid`),
+    `seccomp`, the memory limit (`memory group` or `memory sum`), `bubblewrap` and `remote`.
+    """
+    artifacts: dict[str, bytes] = {}  # content of the requested files that exist
 
     @property
     def ok(self) -> bool:
         return self.kind == "ok"
 
     def describe(self) -> str:
-        """Return how it ended, with the last line of its errors."""
+        """Return the cause of the end, with the last line of its errors."""
         how = self.kind if self.kind not in ("exit", "signal") else f"{self.kind} {self.status}"
         said = self.stderr.decode("utf-8", "replace").strip().splitlines()
         return f"{how}: {said[-1][-300:]}" if said else how
 
 
 class SandboxError(ArealError):
-    """There is no sandbox, or none of the level asked for: the verdict is an error of kind `sandbox`, never
-    0."""
+    """There is no sandbox of the requested level. The verdict is an error of kind `sandbox`, never 0."""
 
     verdict_kind = "sandbox"
 
 
 class Overloaded(SandboxError):
-    """The deadline of whoever waits came before the program had used up its own limits: the verdict is an
-    error of kind `overloaded`, never 0."""
+    """The caller's deadline came before the program reached its own limits.
+
+    The verdict is an error of kind `overloaded`, never 0.
+    """
 
     verdict_kind = "overloaded"
 
 
 class CannotIsolate(SandboxError):
-    """This machine, or that of a sandbox server, cannot isolate programs: `why`, and as `fix` what to
+    """This machine, or a sandbox server's, cannot isolate programs. `why` is the reason and `fix` is the
     change."""
 
     def __init__(self, why: str, fix: str) -> None:
@@ -131,6 +149,7 @@ class CannotIsolate(SandboxError):
 
 
 class CompilerMissing(ArealError):
-    """The compiler or runtime of a language is not installed: an error of kind `compile`, never 0."""
+    """The compiler or runtime of a language is missing. The verdict is an error of kind `compile`, never
+    0."""
 
     verdict_kind = "compile"

@@ -1,4 +1,4 @@
-"""`Sandbox`: runs programs, isolated from this machine, or not at all isolated where that is asked for."""
+"""`Sandbox`: runs programs, isolated from this machine, or without isolation on request."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class LaunchRequest(NamedTuple):
 
 
 class Sandbox:
-    """`with Sandbox.at("isolated") as sandbox: outcome = sandbox.run(Program(source="print(1)"))`.
+    """A sandbox: `with Sandbox.at("isolated") as sandbox: outcome = sandbox.run(Program(source="print(1)"))`.
 
-    Keeps a child process that makes a new jail for every run, and a second for pairs. Not for two threads at
-    once: make another."""
+    It has a child process that makes a new jail for every run, and a second one for pairs. Two threads must
+    not use it at once. Each thread needs its own sandbox.
+    """
 
     def __init__(self, confinement: Confinement, launcher: LauncherClient) -> None:
         self._confinement = confinement
@@ -51,8 +52,10 @@ class Sandbox:
 
     @classmethod
     def at(cls, level: Level, launcher: LauncherClient | None = None) -> Sandbox:
-        """A sandbox of this level, which closes `launcher`. Raises CannotIsolate where this machine cannot
-        isolate programs; it says what to change."""
+        """Return a sandbox of this level. It closes `launcher` at its end.
+
+        Raises `CannotIsolate` with the fix if this machine cannot isolate programs.
+        """
         launcher = launcher or LauncherClient()
         try:
             return cls(Confinement("none") if level == "none" else find(launcher), launcher)
@@ -61,20 +64,24 @@ class Sandbox:
             raise
 
     def check_environment(self, environment: str) -> None:
-        """Raises CompilerMissing where Python programs cannot run in `environment`."""
+        """Raise `CompilerMissing` if Python programs cannot run in `environment`."""
         language("python", for_others=self._confinement.as_another, environment=environment)
 
     def run(self, program: Program) -> RunOutcome:
-        """Compile where the language needs it, then run. Raises SandboxError when no jail can be made,
-        CompilerMissing for a language that is not installed, ValueError for a path outside the run's
-        folder."""
+        """Compile the program if its language needs it, then run it.
+
+        Raises `SandboxError` if no jail can be made, `CompilerMissing` for a language that is not installed,
+        and `ValueError` for a path outside the run's folder.
+        """
         return self.run_each(program, [program.stdin])[0]
 
     def run_each(self, program: Program, inputs: Sequence[bytes]) -> list[RunOutcome]:
-        """Run the program with one input after the other instead of `program.stdin`, in one jail that is
-        emptied and laid out anew between them; `program.within_s` and `limits.clock_s` are those of all runs.
-        Returns the outcomes of at least one run and at most so many as there are inputs: a run that does not
-        end with exit status 0 is the last. Not isolated, one is all. Raises as `run` does."""
+        """Run the program once for each input instead of `program.stdin`, in one jail.
+
+        The jail is reset between the runs. `program.within_s` and `limits.clock_s` limit all runs together.
+        Returns at least one outcome and at most one per input, because a run without exit status 0 is the
+        last. Without isolation there is only one run. Raises the errors of `run`.
+        """
         spoken, files, limits = self._read(program)
         within_s, build_ms = math.inf if program.within_s is None else program.within_s, 0.0
         if spoken.compile:
@@ -90,12 +97,13 @@ class Sandbox:
         return [msgspec.structs.replace(first, spent_ms=first.spent_ms + build_ms), *others]
 
     def run_pair(self, tests: Program, program: Program) -> tuple[RunOutcome, RunOutcome]:
-        """Run both at once, each in a jail of its own with limits of its own, joined by a stream of bytes in
-        both directions that each finds as its descriptor `LINK_FD`; they share nothing else.
+        """Run both at once, each in its own jail with its own limits.
 
-        The time of `program` (`wall_s`) is without what the tests compute or wait meanwhile.
-        When `tests` has ended, `program` is ended at once. When `program` has, `tests` reads the end of the
-        stream and may finish. Raises as `run` does, and ValueError for a language that is compiled."""
+        A stream of bytes in both directions joins them. Each finds it as its descriptor `LINK_FD`. They share
+        nothing else. The time of `program` (`wall_s`) excludes the tests' computing and waiting. When `tests`
+        ends, `program` is ended at once. When `program` ends, `tests` reads the end of the stream and may
+        finish. Raises the errors of `run`, and `ValueError` for a compiled language.
+        """
         orders = []
         for one in (tests, program):
             spoken, files, limits = self._read(one)
@@ -108,7 +116,8 @@ class Sandbox:
             return self._pair(orders)
 
     def _read(self, program: Program) -> tuple[Language, dict[str, bytes], RunLimits]:
-        """The language of a program (of a command: one that only runs it), its files and its limits."""
+        """Return the language of a program, its files and its limits. A command has a language that only runs
+        it."""
         for name in (*program.files, *program.collect):
             check_name(name)
         if program.command:
@@ -119,7 +128,7 @@ class Sandbox:
         return spoken, files, spoken.adapted(program.limits)
 
     def _pair(self, orders: Sequence[LaunchRequest]) -> tuple[RunOutcome, RunOutcome]:
-        """Raises SandboxError; nothing of the two is running then."""
+        """Run both requests. Raises `SandboxError`, and then neither program is running."""
         launchers = (self._launcher, self._partner)
         try:
             ends = socket.socketpair()
@@ -148,8 +157,10 @@ class Sandbox:
     def _built(
         self, spoken: Language, files: dict[str, bytes], within_s: float, clock_s: float
     ) -> tuple[Build, float]:
-        """Compile the sources, once for the same ones: the cases of one program follow one another. Also the
-        milliseconds that it took now."""
+        """Compile the sources, and return the result and the milliseconds that it took now.
+
+        Equal sources are compiled once, because the cases of one program are consecutive.
+        """
         key = hashlib.sha256(msgspec.msgpack.encode((spoken.name, sorted(files.items())))).hexdigest()
         if key in self._builds:
             self._builds.move_to_end(key)
@@ -158,11 +169,11 @@ class Sandbox:
         limits = _shortened(COMPILE_LIMITS, within_s, clock_s)
         (outcome,) = self._ask(self._order(spoken.compile, compiling, limits, files, spoken, [b""]))
         if outcome.kind == "clock" or (outcome.kind == "timeout" and limits.wall_s < COMPILE_LIMITS.wall_s):
-            return outcome, outcome.spent_ms  # the time of the whole ran out
+            return outcome, outcome.spent_ms  # the joint time of compiling and running is over
         build: Build = outcome.artifacts
         if not outcome.ok or len(outcome.artifacts) < len(spoken.artifacts):
             build = msgspec.structs.replace(outcome, kind="compile", artifacts={})
-        if outcome.kind not in ("ok", "exit"):  # ended by a limit or a signal, it may succeed another time
+        if outcome.kind not in ("ok", "exit"):  # a limit or signal ended it, so it may succeed another time
             return build, outcome.spent_ms
         self._builds[key] = build
         builds = self._builds
@@ -204,7 +215,7 @@ class Sandbox:
         return [*outcomes[:-1], msgspec.structs.replace(outcomes[-1], artifacts=artifacts)]
 
     def close(self) -> None:
-        """End the child processes. Safe to repeat; a later run starts others."""
+        """End the child processes. A repeated call is harmless, and a later run starts new ones."""
         self._launcher.close()
         self._partner.close()
 
@@ -228,8 +239,10 @@ def _size_bytes(build: Build) -> int:
 
 
 def ending(limit: str, wait_status: int | None) -> tuple[EndKind, int]:
-    """(kind, status) from the limit that ended a run, if one did, and the wait status. Raises SandboxError
-    when neither is there: the jail itself was killed from outside."""
+    """Return (kind, status) from the limit that ended a run, if any, and the wait status.
+
+    Raises `SandboxError` if there is neither: the jail itself was killed from outside.
+    """
     if limit:
         return msgspec.convert(limit, EndKind), 0
     if wait_status is None:
@@ -244,7 +257,7 @@ def ending(limit: str, wait_status: int | None) -> tuple[EndKind, int]:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError unless `name` stays inside the folder of the run."""
+    """Raise `ValueError` unless `name` stays inside the folder of the run."""
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
         raise ValueError(f"{name!r} is not a path inside the folder of the run")

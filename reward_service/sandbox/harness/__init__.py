@@ -1,17 +1,17 @@
-"""Tests against a program, each in a jail of its own, joined by one link (`Sandbox.run_pair`).
+"""Tests against a program, each in its own jail, joined by one link (`Sandbox.run_pair`).
 
-    examiner.py    beside the tests: runs them, asks the program over the link, says what passed
-    candidate.py   beside the program: does what the examiner asks
+    examiner.py    beside the tests: runs them, queries the program over the link, reports which pass
+    candidate.py   beside the program: executes the examiner's requests
     plain.py       beside both: plain data and its encoding, the messages of the link
 
-What crosses the link is plain data: whatever the program sends becomes a value of one of Python's own types,
-made anew by the examiner, and the tests' questions (`==`, `<`, `in`, `len`, truth) are answered by it. The
-program's side may do what it likes with its end of the link; it can return data, raise one of Python's
-exceptions, call functions that tests have handed it, or break the link, which fails every test from there
-on. Texts and expected values of the tests are never on its side.
+Only plain data crosses the link. The examiner creates a new value of a built-in Python type from each message
+of the program. The tests' operations (`==`, `<`, `in`, `len`, truth) act on that value. The program's side
+controls its end of the link. It can return data, raise one of Python's exceptions, call functions of the
+tests, or break the link. After a break every further test fails. Texts and expected values of the tests are
+never on the program's side.
 
-The modules are laid into the jails as files. They import each other relatively and of the standard library
-little, since every test of a program starts two interpreters.
+The modules are copied into the jails as files. They import each other relatively and use little of the
+standard library, because every test of a program starts two interpreters.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from harness import {side}
 sys.path.remove(os.getcwd())
 {side}.main()
 """
-"""Text that a side's interpreter runs: nothing is imported from its folder afterwards."""
+"""Program of one side's interpreter. After it, nothing is imported from its folder."""
 
 
 @functools.cache
 def files_of(side: str) -> dict[str, bytes]:
-    """The files of the `examiner` or the `candidate`, by their paths in its jail."""
+    """Return the files of the `examiner` or the `candidate`, by their paths in its jail."""
     modules = {f"harness/{name}.py": (HERE / f"{name}.py").read_bytes() for name in ("plain", side)}
     return {"harness/__init__.py": b"", **modules}

@@ -1,7 +1,7 @@
-"""The program's side: runs the program, then does what the examiner asks, until it is gone.
+"""The program's side: it runs the program and then executes the examiner's requests until the examiner ends.
 
-Nothing here is trusted by the examiner: the program shares this process and may change all of it. Instances
-of its class `Solution` stay here under a number, which the examiner is given.
+The examiner trusts nothing here, because the program shares this process and may change all of it. Instances
+of the program's class `Solution` stay here. The examiner gets a number for each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LINK = 3
 RECURSION = 20_000
 CHANGEABLE = ("list", "dict", "set", "bytearray", "deque", "OrderedDict", "Counter")
-"""Types that a function may change for its caller to see."""
+"""Types that a function may change visibly for its caller."""
 OF_SOLUTION = "Solution()."
 
 
@@ -30,7 +30,7 @@ class Candidate:
         self.names: dict[str, Any] = {}
 
     def load(self) -> str:
-        """Run the program; why it failed, if it did."""
+        """Run the program. Return the reason of a failure, or an empty text."""
         module = sys.modules["solution"] = type(sys)("solution")
         self.names = module.__dict__
         try:
@@ -67,7 +67,7 @@ class Candidate:
         return reply
 
     def changed(self, argument: Any) -> Any:
-        """The argument as it is now, where a caller can see a change."""
+        """Return the present value of the argument, if a caller can see changes of it."""
         if type(argument).__name__ not in CHANGEABLE:
             return None
         try:
@@ -105,7 +105,7 @@ class Candidate:
         return made[kind](content[0])
 
     def entry(self, name: str) -> Any:
-        """Return the function of the program with this name, or that method of its class `Solution`."""
+        """Return the program's function with this name, or that method of its class `Solution`."""
         method = name.removeprefix(OF_SOLUTION)
         if method == name and name in self.names:
             return self.names[name]
@@ -136,7 +136,7 @@ class Callback:
 
 
 def raised(error: BaseException) -> dict[str, Any]:
-    """The nearest of Python's own exceptions, which is what tests know."""
+    """Return the nearest of Python's own exceptions, because the tests know only these."""
     kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
     try:
         arguments = encode(list(error.args), lambda _, __: None)
@@ -150,7 +150,7 @@ def main() -> None:
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
     sys.setrecursionlimit(RECURSION)
-    # What `site` would have set, which this interpreter starts without.
+    # The module `site` would set these, but this interpreter starts without it.
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     sys.path += installed_packages()
     try:

@@ -1,7 +1,7 @@
-"""The tests' side: runs the tests, asks the program over the link, and says what passed.
+"""The tests' side: it runs the tests, queries the program over the link and reports which pass.
 
-Standard input is one object of JSON; see `Examination`. Standard output is a line of JSON for each test:
-`passed`, `why` not, and by then whether the program was `ready` to be asked and was `asked` anything.
+Standard input is one JSON object (see `Examination`). Standard output has one JSON line per test: `passed`,
+`why` for a failure, whether the program was `ready`, and whether it was `asked` anything.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     class Examination(TypedDict):
         entries: dict[str, str]
-        """Name in the tests → name in the program."""
+        """Name in the program by name in the tests."""
         setup: list[str]
-        """Code that goes before the tests."""
+        """Code that runs before the tests."""
         tests: list[dict[str, Any]]
         """`{"code": text}`, or `{"call": name, "args": …, "expected": …, "wrapped": …}`, values encoded."""
         tolerance: float
@@ -31,28 +31,29 @@ LINK = 3
 WHY = 300
 VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 IN_PLACE = "__in_place__"
-"""Name of the function that marks a call which is a statement of its own: `__in_place__(f)(x)`."""
+"""Name of the function that marks a call that is a statement of its own: `__in_place__(f)(x)`."""
 FOR_ITERATION = (StopIteration, StopAsyncIteration, GeneratorExit)
-"""Raised by a program, these would end a loop of the tests early instead of failing it."""
+"""Exceptions that would end a loop of the tests early instead of failing it."""
 
 
 class Spoiled(BaseException):
-    """The test has failed, whatever it catches."""
+    """The test has failed, even if it catches exceptions."""
 
 
 class Examiner:
-    """Asks the program. What comes back is plain data, a reference, or an exception of Python's own."""
+    """The tests' access to the program. Results are plain data, a reference, or one of Python's own
+    exceptions."""
 
     def __init__(self, link: HarnessLink) -> None:
         self.link = link
         self.ready = False
         self.asked = False
-        self.broken = ""  # Why no later test can pass
-        self.failed = ""  # Why the present test cannot pass, whatever becomes of it
+        self.broken = ""  # reason why no later test can pass
+        self.failed = ""  # reason why the present test cannot pass any more
         self.callbacks: list[Any] = []
 
     def begin(self) -> str:
-        """Why the program cannot be tested, if so."""
+        """Return the reason why the program cannot be tested, or an empty text."""
         opening = self.link.receive()
         self.ready = opening.get("ready") is True
         return "" if self.ready else str(opening.get("broken"))[:WHY]
@@ -67,8 +68,10 @@ class Examiner:
         name: str = "",
         back: bool = False,
     ) -> Any:
-        """Return the result of `do` with `on` on the program's side. `back`: its changes to the arguments are
-        made here too."""
+        """Return the result of `do` with `on` on the program's side.
+
+        With `back`, changes to the arguments are copied back.
+        """
         if self.broken:
             raise Spoiled(self.broken)
         given = [*arguments, *(named or {}).values()]
@@ -105,7 +108,7 @@ class Examiner:
                 become(mine, self.value(theirs))
 
     def call_back(self, message: dict[str, Any]) -> None:
-        """The program calls a function that tests have handed it."""
+        """Handle the program's call of a function of the tests."""
         number, arguments, named = message["callback"], message.get("args"), message.get("named")
         if number not in range(len(self.callbacks)) or type(named) is not dict or type(arguments) is not list:
             raise Malformed("no such function")
@@ -144,7 +147,7 @@ class Examiner:
 
 
 class Reference:
-    """Something on the program's side. It says nothing about itself: it equals itself alone."""
+    """An object on the program's side. It has no visible content and equals only itself."""
 
     __slots__ = ("_examiner", "_reference")
     _examiner: Examiner
@@ -162,8 +165,10 @@ class Reference:
 
 
 class Entry(Reference):
-    """A function of the program, a method of an object of its, or its class `Solution`. `do` is the request
-    that a call of it makes."""
+    """A function of the program, a method of one of its objects, or its class `Solution`.
+
+    `do` is the request that a call makes.
+    """
 
     __slots__ = ("_do", "_name")
 
@@ -179,7 +184,7 @@ class Entry(Reference):
 
 
 class Instance(Reference):
-    """An object of that class: it has methods and nothing else."""
+    """An instance of that class. It has methods and nothing else."""
 
     __slots__ = ()
 
@@ -188,21 +193,24 @@ class Instance(Reference):
 
 
 def in_place(function: Any) -> Any:
-    """The function as a statement calls it: for what it does to its arguments. Where its result is used, the
-    arguments stay as the tests have them: `assert f(x) == sum(x)` is not to be met by emptying `x`."""
+    """Return the function as a statement calls it, with changes to its arguments.
+
+    If a call's result is used, the arguments keep the tests' values. Otherwise `assert f(x) == sum(x)` could
+    pass by emptying `x`.
+    """
     return function._in_place if hasattr(type(function), "_in_place") else function
 
 
 def reference_of(data: Any) -> list[Any]:
-    """Raises Malformed unless it is a reference to an object that the program holds."""
+    """Return the reference in `data`. Raises `Malformed` unless it refers to an object of the program."""
     if type(data) is list and [type(one) for one in data] == [str, int] and data[0] == "held":
         return data
     raise Malformed("no reference")
 
 
 def become(mine: Any, theirs: Any) -> Any:
-    """Give `mine` the content of `theirs`, if it can be changed and they are of a kind; what `mine` is then,
-    or else `theirs`."""
+    """Give `mine` the content of `theirs` and return it, if its type allows this. Otherwise return
+    `theirs`."""
     if type(mine) is not type(theirs):
         return theirs
     if isinstance(mine, list):
@@ -220,7 +228,7 @@ def become(mine: Any, theirs: Any) -> Any:
 
 
 def exception(name: Any, arguments: Any) -> BaseException:
-    """Python's own exception of that name, to be raised here."""
+    """Return Python's own exception with that name, to be raised here."""
     kind = getattr(builtins, name, None) if isinstance(name, str) else None
     if not isinstance(kind, type) or not issubclass(kind, BaseException) or not isinstance(arguments, list):
         raise Malformed("no exception of Python's")
@@ -233,9 +241,11 @@ def exception(name: Any, arguments: Any) -> BaseException:
 
 
 def same_result(got: Any, expected: Any, tolerance: float, *, wrapped: bool) -> bool:
-    """`got` is a plain value. What is given out piece by piece (an iterator, the keys of a dictionary) is
-    compared as a list. `wrapped`: the data set puts every result into a list of its own, which a program may
-    leave out."""
+    """Return whether the plain value `got` is the expected result.
+
+    Lazy values (an iterator, the keys of a dictionary) are compared as lists. `wrapped` means that the data
+    set puts every result into a list of its own, which a program may omit.
+    """
     if hasattr(type(got), "__next__") or isinstance(got, VIEWS):
         got = list(got)
     wanted = [expected[0], expected] if wrapped else [expected]
@@ -243,9 +253,12 @@ def same_result(got: Any, expected: Any, tolerance: float, *, wrapped: bool) -> 
 
 
 def same_value(got: Any, expected: Any, tolerance: float) -> bool:
-    """Return whether content and kind agree. `expected` comes from JSON, which has no tuples: these count as
-    lists, and nothing else does. An integer is exact, a decimal is met up to `tolerance`, relative or
-    absolute; True is no 1. Keys of a dictionary keep their types."""
+    """Return whether content and type agree.
+
+    `expected` comes from JSON, which has no tuples, so tuples count as lists. No other types are mixed.
+    Integers must be exact. Decimals may differ by `tolerance`, relative or absolute. True is not 1. Keys of a
+    dictionary keep their types.
+    """
     if isinstance(got, bool) or isinstance(expected, bool):
         return got is expected
     if isinstance(got, int | float) and isinstance(expected, int | float):
@@ -257,7 +270,7 @@ def same_value(got: Any, expected: Any, tolerance: float) -> bool:
             and all(same_value(one, two, tolerance) for one, two in zip(got, expected, strict=True))
         )
     if isinstance(expected, dict) and isinstance(got, dict):
-        # By the kinds of the keys too, else Python takes True and 1.0 for 1.
+        # Keys include their types, because Python treats True and 1.0 as 1.
         typed, wanted = ({(type(key), key): one for key, one in d.items()} for d in (got, expected))
         return typed.keys() == wanted.keys() and all(
             same_value(typed[key], wanted[key], tolerance) for key in wanted
@@ -273,12 +286,12 @@ def _same_number(got: float, expected: float, tolerance: float) -> bool:
     try:
         error = abs(float(got) - expected)
         return error <= tolerance * max(1.0, abs(float(got)), abs(expected)) < float("inf")
-    except OverflowError:  # an integer beyond every float
+    except OverflowError:  # an integer above every float
         return False
 
 
 def run(examiner: Examiner, test: dict[str, Any], space: dict[str, Any], tolerance: float) -> str:
-    """Why the test failed; empty when it passed."""
+    """Return the reason why the test failed, or an empty text."""
     examiner.failed = ""
     try:
         if "call" in test:
@@ -298,7 +311,7 @@ def described(error: BaseException) -> str:
 
 
 def results(task: Examination, examiner: Examiner) -> Any:
-    """Why each test failed, one by one as they have run."""
+    """Yield the reason why each test failed, in order."""
     space: dict[str, Any] = {"__name__": "tests", IN_PLACE: in_place}
     for name, target in task["entries"].items():
         space[name] = Entry(examiner, ["entry", target], "new" if target == "Solution" else "call")
@@ -318,7 +331,7 @@ def main() -> None:
     answers = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
-        os.dup2(nothing, fd)  # what tests print is no answer
+        os.dup2(nothing, fd)  # output of the tests must not mix with the answers
     sys.path += installed_packages()
     examiner = Examiner(HarnessLink(LINK))
     for why in results(task, examiner):

@@ -1,8 +1,8 @@
 """Plain data, its one encoding, and the messages of the link.
 
-The encoding is closed: null, truth values, integers, floats and texts are those of JSON; everything else is a
-list that begins with its kind, such as `["tuple", 1, 2]` or `["dict", "key", 1]`. Decoding makes values of
-exactly the types listed here, or raises `Malformed`.
+The encoding is closed. Null, truth values, integers, floats and texts are encoded as in JSON. Any other value
+is a list that begins with its kind, such as `["tuple", 1, 2]` or `["dict", "key", 1]`. Decoding creates only
+values of the types listed here, or raises `Malformed`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 MAX_DEPTH = 100
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_INT_BITS = 1 << 22
-MAX_ITEMS = 100_000  # Most items of an iterator, which crosses as what it yields
+MAX_ITEMS = 100_000  # most items of an iterator, which is sent as its items
 DIGITS_BITS = 13_000
-"""Integers up to this size are written in digits, larger ones in hexadecimal: Python refuses long digits."""
+"""Integers up to this size are written in decimal and larger ones in hexadecimal, because Python limits
+decimal digits."""
 TYPES = {
     one.__name__: one for one in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
 }
-"""Types that cross by their names."""
+"""Types that are sent by name."""
 VIEWS = ("keys", "values", "items")
 DATES = ("datetime", "date", "time")
 SCALARS = {type(None), bool, int, float, str}
@@ -33,20 +34,20 @@ EXACT = {int, bytes, bytearray, list, tuple, set, frozenset, dict, complex, rang
 
 
 class Unplain(TypeError):
-    """A value that is no plain data."""
+    """A value that is not plain data."""
 
 
 class Malformed(ValueError):
-    """A message of the link that is no encoding of plain data."""
+    """A message of the link that does not encode plain data."""
 
 
 def encode(value: Any, refer: Callable[[Any, bool], Any], depth: int = 0) -> Any:
-    """Return `value` as JSON holds it. An instance of a class that derives from a plain type is asked
-    nothing: the plain type's own methods read it.
+    """Return `value` in JSON form. The methods of a plain type also read instances of its subclasses.
 
-    `refer(value, last)` may return an encoding of its own, a reference, or None. It is asked about everything
-    whose class is none of Python's common plain types before its content is looked at, and once more, with
-    `last`, about what has turned out to be no plain data. Raises Unplain where it has no answer then."""
+    `refer(value, last)` may return its own encoding, a reference, or None. It is called for every value whose
+    class is not one of Python's common plain types, before its content is read. It is called again with
+    `last` for values that are not plain data. Raises `Unplain` if it then returns None.
+    """
     kind = type(value)
     if kind in SCALARS and (kind is not int or int.bit_length(value) < DIGITS_BITS):
         return value
@@ -87,7 +88,7 @@ WRITTEN: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: ["bytes", bytes.hex(value)],
     bytearray: lambda value: ["bytearray", bytearray.hex(value)],
 }
-"""Encodings of types without items, those of classes derived from them included."""
+"""Encoders of types without items, which also apply to their subclasses."""
 PARTS: dict[tuple[str, str], Callable[[Any], Iterable[Any]]] = {
     ("builtins", "complex"): lambda value: (value.real, value.imag),
     ("builtins", "range"): lambda value: map(_integer, (value.start, value.stop, value.step)),
@@ -96,7 +97,7 @@ PARTS: dict[tuple[str, str], Callable[[Any], Iterable[Any]]] = {
     ("datetime", "timedelta"): lambda value: (value.days, value.seconds, value.microseconds),
     **{("datetime", name): lambda value: [value.isoformat()] for name in DATES},
 }
-"""Parts that the encodings of exactly these types consist of."""
+"""Parts of the encodings of exactly these types."""
 
 
 def _rarer(value: Any, items: Callable[[Iterable[Any]], list[Any]]) -> list[Any] | None:
@@ -113,7 +114,7 @@ def _rarer(value: Any, items: Callable[[Iterable[Any]], list[Any]]) -> list[Any]
 
 
 def drained(iterator: Iterator[Any]) -> list[Any]:
-    """Return all items of an iterator. Raises Unplain for one without an end in sight."""
+    """Return all items of an iterator. Raises `Unplain` if there are too many."""
     found = []
     for one in iterator:
         found.append(one)
@@ -123,13 +124,15 @@ def drained(iterator: Iterator[Any]) -> list[Any]:
 
 
 def _of(module: str, name: str) -> Any:
-    """Return a type of a module that is loaded; nothing is an instance of a type that is not."""
+    """Return a type of a loaded module. A type of a module that is not loaded has no instances."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def decode(data: Any, refer: Callable[[str, list[Any]], Any], depth: int = 0) -> Any:
-    """Return the value of an encoding. `refer` makes what the kinds of references stand for, and raises
-    Malformed for what is none. Raises Malformed."""
+    """Return the value of an encoding. Raises `Malformed`.
+
+    `refer` returns the values of references, and raises `Malformed` for invalid ones.
+    """
     if type(data) in SCALARS:
         return data
     if depth > MAX_DEPTH + 1 or not isinstance(data, list) or not data or not isinstance(data[0], str):
@@ -165,7 +168,7 @@ RAW: dict[str, Callable[..., Any]] = {
     "complex": lambda real, imag: complex(float(real), float(imag)),
     "range": range,
     "type": TYPES.__getitem__,
-    "Decimal": lambda text: _library("decimal", "Decimal")(str.__str__(text)),  # of a text and nothing else
+    "Decimal": lambda text: _library("decimal", "Decimal")(str.__str__(text)),  # from a text only
     "Fraction": lambda over, under: _library("fractions", "Fraction")(int(over), int(under)),
     "timedelta": lambda *parts: _library("datetime", "timedelta")(*map(int, parts)),
     **{name: _date(name) for name in DATES},
@@ -187,17 +190,17 @@ GATHERED: dict[str, Callable[..., Any]] = {
 
 
 class LinkEnded(EOFError):
-    """The other side has closed the link, or sent what is no message."""
+    """The other side has closed the link or sent an invalid message."""
 
 
 class HarnessLink:
-    """Messages over a stream of bytes: each is JSON behind its length in four bytes."""
+    """Messages over a stream of bytes. Each is JSON after its length in four bytes."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def send(self, message: Any) -> None:
-        """Raises Unplain for a message that is too long, LinkEnded."""
+        """Send a message. Raises `Unplain` for a message that is too long, and `LinkEnded`."""
         data = json.dumps(message, separators=(",", ":")).encode()
         if len(data) > MAX_MESSAGE_BYTES:
             raise Unplain("a value is too large")
@@ -209,7 +212,7 @@ class HarnessLink:
             raise LinkEnded from error
 
     def receive(self) -> dict[str, Any]:
-        """Raises LinkEnded."""
+        """Return the next message. Raises `LinkEnded`."""
         size = int.from_bytes(self._read(4), "big")
         if size > MAX_MESSAGE_BYTES:
             raise LinkEnded("a message is too long")
@@ -236,8 +239,10 @@ class HarnessLink:
 
 
 def installed_packages() -> list[str]:
-    """Folders of packages: those that the sandbox names, and the interpreter's own. Interpreters of the
-    harness start without `site`, which would run what lies in them."""
+    """Return the folders of packages: the sandbox's and the interpreter's own.
+
+    Interpreters of the harness start without `site`, because it would run code in these folders.
+    """
     named = os.environ.get("PYTHONPATH", "").split(":")
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     found = (*named, f"{sys.prefix}/lib/{version}/site-packages", f"{sys.prefix}/lib/python3/dist-packages")

@@ -1,4 +1,4 @@
-"""The arguments of bubblewrap: system folders to read, one small folder in memory to write."""
+"""The arguments of bubblewrap: readable system folders, and one small writable folder in memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 INNER_UID = "1000"
 DEVICES = ("null", "zero", "full", "random", "urandom")
-SHOWN_AS = {"zero": "full"}  # It reads the same. Mapping the other makes memory that is counted nowhere
+SHOWN_AS = {"zero": "full"}  # It reads the same. Mapping /dev/zero would make memory that no limit counts
 DEVICE_LINKS = {
     "fd": "/proc/self/fd",
     "stdin": "fd/0",
@@ -18,9 +18,10 @@ DEVICE_LINKS = {
 
 
 def arguments(request: dict[str, Any], filter_fd: int) -> list[str]:
-    """The command line of `bwrap`, up to the program that becomes process 1.
+    """Return the command line of `bwrap`, up to the program that becomes process 1.
 
-    `filter_fd` holds the compiled filter of system calls, which process 1 and all below it are bound by."""
+    `filter_fd` has the compiled filter of system calls, which applies to process 1 and all its descendants.
+    """
     words = [request["bwrap"], "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1"]
     words += ["--uid", INNER_UID, "--gid", INNER_UID, "--cap-drop", "ALL", "--seccomp", str(filter_fd)]
     words += ["--hostname", "jail", "--clearenv", "--tmpfs", "/dev"]

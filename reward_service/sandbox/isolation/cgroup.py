@@ -1,7 +1,7 @@
-"""A memory control group for one launcher and its jails: what no process in it can get past.
+"""A memory control group for one launcher and its jails, whose limit no process in it can exceed.
 
-The launcher enters it once, at its start, so that a jail is born inside (moving a process costs as much as
-making a jail). Whether a group can be had is found out by making one and entering it.
+The launcher enters the group once, at its start, so that jails begin inside it. Moving a process costs as
+much as making a jail. The only test of availability is to make a group and enter it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import time
 
 PREFIX = "areal-launcher-"
-RESERVE_BYTES = 8 << 20  # Room for the first process of a jail and what the kernel holds for the jail itself
+RESERVE_BYTES = 8 << 20  # room for the first process of a jail and the kernel's data of the jail
 LEAVE_LIMIT_S = 1.0
 FILES = {
     1: {
@@ -31,15 +31,19 @@ FILES = {
         "unlimited": "max",
     },
 }
-"""Names of the same things in the two versions of control groups."""
+"""Names of the same files in the two versions of control groups."""
 
 
 class MemoryGroup:
-    """The group of one launcher: `begin(limit)` for each jail, while it runs `over()` and `used_bytes()`, at
-    its end `peak_bytes()`."""
+    """The group of one launcher.
+
+    Call `begin(limit)` for each jail, `over()` and `used_bytes()` during its run, and `peak_bytes()` at its
+    end.
+    """
 
     def __init__(self, above: str, version: int) -> None:
-        """Make it below the group `above` and enter it. Raises OSError or ValueError where that cannot be."""
+        """Make the group below `above` and enter it. Raises `OSError` or `ValueError` if that is
+        impossible."""
         self._above, self._names = above, FILES[version]
         self._folder = os.path.join(above, f"{PREFIX}{os.getpid()}")
         os.mkdir(self._folder)
@@ -50,7 +54,7 @@ class MemoryGroup:
                 _write(os.path.join(self._folder, "memory.swap.max"), "0")
             self._fixed_bytes = 0
             self._peak_fd: int | None = None
-            with contextlib.suppress(OSError):  # the second version before Linux 6.12 only reads it
+            with contextlib.suppress(OSError):  # before Linux 6.12, the file of version 2 is read-only
                 self._peak_fd = os.open(self._path("peak"), os.O_RDWR | os.O_CLOEXEC)
             self.begin(1 << 30)
         except BaseException:
@@ -58,7 +62,8 @@ class MemoryGroup:
             raise
 
     def begin(self, limit_bytes: int) -> None:
-        """Allow this process and all below it `limit_bytes` beside what they hold now. Raises OSError."""
+        """Allow this process and its descendants `limit_bytes` beyond their present memory. Raises
+        `OSError`."""
         used_bytes, files_bytes = self._holds()
         self._fixed_bytes = used_bytes - files_bytes
         self._set_limit(str(self._fixed_bytes + RESERVE_BYTES + limit_bytes))
@@ -67,40 +72,40 @@ class MemoryGroup:
             os.pwrite(self._peak_fd, b"0", 0)
 
     def end(self) -> None:
-        """No limit until the next `begin`. Raises OSError."""
+        """Remove the limit until the next `begin`. Raises `OSError`."""
         self._set_limit(str(self._names["unlimited"]))
 
     def _set_limit(self, limit: str) -> None:
         paths = [os.path.join(self._folder, name) for name in self._names["limits"]]
         paths = [path for path in paths if os.path.exists(path)]
-        for path in reversed(paths):  # memory with swap is never below memory
+        for path in reversed(paths):  # the limit of memory with swap must not be below the limit of memory
             _write(path, str(self._names["unlimited"]))
         for path in paths:
             _write(path, limit)
 
     def over(self) -> bool:
-        """Return whether the kernel has killed for the limit since `begin`."""
+        """Return whether the kernel has killed a process for the limit since `begin`."""
         return self._kills() > self._killed
 
     def used_bytes(self) -> int:
-        """Return the growth since `begin`, without the files of the host that were read."""
+        """Return the growth since `begin`, without cached files of the host."""
         used_bytes, files_bytes = self._holds()
         return max(0, used_bytes - files_bytes - self._fixed_bytes)
 
     def peak_bytes(self) -> int:
-        """The most since `begin`; 0 where the kernel does not tell."""
+        """Return the largest growth since `begin`, or 0 if the kernel does not report it."""
         if self._peak_fd is None:
             return 0
         _, files_bytes = self._holds()
         return max(0, int(os.pread(self._peak_fd, 64, 0)) - files_bytes - self._fixed_bytes)
 
     def leave(self) -> None:
-        """Go back to the group above and remove this one. What cannot be done now, the next launcher does."""
+        """Return to the group above and remove this one. The next launcher repeats failed removals."""
         with contextlib.suppress(OSError):
             _write(os.path.join(self._above, "cgroup.procs"), str(os.getpid()))
         deadline_s = time.monotonic() + LEAVE_LIMIT_S
         while time.monotonic() < deadline_s and os.path.exists(self._folder):
-            with contextlib.suppress(OSError):  # the kernel still counts a process that has ended
+            with contextlib.suppress(OSError):  # the kernel still counts an ended process
                 os.rmdir(self._folder)
                 return
             time.sleep(0.005)
@@ -115,14 +120,14 @@ class MemoryGroup:
         return int(words[words.index("oom_kill") + 1])
 
     def _holds(self) -> tuple[int, int]:
-        """(everything that is charged, of it files of the host that were read)."""
+        """Return (all charged bytes, the part that is cached files of the host)."""
         used_bytes = int(_read(self._path("used")))
         lines = dict(line.split() for line in _read(os.path.join(self._folder, "memory.stat")).splitlines())
         return used_bytes, max(0, int(lines[str(self._names["cache"])]) - int(lines["shmem"]))
 
 
 def enter() -> MemoryGroup | None:
-    """A new group with this process in it; none where this user may not have one."""
+    """Return a new group with this process in it, or None if this user may not have one."""
     for above, version in places():
         _remove_dead(above)
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -131,10 +136,11 @@ def enter() -> MemoryGroup | None:
 
 
 def places() -> list[tuple[str, int]]:
-    """Folders of groups below which one might be made, with their version, the nearest first.
+    """Return the groups below which a new one may be possible, with their version, nearest first.
 
-    Of the second version a group with processes cannot have others with limits below it, so those above are
-    places too: up to the first that sets a limit itself, which nobody is to get out of."""
+    In version 2, a group with processes cannot have children with limits, so its ancestors are candidates
+    too. The search ends at the first ancestor with its own limit, because no process may escape it.
+    """
     mounts: dict[int, tuple[str, str]] = {}
     for line in _read("/proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
@@ -167,7 +173,7 @@ def _unlimited(folder: str) -> bool:
 
 
 def _remove_dead(above: str) -> None:
-    """Remove groups of launchers that were killed; one with a process in it cannot be removed."""
+    """Remove the groups of killed launchers. A group with a process cannot be removed."""
     with contextlib.suppress(OSError):
         for name in os.listdir(above):
             pid = name.removeprefix(PREFIX)

@@ -1,11 +1,11 @@
-"""The first process of a jail: lays out files, starts the program, reaps what it leaves, hands back files.
+"""The first process of a jail: it writes files, starts the program, reaps its children and returns files.
 
-In a jail of bubblewrap it is process 1: whatever the program starts is below it, no signal from inside
-reaches it, and with its death the kernel kills every process of the jail. Without one (`none`) it is the
-process that all orphans of the program fall to, until the launcher ends them.
+In a jail of bubblewrap it is process 1. All processes of the program are its descendants, no signal from
+inside reaches it, and the kernel kills all of them when it dies. Without a jail (`none`) it is the process
+that adopts all orphans of the program, until the launcher ends them.
 
-The launcher hands this text to the interpreter in a descriptor, since the program's user need not be able to
-read the folder that it lies in. So it imports the standard library only, and of that what loads quickly.
+The launcher passes this text to the interpreter in a descriptor, because the program's user may be unable to
+read its folder. It therefore imports only quickly loading modules of the standard library.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ import struct
 import sys
 import time
 
-TYPE_CHECKING = False  # `typing` takes as long to load as half of the rest
+TYPE_CHECKING = False  # importing `typing` takes as long as half of the rest
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-STREAMS = 3  # Input, output and errors of this process are those of the program
+STREAMS = 3  # input, output and errors of this process are the program's
 FAILED_TO_START = 127
-STACK_MB = 256  # Address space beside the memory limit, for stacks that are large and mostly not used
+STACK_MB = 256  # address space beside the memory limit, for large and mostly unused stacks
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 def main() -> None:
-    """Never returns. The arguments are descriptors: of the socket to the launcher, which is told what
-    happens; of a file with the request, a line of JSON with the files' contents behind it; of the inputs of
-    the second run and later ones; and of the program's link, if it has one."""
+    """Run the jail. Never returns. All arguments are descriptors.
+
+    They are the socket to the launcher for reports, a file with the request (a JSON line, then the files'
+    contents), the inputs of the second and later runs, and the program's link if it has one.
+    """
     control, order, *others = map(int, sys.argv[1:])
     try:
         with open(order, "rb") as file:
@@ -53,13 +55,15 @@ def main() -> None:
 def run(
     request: dict[str, Any], body: bytes, control: int, inputs: Sequence[int], link: Sequence[int]
 ) -> None:
-    """Start the program with each input in turn, wait for its end, kill what it left behind, and report;
-    until one run fails."""
+    """Start the program with each input in turn, wait for its end, kill its remaining processes and report.
+
+    Stops after the first failed run.
+    """
     _lay_out(request, body)
-    prctl(PR_SET_DUMPABLE, 0)  # no program of the same user may look into this process
+    prctl(PR_SET_DUMPABLE, 0)  # no program of the same user may inspect this process
     if request["level"] != "isolated":
         prctl(PR_SET_CHILD_SUBREAPER, 1)
-    # Signals from the jail cannot reach process 1 unless it has handlers for them.
+    # Signals from the jail cannot reach process 1 without a handler.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     for stdin in inputs:
         report = _run_once(request, control, stdin, link)
@@ -71,7 +75,7 @@ def run(
             return
         os.read(control, 1)
     if request["collect"]:
-        _tell(control, {"ended": True})  # what is copied now is not the program's memory
+        _tell(control, {"ended": True})  # memory that is copied now is not the program's
         os.read(control, 1)
     most_bytes = int(request["limits"]["files_mb"]) << 20
     found = [(name, _read_file(request["work"], name, most_bytes)) for name in request["collect"]]
@@ -81,8 +85,11 @@ def run(
 
 
 def _run_once(request: dict[str, Any], control: int, stdin: int, link: Sequence[int]) -> dict[str, Any]:
-    """One run of the program, until nothing of it is left in a jail: its wait status, its CPU time and how
-    long it took, without the time that this process waited for a processor after its end."""
+    """Run the program once, until none of its processes is left in a jail.
+
+    Return its wait status, its CPU time and its duration. The duration excludes the time that this process
+    waited for a processor after the program's end.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     trouble, theirs = os.pipe()
     child = os.fork()
@@ -90,7 +97,7 @@ def _run_once(request: dict[str, Any], control: int, stdin: int, link: Sequence[
         os.dup2(stdin, 0)
         _become(request, link, theirs)
     for fd in (theirs, stdin, *link):
-        os.close(fd)  # who reads the other ends is to see the program's end
+        os.close(fd)  # readers of the other ends must see the program's end
     failure = os.read(trouble, 4096)
     os.close(trouble)
     if failure:
@@ -119,9 +126,9 @@ def _lay_out(request: dict[str, Any], body: bytes) -> None:
 
 
 def _start_anew(request: dict[str, Any], body: bytes) -> bool:
-    """Make the jail as it was before a run that has ended; False where that cannot be done."""
+    """Reset the jail after a finished run. Return False if that is impossible."""
     if request["level"] != "isolated":
-        return False  # what the program left may still be running
+        return False  # processes of the program may still be running
     try:
         for fd in range(1, STREAMS):
             os.set_blocking(fd, True)
@@ -142,7 +149,7 @@ def _start_anew(request: dict[str, Any], body: bytes) -> bool:
 
 
 def _waited_s(pid: int | str = "self") -> float:
-    """Time that a process has waited for a processor; 0 where the kernel does not tell."""
+    """Return the time that a process has waited for a processor, or 0 if the kernel does not report it."""
     try:
         with open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9
@@ -159,9 +166,9 @@ def _tell(control: int, head: dict[str, Any], body: bytes = b"") -> None:
 
 
 def _become(request: dict[str, Any], link: Sequence[int], trouble: int) -> None:
-    """Turn this process into the program, bound by its limits. Never returns."""
+    """Turn this process into the program, with its limits. Never returns."""
     try:
-        # First out of the way of the link's number, then onto it.
+        # Move the descriptors above the link's number first, then to their places.
         trouble, *high = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 16) for fd in (trouble, *link))
         for to, fd in enumerate(high, STREAMS):
             os.dup2(fd, to)
@@ -170,7 +177,7 @@ def _become(request: dict[str, Any], link: Sequence[int], trouble: int) -> None:
         os.setsid()
         for number in signal.valid_signals():
             if number not in (signal.SIGKILL, signal.SIGSTOP):
-                with contextlib.suppress(OSError):  # the C library keeps two for itself
+                with contextlib.suppress(OSError):  # the C library reserves two for itself
                     signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         os.umask(0o022)
@@ -191,7 +198,8 @@ def _limit(limits: dict[str, Any], others: int) -> None:
         resource.RLIMIT_FSIZE: (int(limits["files_mb"]) << 20,) * 2,
         resource.RLIMIT_NOFILE: (int(limits["open_files"]),) * 2,
         resource.RLIMIT_NPROC: (int(limits["processes"]) + others,) * 2,
-        # As at public judges; memory bounds it. Threads that name no size have the C library's default.
+        # The stack is unlimited as at public judges, and the memory limit bounds it. Threads without a stack
+        # size use the C library's default.
         resource.RLIMIT_STACK: (resource.RLIM_INFINITY,) * 2,
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_MEMLOCK: (0, 0),
@@ -214,8 +222,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def _wait_for(child: int) -> tuple[int, float]:
-    """The wait status of `child` and how long it has waited for a processor, after reaping everything that
-    ended before it."""
+    """Reap processes until `child` ends. Return its wait status and its time of waiting for a processor."""
     while True:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         waited_s = _waited_s(child) if ended is not None and ended.si_pid == child else 0.0
@@ -233,8 +240,10 @@ def _write_file(path: str, mode: int, data: bytes) -> None:
 
 
 def _read_file(work: str, name: str, most_bytes: int) -> bytes | None:
-    """Return the file that the program left at `name` in the folder `work`; None if it is no plain file, is
-    reached by a link, whichever part of the name it is, or is too large."""
+    """Return the program's file `name` in the folder `work`, or None.
+
+    None means that it is not a plain file, that any part of the name is a link, or that it is too large.
+    """
     *folders, last = [part for part in name.split("/") if part not in ("", ".")]
     fd = os.open(work, os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

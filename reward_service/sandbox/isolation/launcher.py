@@ -1,8 +1,8 @@
-"""The process that starts jails: takes a request, starts one jail, watches it, answers; one at a time.
+"""The process that starts jails: it takes a request, starts one jail, watches it and answers, one at a time.
 
-Started by `Sandbox` with nothing in its environment. It lives in the memory group of its jails, since a
-process that is born in a group costs nothing and moving one costs 20 ms. Ends when its client does, and with
-it whatever runs in its jail.
+`Sandbox` starts it with an empty environment. It is in the memory group of its jails, because a process that
+begins in a group costs nothing and moving one costs 20 ms. It ends with its client, and its jail ends with
+it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from .init import PR_SET_CHILD_SUBREAPER, prctl
 from .monitor import END_LIMIT_S, ClientGone, RunMonitor
 
 START = "import sys; exec(open(int(sys.argv.pop(1)), encoding='utf-8').read())"
-"""Program of the interpreter in a jail: the text behind its first argument, a descriptor."""
+"""Program of a jail's interpreter. It runs the text in the descriptor that is its first argument."""
 INIT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "init.py")
 FIRST_UIDS = (0x70000000, 0x40000000, 61000)
-"""Users that no system gives to anyone; a container may know only the smaller ones."""
+"""Users that no system assigns. A container may support only the smaller numbers."""
 JAIL = "/work"
 PER_USER_NAMESPACE = (5, 14)
-"""The Linux from which on a namespace counts the processes of its users by itself."""
+"""First Linux version in which each user namespace counts its processes separately."""
 PR_SET_PDEATHSIG = 1
 
 
 class SandboxLauncher:
-    """Serves one client until it goes."""
+    """A launcher that serves one client until the client ends."""
 
     def __init__(self, client: socket.socket, group: cgroup.MemoryGroup | None) -> None:
         self._client = client
@@ -53,7 +53,7 @@ class SandboxLauncher:
         while (message := messages.receive(self._client)) is not None:
             request, body = message
             if "end" in request:
-                continue  # the run that this was meant for had ended by itself
+                continue  # the run that it should end has already ended
             if "probe" in request:
                 offer = {"group": self._group is not None, "no_filter": self._no_filter}
                 messages.send(self._client, {**offer, "root": os.geteuid() == 0})
@@ -68,8 +68,10 @@ class SandboxLauncher:
             messages.send(self._client, head, answer)
 
     def run(self, request: dict[str, Any], body: bytes, link: list[int]) -> tuple[dict[str, Any], bytes]:
-        """One program in one jail, once for each input. `link`: the end of a pair's link that is the
-        program's, if it has one. Raises OSError, ClientGone."""
+        """Run one program in one jail, once for each input. Raises `OSError`, `ClientGone`.
+
+        `link` has the program's end of a pair's link, if there is one.
+        """
         base = request["uid_base"]
         request["uid"] = own_uid(base) if base is not None else None
         request["others"] = _others(request)
@@ -116,8 +118,8 @@ class SandboxLauncher:
         try:
             for to, fd in enumerate(streams):
                 os.dup2(fd, to)
-            # The first to die when the machine is out of memory. Written by root it is a floor; without that
-            # right the program could lower it, but /proc is read-only in a jail.
+            # These processes die first if the machine runs out of memory. A value written by root is a lower
+            # bound. Otherwise the program could lower it, but /proc is read-only in a jail.
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                 file.write("1000")
             if request["uid"] is not None:
@@ -146,13 +148,15 @@ class SandboxLauncher:
 
 
 def own_uid(base: int) -> int:
-    """A user for what runs in the jails of this launcher, and of no other."""
+    """Return a user for processes in the jails of this launcher only."""
     return base + (os.getpid() if base > 1 << 20 else os.getpid() % 4000)
 
 
 def _others(request: dict[str, Any]) -> int:
-    """Processes that the kernel counts against the limit beside the program's own: the first process of a
-    jail, else all of the user's."""
+    """Return the number of other processes that the kernel counts against the limit.
+
+    They are the first process of a jail, or all processes of the user.
+    """
     release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
     if request["level"] == "isolated" and (request["uid"] is not None or release >= PER_USER_NAMESPACE):
         return 1
@@ -160,7 +164,7 @@ def _others(request: dict[str, Any]) -> int:
 
 
 def _in_memory(data: bytes) -> BinaryIO:
-    """A file in memory that can be read and nothing else."""
+    """Return a file in memory that can only be read."""
     fd = os.memfd_create("data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
@@ -173,7 +177,7 @@ def _in_memory(data: bytes) -> BinaryIO:
 
 
 def main() -> None:
-    os.umask(0o022)  # a program may be another user, and must read what is put into its room
+    os.umask(0o022)  # a program may be another user and must read the files in its folder
     os.chdir("/")
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     group = cgroup.enter()

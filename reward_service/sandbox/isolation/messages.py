@@ -1,7 +1,7 @@
 """Messages between the sandbox's own processes: a JSON head and raw bytes, over a socket pair.
 
-Every end is ours. A program speaks through its pipes alone; its link to tests has messages of its own
-(`harness.plain.HarnessLink`), read by code that expects an enemy and shares nothing with this.
+All ends are our own. A program only has its pipes. Its link to tests has other messages
+(`harness.plain.HarnessLink`). The code that reads those is separate and expects malicious data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def send(link: socket.socket, head: dict[str, Any], body: bytes = b"") -> None:
 
 
 def receive(link: socket.socket) -> tuple[dict[str, Any], bytes] | None:
-    """The next message, or None when the other side has gone. Raises ValueError for what is no message."""
+    """Return the next message, or None after the other side has closed. Raises `ValueError` for invalid
+    data."""
     opening = _exactly(link, HEAD.size)
     if opening is None:
         return None

@@ -1,7 +1,7 @@
-"""Watches one jail from outside: gathers what it prints, ends it at its limits, says how it ended.
+"""The monitor of one jail: it collects output, enforces limits and reports how the jail ended.
 
-A jail may run its program several times, with one input after the other. The limits are those of each run but
-for `within_s` and `clock_s`, which are those of all of them.
+A jail may run its program several times, with one input after another. The limits apply to each run, except
+for `within_s` and `clock_s`, which apply to all runs together.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from typing import Any
 from . import cgroup, messages, process_tree
 
 LOOK_EVERY_S = 0.02
-LOOK_CLOSELY_S = 0.005  # Once half of the memory is used, where looking is all that holds it
+LOOK_CLOSELY_S = 0.005  # seconds between polls once half of the memory is used, if polling is the only limit
 SETUP_LIMIT_S = 20.0
 END_LIMIT_S = 8.0
 END_GRACE_S = 0.05
-"""Time between the request to end a run and its end, in which a program that has just ended by itself is told
-from one that was ended."""
+"""Seconds between the request to end a run and its end. In this time a program that ended by itself is
+recognised."""
 READ_BYTES = 1 << 16
-GO = b"g"  # The byte that the first process of a jail waits for
-ERRORS_FACTOR = 64  # Judges throw standard error away: it ends a run when it is so many times the limit
-OWN_FILES = 4  # Files and folders that a jail's folder may hold beside the program's
+GO = b"g"  # byte that the first process of a jail waits for
+ERRORS_FACTOR = (
+    64  # standard error above its limit by this factor ends a run, because public judges discard it
+)
+OWN_FILES = 4  # files and folders in a jail's folder beside the program's
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has ended, so no process waits for the answer."""
 
 
 class RunMonitor:
-    """`watch()` until the jail has ended, then `answer()`."""
+    """A monitor: call `watch()` until the jail has ended, then `answer()`."""
 
     def __init__(
         self,
@@ -46,8 +48,12 @@ class RunMonitor:
         client: socket.socket,
         group: cgroup.MemoryGroup | None,
     ) -> None:
-        """`pid`: the launcher's child, below which all of the jail is, and whose end is its end. `streams`:
-        where standard output and errors are read. `group`: where its memory is counted, if there is one."""
+        """Create the monitor.
+
+        `pid` is the launcher's child. All processes of the jail are its descendants, and the jail ends with
+        it. `streams` are the read ends of standard output and errors. `group` counts the jail's memory, if
+        there is one.
+        """
         self._limits, self._within_s = request["limits"], request["within_s"]
         self._isolated = request["level"] == "isolated"
         self._folder = request["work"]
@@ -85,7 +91,7 @@ class RunMonitor:
         self._setup_until_s = time.monotonic() + SETUP_LIMIT_S
 
     def watch(self) -> None:
-        """Return when the jail's first process has ended. Raises ClientGone, with that process killed."""
+        """Return when the jail's first process has ended. Raises `ClientGone` after killing that process."""
         poll = select.poll()
         for fd in (*self._streams, self._control.fileno(), self._client.fileno(), self._pidfd):
             poll.register(fd, select.POLLIN)
@@ -125,7 +131,7 @@ class RunMonitor:
                     os.close(held)
 
     def answer(self) -> tuple[dict[str, Any], bytes]:
-        """Return how the runs ended, and their output, errors and files."""
+        """Return how the runs ended, with their output, errors and files."""
         if self._began_s is None and not self._failed and not self._limit and not self._runs:
             said = self._output[self._streams[1]].decode("utf-8", "replace").strip().splitlines()
             self._failed = said[-1] if said else "its first process ended at once"
@@ -135,13 +141,15 @@ class RunMonitor:
         return head, self._printed_before + self._artifacts
 
     def _end_run(self) -> None:
-        """Note how the present run ended."""
+        """Record how the present run ended."""
         now_s = time.monotonic()
         out, err = (bytes(self._output[fd]) for fd in self._streams)
         wall_ms = ((self._ended_s or now_s) - (self._began_s or now_s)) * 1000
         cpu_ms = self._report.get("cpu_ms") or self._cpu_ms
         waited_ms = self._waits.waited_s * 1000
-        if self._most_processes <= 1 and not self._beside:  # nothing of its own that it can have waited for
+        if (
+            self._most_processes <= 1 and not self._beside
+        ):  # it has no other process that it could have waited for
             waited_ms = max(waited_ms, self._report.get("waited_ms", 0.0))
         ran_ms = self._report.get("ran_ms") or wall_ms
         spent_ms = max(ran_ms - waited_ms - self._cpu_beside_ms(), cpu_ms)
@@ -157,7 +165,7 @@ class RunMonitor:
         limits = self._limits
         used = process_tree.usage(self._root)
         self._most_processes = max(self._most_processes, used.processes)
-        # A program and the tests of a pair that wait for each other are looked at as one.
+        # A program and the tests of a pair wait for each other, so both count together.
         self._waits.look([self._root, *filter(None, [self._beside])], time.monotonic())
         own_ms = (wall_s - self._waits.waited_s) * 1000 - self._cpu_beside_ms()
         self._cpu_ms = max(self._cpu_ms, used.cpu_ms - self._cpu_before_ms)
@@ -176,7 +184,7 @@ class RunMonitor:
             self._end("files")
 
     def _cpu_beside_ms(self) -> float:
-        """CPU time of the tests of a pair, so far."""
+        """Return the CPU time of a pair's tests so far."""
         if not self._beside:
             return 0.0
         self._most_beside_ms = max(self._most_beside_ms, process_tree.usage(self._beside).cpu_ms)
@@ -189,11 +197,11 @@ class RunMonitor:
             self._end("ended")
 
     def _files(self) -> tuple[int, int]:
-        """(number of files and folders, their bytes) of the run."""
+        """Return (number of files and folders, their bytes) of the run."""
         if not self._isolated:
             return process_tree.folder_usage(self._folder, self._limits["files"])
         if self._root == self._pid:
-            return 0, 0  # process 1 has ended already
+            return 0, 0  # process 1 has already ended
         try:
             if self._work_fd is None:
                 inside = f"/proc/{self._root}/root{self._folder}"
@@ -207,41 +215,41 @@ class RunMonitor:
         return files, (about.f_blocks - about.f_bfree) * about.f_frsize
 
     def _too_much(self, used: process_tree.TreeUsage, files_bytes: int) -> bool:
-        """Return whether the run holds more memory than it may."""
+        """Return whether the run exceeds its memory limit."""
         most = self._limits["memory_mb"] << 20
         if self._group is not None:
             self._peak_bytes = max(self._peak_bytes, self._group.used_bytes())
             return self._group.over()
-        # In a jail the filter lets it have no shared memory but its files, sockets and pipes. Else what is
-        # mapped counts.
+        # In a jail the filter forbids shared memory except files, sockets and pipes. Without a jail, mapped
+        # memory counts.
         shared = used.mapped_shared_bytes
         if self._isolated:
             shared = files_bytes + process_tree.channel_bytes(self._root)
         held = used.private_bytes + shared
-        if held > most:  # what processes share after a fork was counted for each
+        if held > most:  # memory shared after a fork was counted once per process
             held -= used.private_bytes - process_tree.proportional_bytes(self._root, used.private_bytes)
         self._look_every_s = LOOK_CLOSELY_S if held > most / 2 else LOOK_EVERY_S
         self._peak_bytes = max(self._peak_bytes, held)
         return held > most
 
     def _count_memory(self) -> None:
-        """Note, at the end, the peak and whether the kernel ended it for its memory."""
+        """Record the peak at the end, and whether the kernel ended the run for its memory."""
         if self._group is not None:
             self._peak_bytes = max(self._peak_bytes, self._group.peak_bytes())
             if self._group.over():
                 self._limit = self._limit or "memory"
 
     def _told(self) -> bool:
-        """Take one message of the jail's first process; False when there will be no more."""
+        """Handle one message of the jail's first process. Return False if no more will come."""
         message = None
-        with contextlib.suppress(ConnectionResetError):  # killed before it had read all that it was told
+        with contextlib.suppress(ConnectionResetError):  # it was killed before it had read all messages
             message = messages.receive(self._control)
         if message is None:
             return False
         head, body = message
         if "started" in head:
             self._began_s = time.monotonic()
-            if self._isolated:  # it is below bubblewrap's own process
+            if self._isolated:  # it is a child of bubblewrap's own process
                 self._root = (process_tree.children(self._pid) or [self._pid])[0]
         elif "ended" in head:
             self._ended_s = time.monotonic()
@@ -260,7 +268,7 @@ class RunMonitor:
         return True
 
     def _next_run(self) -> None:
-        """The jail is empty, and waits to be told to run the program with the next input."""
+        """Start the program with the next input, because the jail is empty and waits for the order."""
         self._drain_streams()
         self._count_memory()
         if self._limit:
@@ -269,11 +277,11 @@ class RunMonitor:
         self._end_run()
         self._cpu_before_ms = process_tree.usage(self._root).cpu_ms
         self._begin_run()
-        with contextlib.suppress(OSError):  # it has been killed meanwhile
+        with contextlib.suppress(OSError):  # it has been killed in the meantime
             self._control.send(GO)
 
     def _read(self, fd: int) -> bytes | None:
-        """Take one portion of the output: empty at the end of the stream, None while nothing has come."""
+        """Read one portion of the output: empty at the end of the stream, None if nothing is available."""
         with contextlib.suppress(BlockingIOError):
             data = os.read(fd, READ_BYTES)
             if self._keep(fd, data):
@@ -282,8 +290,10 @@ class RunMonitor:
         return None
 
     def _keep(self, fd: int, data: bytes) -> bool:
-        """Keep what the limit allows, the beginning of the output and the end of the errors; True when more
-        has come than a program should print."""
+        """Keep the beginning of the output and the end of the errors, within their limits.
+
+        Return True if the program has printed more than allowed.
+        """
         kept, most = self._output[fd], self._limits["output_kb"] << 10
         self._printed[fd] += len(data)
         if fd == self._streams[0]:
@@ -294,13 +304,13 @@ class RunMonitor:
         return self._printed[fd] > most * ERRORS_FACTOR
 
     def _drain(self) -> None:
-        """Take what was printed and told before the end."""
+        """Read the remaining output and messages."""
         self._drain_streams()
         while select.select([self._control], [], [], 0)[0] and self._told():
             pass
 
     def _drain_streams(self) -> None:
-        """The pipes may hold no more than their size."""
+        """Read the rest of the pipes, at most their capacity."""
         for fd in self._streams:
             while self._read(fd):
                 pass
@@ -311,7 +321,7 @@ class RunMonitor:
         self._kill()
 
     def _kill(self) -> None:
-        """End the first process: of a jail, and with it all others."""
+        """Kill the first process. In a jail all other processes die with it."""
         if self._killed_s is None:
             self._killed_s = time.monotonic()
         with contextlib.suppress(ProcessLookupError):

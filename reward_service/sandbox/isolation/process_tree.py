@@ -1,4 +1,4 @@
-"""The processes below one: their use of the machine, read from /proc, and their end."""
+"""The descendants of a process: their use of the machine, read from /proc, and their end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
 
 
 def read(path: str) -> str:
-    """The file's text; empty for a process that has gone meanwhile."""
+    """Return the file's text, or an empty text if the process has ended."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -22,7 +22,7 @@ def read(path: str) -> str:
 
 
 def names(path: str) -> list[str]:
-    """Return the names in a folder; none for a process that has gone meanwhile."""
+    """Return the names in a folder, or an empty list if the process has ended."""
     try:
         return os.listdir(path)
     except OSError:
@@ -30,25 +30,25 @@ def names(path: str) -> list[str]:
 
 
 def _figures(text: str, *keys: str) -> int:
-    """Return the sum of the figures called `keys` in a file of /proc."""
+    """Return the sum of the figures named `keys` in a file of /proc."""
     lines = (line.partition(":") for line in text.splitlines())
     return sum(int(rest.split()[0]) for key, _, rest in lines if key in keys)
 
 
 PIPE_BYTES = 64 << 10
 SOCKET_BYTES = 2 * int(read("/proc/sys/net/core/wmem_max") or 212_992)
-"""Most that a pipe and the sending side of a socket hold, where the first cannot be enlarged."""
+"""Largest capacity of a pipe and of a socket's sending side, if pipes cannot be enlarged."""
 HAS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
 class TreeUsage:
-    """Use of the machine by all processes below one."""
+    """Use of the machine by all descendants of a process."""
 
-    processes = 0  # Threads count, as they do for the kernel's limit
+    processes = 0  # threads count, as in the kernel's limit
     cpu_ms = 0.0
     private_bytes = 0
-    """Private memory with swap and page tables; what processes share since a fork counts for each."""
-    mapped_shared_bytes = 0  # Shared memory and files in memory, as far as it is mapped
+    """Private memory with swap and page tables. Memory shared since a fork counts once per process."""
+    mapped_shared_bytes = 0  # mapped shared memory and files in memory
 
 
 def children(pid: int) -> list[int]:
@@ -59,8 +59,11 @@ def children(pid: int) -> list[int]:
 
 
 def end_children(limit_s: float) -> None:
-    """Kill and reap every process below this one, in at most `limit_s`. An orphan falls to this process,
-    which must be a subreaper, so killing children again and again reaches all of them."""
+    """Kill and reap every descendant of this process, in at most `limit_s`.
+
+    This process must be a subreaper. It adopts orphans, so killing its children repeatedly reaches all
+    descendants.
+    """
     deadline_s = time.monotonic() + limit_s
     while time.monotonic() < deadline_s:
         for pid in children(os.getpid()):
@@ -75,7 +78,7 @@ def end_children(limit_s: float) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Return whether a process is there and has not ended, waited for or not."""
+    """Return whether a process exists and has not ended, reaped or not."""
     state = read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1]
     return state not in ([], ["Z"], ["X"])
 
@@ -91,7 +94,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def usage(root: int) -> TreeUsage:
-    """Return the use of the descendants of `root`; CPU also of those that have ended and were waited for."""
+    """Return the use of the descendants of `root`. CPU time includes ended and reaped processes."""
     total = TreeUsage()
     total.cpu_ms = _cpu_ms(root, own=False)
     for pid in descendants(root):
@@ -104,18 +107,21 @@ def usage(root: int) -> TreeUsage:
 
 
 class WaitMeter:
-    """Time that the processes below some waited for a processor while the machine did something else."""
+    """A meter of the time that processes waited for a processor while the machine did other work."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0
         self._looked_s = 0.0
         self._known: dict[str, tuple[list[str], float, float]] = {}
-        """Nanoseconds that each thread ran and waited, since when both stand still, its wait so far."""
+        """Nanoseconds of running and waiting, time since both are constant, and wait so far, by thread."""
 
     def look(self, roots: Sequence[int], now_s: float) -> None:
-        """Add what a thread below `roots` has waited since it was seen before, if it is the only one that can
-        run, since several may wait for each other; at most the time since the last look. The kernel counts a
-        wait when it ends; one that goes on shows as a thread that can run and has not run."""
+        """Add the new waiting time of a thread below `roots`, if it is the only one that can run.
+
+        Several runnable threads may wait for each other, so they do not count. The added time is at most the
+        time since the last call. The kernel counts a wait at its end. A wait in progress shows as a runnable
+        thread that has not run.
+        """
         most_s, self._looked_s = now_s - self._looked_s, now_s
         task = lone_runnable(roots)
         seen = read(f"{task}/schedstat").split()[:2] if task else []
@@ -130,8 +136,7 @@ class WaitMeter:
 
 
 def lone_runnable(roots: Sequence[int]) -> str:
-    """Return the folder of the one thread below `roots` that can run; empty if there is none or more than
-    one."""
+    """Return the folder of the only runnable thread below `roots`, or an empty text."""
     found = ""
     for folder in (f"/proc/{pid}/task" for root in roots for pid in descendants(root)):
         for task in (f"{folder}/{tid}" for tid in names(folder)):
@@ -143,8 +148,10 @@ def lone_runnable(roots: Sequence[int]) -> str:
 
 
 def proportional_bytes(root: int, counted: int) -> int:
-    """Private memory of the descendants of `root`, each page counted once however many share it; `counted`
-    where the kernel does not tell. Takes longer than `usage`."""
+    """Return the private memory of the descendants of `root`, with each shared page counted once.
+
+    Returns `counted` if the kernel does not report it. Slower than `usage`.
+    """
     total = 0
     for pid in descendants(root):
         rollup, status = read(f"/proc/{pid}/smaps_rollup"), read(f"/proc/{pid}/status")
@@ -155,11 +162,12 @@ def proportional_bytes(root: int, counted: int) -> int:
 
 
 def channel_bytes(root: int) -> int:
-    """The most that the sockets and pipes of the descendants of `root` may hold for them."""
+    """Return the largest amount of data that the sockets and pipes of the descendants of `root` may
+    contain."""
     found: set[str] = set()
     for folder in (f"/proc/{pid}/fd" for pid in descendants(root)):
         for name in names(folder):
-            with contextlib.suppress(OSError):  # it has closed it meanwhile
+            with contextlib.suppress(OSError):  # it has been closed in the meantime
                 found.add(os.readlink(f"{folder}/{name}"))
     sizes = {"socket": SOCKET_BYTES, "pipe": PIPE_BYTES}
     return sum(sizes.get(name.partition(":")[0], 0) for name in found)
@@ -183,18 +191,20 @@ def _parent(pid: int) -> int:
 
 
 def threads_of_user(uid: int) -> int:
-    """Number of a user's threads on this machine, which the kernel counts for its limit."""
+    """Return the number of a user's threads on this machine, which the kernel counts for its limit."""
     count = 0
     for pid in _all():
-        with contextlib.suppress(OSError):  # it has gone meanwhile
+        with contextlib.suppress(OSError):  # it has ended in the meantime
             if os.stat(f"/proc/{pid}").st_uid == uid:
                 count += len(os.listdir(f"/proc/{pid}/task"))
     return count
 
 
 def remove(folder: str) -> None:
-    """`folder` with all in it, however deep: what lies in folders in it is moved up first. What cannot be
-    removed stays."""
+    """Remove `folder` with all its content, at any depth. Nested content is moved up first.
+
+    Files that cannot be removed stay.
+    """
     moved, prefix = 0, f".{os.urandom(8).hex()}"
     progress = True
     while progress:
@@ -218,11 +228,14 @@ def remove(folder: str) -> None:
 
 
 def folder_usage(path: str, most: int) -> tuple[int, int]:
-    """(number of files and folders, their bytes) below `path`; stops counting past `most` of them."""
+    """Return (number of files and folders, their bytes) below `path`. Counting stops above `most` of them."""
     files = size_bytes = 0
     waiting = [path]
     while waiting and files <= most:
-        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:  # it may have gone meanwhile
+        with (
+            contextlib.suppress(OSError),
+            os.scandir(waiting.pop()) as entries,
+        ):  # it may have been removed in the meantime
             for entry in itertools.islice(entries, most + 1 - files):
                 files += 1
                 size_bytes += entry.stat(follow_symlinks=False).st_blocks * 512

@@ -1,15 +1,20 @@
-"""A filter of system calls: what no program that reads, computes and prints has a use for.
+"""A filter of system calls that forbids calls without use for a program that reads, computes and prints.
 
-It refuses, with EPERM: sockets of every family (a pair of Unix ones remains, without addresses and without
-descriptors sent over it); locks, leases and watches on files, since the system folders are the host's; new
-namespaces and mounts; looking into other processes; kernel keys, BPF, io_uring, userfaultfd, performance
-counters; memory outside the accounts (memfd, System V, pages lent to a pipe, and without a memory group
-anonymous memory that is shared); priorities and processors, since who waits for one is not charged for the
-time; limits of other processes; clocks, modules, reboot. `clone3` answers ENOSYS, since its flags lie in
-memory that a filter cannot read: the C library then uses `clone`, whose flags are checked. A call by another
-architecture's numbers kills the process.
+These calls fail with EPERM:
+- sockets of every family; only a pair of Unix sockets without addresses and without sent descriptors is
+  allowed
+- locks, leases and watches on files, because the system folders are the host's
+- new namespaces and mounts, and inspection of other processes
+- kernel keys, BPF, io_uring, userfaultfd, performance counters
+- memory outside the accounts: memfd, System V, pages lent to a pipe, and without a memory group anonymous
+  shared memory
+- priorities and processor affinity, because waits for a processor are not charged
+- limits of other processes, clocks, modules, reboot
 
-libseccomp knows the numbers of each architecture and compiles the filter; bubblewrap loads it.
+`clone3` fails with ENOSYS, because its flags are in memory that a filter cannot read. The C library then uses
+`clone`, whose flags are checked. A call with another architecture's numbers kills the process.
+
+libseccomp knows the numbers of each architecture and compiles the filter. bubblewrap loads it.
 """
 
 from __future__ import annotations
@@ -31,10 +36,12 @@ setpriority ioprio_set sched_setscheduler sched_setparam sched_setattr sched_set
 """
 REFUSED = _NAMES.split()
 NEWER = {"process_madvise": 440, "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447}
-"""Calls that an older libseccomp does not know by name. Calls added since 2019 have the same number on every
-architecture."""
+"""Calls that an older libseccomp does not know by name.
+
+Calls added since 2019 have the same number on every architecture.
+"""
 NAMESPACE_FLAGS = (1 << 17, 1 << 25, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30)
-"""Every CLONE_NEW* that `clone` takes (a time namespace needs `unshare` or `clone3`)."""
+"""Every CLONE_NEW* flag of `clone` (a time namespace needs `unshare` or `clone3`)."""
 AF_UNIX, TIOCSTI, TIOCLINUX = 1, 0x5412, 0x541C
 FCNTL_REFUSED = (6, 7, 37, 38, 1024, 1026, 1031)
 """Locks (F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW), F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ."""
@@ -43,8 +50,8 @@ MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 BAD_ARCHITECTURE = 2
 DIFFERS, MASKED = 1, 7
-"""Comparisons: the argument is not the value; the argument's bits under a mask are the value."""
-WORD = 0xFFFFFFFF  # Bits of an argument that the kernel reads as an `int`; it ignores what stands above them
+"""Comparisons: the argument differs from the value, or its bits under a mask equal the value."""
+WORD = 0xFFFFFFFF  # bits of an argument that the kernel reads as an `int`; it ignores higher bits
 
 
 class Condition(ctypes.Structure):
@@ -59,10 +66,12 @@ class Condition(ctypes.Structure):
 
 
 def program(*, grouped: bool, machine: int | None = None) -> bytes:
-    """The filter as `struct sock_filter[]`, for this machine or the architecture `machine` (AUDIT_ARCH_*).
+    """Return the filter as `struct sock_filter[]`, for this machine or the architecture `machine`
+    (AUDIT_ARCH_*).
 
-    `grouped`: a memory group counts all memory, so that shared memory need not be refused. Raises OSError
-    where libseccomp is missing or cannot make the filter."""
+    `grouped` means that a memory group counts all memory, so shared memory may be allowed. Raises `OSError`
+    if libseccomp is missing or cannot make the filter.
+    """
     library = ctypes.CDLL(LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(ALLOW)))
