@@ -127,7 +127,7 @@ class Judge:
                 self._refuse_waiting()
 
     def _refuse_waiting(self) -> None:
-        """Give all waiting calls their verdict, including calls that wait for room."""
+        """Give all waiting calls their verdict. A submitter that waited for room calls this too."""
         while not self._waiting.empty():
             index, call, on_verdicts = self._waiting.get_nowait()
             on_verdicts(index, [CLOSED] * len(inputs_of(call)), 0.0)

@@ -36,8 +36,9 @@ PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 def main() -> None:
     """Run the jail. Never returns. All arguments are descriptors.
 
-    They are the socket to the launcher for reports, a file with the request (a JSON line, then the files'
-    contents), the inputs of the second and later runs, and the program's link if it has one.
+    The first is the socket to the launcher for reports. The second is a file with the request: a JSON line,
+    then the files' contents. Then come the inputs of the second and later runs, and the program's link if it
+    has one.
     """
     control, order, *others = map(int, sys.argv[1:])
     try:
