@@ -197,7 +197,8 @@ def lie_at_home(run_dir: Path) -> bool:
 
 
 def forget_at_home(run_dir: Path) -> None:
-    """Remove the files of an earlier life from the run's folder. The buffer continues elsewhere with a copy."""
+    """Remove the files of an earlier life from the run's folder. The buffer continues elsewhere with a
+    copy."""
     shutil.rmtree(run_dir / BUFFER, ignore_errors=True)
 
 
@@ -226,7 +227,8 @@ def confirmed_in(folder: Path) -> int:
 
 
 def recover_here(run_dir: Path) -> None:
-    """Prepare to resume a run on this machine that was on a cluster, without the cluster. Raises `RunError`."""
+    """Prepare to resume a run on this machine that was on a cluster, without the cluster. Raises
+    `RunError`."""
     node = BufferNode.read(run_dir)
     if node is None:
         return
