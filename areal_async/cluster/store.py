@@ -194,7 +194,7 @@ class JobStore:
         return int(following)
 
     def pass_over(self, id: int) -> None:
-        """From now on, give out only ids above `id`."""
+        """Give out only ids above `id` from now on."""
         self._db.execute("UPDATE ids SET next = MAX(next, ?)", (id + 1,))
 
     def add(self, job: StoredJob) -> None:
