@@ -31,7 +31,8 @@ NOBODY = Owner(0, "")
 
 
 class AttemptRequest(msgspec.Struct, frozen=True):
-    """The job as a mapping with paths relative to `files`. It runs below `run_dir` with the overrides."""
+    """The job as a mapping with paths relative to `files`. The job runs below `run_dir` with the
+    overrides."""
 
     job: dict[str, Any]
     files: str
@@ -90,7 +91,7 @@ def holder_of(folder: Path) -> Owner | Literal["nobody", "void", "gone"]:
 
 
 def ending_of(folder: Path) -> RunEnded | None:
-    """Return the ending that the attempt's process wrote; None if it wrote none."""
+    """Return the ending that the attempt's process wrote; None if it has written no ending."""
     with suppress(OSError, NotOurs, msgspec.DecodeError):
         return msgspec.json.decode(read_own(folder / ENDING, max_bytes=RECORD_BYTES), type=RunEnded)
     return None

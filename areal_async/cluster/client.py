@@ -95,7 +95,7 @@ class ControllerClient:
 
     @classmethod
     def find(cls) -> ControllerClient:
-        """Return a client of the controller that the environment names. Otherwise it is the controller of the
+        """Return a client of the controller that the environment names, or else of the controller of the
         cluster folder."""
         if url := os.environ.get(URL_VARIABLE):
             if urlsplit(url).scheme not in KINDS or not urlsplit(url).hostname:
@@ -141,7 +141,7 @@ class ControllerClient:
         return self._ask(JobsAnswer, "POST", _path(name, "resume"), request, once_s=ANSWER_S).jobs[0]
 
     def change(self, name: str, how: str, request: Mapping[str, Any], limit_s: float) -> WorkersAnswer:
-        """Scale the workers, or drain a worker. Each may take `limit_s`."""
+        """Scale the workers, or drain a worker. The change may take `limit_s`."""
         return self._ask(WorkersAnswer, "POST", _path(name, how), request, once_s=limit_s + ANSWER_S)
 
     def down(self, *, keep_jobs: bool) -> list[JobAnswer]:
@@ -186,7 +186,8 @@ class ControllerClient:
             ) from error
 
     def _repeated(self, method: str, path: str, body: bytes = b"") -> Answer:
-        """Retry a request while the controller does not answer. It may be restarting, at another address."""
+        """Retry a request while the controller does not answer. The controller may be restarting, at another
+        address."""
         failures = itertools.count(1)
 
         def ask() -> Answer:

@@ -48,7 +48,7 @@ log = get_logger("controller")
 
 
 class Controller:
-    """The decisions over the jobs of `store`. Their folders are below `jobs`.
+    """The decisions over the jobs of `store`. The folders of the jobs are below `jobs`.
 
     `total` limits all running jobs together. With `own_gpus`, each GPU belongs to one job at a time, by its
     number. Otherwise Ray reserves the GPUs. `clock` returns unix time in seconds."""

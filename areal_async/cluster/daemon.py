@@ -1,8 +1,8 @@
 """The controller's process: `python -P -m areal_async.cluster.daemon [--hold] FOLDER [CLUSTER.YAML]`.
 
-It takes the lock of the cluster's folder, serves the API, and checks the jobs a few times per second. It ends
-on `areal-async down`, Ctrl-C or SIGTERM. The last two end only the controller: jobs keep running, and the
-next controller finds them. With `--hold`, it starts no job."""
+The process takes the lock of the cluster's folder, serves the API, and checks the jobs a few times per
+second. It ends on `areal-async down`, Ctrl-C or SIGTERM. Ctrl-C and SIGTERM end only the controller: jobs
+keep running, and the next controller finds them. With `--hold`, it starts no job."""
 
 from __future__ import annotations
 
@@ -179,7 +179,8 @@ def start_controller(folder: ClusterFolder, cluster_file: Path | None = None, *,
 
 
 def _end_if_late(child: subprocess.Popen[bytes], folder: ClusterFolder) -> None:
-    """End a process that started too late. It must not take over when the other controller ends."""
+    """End a child process that started too late. The child must not take over when the other controller
+    ends."""
     owner = folder.controller()
     if owner is None or owner.pid != child.pid:
         child.terminate()

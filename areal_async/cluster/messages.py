@@ -25,7 +25,7 @@ class JobAnswer(ShownJob, frozen=True, kw_only=True):
     waits_for: str
     """Reason why a PENDING or STARTING job waits, for example `waits for 2 GPUs`."""
     run_folder: str
-    """Its run folder, on the controller's machine."""
+    """The job's run folder, on the controller's machine."""
 
     @classmethod
     def of(cls, job: StoredJob, run_folder: str, waits_for: str) -> JobAnswer:
@@ -92,7 +92,7 @@ class DownRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkersAnswer(msgspec.Struct, frozen=True):
-    """The change in words, and the workers that stay."""
+    """A description of the change, and the workers that stay."""
 
     text: str
     workers: list[str]
@@ -130,7 +130,7 @@ class RefusalAnswer(msgspec.Struct, frozen=True):
 
     error: str
     mistakes: Sequence[Mistake] = ()
-    """Mistakes in the request, field by field."""
+    """Mistakes in the request, one for each wrong field."""
 
 
 class ScrapeTargets(msgspec.Struct, frozen=True):

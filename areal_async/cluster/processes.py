@@ -1,8 +1,8 @@
 """The processes of jobs: the controller looks at them, starts them, asks them to stop, and kills them.
 
 Promises: if a controller dies during an action, the next controller may repeat it with the same result. An
-attempt runs once, however often it is started (`attempt.py`). It stops once, however often it is asked to. A
-run has no parent process and outlives its controller."""
+attempt runs once, however often it is started (`attempt.py`). A run stops once, however often it is asked to
+stop. A run has no parent process and outlives its controller."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from areal_async.launch.plan import MODULES
 LAST_WORDS_BYTES = 2000
 
 Seen = RunEnded | Literal["nobody", "starting", "serving"]
-"""State of an attempt: not claimed by a process yet, starting, all services serve, or ended."""
+"""State of an attempt: not claimed by a process yet, starting, serving (all services serve), or ended."""
 
 
 class ProcessTable(Protocol):
@@ -178,7 +178,7 @@ class RealProcesses:
 
 
 def detached_environment() -> dict[str, str]:
-    """Return our environment for a process in another folder that belongs to no run."""
+    """Return a copy of our environment for a process that runs in another folder and belongs to no run."""
     environment = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
     if paths := environment.get("PYTHONPATH"):
         environment["PYTHONPATH"] = os.pathsep.join(

@@ -1,8 +1,7 @@
 """The jobs of the controller, their states and their history, in one SQLite database.
 
-Promises: once a call returns, its changes survive the death of the process and of the machine; a call writes
-all of its changes or none.
-"""
+Promises: after a call has returned, its changes survive the death of the process and of the machine. A call
+writes all of its changes or none."""
 
 from __future__ import annotations
 
@@ -95,7 +94,7 @@ AS_JSON = {"content": dict[str, Any], "overrides": list[str], "needs": Resources
 
 
 class JobStore:
-    """The database at `path`. It is created if it is missing. Raises `JobStoreError`."""
+    """The database at `path`. A missing database is created. Raises `JobStoreError`."""
 
     def __init__(self, path: Path) -> None:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
@@ -198,7 +197,7 @@ class JobStore:
         self._db.execute("UPDATE ids SET next = MAX(next, ?)", (id + 1,))
 
     def add(self, job: StoredJob) -> None:
-        """Add a new job. Raises `JobRefused` as `check_room` does."""
+        """Add a new job. Raises the errors of `check_room`."""
         with self._transaction():
             self.check_room(job)
             marks = ", ".join("?" * len(COLUMNS))

@@ -48,9 +48,9 @@ class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of a job file. Its `run_dir` has no effect, because runs are stored in the cluster's
     folder."""
     overrides: Annotated[list[Annotated[str, Meta(max_length=16 << 10)]], Meta(max_length=256)] = []
-    """`key=value`, with the value in YAML, as on the command line."""
+    """Overrides as on the command line: `key=value`, with the value in YAML."""
     files: Annotated[dict[str, bytes], Meta(max_length=MOST_FILES)] = {}
-    """Files that the job names by relative paths: content in Base64 by path."""
+    """Files that the job names by relative paths. Keys are the paths, values are the contents in Base64."""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     """Priority in the queue. The highest starts first."""
     memory_gb: Annotated[float, Meta(ge=0, le=1 << 20)] = 0.0

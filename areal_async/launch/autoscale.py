@@ -47,7 +47,7 @@ class FleetLook:
     step: int  # Number of finished steps
     waited_s: float  # Seconds that the trainer has waited for batches, over all finished steps
     workers: int  # Workers that are not leaving
-    settled: bool = True  # All of them serve, and none is leaving
+    settled: bool = True  # All workers serve, and none is leaving
     never_came: int = 0  # Workers so far that joined and never served
     busy: float = 0.0  # Mean busy share of serving workers, 0 to 1
     held_back: bool = False  # The buffer grants no lease now
@@ -215,7 +215,7 @@ def _changed(
 
 
 class Autoscaler:
-    """Follows a run. It may be asked at any rate, and decides once for each status of the run."""
+    """Follows a run. `look` may be called at any rate: a decision is made once for each status of the run."""
 
     def __init__(self, job: JobConfig, newest: Callable[[], RunStatus | None]) -> None:
         self._section = job.rollout.autoscale

@@ -56,8 +56,8 @@ SWEEP_S = 5.0
 
 
 class Owner(msgspec.Struct):
-    """The supervisor of a run. Its volatile folders contain this record. Its lock also lists these
-    folders."""
+    """The supervisor of a run. The volatile folders of the run contain this record. The lock contains it,
+    too, with the paths of these folders."""
 
     pid: int
     started: str  # Start time as `start_of` returns it
@@ -84,7 +84,7 @@ class Owner(msgspec.Struct):
 
 @dataclass(frozen=True)
 class RunFolders(OnHost):
-    """The folders of one run that holds its lock."""
+    """The folders of one run. The run holds the lock of its run folder."""
 
     run_id: str
     host: RunHost
@@ -93,7 +93,8 @@ class RunFolders(OnHost):
     lock_fd: int
     secret: RunSecret  # Source of the keys of all roles; in a file beside the sockets
     snapshots: Path | None = None
-    """The job's folder in the directory of weights channel `disk`. Its snapshots outlive `shm_dir`."""
+    """The job's folder in the directory of weights channel `disk`. Snapshots in this folder outlive
+    `shm_dir`."""
 
     @property
     def logs(self) -> Path:
@@ -191,8 +192,7 @@ def leftovers(roots: Sequence[Path]) -> Iterator[Path]:
 
 
 def mark_owned(folder: Path) -> None:
-    """Record this process in its own folder, so that `leftovers` finds the folder if the process is
-    killed."""
+    """Record this process in its own folder, so that `leftovers` can find the folder after a kill."""
     (folder / OWNER).write_bytes(msgspec.json.encode(Owner(os.getpid(), start_of(os.getpid()))))
 
 

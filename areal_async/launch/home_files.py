@@ -40,8 +40,8 @@ CODE = frozenset({".py", ".json", ".yaml", ".yml", ".txt", ".toml", ".jinja"})
 MOST_CODE_BYTES = 64 << 20
 OWN = re.compile(r"(/[^:]*\.py):\w+")
 BUFFER = "buffer"
-"""Folder in a run folder with the files of the buffer's own Redis. They are copied home after the run has
-ended."""
+"""Folder in a run folder with the files of the buffer's own Redis. The files are copied home after the run
+has ended."""
 UPLOAD = ".upload-"
 UPLOAD_NAME = re.compile(r"[0-9a-f]{16}")
 
@@ -61,7 +61,7 @@ def code_folders(job: JobConfig) -> list[Path]:
 
 
 def content_of(role: Role, job: JobConfig) -> list[str]:
-    """Return the fields whose content a process of this role needs on its host."""
+    """Return the fields with content that a process of this role needs on its host."""
     tasks = ["tasks.train", "tasks.evaluation"] if job.kind != "rl" else []
     fields: Mapping[Role, list[str]] = {
         "buffer": ["tasks.train"],
@@ -143,7 +143,7 @@ class _Root(NamedTuple):
 
 
 class _Served(NamedTuple):
-    """A listed file. It is opened as `name` below `folder`."""
+    """A listed file. The server opens it as `name` below `folder`."""
 
     about: HomeFile
     folder: Path

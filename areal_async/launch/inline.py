@@ -280,7 +280,8 @@ class InlineRun:
 
 
 def services_left() -> bool:
-    """Return whether a service still runs after the end of an inline run. Its code does not return."""
+    """Return whether a service still runs after the end of an inline run, because its code does not
+    return."""
     return any(isinstance(thread, InlineService) for thread in threading.enumerate())
 
 

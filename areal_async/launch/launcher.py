@@ -22,7 +22,7 @@ class Child(Protocol):
         """Process id on its host; 0 until it is known."""
 
     def ready_report(self) -> dict[str, Any] | None:
-        """Return its report of readiness, with its `metrics_port`; None until it is ready."""
+        """Return the process's report of readiness, with its `metrics_port`; None until it is ready."""
 
     def poll(self) -> int | None:
         """Return the exit status as in subprocess (negative for a signal); None while the process runs."""

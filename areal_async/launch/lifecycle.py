@@ -63,7 +63,7 @@ class ServiceState:
     leaving: bool = False  # It is not restarted, and is forgotten once it has exited
     felled: bool = False  # It was killed because another rank of its group died
     killed_s: float | None = None  # Time at which it was killed while the run continued
-    leave_by_s: float = math.inf  # Time at which it is told to end
+    leave_by_s: float = math.inf  # Time at which it is asked to end
     kill_s: float = math.inf
 
     @property
@@ -72,7 +72,7 @@ class ServiceState:
 
     @property
     def shown(self) -> str:
-        """Its phase in words."""
+        """The phase in words."""
         return DRAINING if self.leaving and self.phase is Phase.SERVING else self.phase.value
 
     @property

@@ -76,7 +76,7 @@ class RankLines:
         self._interface = interface
         self._several = several
         self.meeting = meeting
-        """Address at which the ranks of this start meet. It is set when rank 0 is prepared."""
+        """Address at which the ranks of this start meet. `prepare` sets the address for rank 0."""
 
     def start(
         self,

@@ -143,7 +143,7 @@ def machine_advice(job: JobConfig) -> list[Mistake]:
 
 
 def no_sandbox() -> tuple[str, str]:
-    """Return why programs cannot be isolated here, and the fix. Both are empty if they can be isolated.
+    """Return why programs cannot be isolated here, and the fix. Both texts are empty if isolation works.
 
     A process of the reward service tries it."""
     command = [sys.executable, "-P", "-m", "reward_service.sandbox"]
@@ -377,7 +377,7 @@ def _tokenizer_checked(job: JobConfig) -> list[Mistake]:
 
 
 class TrialFailed(Exception):
-    """A process that tries something did not answer."""
+    """A process that tries parts or a tokenizer did not answer."""
 
 
 def _answer(module: str, given: bytes) -> bytes:

@@ -37,7 +37,7 @@ from areal_async.models.tokenizer import keep_class
 
 MOST_ROWS = 200_000  # Most rows that are checked in one task file
 SAMPLE = 256  # Number of randomly drawn prompts whose tokens are checked
-TEMPLATE_TOKENS = 256  # Allowance for what a chat template adds to a prompt
+TEMPLATE_TOKENS = 256  # Tokens that a chat template may add to a prompt
 UNKNOWN_SHARE = 0.1  # Share of unknown characters in sampled prompts that shows a wrong tokenizer
 
 

@@ -1,10 +1,10 @@
-"""The supervisor's side of the line to each service. The line shows whether the service lives, and brings
+"""The supervisor's side of the line to each service. The line shows whether the service lives, and carries
 notes on deaths.
 
 Promises: a service of any role that sends no pulse for its `hang_s` is found, whatever its activity. Silence
-does not count if the machine was too busy to run the service, if the supervisor itself was suspended, or if
-the host is unreachable. To ensure this, time counts only while the supervisor looks, and only from the first
-pulse. `supervisor.ready_s` limits the time before the first pulse."""
+does not count in three cases: the machine was too busy to run the service, the supervisor itself was
+suspended, or the host is unreachable. To ensure this, time counts only while the supervisor looks, and only
+from the first pulse. `supervisor.ready_s` limits the time before the first pulse."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Runs for Python and the tools: find runs by folder or job file, query them, resume them and wait for them.
 
 The files that the job names (model, tasks, reward) need not exist any more. A resumed run uses the job
-recorded in its folder and not the current job file, because the batches of the redo log were made under the
-recorded job."""
+recorded in its folder and not the current job file. The reason: the batches of the redo log were made under
+the recorded job."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The state of the run, in a word or two."""
+        """The state of the run, in one or two words."""
         if self.alive:
             return "running"
         if supervisor_of(self.folder) is not None:
@@ -186,7 +186,8 @@ class Run:
 
 
 def failure_of(status: int, said: str) -> ArealError:
-    """Return the error of a run that ended with `status`, from the last line that it printed."""
+    """Return the error of a run that ended with `status`. `said` is its output; the last line may contain the
+    error."""
     kinds = {kind.__name__: kind for kind in (RunFailed, RunFolderError, RunInterrupted)}
     last = said.strip().rpartition("\n")[2]
     try:

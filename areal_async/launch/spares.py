@@ -66,7 +66,8 @@ class _Spare:
 
 @dataclass
 class Spares:
-    """Up to `most` spare processes with `environment`. Their own output goes to `output`.
+    """Up to `most` spare processes with `environment`. Before a spare becomes a service, its output goes to
+    `output`.
 
     `after_s` is the undisturbed time before the first spare is prepared; None for no spares. Times come from
     one monotonic clock."""

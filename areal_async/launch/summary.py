@@ -174,7 +174,8 @@ def summarise(
 def _of_episodes(
     job: JobConfig, records: Sequence[Record], steps: Sequence[Record], buffer: BufferStats | None
 ) -> dict[str, Any]:
-    """Return the figures that exist only for a job with episodes. They are about its first policy."""
+    """Return the figures that exist only for a job with episodes. With several policies, they are the figures
+    of the first policy."""
     evaluations = [record for record in records if record.get("kind") == "evaluation"]
     first = min(evaluations, key=lambda record: record.get("version", 0), default={})
     last = max(evaluations, key=lambda record: record.get("version", 0), default={})
@@ -279,8 +280,8 @@ def _wall_s(life: Sequence[Record]) -> float:
 
 
 def _rollout_busy(records: Sequence[Record]) -> float | None:
-    """Return the share of the training time in which rollout workers generated, over all lives that recorded
-    it."""
+    """Return the share of the training time in which rollout workers generated, over all lives with this
+    figure."""
     lives = [life for life in lives_of(records) if life[-1].get("rollout_busy") is not None]
     weights_s = [training_s(life) or 0.0 for life in lives]
     busy_s = [life[-1]["rollout_busy"] * weight_s for life, weight_s in zip(lives, weights_s, strict=True)]

@@ -1,8 +1,8 @@
 """One job from its configuration to its summary, for `areal-async run` and the quickstart.
 
-`python -m areal_async.runner.run_job` is the process of a run that `areal_async.run` started. It reads
-`{"job": …, "overwrite": …, "resume": …, "modules": …}` from standard input and runs the job with plain output
-lines. If the run fails, its last line is the failure as JSON."""
+`python -m areal_async.runner.run_job` is the process of a run that `areal_async.run` started. The process
+reads `{"job": …, "overwrite": …, "resume": …, "modules": …}` from standard input and runs the job with plain
+output lines. If the run fails, its last line is the failure as JSON."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The line between the supervisor and each service, and the meeting of the trainer's ranks.
 
 Each service sends a pulse over a pipe every `PULSE_S`, from a separate thread. A stopped process sends none.
-Over the same pipe, a rank of the trainer reports what it knows about a death (`Note`), its own or another
-rank's. The supervisor binds the socket on which the ranks meet and passes it to rank 0, so that no other
-program can take its port meanwhile.
+Over the same pipe, a rank of the trainer reports what it knows about its own death or the death of another
+rank (`Note`). The supervisor binds the socket on which the ranks meet and passes it to rank 0. So no other
+program can take the port meanwhile.
 
 This module imports only the standard library and msgspec, because a rank starts its pulse before it loads
 torch."""
@@ -31,7 +31,7 @@ NOTE_LIMIT = 300  # Most characters of a note, so that the whole line fits into 
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A note of a rank about a death, its own or another's."""
+    """A note of a rank about its own death or the death of another rank."""
 
     cause: str
     """Cause of the death: a phrase that follows the name of the process."""

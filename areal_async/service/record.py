@@ -190,7 +190,7 @@ class RemoteRecords(RunRecords):
             except OSError as error:
                 self._failed = error
                 written.set_exception(error)
-            except PeerGone:  # closed
+            except PeerGone:  # the connection is closed
                 return
             else:
                 self._silent = False
@@ -237,7 +237,7 @@ class Tail:
 
 
 LIFE_KINDS = frozenset({"start", "resume", "restart", "death", "scale", "end"})
-"""Kinds of records that are not results. They are about lives, deaths and the number of workers."""
+"""Kinds of records that are not results. These records are about lives, deaths and the number of workers."""
 
 
 def holds_results(path: Path) -> bool:

@@ -2,16 +2,16 @@
 
 Most of the start time of a trainer or a rollout worker is the import of torch and transformers. A spare is
 started by command and not forked, so it inherits no threads. It imports the modules of its arguments and then
-waits on a socket. It computes nothing, so no native thread runs before the service has set their number. The
-socket receives one `Calling` together with descriptors. It names the module to run, its arguments and its
-environment. From then on, the process is that service, also in `ps`.
+waits on a socket. The spare computes nothing, so no native thread runs before the service has set the number
+of threads. The socket receives one `Calling` together with descriptors. The message names the module to run,
+its arguments and its environment. From then on, the process is that service, also in `ps`.
 
-Promises: before it is called, a spare uses nothing of the run. It ends when the supervisor ends. If it cannot
-become the service, it exits with a status that lets the supervisor restart the service.
+Promises: before it is called, a spare uses nothing of the run. A spare ends when the supervisor ends. If it
+cannot become the service, it exits with a status that lets the supervisor restart the service.
 
     python -P -m areal_async.service.spare_process SOCKET_FD ROOM MODULE… --ready-fd N
 
-ROOM is blank. It reserves space in the command line for the name of the service."""
+ROOM is blank. This argument reserves space in the command line for the name of the service."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ ARG_START, ARG_END = 48, 49  # Fields of /proc/self/stat, from 1: addresses of t
 
 
 class Calling(msgspec.Struct, frozen=True):
-    """The service that a spare is to become."""
+    """The service that a spare must become."""
 
     module: str
     arguments: list[str]
     environment: dict[str, str]
     """Environment variables to set."""
     descriptors: list[str] = []
-    """Variables that name descriptors. They name the descriptors of the message after the first, in this
-    order. The first descriptor receives the process's output."""
+    """Variables for the received descriptors after the first, in the same order. The first descriptor
+    receives the process's output."""
 
 
 @contextmanager

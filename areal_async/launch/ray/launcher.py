@@ -69,7 +69,7 @@ from areal_async.launch.ray.process_host import listen_in, shipped_by
 from areal_async.rpc.endpoints import HELD_VARIABLE
 from areal_async.service.context import SERVED_VARIABLE
 
-LEAST_CPUS = 0.01  # A place in a group must reserve something
+LEAST_CPUS = 0.01  # Every place in a group must reserve at least this
 NEWS_S = 1.0
 UNHEARD_S = 3 * NEWS_S  # Seconds without an answer of its host after which a process counts as unheard
 MEETING_S = 3600.0  # Longest wait of a rank until rank 0 has its place and its files
@@ -527,8 +527,9 @@ class RayLauncher:
 
 
 def _answer(reference: Any, kind: type[T], cancelled: threading.Event | None = None) -> T:
-    """Return the result of a call to an actor. Raises `Cancelled`, `RayError`, and `RunError` with the error
-    of the call."""
+    """Return the result of a call to an actor.
+
+    Raises `Cancelled`, `RayError`, and `RunError` with the error of the call."""
     return answer_of(_wait_for(reference, cancelled), kind)
 
 

@@ -30,7 +30,7 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 class StartOrder(msgspec.Struct, frozen=True):
-    """A request to start the process. Its host writes `topology` before the start."""
+    """A request to start the process. The host writes `topology` to a file before the start."""
 
     topology: bytes
     environment: dict[str, str]
@@ -57,7 +57,7 @@ class FileNews(msgspec.Struct, frozen=True):
 
 
 class ProcessNews(msgspec.Struct, frozen=True):
-    """State of the process. `heard` has the bytes from its line since the last answer."""
+    """State of the process. `heard` has the bytes that its line has received since the last answer."""
 
     ready: dict[str, Any] | None
     status: int | None

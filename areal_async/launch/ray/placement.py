@@ -16,9 +16,9 @@ from areal_async.config.devices import evaluation_rollout, first_threads, width_
 from areal_async.config.job import JobConfig, ShapeSection
 
 Strategy = Literal["PACK", "SPREAD"]
-BUILT_IN = ("CPU", "GPU", "memory")  # Ray's own resources
+BUILT_IN = ("CPU", "GPU", "memory")  # Resources that Ray defines itself
 LIGHT_CPUS = 0.0
-"""Cores that buffer and reward service reserve by default. They share the cores of their node."""
+"""Cores that buffer and reward service reserve by default. The two services share the cores of their node."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ Promises:
 - Bytes that the process appends to its logs and events are sent from the reader's position. So no byte is
   lost or repeated.
 - After `close`, or after the death of this host, nothing of the process is left running.
-- When the last host of the run on a node has ended, the run's folders there are removed, by this host or by
-  the next run. The files of a buffer stay until they have been copied home (`buffer_files.py`).
+- After the last host of a run on a node has ended, the run's folders there are removed. The last host or the
+  next run removes them. The files of a buffer stay until they have been copied home (`buffer_files.py`).
 
 This module does not depend on Ray. An actor (`actor.py`) passes requests to it."""
 
@@ -66,7 +66,7 @@ class ProcessHost:
     def __init__(self, node_id: str, address: str) -> None:
         self._node_id = node_id
         self._address = address
-        self._held: dict[str, socket.socket] = {}  # By endpoint
+        self._held: dict[str, socket.socket] = {}  # Reserved sockets by endpoint
         self._child: LocalChild | None = None
         # The kernel ends a child with the thread that started it, so this thread lives as long as the actor.
         self._starter = ThreadPoolExecutor(1, "starter")
@@ -225,7 +225,8 @@ def is_secret(variable: str, role: Role) -> bool:
 
 
 def served_by(place: ServicePlace) -> list[str]:
-    """Return the names of the servers of a process whose ports other processes need before it runs."""
+    """Return the names of the process's servers. Other processes need the ports of these servers before the
+    process runs."""
     if place.role == "trainer" and not place.is_first:
         return ["status"]
     served: Mapping[Role, list[str]] = {
