@@ -335,7 +335,7 @@ class StatusAggregator:
         service.rates.add(WorkSample(now_s, status.busy_s, tokens), self._progress.done)
         if name == lead:
             busy_s = sum(status.busy_s.values())
-            # A rank in a collective counts as busy even if it only waits for a rank that hangs.
+            # If one rank hangs, the other ranks wait for it in a collective and only seem to be busy.
             alone = any(self._services[rank].is_silent(now_s) for rank in self.names("trainer"))
             if (busy_s != self._trainer_busy_s and not alone) or self._computed_s is None:
                 self._trainer_busy_s, self._computed_s = busy_s, now_s

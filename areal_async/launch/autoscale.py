@@ -14,7 +14,7 @@ also blocked if removed workers are needed again: batches in the buffer can hide
 steps.
 
 Workers that are lost with their node are replaced at once. If new workers never serve, the cluster has no
-room for them. No more workers are requested for a while, which also doubles."""
+room for them. No more workers are requested for a time that doubles with each failure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ WORTH = 1.03
 SPAN_STEPS = 10
 """Least number of steps over which a rate is measured."""
 HELD_BACK = 0.5
-"""Share of the time without a lease. From this share on, the buffer counts as holding workers back."""
+"""Share of a span in which the buffer grants no lease. From this share on, the buffer counts as holding
+workers back."""
 LONGEST_PATIENCE_S = 3600.0
 
 

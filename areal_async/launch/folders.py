@@ -75,8 +75,9 @@ class Owner(msgspec.Struct):
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs. A later process with the same pid has another start time. A zombie does
-        not count: without an init, as in some containers, nobody reaps a killed process."""
+        """Whether the process runs. A later process with the same pid has another start time, so it does not
+        count. A killed process that nobody has reaped does not count, either. This occurs in containers
+        without an init."""
         with suppress(OSError):
             return start_of(self.pid) == self.started
         return False

@@ -59,7 +59,7 @@ MAINS: Mapping[Role, str] = {
     "evaluator": "rollout_service.evaluator:main",
 }
 LONG_S = 7 * 24 * 3600.0
-"""Time limit in place of all limits after which another process takes over work."""
+"""Time limit for leases, claims and deadlines, so that they do not expire in a debugger."""
 AT_ONCE_S = 3.0  # After the second Ctrl-C, the process exits within this time, whatever its threads do
 CANCEL = signal.SIGURG  # Its default action is to do nothing, and few programs use it
 
@@ -69,8 +69,8 @@ log = get_logger("supervisor")
 def without_limits(job: JobConfig) -> JobConfig:
     """Return `job` as its services see it.
 
-    No limit on silence applies. All roles compute with the trainer's number of threads, because they share
-    torch."""
+    Leases, deadlines and timeouts are extended to `LONG_S` or removed. All roles compute with the trainer's
+    number of threads, because they share torch."""
     threads, group = first_threads(job.trainer.torch_threads), job.buffer.group
     if group.deadline_s is not None:
         group = group.model_copy(update={"deadline_s": LONG_S})
