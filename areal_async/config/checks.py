@@ -23,9 +23,9 @@ from areal_async.storage.urls import url_of
 
 Rule = Callable[[JobConfig], Iterator[Mistake]]
 
-UNIT_BYTES = 15  # Most bytes of one token in a stored episode
+UNIT_BYTES = 15  # Maximum bytes of one token in a stored episode
 EPISODE_BYTES = 1024  # Allowance for the header of a stored episode
-LONGEST_INTERVAL = 50  # Most steps between two checkpoints if `checkpoint.every_steps` is `auto`
+LONGEST_INTERVAL = 50  # Maximum steps between two checkpoints if `checkpoint.every_steps` is `auto`
 
 
 def check_fields(job: JobConfig) -> list[Mistake]:
@@ -52,9 +52,9 @@ def checkpoint_interval(job: JobConfig) -> int:
 
 
 def held_groups(job: JobConfig) -> int:
-    """Return the largest number of groups that are not COMMITTED at one time. They are: groups that wait for
-    the next checkpoint; the (η + 1)·B outstanding groups that admission allows; with reuse, groups that are
-    trained before and after a checkpoint."""
+    """Return the largest number of groups that are not COMMITTED at one time. Three kinds count: groups that
+    wait for the next checkpoint; the (η + 1)·B outstanding groups that admission allows; and groups that are
+    reused across a checkpoint."""
     return (checkpoint_interval(job) + _beside(job)) * job.buffer.batch_groups
 
 

@@ -6,7 +6,7 @@ GPUs. The width is 1, or for a server the product of the parallel sizes in `roll
 
 - `cpu`: no GPU.
 - `cuda:N`: exactly GPU N and the GPUs after it (`trainer.ranks`, or the engine's width), even if they are
-  already in use. This is how several processes share a GPU. All engines of a worker's kind share these GPUs.
+  already in use. Several processes can share a GPU in this way. All engines of a worker's kind share these GPUs.
 - `cuda`: the trainer's ranks take the GPUs from 0 on. The engines take the other GPUs in order: engine k of
   the job takes GPUs width · k to width · (k + 1) - 1 of them. Workers come in the order of their numbers,
   each with its replicas. The evaluation's engine comes after all of `rollout.workers`.

@@ -217,8 +217,8 @@ def _check_mixture(model: Path) -> Iterator[Mistake]:
 
 
 def _check_lora_targets(job: JobConfig) -> Iterator[Mistake]:
-    """Check that each target is a layer of the model. For a mixture of experts and for files that are not
-    readable here, the trainer does this check, because it knows the layers that it builds from the files."""
+    """Check that each target is a layer of the model. The trainer does this check for a mixture of experts
+    and for files that are not readable here. It knows the layers that it builds from the files."""
     with suppress(OSError, ValueError):
         if job.trainer.lora.targets and job.model.is_dir():
             yield from lora_target_mistakes(job, _stored_shapes(job.model))

@@ -108,7 +108,7 @@ class EvaluationSamplingSection(SamplingSection):
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     max_new_tokens: int | None = Field(default=None, ge=1)  # type: ignore[assignment]
-    """Most tokens per response; null uses `rollout.sampling.max_new_tokens`."""
+    """Maximum tokens per response; null uses `rollout.sampling.max_new_tokens`."""
 
 
 class EvaluationSection(Section):
@@ -128,7 +128,7 @@ class EvaluationSection(Section):
     """Answers per task; more than 1 needs a temperature."""
     sampling: EvaluationSamplingSection = EvaluationSamplingSection()
     max_concurrent: int = Field(default=128, ge=1)
-    """Most answers in flight."""
+    """Maximum answers in flight."""
     torch_threads: int = Field(default=1, ge=1)
     """CPU threads of torch."""
 
@@ -162,7 +162,7 @@ class ObserveSection(Section):
     samples_every_steps: int = Field(default=10, ge=0)
     """Steps between saved episodes in `samples/`. Evaluations save some too. 0 saves none."""
     samples: int = Field(default=4, ge=0, le=256)
-    """Most episodes to save at a time."""
+    """Maximum episodes to save at a time."""
     loggers: tuple[LoggerSection, ...] = ()
     """Loggers, each a name or `{name: …, args: {…}}`."""
 
@@ -173,7 +173,7 @@ class SupervisorSection(Section):
     ready_s: float = Field(default=300.0, gt=0)
     """Longest startup of a service, in seconds. For a server, `rollout.server.ready_s` is added."""
     restarts: int = Field(default=5, ge=0, le=1_000_000)
-    """Most restarts of a service within `window_s`. One more exit ends the job, which can be resumed."""
+    """Maximum restarts of a service within `window_s`. One more exit ends the job, which can be resumed."""
     window_s: float = Field(default=300.0, gt=0)
     """Seconds until an exit is forgotten."""
     first_pause_s: float = Field(default=0.5, ge=0)
@@ -233,7 +233,7 @@ class GroupSection(Section):
     deadline_s: float | None = Field(default=None, gt=0)
     """Deadline, in seconds after the group's first lease."""
     min_samples: int = Field(default=1, ge=1)
-    """Fewest samples to train under `deadline_partial`. Smaller groups are dropped."""
+    """Minimum number of samples to train under `deadline_partial`. Smaller groups are dropped."""
 
 
 class BufferSection(Section):
@@ -257,7 +257,7 @@ class BufferSection(Section):
     priority: Literal["reward_variance", "advantage"] = "reward_variance"
     """Measure of the group's rewards: variance, or mean absolute deviation (`advantage`)."""
     max_reuse: int = Field(default=1, ge=1, le=10_000)
-    """Most steps that train one group."""
+    """Maximum number of steps that train a group."""
     on_overtaken: OvertakenSection = OvertakenSection()
     on_abandoned: Literal["train", "drop"] = "train"
     """Handling of groups from versions that a restarted trainer did not reproduce exactly."""
@@ -267,9 +267,9 @@ class BufferSection(Section):
     lease_s: float = Field(default=30.0, gt=0)
     """Seconds without a heartbeat until a worker loses its groups."""
     max_groups: int = Field(default=4096, ge=1, le=100_000_000)
-    """Most groups held at one time, from first lease to checkpoint."""
+    """Maximum groups held at one time, from first lease to checkpoint."""
     max_bytes: int = Field(default=1 << 30, ge=1 << 20, le=1 << 50)
-    """Most bytes of episodes held at one time."""
+    """Maximum bytes of episodes held at one time."""
 
 
 class OptimizerSection(Section):
@@ -388,7 +388,7 @@ class TrainerSection(Section):
     minibatches: int = Field(default=1, ge=1, le=1_000_000)
     """Optimizer updates per step. A group is never split."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Most tokens of one packed forward pass. A longer episode runs alone."""
+    """Maximum tokens of one packed forward pass. A longer episode runs alone."""
     optimizer: OptimizerSection = OptimizerSection()
     lora: LoraSection = LoraSection()
     objective: ObjectiveSection = ObjectiveSection()

@@ -57,7 +57,7 @@ class TeacherSection(Section):
     timeout_s: float = Field(default=300.0, gt=0)
     """Timeout of a step's requests including retries, in seconds."""
     max_concurrent: int = Field(default=32, ge=1, le=65_536)
-    """Most requests in flight per rank."""
+    """Maximum requests in flight per rank."""
 
 
 class ObjectiveSection(Section):

@@ -30,8 +30,7 @@ class AbstainSection(PolicySection):
 
 
 class FaultSection(Section):
-    """Score of answers that cannot be judged and are themselves the reason, such as an answer too long for
-    the judge."""
+    """Score of faulty answers that cannot be judged, such as an answer too long for the judge."""
 
     score: float = Field(default=0.0, allow_inf_nan=False)
     """Score of an answer at fault. It must not exceed the reward's lowest score."""
@@ -83,4 +82,4 @@ class RewardSection(Section):
     on_fault: FaultSection = FaultSection()
     """Score of answers at fault."""
     min_scored: int = Field(default=2, ge=1)
-    """Fewest scored episodes that a group must keep after `mask`."""
+    """Minimum scored episodes that a group must keep after `mask`."""

@@ -152,7 +152,7 @@ def _masked_groups_can_go_on(job: JobConfig) -> Iterator[Mistake]:
         yield Mistake("reward.min_scored", problem, fix, ("rollout.group_size", *masks))
 
 
-# --- functions of one's own --------------------------------------------------------------------------
+# --- functions of users ------------------------------------------------------------------------------
 
 
 def _own_scope(field: str, section: RewardSection | RouteSection) -> Iterator[Mistake]:

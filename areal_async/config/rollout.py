@@ -21,9 +21,9 @@ class SamplingSection(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Probability mass of the tokens to sample from."""
     top_k: int = Field(default=0, ge=0)
-    """Most likely tokens to sample from; 0 allows all."""
+    """Number of most likely tokens to sample from; 0 allows all."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """Most tokens per response."""
+    """Maximum tokens per response."""
     stop: tuple[StopText, ...] = ()
     """Texts that end a response."""
 
@@ -59,9 +59,9 @@ class GatewaySection(Section):
     tool_format: Literal["auto", "hermes", "xml", "mistral", "llama", "none"] = "auto"
     """Format of tool calls; `auto` reads the chat template."""
     max_calls: int = Field(default=32, ge=1, le=65_536)
-    """Most calls in flight per session. Further calls are refused (429)."""
+    """Maximum calls in flight per session. Further calls are refused (429)."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024, le=1 << 31)
-    """Most bytes of a request. Longer requests are refused (413)."""
+    """Maximum bytes of a request. Longer requests are refused (413)."""
     call_timeout_s: float = Field(default=600.0, gt=0)
     """Timeout of a call (504), in seconds."""
 
@@ -81,9 +81,9 @@ class AutoscaleSection(Section):
     """Automatic number of workers. It depends on whether the trainer or the workers wait."""
 
     max: int = Field(default=0, ge=0, le=1024)
-    """Most workers; 0 disables autoscaling."""
+    """Maximum workers; 0 disables autoscaling."""
     min: int = Field(default=1, ge=1, le=1024)
-    """Fewest workers."""
+    """Minimum workers."""
     every_s: float = Field(default=30.0, gt=0)
     """Seconds between changes, but at least ten steps."""
     retry_s: float = Field(default=300.0, gt=0)
@@ -112,7 +112,7 @@ class RolloutSection(Section):
     greedy_baseline: bool = False
     """Sample each group's first episode greedily, as an untrained baseline (`remax`)."""
     max_concurrent: int = Field(default=64, ge=1, le=1_000_000)
-    """Most episodes in flight per engine. It must be at least `group_size`."""
+    """Maximum episodes in flight per engine. It must be at least `group_size`."""
     concurrency: Literal["adaptive", "fixed"] = "adaptive"
     """Episodes in flight per engine: `max_concurrent` (`fixed`), or fewer, to avoid queues and full KV caches
     (`adaptive`)."""
@@ -123,7 +123,7 @@ class RolloutSection(Section):
     """Seconds without a token after which an engine with requests counts as dead (see docs/engines.md for
     SGLang)."""
     max_model_len: int = Field(default=2048, ge=2, le=100_000_000)
-    """Most tokens of prompt and response together."""
+    """Maximum tokens of prompt and response together."""
     workflow: str = "single_turn"
     """`single_turn`, `multi_turn`, `tool_use`, `agent`, an installed workflow, or `path.py:name` of an `async
     def workflow(ctx, task)`."""

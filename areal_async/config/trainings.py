@@ -23,7 +23,7 @@ class FileTraining(Section):
     stop_between: tuple[Accuracy, Accuracy] | None = None
     """Held-out accuracy range that ends the job."""
     max_tokens: int | None = Field(default=None, ge=2)
-    """Most tokens of a text; longer examples are skipped."""
+    """Maximum tokens of a text; longer examples are skipped."""
 
 
 class SftSection(FileTraining):

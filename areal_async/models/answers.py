@@ -1,8 +1,7 @@
 """Answers of a model: the ids that end an answer, its text, and its thoughts.
 
-- An answer ends with any id of one set. The set has the ids of the generation config and the config, the
-  tokenizer's end-of-sequence token, and the token with which the chat template ends a turn. Engines, requests
-  to servers, workflows, the gateway and the examples of SFT all get the set from `end_ids`.
+- An answer ends with any of these ids: the ids in the generation config and the config, the tokenizer's
+  end-of-sequence token, and the chat template's end-of-turn token. All services get these ids from `end_ids`.
 - The text of an answer contains the model's special tokens, such as `<think>`. Only end tokens and padding
   are removed.
 - Thoughts are not part of the spoken text. Tools, rewards and the gateway read an answer through
@@ -25,7 +24,7 @@ TOKENIZER, TEMPLATE = "the tokenizer's eos_token", "the chat template"
 PROBE = "areal-turn-7f3a"  # No template changes this text, so it marks an answer in a rendered chat
 
 
-# --- where an answer ends ----------------------------------------------------------------------------
+# --- ends of an answer -------------------------------------------------------------------------------
 
 
 def end_ids(tokenizer: Any, folder: Path | None = None) -> tuple[int, ...]:
@@ -123,7 +122,7 @@ class Detokenizer:
         return self.decode([ids], whole=whole)[0]
 
 
-# --- what was thought, and what was said -------------------------------------------------------------
+# --- thoughts and spoken parts -----------------------------------------------------------------------
 
 THOUGHTS = (
     ("<think>", "</think>"),

@@ -1,12 +1,15 @@
-"""A local folder whose copy in a store is kept up to date.
+"""A local folder and its copy in a store, which is kept up to date.
 
 Changed files are in the store about `EVERY_S` later, as whole files. When `stop` returns, all changes are
 there. If the store does not answer, nothing else waits for it. If two hosts mirror to one URL, the later host
 becomes the owner and the earlier host stops writing. Files that are written at the same time may arrive at
 different times.
 
-Three kinds of files are not mirrored: files with a meaning only on this host (locks, addresses of processes,
-sockets, links), unfinished files (`*.tmp`, hidden files), and files that are not `wanted`."""
+These files are not mirrored:
+
+- files with a meaning only on this host (locks, addresses of processes, sockets, links);
+- unfinished files (`*.tmp`, hidden files);
+- files for which `wanted(name)` is false."""
 
 from __future__ import annotations
 

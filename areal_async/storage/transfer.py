@@ -1,12 +1,12 @@
 """Transfer of files and folders between this host and a store, completely or not at all.
 
-A target of `fetch` is always complete and verified against the store: sizes, MD5 if the tag is an MD5 hash,
-and the hashes of our marker. This also holds if several processes fetch it at the same time or one of them is
-killed. `fetch` refuses a folder that `push` has not finished (`HalfWritten`), so no reader gets an incomplete
-folder. At most `PARALLEL` requests of `PART_BYTES` are in memory.
+A target of `fetch` is always complete and verified. `fetch` checks sizes, the MD5 hash if the tag is one, and
+the hashes of our marker. This also holds if several processes fetch a target at the same time or one of them
+is killed. `fetch` refuses a folder that `push` has not finished (`HalfWritten`), so no reader gets an
+incomplete folder. At most `PARALLEL` requests of `PART_BYTES` are in memory.
 
-A pushed folder contains a marker, the file `.areal-async.json`. It is first written as begun. It is written
-last with the size and hash of each file. A folder without a marker comes from another writer and is accepted
+A pushed folder contains a marker, the file `.areal-async.json`. It is written twice: first as begun, and last
+with the size and hash of each file. A folder without a marker comes from another writer and is accepted
 unchanged."""
 
 from __future__ import annotations
