@@ -6,12 +6,13 @@ GPUs. The width is 1, or for a server the product of the parallel sizes in `roll
 
 - `cpu`: no GPU.
 - `cuda:N`: exactly GPU N and the GPUs after it (`trainer.ranks`, or the engine's width), even if they are
-  already in use. Several processes can share a GPU in this way. All engines of a worker's kind share these GPUs.
+  already in use. Several processes can share a GPU in this way. All engines of a worker's kind share these
+  GPUs.
 - `cuda`: the trainer's ranks take the GPUs from 0 on. The engines take the other GPUs in order: engine k of
   the job takes GPUs width · k to width · (k + 1) - 1 of them. Workers come in the order of their numbers,
   each with its replicas. The evaluation's engine comes after all of `rollout.workers`.
 
-A job must find enough GPUs without using one twice, with three exceptions. If only one GPU is visible, all
+A job must find enough GPUs without using a GPU twice, with three exceptions. If only one GPU is visible, all
 processes use it. The evaluation's engine, and workers that join later, start again at the engines' first GPU.
 On a host without the trainer, the engines take all GPUs."""
 

@@ -1,25 +1,28 @@
 """Registries of the parts that a job file names: engines, back ends, losses, workflows, rewards …
 
-A part has one of three kinds of names. It is the name of a built-in part; or `path.py:name`, an object in a
-user's file; or the name of an entry point. Another installed package declares the entry point in the group of
-the kind, `areal_async.<kind>s`:
+A part has one of three kinds of names:
+
+- the name of a built-in part;
+- `path.py:name`, an object in a user's file;
+- the name of an entry point, which another installed package declares in the group of the kind,
+  `areal_async.<kind>s`:
 
     [project.entry-points."areal_async.rewards"]
     politeness = "my_rewards.politeness:politeness"
 
 The owner of each kind keeps the table of its built-in parts, `{name: "module:attribute"}`. Each part declares
-its own arguments. They are the `Section` `Arguments` if the part has it. Otherwise they are its annotated
-parameters after the first `leading` parameters.
+its own arguments. If the part has a `Section` called `Arguments`, its fields are the arguments. Otherwise
+they are the annotated parameters after the first `leading` parameters.
 
 A part may define `check_job(job, arguments, field)`, which yields the `Mistake`s of a job with these
 arguments, given in `field`. Parts of some kinds have more hooks, such as `check_files(arguments, field)`.
 Only a part's own file knows the part, so a new part needs no change to an existing file. The other fields of
-the job file apply to every part of the kind (`rollout.device`, `weights.codec`). Some apply to a group of
-parts that declares itself (`rollout.server`, for an engine that `is_server`).
+the job file apply to every part of the kind (`rollout.device`, `weights.codec`). Some apply only to parts
+that declare it (`rollout.server`, for an engine with `is_server`).
 
 Reading a job file imports built-in parts and installed packages. It reads a user's file only as a syntax
-tree. Before a job starts, a separate process runs such a file and checks its parts
-(`areal_async.launch.preflight`). The service that uses the part checks it again
+tree. Before a job starts, a separate process runs the user's files and checks their parts
+(`areal_async.launch.preflight`). The service that uses a part checks it again
 (`areal_async.config.parts.load_part`)."""
 
 from __future__ import annotations

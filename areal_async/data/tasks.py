@@ -2,8 +2,8 @@
 
 The columns `prompt` (text, or a list of chat messages with `role` and `content`) and `reward_model`
 (`{"style": …, "ground_truth": …}`) are required. `data_source`, `ability` and `extra_info` are optional.
-Other columns are ignored, except columns with images, videos or audios. A file with such columns is refused, because
-its tasks cannot be solved from the text alone.
+Other columns are ignored, except columns with images, videos or audios. A file with such columns is refused,
+because its tasks cannot be solved from the text alone.
 
 A null field of a message counts as absent. In parquet every row has the fields of all rows, so a null at any
 depth of messages and schemas counts as absent too. In jsonl the arguments of a call stay unchanged.
