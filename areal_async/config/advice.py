@@ -1,5 +1,4 @@
-"""Warnings about valid fields that users would regret, printed before a job starts, and notes of
-`validate`."""
+"""Warnings about valid but unwise fields, printed before a job starts, and notes of `validate`."""
 
 from __future__ import annotations
 

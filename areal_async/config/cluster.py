@@ -47,9 +47,9 @@ class RaySection(Section):
     address: str = Field(default="auto", min_length=1, max_length=255)
     """`auto`, or `HOST:PORT` of the head. This machine must be a node."""
     home_address: str | None = Field(default=None, max_length=255)
-    """Address of this machine for the nodes; none uses Ray's."""
+    """Address of this machine for the nodes; null means Ray's address."""
     ports: tuple[int, int] | None = None
-    """First and last port for job processes, besides torch, NCCL and Ray; none allows any."""
+    """First and last port for job processes, besides torch, NCCL and Ray; null allows all ports."""
     trust_network: bool = False
     """Allow unencrypted run keys between nodes; otherwise they need TLS (see docs/cluster.md)."""
     place_s: float = Field(default=600.0, gt=0)
@@ -74,7 +74,7 @@ class ClusterConfig(Section):
     resources: ResourcesSection = ResourcesSection()
     api: ApiSection = ApiSection()
     dir: Path | None = None
-    """Folder of the controller; none uses `$AREAL_ASYNC_CLUSTER_DIR` or `~/.areal-async/<cluster>`."""
+    """Folder of the controller; null means `$AREAL_ASYNC_CLUSTER_DIR` or `~/.areal-async/<cluster>`."""
 
 
 def load_cluster(path: Path, *, queued: bool = False) -> ClusterConfig:

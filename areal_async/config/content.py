@@ -1,4 +1,4 @@
-"""Content that a job names by URL, copied to this host, and the store for results that outlive the host.
+"""Copies of content that a job names by URL, and the store for results that outlive the host.
 
 A job's `model`, `tasks.train` and `tasks.evaluation` hold local paths (`urls.py`). `materialise` writes the
 content there. Each host calls it before it starts a process of the job.

@@ -1,4 +1,4 @@
-"""A job file: one YAML document, one model or several."""
+"""The fields of a job file, as one model per section."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -33,11 +33,11 @@ class TasksSection(Section):
     train: Annotated[Path, *FETCHED]
     """Path or URL of the training tasks (see docs/storage.md)."""
     evaluation: Annotated[Path | None, *FETCHED] = None
-    """Path or URL of the held-out tasks; none disables accuracy."""
+    """Path or URL of the held-out tasks; null disables accuracy."""
     shuffle: bool = True
     """Draw a new order for each pass."""
     passes: int | None = Field(default=None, ge=1)
-    """Passes over the training file; none sets no limit."""
+    """Passes over the training file; null means no limit."""
 
 
 class WeightsSection(Section):
@@ -98,7 +98,7 @@ class CheckpointSection(Section):
     keep_best: int = Field(default=0, ge=0, le=10_000)
     """Number of further checkpoints to keep, by held-out accuracy."""
     store: StoreUrl | None = None
-    """URL of a store folder that also gets checkpoints and the model, under `<job>`. None uses `run_dir` if
+    """URL of a store folder that also gets checkpoints and the model, under `<job>`. Null means `run_dir` if
     `run_dir` is a URL."""
 
 
@@ -108,7 +108,7 @@ class EvaluationSamplingSection(SamplingSection):
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     max_new_tokens: int | None = Field(default=None, ge=1)  # type: ignore[assignment]
-    """Maximum tokens per response; null uses `rollout.sampling.max_new_tokens`."""
+    """Maximum tokens per response; null means `rollout.sampling.max_new_tokens`."""
 
 
 class EvaluationSection(Section):
@@ -121,7 +121,7 @@ class EvaluationSection(Section):
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the engine. For the rollout's kind, the default is `rollout.engine_args`."""
     device: str | None = Field(default=None, pattern=r"^(cpu|cuda(:[0-9]+)?)$")
-    """`cpu`, `cuda` (the GPU after the rollout's) or `cuda:N`; none uses `rollout.device`."""
+    """`cpu`, `cuda` (the GPU after the rollout's) or `cuda:N`; null means `rollout.device`."""
     server: ServerSection = ServerSection()
     """Server of the engine. If unset, `rollout.server` applies without its `urls`."""
     samples: int = Field(default=1, ge=1)
@@ -184,8 +184,8 @@ class SupervisorSection(Section):
     hang_s: float = Field(default=60.0, ge=5)
     """Seconds without a heartbeat until a process is killed and restarted."""
     spare_after_s: float | None = Field(default=30.0, ge=0)
-    """Seconds of serving until one spare process per trainer rank starts (about 0.4 GB each); null starts
-    none."""
+    """Seconds of serving until one spare process per trainer rank starts (about 0.4 GB each); null means
+    no spares."""
 
     def restart_policy(self) -> RestartPolicy:
         """Return the restart policy of the services."""
@@ -215,7 +215,7 @@ class RedisTlsSection(Section):
     """Certificates for `rediss://`. The server's certificate is always checked."""
 
     ca_file: Path | None = None
-    """PEM file of the certificate authority; none uses the system's authorities."""
+    """PEM file of the certificate authority; null means the system's authorities."""
     cert_file: Path | None = None
     """PEM file of the client certificate."""
     key_file: Path | None = None
@@ -306,14 +306,14 @@ class CriticSection(Section):
     kind: Literal["model", "head"] = "model"
     """A separate `model`, or a `head` of the policy."""
     model: Annotated[Path | None, *FETCHED] = None
-    """Hugging Face directory of a causal language model or one-label sequence classifier; none uses the job's
-    model."""
+    """Hugging Face directory of a causal language model or one-label sequence classifier; null means the
+    job's model."""
     optimizer: CriticOptimizerSection = CriticOptimizerSection()
     """Optimizer of the critic if `kind` is `model`."""
     coefficient: float = Field(default=0.5, gt=0)
     """Weight of the value loss if `kind` is `head`."""
     clip: float | None = Field(default=0.2, gt=0)
-    """Largest change of a value per step; none sets no limit."""
+    """Largest change of a value per step; null means no limit."""
     warmup_steps: int = Field(default=0, ge=0)
     """Initial steps that train only the critic."""
 
@@ -323,7 +323,7 @@ class ProcessRewardSection(Section):
     rewards. A token's reward is its log-prob minus the reference's log-prob."""
 
     model: Annotated[Path | None, *FETCHED] = None
-    """Hugging Face directory; none uses the job's model."""
+    """Hugging Face directory; null means the job's model."""
     optimizer: OptimizerSection = OptimizerSection()
     """Optimizer, with one update per step."""
     beta: float = Field(default=0.05, gt=0)
@@ -340,7 +340,7 @@ class LoraSection(Section):
     alpha: float = Field(default=32.0, gt=0)
     """Scale of the adapters, divided by `rank`."""
     targets: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Layers to adapt, such as `q_proj`. None means all linear layers except the output."""
+    """Layers to adapt, such as `q_proj`. Empty means all linear layers except the output."""
 
 
 class SelfCheckSection(Section):
@@ -348,8 +348,8 @@ class SelfCheckSection(Section):
     docs/trainer.md)."""
 
     bound: float | None = Field(default=None, gt=0)
-    """Largest 99.9 % quantile of log-prob differences, in nats. The other bounds scale with it. None uses the
-    built-in table."""
+    """Largest 99.9 % quantile of log-prob differences, in nats. The other bounds scale with it. Null means
+    the built-in table."""
     action: Literal["stop", "warn"] = "stop"
     """Action above a bound. Without an entry in the table, the action is always `warn`."""
 
@@ -360,7 +360,7 @@ class ParallelSection(Section):
     data: Size = 1
     """Copies of the model."""
     shard: Size | None = None
-    """Ranks that share one copy; none takes all remaining ranks."""
+    """Ranks that share one copy; null means all remaining ranks."""
     sequence: Size = 1
     """Ranks that split each row's tokens."""
     tensor: Size = 1

@@ -34,7 +34,7 @@ class ReferenceSection(Section):
     """Reference policy of `objective.kl`."""
 
     model: Annotated[Path | None, *FETCHED] = None
-    """Hugging Face directory; none uses the job's model."""
+    """Hugging Face directory; null means the job's model."""
     every_steps: int = Field(default=0, ge=0)
     """Steps between updates towards the policy; 0 keeps the reference fixed."""
     share: float = Field(default=1.0, gt=0, le=1)

@@ -54,7 +54,7 @@ class RouteSection(Section):
     scope: Scope = "episode"
     """Unit of a call."""
     timeout_s: float | None = Field(default=None, gt=0)
-    """Timeout of a call, in seconds; none uses `reward.timeout_s`."""
+    """Timeout of a call, in seconds; null means `reward.timeout_s`."""
 
 
 class RewardSection(Section):

@@ -19,7 +19,8 @@ class FileTraining(Section):
     batch_size: int = Field(default=64, ge=1, le=1_000_000)
     """Examples per optimizer step."""
     evaluate_every: int = Field(default=25, ge=1)
-    """Steps between held-out measurements; eight times as many below half of `stop_between`'s lower limit."""
+    """Steps between held-out measurements. The interval is 8 times longer while accuracy is below half of
+    `stop_between`'s minimum."""
     stop_between: tuple[Accuracy, Accuracy] | None = None
     """Held-out accuracy range that ends the job."""
     max_tokens: int | None = Field(default=None, ge=2)

@@ -122,7 +122,7 @@ def _converted(
     counts: SourceCounts,
     seen: dict[str, Row],
 ) -> Iterator[Row]:
-    """Yield the rows of a job. `seen` has the rows before them by `prompt_key`."""
+    """Yield the rows of a job. `seen` maps `prompt_key` to the earlier rows."""
     for where, row in rows:
         counts.add("read")
         if any(str(row.get(column)) != value for column, value in recipe.where.items()):

@@ -198,7 +198,7 @@ def _list(value: object) -> list[Any]:
 
 
 def no_folder(path: Path) -> str:
-    """Return a text that the folder `path` does not exist, with folders that have a similar name."""
+    """Return the message that the folder `path` does not exist. It suggests folders with similar names."""
     there = next(each for each in path.absolute().parents if each.is_dir())
     missing = path.absolute().relative_to(there).parts[0]
     names = [each.name for each in there.iterdir() if each.is_dir()]

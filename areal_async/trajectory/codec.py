@@ -9,7 +9,7 @@ episode are read-only views of the blob. A blob with unaligned memory is copied 
 
 All numbers of a blob are little-endian. The prefix is: magic `ATRJ`, u16 schema, u16 number of frames, u64
 size, u32 CRC-32 of everything after the prefix, u32 zero. Then a table has u64 offset and u64 size of each
-frame. Then follow the frames, each at the next multiple of 8."""
+frame. The frames follow, each at the next multiple of 8."""
 
 from __future__ import annotations
 

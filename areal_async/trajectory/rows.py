@@ -194,7 +194,7 @@ def untrainable(episode: Episode) -> str:
 
     The trainer weighs each unit by softmax(logits / temperature) of the trained weights, at the temperature
     of the unit's call. Other sampling (greedy, truncated, or log-probs at another temperature) would give a
-    ratio of two different distributions. Such a weight would be wrong without any error."""
+    ratio of two different distributions. The weight would be wrong, and no error would show it."""
     offset, length, mask = episode.segments.offset, episode.segments.length, episode.units.mask
     for call in episode.header.calls:
         how = _other_than_trained(call)
