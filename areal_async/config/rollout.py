@@ -132,7 +132,7 @@ class RolloutSection(Section):
     gateway: GatewaySection = GatewaySection()
     update_mode: Literal["recompute", "keep", "session"] = "recompute"
     """KV at a weight update: `recompute` it (exact), `keep` it until the request ends (approximate), or until
-    the session ends (`session`; approximate, servers only)."""
+    the episode ends (`session`; approximate, servers only)."""
     routes: Literal["auto", "replay", "off"] = "auto"
     """Expert routing in the trainer: `replay` the engine's routes, or `off`. `auto` replays them if possible
     (see docs/trainer.md#mixtures-of-experts)."""
