@@ -12,7 +12,7 @@ Promises:
 - A request keeps its id through every retry, so a server that lives runs it once; after a restart of the
   server the client says hello again and repeats what is unanswered.
 - `busy` and `unavailable` are retried with back-off inside the deadline.
-- At most `max_in_flight` requests are under way; further calls wait in line, inside their deadline.
+- At most `MAX_IN_FLIGHT` requests are under way; further calls wait in line, inside their deadline.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from areal_async.rpc.secret import Access
 from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
 
 TIMEOUT_S = 60.0  # Patience with a service that does not answer, beyond the wait that a request asks for
+MAX_IN_FLIGHT = 64
 SWEEP_S = 0.25
 RESEND_AFTER_S = 2.0
 FIRST_BACKOFF_S = 0.01
@@ -102,7 +103,6 @@ class Client:
         name: str,
         access: Access,
         timeout_s: float = TIMEOUT_S,
-        max_in_flight: int = 64,
         max_part_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.address = address if isinstance(address, Address) else Address(address)
@@ -116,7 +116,7 @@ class Client:
         self._uid = secrets.randbits(64)
         self._ids = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
-        self._in_line = asyncio.Semaphore(max_in_flight)
+        self._in_line = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._files: ClientFiles | None = None
         self._link = _Link.DOWN
         self._hello_id = 0
