@@ -23,7 +23,7 @@ from areal_async.base.topology import ServicePlace, Topology
 from areal_async.launch.aggregator import RunStatus, StatusAggregator
 from areal_async.launch.watchdog import Stall
 from areal_async.rpc.board import SILENT_S
-from areal_async.rpc.client import Client
+from areal_async.rpc.client import CallLimits, Client
 from areal_async.rpc.control_messages import ReadMetrics, ServiceStatus, Status
 from areal_async.rpc.schema import R, Request
 from areal_async.rpc.secret import Access
@@ -83,7 +83,7 @@ class StatusClients:
             role="supervisor",
             name="monitor",
             access=self._access,
-            max_part_bytes=MAX_PART_BYTES,
+            limits=CallLimits(part_bytes=MAX_PART_BYTES),
         )
         client.address.move(place.status)
         try:

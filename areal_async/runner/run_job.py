@@ -201,8 +201,7 @@ def run_job(
             serve_metrics(supervisor_port(job, services_of(job, modules))) as port,
             watched_by_loggers(job, run_dir),
         ):
-            # A finished run that continues with more steps is unfinished from now on.
-            (run_dir / "summary.json").unlink(missing_ok=True)
+            (run_dir / "summary.json").unlink(missing_ok=True)  # a run that goes on is finished no more
             if job.observe.event_log:
                 open_events(run_dir, "supervisor")
             if not on_cluster:

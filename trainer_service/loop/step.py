@@ -96,22 +96,18 @@ class StepPlan:
 def plan_step(
     batch: Batch,
     *,
-    step: int,
-    max_staleness: int,
     minibatches: int,
     ranks: int,
     cost: RowCost,
     whole_episodes: bool = False,
     greedy_sample: int | None = None,
 ) -> StepPlan:
-    """Check the manifest of `step` and deal its rows out by their `cost`: to keep `whole_episodes`, all rows
-    of an episode to one rank. `greedy_sample` is the number of the sample in each group that is greedy.
+    """Deal the rows of a checked manifest out by their `cost`: to keep `whole_episodes`, all rows of an
+    episode to one rank. `greedy_sample` is the number of the sample in each group that is greedy.
 
     Groups may differ in size: a partial group has the samples that came by its deadline. Deterministic:
-    every rank comes to the same plan. Raises `BatchError` for a manifest that is not one of
-    this step or names a group or an episode twice or an empty group, and `StalenessViolation`.
+    every rank comes to the same plan.
     """
-    _check_manifest(batch, step, max_staleness)
     episodes = [episode for group in batch.groups for episode in group.episodes]
     sizes = [len(group.episodes) for group in batch.groups]
     groups = np.repeat(np.arange(len(batch.groups), dtype=np.int64), sizes)
@@ -127,7 +123,9 @@ def plan_step(
     return StepPlan(episodes, groups, table, [*map(dealt, deal_groups(len(batch.groups), minibatches))])
 
 
-def _check_manifest(batch: Batch, step: int, max_staleness: int) -> None:
+def check_manifest(batch: Batch, *, step: int, max_staleness: int) -> None:
+    """Raise `BatchError` for a manifest that is not one of `step` or names a group or an episode twice or an
+    empty group, and `StalenessViolation`."""
     if batch.step != step:
         raise BatchError(f"asked for the batch of step {step}, got that of step {batch.step}")
     group_ids = [group.group_id for group in batch.groups]

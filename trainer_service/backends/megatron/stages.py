@@ -177,7 +177,8 @@ def _rotary(folder: Path, device: torch.device) -> Rotary:
 
 
 def _transformer_config(found: Dimensions, options: MegatronOptions) -> TransformerConfig:
-    """Return the configuration. Longer than 60 lines because it has one line for each setting."""
+    """Return the configuration of the layers."""
+    # Long: each setting has a line of its own.
     grid, dtype, recompute = options.grid, options.dtype, options.recompute
     mixture: dict[str, Any] = {}
     if found.experts:
