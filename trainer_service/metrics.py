@@ -31,7 +31,7 @@ LAST_STEP = {
     ),
     "prompt_length_mean": _gauge(
         "areal_trainer_prompt_length_mean",
-        "Mean number of tokens of the last step's episodes that were not sampled.",
+        "Mean number of unsampled tokens of the last step's episodes.",
     ),
     "ess": _gauge("areal_trainer_effective_sample_share", "Effective sample size of the last step's units."),
     "lr": _gauge("areal_trainer_lr", "Learning rate of the last update."),

@@ -142,8 +142,8 @@ def task_file(path: Path) -> Path:
         return files[0]
     there = ", ".join(str(each.relative_to(path)) for each in files[:5]) or "none"
     raise TaskFileError(
-        f"task file {path} is a folder with {len(files)} files of rows ({there}). Name one of them, or "
-        "make a .jsonl file with `areal-async data prepare`."
+        f"task file {path} is a folder with {len(files)} files of rows ({there}). Name a "
+        ".parquet or .jsonl file, or make one with `areal-async data prepare`."
     )
 
 

@@ -288,7 +288,9 @@ async def test_every_channel_brings_each_version_as_it_was_published(place, name
 def test_a_misspelt_argument_of_a_channel_is_named(place):
     (place / "courier.py").write_text(COURIER)
     misspelt = job_with(place, channel=f"{place}/courier.py:Courier", channel_args={"pots": 1})
-    with pytest.raises(PartError, match=r"weights\.channel_args\.post: .* needs 'post', and it is missing"):
+    with pytest.raises(
+        PartError, match=r"weights\.channel_args\.pots: .* has no argument 'pots'. It takes post"
+    ):
         channel_of(misspelt)
 
 
