@@ -220,7 +220,7 @@ def _transformer_config(found: Dimensions, options: MegatronOptions) -> Transfor
         expert_model_parallel_size=grid.expert,
         # Packs between stages have a different length each time.
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the only one for variable lengths
+        moe_token_dispatcher_type="alltoall",  # required for variable lengths, even without experts
         # Batched exchange between interleaved stages silently gives wrong gradients.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
