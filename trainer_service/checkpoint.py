@@ -421,8 +421,8 @@ def to_keep(
 ) -> set[int]:
     """Return the steps of the checkpoints to keep.
 
-    These are the newest `keep`, the `keep_best` most accurate (ties go to the newer), and those whose
-    evaluation is `pending`, because they may be among the best."""
+    These are the newest `keep` and the `keep_best` most accurate; ties go to the newer. Checkpoints whose
+    evaluation is `pending` are kept too, because they may be among the best."""
     ordered = sorted(steps)
     kept = set(ordered[-keep:])
     if keep_best:

@@ -25,12 +25,12 @@ def dpo(
 ) -> Tensor:
     """Return -E · dL/ds of each unit's episode: f64 [U].
 
-    L is the mean of a loss of `sequence_losses.py` over pairs. A pair is the episodes with the highest and
-    the lowest reward of a group; a group with equal rewards has no pair. s is an episode's sum of log-probs,
-    and E is the number of episodes with trained units. With the loss `reinforce` and the normaliser
-    `constant` of length 1, the gradient of a step's first update is the gradient of L, by the chain rule.
-    Source: Guo et al. 2024, "Direct language model alignment from online AI feedback"; pairs as in Xu et al.
-    2023, "Some things are more cringe than others"."""
+    L is the mean of a loss of `sequence_losses.py` over pairs. A pair consists of the episodes with the
+    highest and the lowest reward of a group. A group with equal rewards has no pair. An episode's sum of
+    log-probs is s, and E is the number of episodes with trained units. Use the loss `reinforce` and the
+    normaliser `constant` of length 1. The gradient of a step's first update is then the gradient of L, by the
+    chain rule. Source: Guo et al. 2024, "Direct language model alignment from online AI feedback"; pairs as
+    in Xu et al. 2023, "Some things are more cringe than others"."""
     import torch
 
     from trainer_service.algorithms import sequence_losses

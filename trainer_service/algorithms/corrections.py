@@ -38,10 +38,10 @@ def decoupled(
     """Return min(w, cap): f32 [S].
 
     With `level: sequence` it is min(Π w over the episode, cap), which is exact. However, a long episode's
-    product is almost always near 0 or at the cap. In the decoupled PPO objective the ratio of the loss is
-    against the proximal policy. w is the likelihood of the unit under that policy relative to the behaviour
-    policy. Source: Hilton et al. 2022, "Batch size-invariance for policy optimization", eq. 5; Fu et al.
-    2025, "AReaL"."""
+    product is almost always near 0 or at the cap. In the decoupled PPO objective, the ratio of the loss is
+    against the proximal policy. The weight w is the unit's probability under that policy divided by its
+    probability under the behaviour policy. Source: Hilton et al. 2022, "Batch size-invariance for policy
+    optimization", eq. 5; Fu et al. 2025, "AReaL"."""
     if level == "sequence":
         weight = ratio_of(units.by_episode(_log_weight(units))[units.episode]).float()
     return weight.clamp(max=cap), {"truncated_share": weight > cap}

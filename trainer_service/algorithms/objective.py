@@ -89,8 +89,8 @@ class Objective:
         section, advantage, loss, correction = self._section, self._advantage, self._loss, self._correction
         penalised = self.kl.coefficient > 0
         self._penalised = penalised and self.kl.place == "reward"
-        """Whether a KL penalty is subtracted from the rewards. The policy at the start of the step determines
-        it."""
+        """Whether a KL penalty is subtracted from the rewards. It is the penalty of the policy at the start
+        of the step."""
         self._of_units = {*loss.columns, *correction.columns}
         """Columns that the loss and the correction read."""
         declared = self._of_units | {*advantage.columns}

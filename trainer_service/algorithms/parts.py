@@ -279,8 +279,8 @@ class Correction(UnitPart):
     """`behaviour` if the ratio of the loss is against the behaviour policy instead of a proximal one."""
 
     def over_step(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether it is called once with the whole step. `level: sequence` can cause this by
-        itself."""
+        """Return whether it is called once with the whole step. The argument `level: sequence` also causes
+        this."""
         return self.of == "step" or arguments.get("level") == "sequence"
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:

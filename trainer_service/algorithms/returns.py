@@ -50,11 +50,11 @@ def gigpo(
     """Return A = A_episode + ω · A_step: f64 [G].
 
     A_episode is the agent's reward in the episode minus the mean of its group. A_step compares returns. A
-    segment's return is Σ_k γ^k r_k over the segment and the agent's later segments. The mean return of
-    segments that begin in the same state is subtracted. The same state means: equal anchors of one agent in
-    episodes of one task. A segment without an anchor, or with a unique one, gets A_episode. `norm: std`
-    divides both terms by the standard deviation of the compared values. Source: Feng et al. 2025,
-    "Group-in-group policy optimization for LLM agent training", sec. 4."""
+    segment's return is Σ_k γ^k r_k over the segment and the agent's later segments. A_step is this return
+    minus the mean return of segments that begin in the same state. Two segments begin in the same state if
+    they have equal anchors, the same agent and the same task. A segment without an anchor, or with a unique
+    one, gets A_episode. `norm: std` divides both terms by the standard deviation of the compared values.
+    Source: Feng et al. 2025, "Group-in-group policy optimization for LLM agent training", sec. 4."""
     from trainer_service.algorithms.credit import Samples, samples_of_segments
     from trainer_service.algorithms.table import keys
 
@@ -82,9 +82,10 @@ def marti(
     """Return A = (R' - mean) / (std + eps) with R' = R + α Δ: f64 [G].
 
     Mean and std are over the same turn of the same agent in the group's episodes. R is the agent's reward in
-    the turn. Q is the mean reward of its earlier turns, or with `history: last` the reward of the previous
-    turn. Δ is R - Q (`margin`) or Q R - (1 - Q)(1 - R) (`quality`, for rewards from 0 to 1). In the first
-    turn Δ is 0. Source: Zhang et al. 2025, "MARTI", reward shaping, after Park et al. 2025, "MAPoRL"."""
+    the turn. Q is the mean reward of its earlier turns. With `history: last`, Q is the reward of the previous
+    turn. With `margin`, Δ is R - Q. With `quality`, for rewards from 0 to 1, Δ is Q R - (1 - Q)(1 - R). In
+    the first turn Δ is 0. Source: Zhang et al. 2025, "MARTI", reward shaping, after Park et al. 2025,
+    "MAPoRL"."""
     import torch
 
     from trainer_service.algorithms.credit import samples_of_segments

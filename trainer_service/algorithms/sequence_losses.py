@@ -1,9 +1,9 @@
 """Losses of whole sequences for supervised, preference and reward-model training.
 
-A loss is a function of one number s for each of N sequences. s is the sum of the units' log-probs, or the
-score that a reward model gives the sequence. The function returns the loss of each of n examples. The loss of
-the step is their mean. An example is one sequence, or a pair of consecutive sequences: the chosen one, then
-the rejected one.
+A loss is a function of one number s for each of N sequences. This number is the sum of the units' log-probs,
+or the score that a reward model gives the sequence. The function returns the loss of each of n examples. The
+loss of the step is their mean. An example is one sequence, or a pair of consecutive sequences: the chosen
+one, then the rejected one.
 
 The `reward` of a loss is the number by which held-out sequences are ranked. Notation: π(y) is s, ref(y) is s
 under the reference, |y| is the number of units, and σ is the logistic function.

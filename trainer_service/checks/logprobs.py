@@ -2,8 +2,8 @@
 
 Every gradient assumes that they do. The check uses the first batch with units of the version that the step
 starts from. It recomputes their behaviour log-probs at the temperature of each call. If that batch is the
-first of this process, the engines may have started with this version. The check then runs a second time: on
-the first batch with units of a version that this process made, which reached the engines by a weight update.
+first of this process, the engines may have started with this version. The check then runs a second time, to
+cover weight updates: on the first batch with units of a version that this process made.
 
 It judges the whole distribution of the differences, not the largest one. Among a million units in bfloat16,
 rounding alone makes some differences large. An error in few units, such as one token id, shows in the mean of

@@ -4,8 +4,8 @@ The shared prefix of rows in a group is packed once (`prefixes`), so a pack cons
 
 Three pure functions distribute the work; every rank computes the same result. `deal_groups` assigns whole
 groups to the minibatches (optimizer updates) of a step. `deal_rows` assigns the rows of a minibatch to ranks
-by cost. `spread` assigns the rows of one rank to micro-batches; all ranks have the same number of them. A
-rank with too few rows has empty micro-batches, whose passes contribute nothing.
+by cost. `spread` assigns the rows of one rank to micro-batches. All ranks have the same number of
+micro-batches. A rank with too few rows has empty ones, whose passes contribute nothing.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ first row of a tree is packed completely. Every other row is packed without the 
 previous row also has. The tokens of a tree are thus in depth-first order. Each is packed once, at its
 position in the rows.
 
-Positions alone determine the prefixes. Token j of a tree is before token i on a row exactly if j < i and
-every token after j, up to and including i, has a larger position than j. Otherwise the path has left the
-branch of j. `branching_of` derives the structure for attention from this rule.
+Positions alone determine the prefixes. Token j of a tree is before token i on a row exactly if two conditions
+are true: j < i, and all tokens after j up to and including i have larger positions than j. Otherwise the path
+has left the branch of j. `branching_of` derives the structure for attention from this rule.
 
 Rows share only identical token ids at identical positions, and only within a group. Hidden states depend on
 nothing else, except for replayed routes. Tokens with different routes, or of which only one has a route, are

@@ -172,7 +172,7 @@ def _set_series(step: TrainedStep, figures: BatchFigures, known: Mapping[str, An
     metrics.RESPONSE_LENGTH.labels(policy, "max").set(figures.response_length_max)
     for name, mean in figures.rewards.items():
         metrics.REWARD_COMPONENT.labels(policy, name).set(mean)
-    metrics.BY_STALENESS.remove_by_labels({"policy": policy})  # this step may lack some
+    metrics.BY_STALENESS.remove_by_labels({"policy": policy})  # drop the previous step's
     by_staleness: Any = result.statistics.get("by_staleness", {})
     for staleness, found in by_staleness.items():
         for name, value in found.items():

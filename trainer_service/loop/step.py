@@ -214,15 +214,15 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Inputs of a step. All ranks have equal fields, except for the rows in `minibatches`. The number of
-    minibatches is the same on every rank."""
+    """Inputs of a step. The ranks have different rows in `minibatches` and may have a different `sampled`.
+    The other inputs, and the number of minibatches, are the same on every rank."""
 
     minibatches: Sequence[Sequence[TrainingRow]]
     """Rows of this rank, by minibatch."""
     step: int
     max_staleness: int
     names: Sequence[str]
-    """[E]: names for error messages of all episodes of the step, on any rank."""
+    """[E]: names of all episodes of the step for error messages, including episodes of other ranks."""
     episodes: EpisodeTable
     micro_batch_tokens: int
     cost: RowCost

@@ -6,8 +6,8 @@ shape [count, heads, length, head_dim] on the packed tensors, so no token is cop
 
 A run of plain rows is one causal SDPA call. A run of small trees is one call with a mask. A larger tree takes
 one call for each branch, whose keys are concatenated from the pieces that it attends to. The gradients of a
-shared piece add up over these calls. Packing sorts trees by length, so there are at most sqrt(2 T) runs,
-because K different lengths have at least K (K + 1) / 2 tokens.
+shared piece add up over these calls. Packing sorts trees by length, so there are at most sqrt(2 T) runs. The
+reason: K different lengths have at least K (K + 1) / 2 tokens.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _operator(
     if seen is None and window is not None and n_keys > window:
         seen = _band(n_queries, n_keys, window, q.device)
     elif seen is None and 1 < n_queries < n_keys:
-        with _disable_current_modes():  # a tensor of this subclass cannot be created in modes
+        with _disable_current_modes():  # a torch mode does not allow this tensor subclass
             seen = causal_lower_right(n_queries, n_keys)
     return F.scaled_dot_product_attention(
         q,

@@ -1,12 +1,12 @@
 """Attention over the tokens of several ranks by an exchange of heads (arXiv:2309.14509).
 
-Each rank has all heads of its stretch of tokens. It sends every other rank that rank's heads, computes
-attention with its own heads over all tokens, and returns to every rank the results of that rank's tokens.
+Each rank has all heads of its own stretch of tokens. A first exchange gives it some heads of all tokens. It
+computes their attention. A second exchange gives it the results of all heads for its own tokens.
 
-Attention's backward pass needs its result before the return, and the next layer needs it after the return.
-Both are the same numbers in different places. With `once`, a rank keeps only the latter. One more exchange in
-the backward pass gives the former. This is an eighth more communication if there are as many key heads as
-query heads.
+Attention's backward pass needs the result as it was before the second exchange. The next layer needs it as it
+is after that exchange. Both are the same numbers in different places. With `once`, a rank keeps only the
+latter, and the backward pass restores the former by one more exchange. This is an eighth more communication
+if there are as many key heads as query heads.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
 """Memory that a rank of the FSDP2 back end needs, from a model's dimensions alone. Pure, without torch.
 
-State that is always in memory, in bytes (P: parameters, S: ranks that share them, each tensor cut along its
-first dimension and padded; c: bytes of a number in `trainer.dtype`):
+In the formulas, P is the number of parameters, and S is the number of ranks that share them. Each tensor is
+cut along its first dimension and padded. The bytes of a number in `trainer.dtype` are c. All figures are in
+bytes.
 
-- Parameters 4 P / S, gradients 4 P / S, AdamW's moments 8 P / S: fp32, sharded alike (ZeRO stage 3,
-  arXiv:1910.02054 section 5.3; `fully_shard` of torch). Offloaded moments are in host memory.
+State that is always in memory:
+
+- Parameters 4 P / S, gradients 4 P / S, AdamW's moments 8 P / S. They are fp32 and sharded alike (ZeRO stage
+  3, arXiv:1910.02054 section 5.3; `fully_shard` of torch). Offloaded moments are in host memory.
 - With adapters (LoRA): c P / S for the frozen model, and the line above for the adapters alone. These are A
   [r, in] and B [out, r] of each adapted layer [out, in]. Frozen parameters have no gradients in a pass.
 - The same for each further model. A frozen model takes c P / S, or 4 P / S if it follows another. The state
@@ -24,8 +27,9 @@ Memory that a pass adds, at its worst moment (`_moments`):
   token, and with `selective` also the results of matrix products and attention. Its other activations exist
   for one block at a time (Chen et al., arXiv:1604.06174).
 - Sequence parallelism: a rank has 1 / `sequence` of a micro-batch's tokens, and all figures are for these
-  tokens. If heads are shared (`sharing.py`), some heads of all tokens are as many numbers. The exceptions are
-  keys and values that are sent several times, and attention's result, which is kept once (`exchange.py`).
+  tokens. If heads are shared (`sharing.py`), a rank has some heads of all tokens, which is the same amount of
+  data. The exceptions are keys and values that are sent several times, and attention's result, which is kept
+  once (`exchange.py`).
 - Head: log-probs are computed from a tile of the vocabulary at a time (`head.py`). The buffers of a tile
   together have `logits_bytes`. Below fp32, the gradient of the hidden states is summed in fp32, next to its
   last summand.
@@ -373,8 +377,8 @@ def planned(
     read: ReadShapes,
     memory_of: Callable[[ModelShape, MemoryOptions], RankMemory],
 ) -> tuple[dict[str, ModelShape], RankMemory]:
-    """Return the models of a job by name, and their memory on one rank: the state of all models plus the
-    largest pass of any of them."""
+    """Return the models of a job by name, and their memory on one rank. It is the state of all models plus
+    the largest pass of any of them."""
     options = options_of(trainer)
     shapes = {name: shape_of(*read(use.folder), use.head) for name, use in models.items()}
     each = [memory_of(shapes[name], options.of(name, use)) for name, use in models.items()]

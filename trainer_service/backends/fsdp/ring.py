@@ -1,11 +1,11 @@
 """Attention with keys and values that circulate in a ring of ranks (arXiv:2310.01889).
 
 Each rank keeps the queries of its block of tokens. It uses a block of keys and values while sending it on,
-until every rank has used every block. Partial results are combined as in FlashAttention (arXiv:2205.14135). m
-is a query's largest score so far, l is the sum of exp(score - m), and a is the sum of exp(score - m) · value.
-The result is a / l. The backward pass computes each probability again and only needs m + log l. In it, the
-blocks circulate once more, with the gradients of their keys and values. These return to their own rank at the
-end.
+until every rank has used every block. Partial results are combined as in FlashAttention (arXiv:2205.14135).
+For a query, m is the largest score so far. The sum of exp(score - m) is l, and the sum of exp(score - m) ·
+value is a. The result is a / l. The backward pass computes each probability again and only needs m + log l.
+In it, the blocks circulate once more, with the gradients of their keys and values. These return to their own
+rank at the end.
 
 Scores are computed a tile at a time in fp32 by plain products. Tiles without any visible pair are skipped.
 GPU kernels that return log-sums do not support these masks, so none is used on GPUs either.

@@ -1,14 +1,22 @@
 """Plan for ranks that share a model's attention over parts of each row. Pure, without torch.
 
-There are two methods, and both are exact. By *heads* (DeepSpeed-Ulysses, arXiv:2309.14509): an all-to-all
-gives each rank some heads of all tokens, the rank computes their attention, and a second all-to-all returns
-the results. In a *ring* (Ring Attention, arXiv:2310.01889): each rank keeps its queries, and keys and values
-circulate. The first method sends less and leaves attention unchanged, so it is used as far as the query heads
-divide evenly. The remaining factor of the ranks is a ring (both together: USP, arXiv:2405.07719).
+There are two methods, and both are exact:
 
-Examples with 4 ranks: 28 heads are divided among all 4. 6 heads are divided among 2, and two such pairs form
-a ring of 2. 5 heads are not divided, so there is a ring of 4. If a model has too few key/value heads, each is
-sent several times, so that every rank has those of its own query heads.
+- By *heads* (DeepSpeed-Ulysses, arXiv:2309.14509): an all-to-all gives each rank some heads of all tokens.
+  The rank computes their attention, and a second all-to-all returns the results.
+- In a *ring* (Ring Attention, arXiv:2310.01889): each rank keeps its queries, and keys and values circulate.
+
+The first method sends less and leaves attention unchanged, so it is used by as many ranks as divide the query
+heads evenly. Several such groups form a ring (both together: USP, arXiv:2405.07719).
+
+Examples with 4 ranks:
+
+- 28 heads are divided among all 4 ranks.
+- 6 heads are divided among 2 ranks, and two such pairs form a ring of 2.
+- 5 heads are not divided, so there is a ring of 4.
+
+If a model has too few key/value heads, each is sent several times, so that every rank has those of its own
+query heads.
 """
 
 from __future__ import annotations

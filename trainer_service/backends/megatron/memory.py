@@ -1,7 +1,8 @@
 """Memory that a rank of the Megatron-Core back end needs, from a model's dimensions alone, without torch.
 
-The figures are for the worst rank, which is on the first or the last stage (t: tensor ranks, p: stages, v:
-interleaved stages on each rank, e: expert ranks, d: data ranks; c: bytes of a number in `trainer.dtype`):
+The figures are for the worst rank, which is on the first or the last stage. In the formulas, t is the number
+of tensor ranks, e of expert ranks, d of data ranks, p of stages, and v of interleaved stages on each rank.
+The bytes of a number in `trainer.dtype` are c.
 
 - P are the parameters of L / p layers, divided by t; experts are also divided by e. The first stage adds the
   embedding, and the last one the output layer, both divided by t. Parameters take c P, and summed gradients 4
@@ -11,8 +12,8 @@ interleaved stages on each rank, e: expert ranks, d: data ranks; c: bytes of a n
   the activations that tensor parallelism does not (Korthikanti et al., arXiv:2205.05198 section 4.2). The
   first of p stages keeps them for p micro-batches at once, or with interleaving for p (1 + (p - 1) / (p v)),
   for L / p layers each (Narayanan et al., arXiv:2104.04473 section 2.2).
-- The head is on the last stage. It has tiles of logits, the gradient of the output layer, c V H / t, and the
-  hidden states of all tokens of all tensor ranks.
+- The head is on the last stage. It has tiles of logits and the gradient of the output layer, c V H / t. It
+  also has the hidden states of all tokens of all tensor ranks.
 """
 
 from __future__ import annotations
