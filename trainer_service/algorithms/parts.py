@@ -139,10 +139,10 @@ class Advantage(ObjectivePart):
     needs_greedy: bool = False
     """Whether each group needs a greedy episode as its baseline."""
     unpenalised: bool = False
-    """Whether it ignores the rewards that a KL penalty is subtracted from. It then reads reward components or
-    other figures."""
+    """Whether it does not read the reward from which a KL penalty is subtracted. It reads reward components
+    or other figures instead."""
     losses: tuple[str, ...] = ()
-    """Built-in losses that give the documented gradient with this advantage; empty if any loss does."""
+    """Built-in losses that give the documented gradient with this advantage; empty if every loss does."""
 
     def __post_init__(self) -> None:
         if self.of not in get_args(Of):

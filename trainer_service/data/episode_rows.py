@@ -149,7 +149,7 @@ def cut_off(segments: Segments) -> bool:
 
 def _read(blob: Any, entry: BatchEpisode, policy: str) -> Episode:
     """Return the episode of a blob. Raises `BatchError` if it does not match the manifest, and
-    `UntrainableEpisode` if the policy did not sample it."""
+    `UntrainableEpisode` if its units were not sampled from the trained policy's distribution."""
     try:
         episode = seen_by(unpack(blob), policy)
     except TrajectoryError as error:

@@ -444,7 +444,8 @@ class RlTrainer:
             self._note("finished", step=self._job.trainer.steps)
 
     def _wait_for_evaluation(self) -> bool:
-        """Serve snapshots until every pinned one is evaluated. Returns False if asked to stop earlier."""
+        """Serve snapshots until every pinned one is evaluated, for at most `FINAL_EVALUATION_S`. Returns
+        False if asked to stop earlier."""
         publisher = self._publisher
         if not isinstance(publisher, Publisher):
             return True

@@ -61,7 +61,7 @@ class LoadedModel:
     def in_fp32(self, ranks: Ranks) -> Any:
         """Return a second module with the same weights that computes in fp32.
 
-        It has no dropout, short windows, and a value layer without zeros. It only takes the memory of one
+        It has short windows, a value layer without zeros, and no dropout. It only takes the memory of one
         block at a time."""
         model = self.plan.plain(with_short_windows(self.module.config))
         self.plan.complete(model)

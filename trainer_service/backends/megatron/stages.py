@@ -145,8 +145,8 @@ def _make(folder: Path, ranks: Ranks, options: MegatronOptions, head: ModelHead)
 
 
 def _hold_row(embedding: VocabParallelEmbedding, token: int) -> None:
-    """Remove the gradient of look-ups from the row of `token`. As a tied output layer, the row keeps its
-    gradient."""
+    """Remove the gradient of look-ups from the embedding's row of `token`. A tied output layer still gives
+    this row a gradient."""
     rank, world = _tensor_place()
 
     def cut(module: nn.Module, given: tuple[Tensor, ...], read: Tensor) -> Tensor:
