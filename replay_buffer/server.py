@@ -320,6 +320,7 @@ async def _keep_swept(files: ServerFiles) -> None:
 
 async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> None:
     """The service's process: Redis, coordinator, server; ends when told to, or raises why it cannot go on."""
+    # Long: one stack holds what each part has begun, and ends it in the reverse order.
     job = ctx.job
     rules, tasks, clock = Rules.of(job), TaskOrder.of(job), LedgerClock()
     embedded = None

@@ -189,7 +189,7 @@ class Checkpoints:
         self._in_memory = in_memory
         self._store = store
         self._job, self._policy = job, policy
-        self._keep, self._ranks = keep, ranks
+        self._keep, self.ranks = keep, ranks
         self._side = ranks.side()
         self._work = Background("checkpoint")
         self._written: dict[int, int] = {}
@@ -206,13 +206,13 @@ class Checkpoints:
 
     def went_on_from(self, restored: Checkpoint) -> None:
         """Register the checkpoints up to `restored` as written, so that they are pruned later."""
-        if self._ranks.many_hosts:
+        if self.ranks.many_hosts:
             self._remove_here(but=restored.folder.name if restored.folder.parent == self.root else "")
         for folder in named_checkpoints(self.root):
             if folder.name <= restored.folder.name:
                 self._written[step_of(folder)] = epoch_of(folder)
         if (store := self._store) is not None:
-            there = self._ranks.on_first(lambda: store.went_on_from(restored.manifest.step))
+            there = self.ranks.on_first(lambda: store.went_on_from(restored.manifest.step))
             self._written = (there or {}) | self._written
 
     def begin(self, state: TrainerState) -> None:
@@ -231,11 +231,11 @@ class Checkpoints:
         def work() -> None:
             files = self._gathered(state.step, fresh, write)
             folder: Path | None = None
-            if self._in_memory and self._ranks.many_hosts:
+            if self._in_memory and self.ranks.many_hosts:
                 folder = self._name_on_all(state, fresh, lambda: self._name(fresh, state, files or {}))
             elif files is not None:
                 folder = self._name(fresh, state, files)
-            elif self._ranks.many_hosts and not self._ranks.beside_first:
+            elif self.ranks.many_hosts and not self.ranks.beside_first:
                 self._remove_here()  # the store has the whole checkpoint
             if files is not None:
                 state.durable()
@@ -249,7 +249,7 @@ class Checkpoints:
                     written_s=round(time.monotonic() - begun_s, 3),
                 )
                 self.prune()
-                if self._ranks.many_hosts and not self._in_memory:
+                if self.ranks.many_hosts and not self._in_memory:
                     self._remove_here()
             self.cost_s = blocked_s + self._wrote_s
 
@@ -269,7 +269,7 @@ class Checkpoints:
         """Wait until no rank is writing. Raises `DiskFull` and other write errors. Earlier checkpoints are
         unchanged then."""
         with board.waiting("checkpoint", "the newest checkpoint to be written"):
-            self._ranks.together(self._work.wait)
+            self.ranks.together(self._work.wait)
 
     def check(self) -> None:
         """Raise the error if this rank could not write a checkpoint."""
@@ -309,20 +309,20 @@ class Checkpoints:
         result, over = in_thread(mine), b""
         told: list[bytes] = []
         while not over:
-            wait([result], None if self._ranks.world == 1 else ROUND_S)
+            wait([result], None if self.ranks.world == 1 else ROUND_S)
             told = self._side.gather(_outcome(result) if result.done() else b"")
             # All ranks share the folder, so it is removed only after the last rank has stopped writing.
             ended = _together(told, fresh) if told and all(told) else None
             over = self._side.broadcast(msgspec.msgpack.encode(ended) if ended is not None else b"")
         all_of = msgspec.msgpack.decode(over, type=RankOutcome)
         if all_of.disk_full:
-            if self._ranks.many_hosts and self._ranks.first_here:
+            if self.ranks.many_hosts and self.ranks.first_here:
                 shutil.rmtree(fresh, ignore_errors=True)
             raise DiskFull(all_of.error) from result.exception()
         if all_of.error:
             result.result()
             raise TrainerError(all_of.error)
-        return dict(sorted(all_of.files.items())) if self._ranks.first else None
+        return dict(sorted(all_of.files.items())) if self.ranks.first else None
 
     def _name(self, fresh: Path, state: TrainerState, files: dict[str, FileEntry]) -> Path:
         """Add rank 0's own files to the files of all ranks, and name the folder."""
@@ -330,7 +330,7 @@ class Checkpoints:
             with room_for("a checkpoint", self.root):
                 if copy := state.ledger():
                     files[LEDGER] = write_hashed(fresh / LEDGER, [copy])
-                updates, world = dict(state.updates), self._ranks.world
+                updates, world = dict(state.updates), self.ranks.world
                 manifest = CheckpointManifest(
                     SCHEMA, self._job, self._policy, state.step, state.epoch, updates, world, files
                 )
@@ -353,7 +353,7 @@ class Checkpoints:
 
         `name` is for rank 0 and may wait for the commit of the step. An error on one rank is raised on
         all."""
-        first, folder, told = self._ranks.first, self.root / state.name, b""
+        first, folder, told = self.ranks.first, self.root / state.name, b""
         result = in_thread(lambda: RankOutcome(manifest=(name() / MANIFEST).read_bytes())) if first else None
         while not told:
             if result is not None:
@@ -362,30 +362,30 @@ class Checkpoints:
             told = self._side.broadcast(told if first else None)
         named, failed = msgspec.msgpack.decode(told, type=RankOutcome), ""
         if named.error:
-            if not self._ranks.beside_first:
+            if not self.ranks.beside_first:
                 shutil.rmtree(fresh, ignore_errors=True)
             if result is not None:
                 result.result()
             raise (DiskFull if named.disk_full else TrainerError)(named.error)
-        if self._ranks.first_here and not first:
+        if self.ranks.first_here and not first:
             try:
                 (fresh / MANIFEST).write_bytes(named.manifest)
                 failpoint("trainer.mid_state")
                 replace_folder(fresh, folder)
             except OSError as error:
-                failed = f"rank {self._ranks.rank}: {folder} cannot be written: {error}"
+                failed = f"rank {self.ranks.rank}: {folder} cannot be written: {error}"
         # Remove older folders only now: until all hosts have this one, the older is the newest common one.
         failed = next((text.decode() for text in self._side.gather(failed.encode()) if text), "")
         failed = self._side.broadcast(failed.encode() if first else None).decode()
         if failed:
             raise TrainerError(failed)
-        if not self._ranks.beside_first:
+        if not self.ranks.beside_first:
             self._remove_here(but=folder.name)
         return folder
 
     def _remove_here(self, but: str = "") -> None:
         """Remove all folders on this host except `but`; for ranks on several hosts."""
-        for folder in self.root.glob("*step-*") if self._ranks.first_here else ():
+        for folder in self.root.glob("*step-*") if self.ranks.first_here else ():
             if folder.name != but and folder.is_dir():
                 shutil.rmtree(folder, ignore_errors=True)
 

@@ -94,8 +94,7 @@ def _meet(ctx: ServiceContext) -> Ranks:
             meeting=ctx.meeting,
             timeout_s=section.collective_s,
             start_s=start_s,
-            node_id=ctx.node_id,
-            address=ctx.host.address,
+            host=ctx.host,
         )
     except RankError as error:
         _name_late(error.late, f"{LATE_START} within {start_s:g} s")

@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal_async.base.addresses import interface_of
+from areal_async.base.topology import RunHost
 from areal_async.service.rank_group import Meeting
 from trainer_service.background import in_thread
 from trainer_service.errors import RankError
@@ -320,15 +321,13 @@ def join_ranks(
     meeting: Meeting | None = None,
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
     start_s: float = COLLECTIVE_TIMEOUT_S,
-    node_id: str = "",
-    address: str = "",
+    host: RunHost | None = None,
 ) -> Ranks:
     """Join the process group of `world` ranks, or use the existing one.
 
-    The ranks meet at `meeting`; a single rank needs none. `device` is this rank's own: `cpu` or `cuda:N`.
-    `node_id` names its host, and `address` is the host's address for others. All ranks must come within
-    `start_s` of the first one, and to each collective within `timeout_s`. Raises `RankError` with the numbers
-    of the missing ranks."""
+    The ranks meet at `meeting`; a single rank needs none. `device` is this rank's own, on `host`: `cpu` or
+    `cuda:N`. All ranks must come within `start_s` of the first one, and to each collective within
+    `timeout_s`. Raises `RankError` with the numbers of the missing ranks."""
     limit = timedelta(seconds=timeout_s)
     store: dist.Store = dist.HashStore()
     hosts: tuple[str, ...] = ()
@@ -342,7 +341,7 @@ def join_ranks(
                 raise ValueError("more than one rank needs a meeting")
             backend = "gloo" if place.type == "cpu" else "cpu:gloo,cuda:nccl"
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                os.environ.setdefault(variable, interface_of(meeting.host, address))
+                os.environ.setdefault(variable, interface_of(meeting.host, host.address if host else ""))
             store = dist.TCPStore(
                 meeting.host,
                 meeting.port,
@@ -351,7 +350,7 @@ def join_ranks(
                 master_listen_fd=meeting.listening_fd,
                 timeout=timedelta(seconds=start_s),
             )
-            hosts = tuple(_await_all(store, rank, world, start_s, node_id))
+            hosts = tuple(_await_all(store, rank, world, start_s, host.node_id if host else ""))
         hook = sys.excepthook
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
         if world == 1:  # a single rank needs no rank number before each traceback line

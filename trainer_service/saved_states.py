@@ -131,7 +131,6 @@ class States:
         self,
         disk: Checkpoints,
         memory: Checkpoints | None,
-        ranks: Ranks,
         *,
         every: int | Literal["auto"],
         longest: int,
@@ -140,7 +139,7 @@ class States:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.disk, self.memory = disk, memory
-        self._ranks = ranks
+        self._ranks = disk.ranks
         self._every, self._longest, self._steps, self._clock = every, longest, steps, clock
         self._guess_bytes = STATE_BYTES_PER_WEIGHT_BYTE * weights_bytes
         self._cadences: dict[Place, Cadence] = {
@@ -169,7 +168,6 @@ class States:
         return cls(
             disk,
             memory,
-            ranks,
             every=job.checkpoint.every_steps,
             longest=checkpoint_interval(job),
             steps=job.trainer.steps,

@@ -12,7 +12,7 @@ Promises:
 - A request keeps its id through every retry, so a server that lives runs it once; after a restart of the
   server the client says hello again and repeats what is unanswered.
 - `busy` and `unavailable` are retried with back-off inside the deadline.
-- At most `max_in_flight` requests are under way; further calls wait in line, inside their deadline.
+- At most `CallLimits.in_flight` requests are under way; further calls wait in line, inside their deadline.
 """
 
 from __future__ import annotations
@@ -83,14 +83,22 @@ class _Pending:
         return self.answer is not None and not self.answer.done()
 
 
+@dataclass(frozen=True)
+class CallLimits:
+    """Bounds of one client's calls: those under way, and the bytes of a part of an answer, of which a longer
+    one ends the connection."""
+
+    in_flight: int = 64
+    part_bytes: int = MAX_MESSAGE_BYTES
+
+
 class Client:
     """Ask the server at an address: an `Address`, which may move, or the endpoint of one that does not. All
     methods belong to one event loop; calls may run concurrently.
 
     `timeout_s` is the patience of every call that names none of its own. An unanswered request is repeated
     after `resend_after_s`, then after twice as long, and so on: only a lost reply needs it, since a lost
-    connection is noticed at once. An answer with a part above `max_part_bytes` ends the connection.
-    `async with` connects and closes.
+    connection is noticed at once. `async with` connects and closes.
     """
 
     def __init__(
@@ -102,21 +110,21 @@ class Client:
         name: str,
         access: Access,
         timeout_s: float = TIMEOUT_S,
-        max_in_flight: int = 64,
-        max_part_bytes: int = MAX_MESSAGE_BYTES,
+        limits: CallLimits | None = None,
     ) -> None:
+        limits = limits or CallLimits()
         self.address = address if isinstance(address, Address) else Address(address)
         self._connected_to = self.endpoint
         self._hello = Hello(SCHEMA, job, role, name)
         self._access = access
         self._timeout_s = timeout_s
         self.resend_after_s = RESEND_AFTER_S
-        self._max_part_bytes = max_part_bytes
+        self._part_bytes = limits.part_bytes
         self._rng = random.Random()
         self._uid = secrets.randbits(64)
         self._ids = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
-        self._in_line = asyncio.Semaphore(max_in_flight)
+        self._in_line = asyncio.Semaphore(limits.in_flight)
         self._files: ClientFiles | None = None
         self._link = _Link.DOWN
         self._hello_id = 0
@@ -278,7 +286,7 @@ class Client:
         context = open_context()
         sock = context.socket(zmq.DEALER)
         try:
-            endpoints.tune(sock, max_part_bytes=self._max_part_bytes)
+            endpoints.tune(sock, max_part_bytes=self._part_bytes)
             # Not zmq.IMMEDIATE: with it, libzmq drops replies that came just before a disconnect. What it may
             # queue for a server that is not there is answered WHO by the next one, and then repeated.
             sock.setsockopt(zmq.RECONNECT_IVL, 20)

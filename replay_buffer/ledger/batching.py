@@ -162,12 +162,11 @@ class _Assembly:
         new = [group for group in chosen if not group.training[self.policy].steps]
         pace = enough(
             pace,
+            self.rules,
             step=self.step,
             spare=len(self.mine.ready) - len(new),
             reused=len(chosen) - len(new),
             leads_ms=[group.since_ms - group.begun_ms for group in new],
-            batch_groups=self.rules.batch_groups,
-            max_staleness=self.rules.max_staleness,
             now_ms=self.tx.now_ms,
         )
         self.tx.set_consumer(self.policy, pace=pace)

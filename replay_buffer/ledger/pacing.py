@@ -29,6 +29,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from replay_buffer.ledger.records import Pace
+from replay_buffer.ledger.rules import ConsumerRules
 
 GAIN = 4.0
 LEAK = 0.01
@@ -56,13 +57,12 @@ def lacks(pace: Pace, step: int, now_ms: int) -> Pace:
 
 def enough(
     pace: Pace,
+    rules: ConsumerRules,
     *,
     step: int,
     spare: int,
     reused: int,
     leads_ms: list[int],
-    batch_groups: int,
-    max_staleness: int,
     now_ms: int,
 ) -> Pace:
     """The batch of `step` can be made, and `spare` groups beyond it lie scored; `reused` of its groups were
@@ -77,6 +77,7 @@ def enough(
     )
     if pace.supplied < 0:
         return fresh  # the first of a trainer: the pipeline was empty
+    batch_groups, max_staleness = rules.batch_groups, rules.max_staleness
     step_ms = max(1, now_ms - pace.supplied_ms - waited_ms)
     ahead, spares = pace.ahead, pace.spares
     wait = waited_ms / step_ms

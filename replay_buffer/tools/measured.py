@@ -108,8 +108,7 @@ def measured(runs: Sequence[Run]) -> Costs:
     groups = sum(window.counted("stored") / window.job.rollout.group_size for window in windows)
     pass_s, token_s, prefill_s, prompt_s, passes_s = _engine(windows)
     overhead_s = (sum(w.used("rollout", "cpu_s") for w in windows) - passes_s) / episodes
-    _, calls_s = _sum_of(windows, "reward", "calls")
-    scoring_s = calls_s / episodes
+    scoring_s = _sum_of(windows, "reward", "calls")[1] / episodes
     desk_s = sum(window.used("reward", "cpu_s") for window in windows) / episodes - scoring_s
     step_s, unit_s = _trainer(windows, shared=shared)
     seconds = sum(window.seconds for window in windows)

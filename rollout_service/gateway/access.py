@@ -26,7 +26,7 @@ from areal_async.base.http_server import listen
 from areal_async.base.log import get_logger
 from areal_async.base.processes import ChildProcess, RestartPolicy, Restarts, exit_text
 from areal_async.base.topology import RunHost
-from areal_async.rpc.client import Client
+from areal_async.rpc.client import CallLimits, Client
 from areal_async.rpc.gateway_messages import (
     CountCalls,
     DropCall,
@@ -92,7 +92,7 @@ class GatewaySetup(msgspec.Struct, frozen=True):
             role="gateway" if service == "worker" else "rollout",
             name=self.name,
             access=self.keys,
-            max_in_flight=AT_ONCE,
+            limits=CallLimits(in_flight=AT_ONCE),
         )
 
     def server(self, service: Side, handlers: Mapping[type[Any], Handler]) -> Server:

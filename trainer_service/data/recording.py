@@ -61,15 +61,14 @@ def write_step(
     batch: Batch,
     blobs: Mapping[str, Any],
     *,
-    losses: Sequence[float],
-    grad_norms: Sequence[float],
+    minibatches: Sequence[tuple[float, float]] = (),
     routes: Mapping[str, Any] | None = None,
     rank: int = 0,
     begun: int = 0,
 ) -> None:
-    """Record one rank's part of a trained step under `root` (the run's `batches` folder).
+    """Record one rank's part of a trained step under `root` (the run's `batches` folder). Raises `DiskFull`.
 
-    Raises `DiskFull`."""
+    `minibatches` has the loss and the gradient norm of each trained minibatch."""
     folder = root / f"step-{batch.step:06d}"
     places: dict[str, tuple[int, int]] = {}
     routes_at: dict[str, tuple[int, int]] = {}
@@ -82,7 +81,8 @@ def write_step(
                     size = file.write(blob)
                     into[episode_id] = (offset, size)
                     offset += size
-        record = RankRecord(SCHEMA, batch, list(losses), list(grad_norms), places, begun, routes_at)
+        losses, norms = [loss for loss, _ in minibatches], [norm for _, norm in minibatches]
+        record = RankRecord(SCHEMA, batch, losses, norms, places, begun, routes_at)
         # The file gets its name only when it is complete, so a step with this file can be replayed.
         write_whole(folder / f"step-{rank}.msgpack", msgspec.msgpack.encode(record))
 

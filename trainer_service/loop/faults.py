@@ -65,7 +65,7 @@ class FaultySteps:
         self._count += 1
         root = self._run_dir / "batches"
         rank = self._ranks.rank
-        write_step(root, batch, blobs, losses=[], grad_norms=[], routes=routes, rank=rank, begun=number)
+        write_step(root, batch, blobs, routes=routes, rank=rank, begun=number)
         self._newest = (batch.step, number)
         if alone:
             return

@@ -25,7 +25,7 @@ from trainer_service.data.episode_rows import check_staleness, fetched_episodes,
 from trainer_service.data.flops import TOKENS_ALONE, load_row_cost, peak_flops
 from trainer_service.data.routes import mixture_to_replay
 from trainer_service.durable_files import FileEntry, write_hashed
-from trainer_service.loop.step import StepInputs, StepPlan, StepResult, plan_step, train_step
+from trainer_service.loop.step import StepInputs, StepPlan, StepResult, check_manifest, plan_step, train_step
 from trainer_service.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -76,12 +76,11 @@ class Learner:
         self._mixture = mixture_to_replay(job)
 
     def plan(self, batch: Batch, step: int) -> StepPlan:
-        """Plan `step` for all ranks from its manifest alone. Raises the errors of `plan_step`."""
+        """Plan `step` for all ranks from its manifest alone. Raises the errors of `check_manifest`."""
         with busy("train"):
+            check_manifest(batch, step=step, max_staleness=self._job.buffer.max_staleness)
             return plan_step(
                 batch,
-                step=step,
-                max_staleness=self._job.buffer.max_staleness,
                 minibatches=self._job.trainer.minibatches,
                 ranks=self._backend.place.data_ranks,
                 cost=self._cost,

@@ -302,8 +302,7 @@ class RlTrainer:
                 batch,
                 self._recorded(blobs),
                 routes=self._recorded(blobs.routes),
-                losses=result.losses,
-                grad_norms=result.grad_norms,
+                minibatches=[*zip(result.losses, result.grad_norms, strict=True)],
                 rank=self._ranks.rank,
                 begun=begun or 0,
             )

@@ -96,24 +96,18 @@ class StepPlan:
 def plan_step(
     batch: Batch,
     *,
-    step: int,
-    max_staleness: int,
     minibatches: int,
     ranks: int,
     cost: RowCost,
     whole_episodes: bool = False,
     greedy_sample: int | None = None,
 ) -> StepPlan:
-    """Check the manifest of `step` and distribute its rows over the ranks by their `cost`.
+    """Distribute the rows of a checked manifest over the ranks by their `cost`.
 
     With `whole_episodes`, all rows of an episode go to one rank. `greedy_sample` is the number of the greedy
     sample in each group. Groups may differ in size: a partial group has only the samples that met its
     deadline. The plan is deterministic, so every rank makes the same plan.
-
-    Raises `BatchError` if the manifest belongs to another step, names a group or an episode twice, or has an
-    empty group. Raises `StalenessViolation` if an episode is too stale.
     """
-    _check_manifest(batch, step, max_staleness)
     episodes = [episode for group in batch.groups for episode in group.episodes]
     sizes = [len(group.episodes) for group in batch.groups]
     groups = np.repeat(np.arange(len(batch.groups), dtype=np.int64), sizes)
@@ -129,7 +123,11 @@ def plan_step(
     return StepPlan(episodes, groups, table, [*map(dealt, deal_groups(len(batch.groups), minibatches))])
 
 
-def _check_manifest(batch: Batch, step: int, max_staleness: int) -> None:
+def check_manifest(batch: Batch, *, step: int, max_staleness: int) -> None:
+    """Check the manifest of `step`.
+
+    Raises `BatchError` if the manifest belongs to another step, names a group or an episode twice, or has an
+    empty group. Raises `StalenessViolation` if an episode is too stale."""
     if batch.step != step:
         raise BatchError(f"asked for the batch of step {step}, got that of step {batch.step}")
     group_ids = [group.group_id for group in batch.groups]

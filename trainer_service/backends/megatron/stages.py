@@ -180,7 +180,8 @@ def _rotary(folder: Path, device: torch.device) -> Rotary:
 
 
 def _transformer_config(found: Dimensions, options: MegatronOptions) -> TransformerConfig:
-    """Return the configuration. The function is long because it has one line for each setting."""
+    """Return the configuration of the layers."""
+    # This function is long because each setting has its own line.
     grid, dtype, recompute = options.grid, options.dtype, options.recompute
     mixture: dict[str, Any] = {}
     if found.experts:
