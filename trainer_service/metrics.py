@@ -1,4 +1,4 @@
-"""The trainer's Prometheus series, by the policy that it trains."""
+"""The trainer's Prometheus series, with the trained policy as a label."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LAST_STEP = {
         "Share of its devices' peak that the policy's passes took of the last step's busy time.",
     ),
 }
-"""The series of one figure of the last step, by the figure's name."""
+"""Series for the figures of the last step, by the figure's name."""
 RESPONSE_LENGTH = _gauge(
     "areal_trainer_response_length", "Sampled tokens of the last step's episodes: mean and max.", "statistic"
 )
@@ -69,8 +69,8 @@ SELF_CHECK = _gauge(
 
 
 def set_last_step(policy: str, step: int, tokens: int, figures: Mapping[str, Any]) -> None:
-    """Report that `step` steps are finished, the last one with these tokens and figures, those that are None
-    or have no series left out."""
+    """Report `step` finished steps, with the tokens and figures of the last one. Figures that are None or
+    have no series are skipped."""
     STEP.labels(policy).set(step)
     TOKENS.labels(policy).inc(tokens)
     for name, gauge in LAST_STEP.items():
