@@ -25,9 +25,8 @@ from msgspec.structs import asdict
 
 from areal_async.base.errors import ArealError, FaultError, RpcTimeout, SnapshotError, WireError
 from areal_async.base.events import record
-from areal_async.base.log import get_logger
+from areal_async.base.log import clock_text, get_logger
 from areal_async.base.records import Task
-from areal_async.base.text import clock_text
 from areal_async.base.verdicts import Score, Verdict, kind_of, message_of
 from areal_async.base.versions import VersionTag
 from areal_async.config.devices import evaluation_rollout

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.base.errors import ArealError
-from areal_async.base.text import clock_text
+from areal_async.base.log import clock_text
 from areal_async.cli.tools import plain
 from areal_async.cluster.messages import ClusterAnswer, FiguresAnswer, JobAnswer, JobDetailAnswer
 from areal_async.cluster.resources import Resources

@@ -21,7 +21,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from areal_async.base.text import clock_text
+from areal_async.base.log import clock_text
 from areal_async.show.view import pairs_of
 
 EVERY_S = 10.0

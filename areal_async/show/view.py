@@ -20,8 +20,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from areal_async.base.log import clock_text
 from areal_async.base.records import RunRecord
-from areal_async.base.text import clock_text
 from areal_async.launch.aggregator import Progress, RunStatus, no_score_text
 from areal_async.show.figures import STEPS, values_of
 

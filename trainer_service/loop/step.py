@@ -1,7 +1,6 @@
 """One training step: the plan, the unit table of its rows, and the optimizer updates.
 
-    plan the step → pack the rows → fill the table (column passes, rewards, advantages) → per minibatch:
-    gradients (`_accumulate`), update (`_apply`)
+    plan → pack the rows → fill the table → per minibatch: gradients (`_accumulate`), update (`_apply`)
 
 A loss is a sum over all ranks and all micro-batches. Its coefficients are computed over the whole optimizer
 update. The result therefore depends neither on the packing nor on the number of ranks.
@@ -102,12 +101,10 @@ def plan_step(
     whole_episodes: bool = False,
     greedy_sample: int | None = None,
 ) -> StepPlan:
-    """Distribute the rows of a checked manifest over the ranks by their `cost`.
-
-    With `whole_episodes`, all rows of an episode go to one rank. `greedy_sample` is the number of the greedy
-    sample in each group. Groups may differ in size: a partial group has only the samples that met its
-    deadline. The plan is deterministic, so every rank makes the same plan.
-    """
+    """Distribute the rows of a checked manifest over the ranks by their `cost`. With `whole_episodes`, all
+    rows of an episode go to one rank. `greedy_sample` is the number of the greedy sample in each group.
+    Groups may differ in size: a partial group has only the samples that met its deadline. The plan is
+    deterministic, so every rank makes the same plan."""
     episodes = [episode for group in batch.groups for episode in group.episodes]
     sizes = [len(group.episodes) for group in batch.groups]
     groups = np.repeat(np.arange(len(batch.groups), dtype=np.int64), sizes)
@@ -124,10 +121,8 @@ def plan_step(
 
 
 def check_manifest(batch: Batch, *, step: int, max_staleness: int) -> None:
-    """Check the manifest of `step`.
-
-    Raises `BatchError` if the manifest belongs to another step, names a group or an episode twice, or has an
-    empty group. Raises `StalenessViolation` if an episode is too stale."""
+    """Check the manifest of `step`. Raises `BatchError` if the manifest belongs to another step, names a
+    group or an episode twice, or has an empty group. Raises `StalenessViolation` if one is too stale."""
     if batch.step != step:
         raise BatchError(f"asked for the batch of step {step}, got that of step {batch.step}")
     group_ids = [group.group_id for group in batch.groups]
@@ -249,11 +244,9 @@ class Minibatch:
 def train_step(
     backend: TrainingBackend, objective: Objective, ranks: Ranks, inputs: StepInputs
 ) -> StepResult:
-    """Train a step. All ranks call it.
-
-    If a number is not finite, every rank skips the update; with `on_non_finite: stop` every rank raises
-    `NotFinite` instead. Raises `DivergenceError` if an update makes weights that are not finite. Raises
-    `NothingToLearn` if every advantage is 0 and the job must stop then."""
+    """Train a step. All ranks call it. If a number is not finite, every rank skips the update; with
+    `on_non_finite: stop` every rank raises `NotFinite` instead. Raises `DivergenceError` if an update makes
+    weights that are not finite. Raises `NothingToLearn` if every advantage is 0 and the job must stop."""
     return _Step(backend, objective, ranks, inputs).run()
 
 
@@ -468,10 +461,8 @@ class _Step:
         return StepStatistics(step, eta, self._objective.figures), ValueStatistics()
 
     def _accumulate(self, minibatch: Minibatch, totals: Totals) -> tuple[float, dict[int, int]]:
-        """Compute the gradients of the policy and of a separate critic.
-
-        Returns the policy's loss and the number of faulty units by episode. A unit is faulty if its log-prob,
-        value or loss is not finite."""
+        """Compute the gradients of the policy and of a separate critic. Returns the policy's loss and the
+        number of faulty units by episode. A unit is faulty if its log-prob, value or loss is not finite."""
         objective, ranks = self._objective, self._ranks
         self._now, self._values_now = self._new_statistics()
         means = self._means_of_episodes(minibatch, totals) if objective.over_episodes else None
@@ -515,10 +506,8 @@ class _Step:
 
     def _apply(self) -> tuple[float, list[float]]:
         """Update the policy and a separate critic. Returns the gradient norm of the policy and a list with
-        the critic's norm.
-
-        The policy's norm is 0 if only the critic is trained. The list is empty without a separate critic.
-        Raises `GradientNotFinite` before either model has changed."""
+        the critic's norm. The policy's norm is 0 if only the critic is trained. The list is empty without a
+        separate critic. Raises `GradientNotFinite` before either model has changed."""
         if not self._objective.has_own_critic:
             return self._backend.optimizer_step(), []
         self._backend.gradient_norm(CRITIC)
