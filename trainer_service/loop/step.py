@@ -70,8 +70,7 @@ SOURCES = {
     "teacher": (TEACHER, "logp"),
     "process": (PROCESS, "logp"),
 }
-"""Columns that need a forward pass. Each maps to the model that computes it and to the model's name for
-it."""
+"""Columns that need a forward pass → the model that computes it, and the model's name for it."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +153,7 @@ def check_manifest(batch: Batch, *, step: int, max_staleness: int) -> None:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step. It is the same on every rank, except for `micro_batches`, `advantages` and
-    `seconds`."""
+    """Result of a step. Only `micro_batches`, `advantages` and `seconds` differ by rank."""
 
     losses: list[float]
     """Value of the objective for each minibatch, before its update. NaN if the update was skipped because a
@@ -368,8 +366,7 @@ class _Step:
         return False
 
     def _check_advantages(self) -> None:
-        """Raise `NotFinite` if an advantage is not finite. The error names the computed column that caused
-        it."""
+        """Raise `NotFinite` if an advantage is not finite. The error names the column that caused it."""
         units, names, objective = self._units, self._inputs.names, self._objective
 
         def faulty(column: str) -> list[int]:
