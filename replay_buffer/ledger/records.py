@@ -349,7 +349,8 @@ class LedgerMeta(LedgerRecord, frozen=True, array_like=True, gc=False):
     counts: dict[str, int] = {}  # Transitions so far, by reason
     draining: dict[str, str] = {}  # Workers that get no more leases, and why
     no_scores: dict[str, NoScores] = {}
-    """By kind, ordered by time with the newest last. Only the newest few kinds are kept."""
+    """The newest verdict of each kind without a score, ordered by time with the newest last. Only the newest
+    few kinds are kept."""
     failed: str = ""
     """Reason to end the job, set by `fail_job` or `transaction.py`. A starting buffer clears it, because the
     job was resumed."""

@@ -71,7 +71,8 @@ class Rules:
     max_reuse: int = 1
     overtaken_waits: bool = True
     overtaken_masks: bool = False
-    """If true, a group is too old only when all its units are. The trainer masks the units that are too old."""
+    """If true, a group is too old only when all its units are. The trainer masks the other units that are too
+    old."""
     overtaken_ms: int = 60_000
     abandoned_trains: bool = False
     """If true, units from abandoned weights are trained and count as older than they are."""

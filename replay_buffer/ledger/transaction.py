@@ -177,7 +177,8 @@ class Transaction:
         return self.set_group(group)
 
     def move(self, group: GroupRecord, state: GroupState, reason: str = "", **changes: Any) -> GroupRecord:
-        """Move the group to `state`. The transition is counted under the state's name and the reason, if any."""
+        """Move the group to `state`. The transition is counted under the state's name and the reason, if
+        there is one."""
         self._check(group, GroupState(group.state), state, LEGAL)
         self._count_state(state, reason)
         return self.set_group(group, state=int(state), since_ms=self.now_ms, **changes)
