@@ -34,7 +34,7 @@ Given = Filed | Sequence[memoryview]
 
 
 class RoutesFile(NamedTuple):
-    """The file `name` with the routes of an episode: `size` bytes from `at` on."""
+    """The file `name` with the routes of an episode, `size_bytes` from offset `at` on."""
 
     name: str
     at: int

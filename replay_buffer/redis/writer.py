@@ -1,10 +1,11 @@
-"""Writes to Redis, in order and without waiting for one another.
+"""Writes to Redis, in order, with many writes in flight.
 
-Promises: writes reach Redis in the order of `submit`, each all or nothing; many are under way at once, so
-with tier `always` they share an fsync. From the first write that is not confirmed on, none is: all fail
-alike, and `on_failure` is called at once, once.
+Promises: writes reach Redis in the order of `submit`, each completely or not at all. With tier `always`,
+writes in flight share an fsync. After the first write that is not confirmed, no later write is confirmed. All
+of them fail with the same error, and `on_failure` is called immediately, once.
 
-A write carries the revision it was decided at, so none can pass that was built on one that failed.
+A write carries the revision at which it was decided. So Redis refuses a write that was based on a failed
+write.
 
     areal:{job}:meta       hash: schema, front, owner, revision, alive_ms, wall_ms, state (a `LedgerMeta`)
     areal:{job}:groups     hash: group id → `GroupRecord`
@@ -12,11 +13,12 @@ A write carries the revision it was decided at, so none can pass that was built 
     areal:{job}:claims     hash: claim id → `ClaimRecord`
     areal:{job}:batches    hash: policy:step → `BatchPlan`
     areal:{job}:e:<group>  hash: sample → codec blob of the episode
-    areal:{job}:large      hash: episode id → where a large one lies (`large.py`)
+    areal:{job}:large      hash: episode id → place of a large episode (`large.py`)
     areal:{job}:b:<n>      string: a chunk of a large episode
-    areal:{job}:staged     set: chunks written, and not referred to yet
+    areal:{job}:staged     set: written chunks that no record refers to yet
 
-The job's name is the hash tag of every key: a job lives on one shard of a Redis Cluster, several jobs spread.
+The job's name is the hash tag of every key. So a job is on one shard of a Redis Cluster, and several jobs may
+be on several shards.
 """
 
 from __future__ import annotations
