@@ -534,8 +534,8 @@ def note_decided(index: Index, writes: WriteSet, command: str, *, front_epoch: i
 
 
 def _place(meta: LedgerMeta, index: Index) -> dict[str, Any]:
-    """Return the positions of the trainers and the cursor. A job with one policy has no level of policy
-    names."""
+    """Return the positions of the trainers and the cursor. In a job with one policy, its name and figures are
+    top-level fields."""
     trainers = {
         policy: {"v_train": each.v_train, "trainer_epoch": each.epoch, "checkpoint": each.checkpoint}
         for policy in index.consumers
@@ -547,7 +547,7 @@ def _place(meta: LedgerMeta, index: Index) -> dict[str, Any]:
 
 
 def _named(index: Index, what: Any, policy: str) -> Any:
-    """Return `what` of a policy under the policy's name, or `what` alone in a job with one policy."""
+    """Return `what` with the policy's name in front, or `what` alone in a job with one policy."""
     return what if len(index.consumers) == 1 else f"{policy}/{what}"
 
 
