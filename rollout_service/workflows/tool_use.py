@@ -3,11 +3,9 @@
 Calls have two formats. Parsing them runs no code.
 
     plain   `name(text)` at the very end of a reply; the tool gets the text unchanged. A reply ends at the
-first
-            `)` that closes every bracket, so the stop string is `)`.
+            first `)` that closes every bracket, so the stop string is `)`.
     json    one or more `<tool_call>{"name": "…", "arguments": {…}}</tool_call>` anywhere in a reply, the
-format
-            of the chat templates of Qwen and Hermes models.
+            format of the chat templates of Qwen and Hermes models.
 """
 
 from __future__ import annotations
