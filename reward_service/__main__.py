@@ -27,8 +27,8 @@ async def main(ctx: ServiceContext) -> None:
         try:
             router = await stack.enter_async_context(Router(ctx.job.reward, inline=ctx.inline))
         except RewardLoadError as error:
-            # One that is away is waited for by starting again, where it was there before in this run: at the
-            # job's first start it is taken for a mistake of the job file.
+            # If a server that answered before in this run is unavailable, the service restarts and waits for
+            # it. At the job's first start, an unavailable server counts as a mistake of the job file.
             if error.may_pass and ctx.served_before:
                 error.restart_helps = True
             raise

@@ -1,6 +1,6 @@
-"""Verdicts from what rewards return or raise: validated, finite, of bounded size. Pure.
+"""Verdicts from the results and errors of rewards: validated, finite, of bounded size. Pure.
 
-Imports no numpy: only a reward that names parts of an episode pays for having the episode read.
+Imports no numpy, because only a reward that names parts of an episode needs to decode the episode.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from areal_async.base.verdicts import Abstain, Failure, FaultOf, Parts, Score, T
 from reward_service import signatures
 from reward_service.inputs import RewardInput
 
-LONGEST_MESSAGE = 1000  # Characters of an error's text that travel
-LONGEST_NAME = 100  # Characters of the name of a component, an agent, a kind or a sandbox
+LONGEST_MESSAGE = 1000  # most characters of an error's text in a verdict
+LONGEST_NAME = 100  # most characters of the name of a component, an agent, a kind or a sandbox
 MOST_COMPONENTS = 64
 LIBRARIES = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
@@ -30,7 +30,7 @@ LIBRARIES = (
 
 
 class NoVerdict(Exception):
-    """The result is no verdict; `verdict` is to be given instead."""
+    """The result is not a verdict. The caller must use `verdict` instead."""
 
     def __init__(self, message: str, kind: str = "return_type") -> None:
         super().__init__(message)
@@ -38,8 +38,11 @@ class NoVerdict(Exception):
 
 
 def as_verdict(result: object, given: RewardInput | None = None) -> Verdict:
-    """The verdict for what a reward returned about `given`: a score only if every number in it is real and
-    finite and every part is one of the episode. `Failure` and `Timeout` may be returned as they are."""
+    """Return the verdict for a reward's result about `given`.
+
+    The result is a score only if every number in it is real and finite and every part belongs to the episode.
+    A reward may also return `Failure` and `Timeout`.
+    """
     try:
         match result:
             case Score():
@@ -58,7 +61,7 @@ def as_verdict(result: object, given: RewardInput | None = None) -> Verdict:
 
 
 def as_verdicts(results: object, inputs: list[RewardInput]) -> list[Verdict]:
-    """The verdicts for the list that a batched or group reward returned."""
+    """Return the verdicts for the list of results of a batched or group reward."""
     if not isinstance(results, list | tuple) or len(results) != len(inputs):
         got = f"{len(results)}" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
         wanted = f"a list with one result for each of its {len(inputs)} inputs"
@@ -99,7 +102,7 @@ def _parts(parts: object, given: RewardInput | None) -> Parts:
 
 
 def _parts_exist(parts: Parts, given: RewardInput) -> None:
-    """Raise `NoVerdict` unless every part is one of the episode."""
+    """Raise `NoVerdict` unless every part belongs to the episode."""
     episode = given.episode
     segments, units = len(episode.segments.kind), episode.n_units
     wrong = [index for index in parts.segments if not (isinstance(index, int) and 0 <= index < segments)]
@@ -142,8 +145,11 @@ def _kind(value: object) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return `ValueError: text (line 12 of reward.py)`, of bounded length even if the error's own text fails.
-    The line is the last that ran of the user's own code, not of a library that it called."""
+    """Return a text such as `ValueError: text (line 12 of reward.py)`.
+
+    Its length is bounded even if the error's own text fails. The line is the last executed line of the user's
+    own code, not of a library.
+    """
     try:
         text = str(error)
     except Exception as second:
@@ -151,12 +157,13 @@ def describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)[1:]
     own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
     if not own and frames and frames[-1].filename != signatures.__file__:
-        own = frames  # a reward of ours
+        own = frames  # a built-in reward
     where = f" (line {own[-1].lineno} of {os.path.basename(own[-1].filename)})" if own else ""
     return clip(f"{type(error).__name__}: {text}" if text else type(error).__name__) + where
 
 
 def clip(text: str) -> str:
-    """The first `LONGEST_MESSAGE` characters of `text`, as far as UTF-8 can carry them."""
+    """Return the first `LONGEST_MESSAGE` characters of `text`, without characters that UTF-8 cannot
+    encode."""
     short = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…"
     return short.encode("utf-8", "replace").decode("utf-8")

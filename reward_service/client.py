@@ -1,4 +1,4 @@
-"""Scoring inside a process of one's own, by the same rewards and rules as the reward service."""
+"""Scoring inside the caller's process, by the same rewards and rules as the reward service."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from reward_service.sdk import RewardInput
 
 
 class LocalScorer(Router):
-    """`async with LocalScorer(job.reward, workers=1) as scorer: verdicts = await scorer.score(inputs)`.
+    """A scorer: `async with LocalScorer(job.reward, workers=1) as scorer: verdicts = await
+    scorer.score(inputs)`.
 
-    Entering starts what the rewards need and raises `RewardLoadError` when one cannot be loaded; leaving ends
-    it. `workers` defaults to the section's. Verdicts are not retried."""
+    Entering starts the rewards and raises `RewardLoadError` if one cannot be loaded. Leaving stops them.
+    `workers` defaults to the section's value. Verdicts are not retried.
+    """
 
     async def score(
         self, inputs: Sequence[RewardInput], groups: Sequence[Hashable] | None = None
     ) -> list[Verdict]:
-        """One verdict for each input, in the order of the inputs. Each goes to the reward that its task is
-        routed to. Under scope `group` those with the same entry in `groups` (one for each input) are one
-        call; without `groups` each is a group of its own. Concurrent calls share the workers."""
+        """Return one verdict for each input, in the order of the inputs.
+
+        Each input goes to the reward of its task. Under scope `group`, inputs with the same entry in `groups`
+        (one for each input) are one call. Without `groups`, each input is its own group. Concurrent calls
+        share the workers.
+        """
         return [verdict for verdict, _ in await self.score_timed(inputs, groups)]
 
     async def score_timed(
@@ -32,7 +37,10 @@ class LocalScorer(Router):
         groups: Sequence[Hashable] | None = None,
         judged: Callable[[], None] = lambda: None,
     ) -> list[tuple[Verdict, float]]:
-        """`score`, each verdict with the milliseconds that its call took; `judged` is called at each."""
+        """Score as `score` does, and return each verdict with the milliseconds of its call.
+
+        `judged` is called after each verdict.
+        """
         results: dict[int, tuple[Verdict, float]] = {}
         done = asyncio.Event()
         calls: dict[str, dict[Hashable, list[int]]] = defaultdict(lambda: defaultdict(list))

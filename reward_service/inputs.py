@@ -1,6 +1,6 @@
-"""`RewardInput`: the one argument of a reward.
+"""`RewardInput`, the one argument of a reward.
 
-Imports no numpy: only a reward that asks for its episode pays for having it read.
+Imports no numpy, because only a reward that uses the episode needs to decode it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from areal_async.trajectory import Episode
 
 OF_TASK = ("ground_truth", "data_source", "ability", "reward_style", "extra_info")
-"""Fields of an input that are those of its task."""
+"""Fields of an input that come from its task."""
 
 
 class RewardInput(msgspec.Struct, kw_only=True, dict=True):
-    """An answer to a task, and what is known of its episode: the argument of a reward function."""
+    """An answer to a task, with data of its episode: the argument of a reward function."""
 
     prompt: str = ""
-    """The prompt as the model saw it, as text."""
+    """The prompt as text, as the model saw it."""
     is_chat: bool = False
-    """True where the task's prompt is a list of messages."""
+    """Whether the task's prompt is a list of messages."""
     response: str = ""
-    """The answer of the model, as text."""
+    """The model's answer as text."""
     ground_truth: Any = None
     """`reward_model.ground_truth` of the task's row."""
     data_source: str = ""
@@ -36,35 +36,41 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
     reward_style: str = ""
     extra_info: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
-    """Notes of the workflow about the episode."""
+    """The workflow's notes about the episode."""
     response_tokens: int = 0
-    """Tokens that the model sampled."""
+    """Number of tokens that the model sampled."""
     truncated: bool = False
     """Whether the last answer ended at its length limit."""
     fault: str = ""
-    """Why the episode ended early, by the fault of its answers; always empty where a reward is asked."""
+    """Reason why the episode ended early by its answers' fault. Always empty when a reward is called."""
     blob: bytes = b""
-    """The episode's codec blob; empty where a caller has only texts."""
+    """The episode's codec blob, or empty if the caller has only texts."""
 
     @classmethod
     def to(cls, task: Task, **given: Any) -> Self:
-        """Return the input about an answer to `task`; `given` are its other fields."""
+        """Return the input about an answer to `task`. `given` are its other fields."""
         shared = {name: getattr(task, name) for name in OF_TASK}
         return cls(is_chat=not isinstance(task.prompt, str), **shared, **given)
 
     @cached_property
     def spoken(self) -> str:
-        """Return the response without its thoughts: between `<think>` and `</think>`, before a `</think>`
-        that opens nowhere, and after a `<think>` that never closes, which may stand at the prompt's end."""
+        """Return the response without its thoughts.
+
+        Thoughts are texts between `<think>` and `</think>`, before a `</think>` without an opening tag, and
+        after a `<think>` without a closing tag. The opening tag may be at the prompt's end.
+        """
         return spoken(self.response, opened=opens_thought(self.prompt))
 
     @cached_property
     def episode(self) -> Episode:
-        """Return the whole trajectory: segments, tokens, log-probs, versions, metadata; decoded when first
-        used. Raises ValueError when only texts were given, TrajectoryError for a damaged blob."""
+        """Return the whole trajectory: segments, tokens, log-probs, versions, metadata. The first use decodes
+        it.
+
+        Raises `ValueError` if only texts were given, and `TrajectoryError` for a damaged blob.
+        """
         if not self.blob:
             raise ValueError("this input has no episode: only its texts were given")
-        # Imported here: it brings numpy, which a reward of texts need not pay for.
+        # Imported here, because it loads numpy, which a reward of texts does not need.
         from areal_async.trajectory import unpack
 
         return unpack(self.blob)

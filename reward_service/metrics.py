@@ -20,7 +20,7 @@ ERRORS = Counter(
     ["reward", "error"],
 )
 MOST_KINDS = 32
-"""Kinds of error told apart for each reward: they are words of functions and servers of one's own."""
+"""Largest number of error kinds per reward. Users' functions and servers choose the names of kinds."""
 LONGEST_KIND = 64
 REFUSED = Counter(
     "areal_reward_verdicts_refused",
@@ -59,7 +59,7 @@ OVERDUE = Counter(
 _kinds: dict[str, set[str]] = defaultdict(set)
 
 
-# Series are looked up once: every verdict comes through here.
+# Series are cached, because every verdict uses this look-up.
 _verdicts = cache(VERDICTS.labels)
 _scores = cache(SCORE.labels)
 

@@ -1,8 +1,9 @@
-"""A process that computes verdicts, seen from its owner: started, spoken to, killed, reaped.
+"""A process that computes verdicts, from its owner's side: start, send, kill, reap.
 
-Promises: frames of the process arrive in order, also those it sent just before it died; `on_exit` is called
-exactly once, after the last frame, with the whole process group killed and the process reaped. What it prints
-is logged up to a rate and its end kept for the cause of a death; printing never blocks it for long.
+Promises: frames of the process arrive in order, including frames that it sent just before it died. `on_exit`
+is called exactly once, after the last frame. By then the whole process group is killed and the process is
+reaped. Its output is logged up to a rate, and the end of it is kept to explain a death. Printing never blocks
+the process for long.
 """
 
 from __future__ import annotations
@@ -24,27 +25,29 @@ log = get_logger("pool")
 
 READ_BYTES = 256 << 10
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-OUTPUT_TAIL_BYTES = 2000  # The end of the output that is kept for the cause of a death
+OUTPUT_TAIL_BYTES = 2000  # bytes at the end of the output that are kept to explain a death
 OUTPUT_BYTES_PER_S = 4096
 OUTPUT_BURST_BYTES = 32 << 10
 
 
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""One thread each for numerical libraries: the pool is the parallelism."""
+"""One thread each for numerical libraries, because the pool runs one process per core."""
 
 
 on_print: ContextVar[Callable[[int, str], None]] = ContextVar(
     "on_print", default=lambda pid, text: log.info("reward printed", pid=pid, text=text)
 )
-"""Function that takes the lines of a process; the context in which a process is started names it."""
+"""Function that receives a process's output lines. It is read from the context that starts the process."""
 
 
 class WorkerProcess:
-    """A running `reward_service.pool.worker`. Needs the event loop it was made in. Raises OSError."""
+    """A running `reward_service.pool.worker`. It needs the event loop that created it. Raises `OSError`."""
 
     def __init__(self, on_frame: Callable[[bytes], None], on_exit: Callable[[str], None]) -> None:
-        """Either callback runs in the loop. If `on_frame` raises ValueError, the process has broken the
-        protocol and is killed."""
+        """Start the process. Both callbacks run in the loop.
+
+        If `on_frame` raises `ValueError`, the process has broken the protocol and is killed.
+        """
         self._loop = asyncio.get_running_loop()
         self._on_frame, self._on_exit = on_frame, on_exit
         self._fault = ""
@@ -60,7 +63,7 @@ class WorkerProcess:
             try:
                 self._child = ChildProcess(
                     [sys.executable, "-P", "-m", "reward_service.pool.worker", *words],
-                    # Unbuffered: prints before a crash are seen.
+                    # Without buffering, output before a crash is seen.
                     environment={**THREADS, **os.environ, "PYTHONUNBUFFERED": "1"},
                     output=write_fd,
                     pass_fds=list(passed.values()),
@@ -79,18 +82,18 @@ class WorkerProcess:
         self._life = asyncio.create_task(self._live(), name=f"process {self.pid}")
 
     def send(self, payload: bytes) -> None:
-        """Send a frame without waiting; what the socket does not take yet is kept and sent later."""
+        """Send a frame without waiting. Bytes that the socket does not accept yet are sent later."""
         waiting = bool(self._unsent)
         self._unsent += framed(payload)
         if not waiting:
             self._write()
 
     def kill(self) -> None:
-        """Kill the whole process group; `on_exit` follows. Safe to repeat."""
+        """Kill the whole process group. `on_exit` follows. A repeated call is harmless."""
         self._child.kill()
 
     def memory_bytes(self) -> int:
-        """Memory of the process itself that is in RAM; 0 once it has ended."""
+        """Return the process's own memory in RAM, or 0 once it has ended."""
         try:
             with open(f"/proc/{self.pid}/statm", "rb") as statm:
                 return int(statm.read().split()[1]) * PAGE_BYTES
@@ -103,14 +106,15 @@ class WorkerProcess:
         except BlockingIOError:
             pass
         except OSError:
-            self._unsent.clear()  # the process has gone; its exit tells the rest
+            self._unsent.clear()  # the process has ended; its exit is handled elsewhere
         if self._unsent:
             self._loop.add_writer(self._link, self._write)
         else:
             self._loop.remove_writer(self._link)
 
     def _read(self) -> bool:
-        """Take what has arrived. False when there is no more, now or ever."""
+        """Read the available bytes. Return False if there are none at present, or at the end of the
+        stream."""
         try:
             data = self._link.recv(READ_BYTES)
         except BlockingIOError:
@@ -148,7 +152,7 @@ class WorkerProcess:
 
 
 class ProcessOutput:
-    """The standard output and error of a process: passed on up to a rate, the end kept."""
+    """The standard output and error of a process: logged up to a rate, with the end kept."""
 
     def __init__(self, fd: int, pid: int) -> None:
         os.set_blocking(fd, False)
@@ -162,7 +166,7 @@ class ProcessOutput:
         self._at_s = time.monotonic()
 
     def read(self) -> bool:
-        """Take one portion; False at the end of the output."""
+        """Read one portion. Return False at the end of the output."""
         try:
             data = os.read(self.fd, READ_BYTES)
         except BlockingIOError:
@@ -187,7 +191,7 @@ class ProcessOutput:
         return True
 
     def finish(self) -> None:
-        """Pass on what stands in a line that was not ended."""
+        """Pass on the last line if it has no newline."""
         self._pass_on(self._line)
         self._line = b""
 
@@ -196,7 +200,7 @@ class ProcessOutput:
             self._show(self._pid, text)
 
     def tail(self) -> str:
-        """The last lines, as one."""
+        """Return the last lines as one line."""
         lines = self._end.decode("utf-8", "replace").strip().splitlines()
         return " | ".join(line.strip() for line in lines[-3:])
 
@@ -205,6 +209,6 @@ SIGNALS = {one.value: one.name for one in signal.Signals}
 
 
 def describe_exit(status: int, output: str) -> str:
-    """Return `signal SIGSEGV; last output: …` or `exit status 3`."""
+    """Return a text such as `signal SIGSEGV; last output: …` or `exit status 3`."""
     how = f"exit status {status}" if status >= 0 else f"signal {SIGNALS.get(-status, -status)}"
     return f"{how}; last output: {output[-500:]}" if output else how

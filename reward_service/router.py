@@ -1,10 +1,9 @@
-"""The way from a task to what scores it: the pool of processes, or the backend of a reward that is no
-function.
+"""Routes from tasks to scorers: the pool of processes, or the backend of a reward that is not a function.
 
-Promises: every call submitted gets its verdicts exactly once and in bounded time, also from a backend that
-forgets it: a call that has waited for longer than all calls before it could take is a `Timeout`. What an
-answer's own fault kept from being judged is a score, `reward.on_fault.score`; an episode that ended early by
-it reaches no reward.
+Promises: every submitted call gets its verdicts exactly once and in bounded time. This holds even if a
+backend loses the call: a call that waits longer than all calls before it could take is a `Timeout`. If an
+answer could not be judged by its own fault, its score is `reward.on_fault.score`. An episode that ended early
+by its answers' fault reaches no reward.
 """
 
 from __future__ import annotations
@@ -33,21 +32,25 @@ from reward_service.sdk import RewardInput, RewardLoadError
 
 log = get_logger("reward")
 
-GRACE_S = 5.0  # Beyond the deadlines of a call and all before it; then the backend has forgotten it
+GRACE_S = (
+    5.0  # seconds beyond the deadlines of a call and all calls before it, after which the backend has lost it
+)
 LOOK_S = 0.25
 
 
 class Router:
-    """`async with Router(job.reward) as router: await router.submit(spec, calls, on_verdicts)`.
+    """A router: `async with Router(job.reward) as router: await router.submit(spec, calls, on_verdicts)`.
 
-    Entering starts what is needed and raises `RewardLoadError` when a reward cannot be loaded."""
+    Entering starts the scorers and raises `RewardLoadError` if a reward cannot be loaded.
+    """
 
     def __init__(self, section: RewardSection, workers: int | None = None, *, inline: bool = False) -> None:
-        """`inline`: functions run in this process, and what they raise ends it (`pool/inline.py`)."""
+        """Create the router. With `inline`, functions run in this process, and their errors end it
+        (`pool/inline.py`)."""
         self.routing = Routing(section)
         self.specs = self.routing.specs
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
-        """Done when a reward of the job can be scored no longer."""
+        """Done when a reward of the job can no longer be scored."""
         self.pool: WorkerPool | InlinePool | None = None
         self._inline = inline
         self._section = section
@@ -83,7 +86,7 @@ class Router:
         await self._stack.aclose()
 
     async def submit(self, spec: RewardSpec, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
-        """Queue calls; waits while the queue of what scores them is full. `on_verdicts` must not raise."""
+        """Queue calls. Waits while the queue of their scorer is full. `on_verdicts` must not raise."""
         asked: list[Call] = []
         known: list[tuple[int, list[Verdict | None]]] = []
 
@@ -111,24 +114,24 @@ class Router:
             await self._the_pool.submit(asked, take, spec=spec)
 
     def capacity(self, spec: RewardSpec) -> int:
-        """Calls of a reward that are worked on at once."""
+        """Return the number of a reward's calls that run at once."""
         watched = self._backends.get(spec.key)
         return self._the_pool.capacity if watched is None else watched.backend.capacity
 
     def call_seconds(self, spec: RewardSpec) -> float:
-        """Recent mean duration of a call of a reward, in seconds."""
+        """Return the recent mean duration of a call of a reward, in seconds."""
         watched = self._backends.get(spec.key)
         return self._the_pool.call_seconds_of(spec) if watched is None else watched.backend.call_seconds
 
     @property
     def alive(self) -> int:
-        """Number of calls that can begin now, in workers of the pool and places of the backends."""
+        """Return the number of calls that can begin now, in the pool's workers and the backends."""
         pool = 0 if self.pool is None else self.pool.alive
         return pool + sum(watched.backend.alive for watched in self._backends.values())
 
     @property
     def busy(self) -> int:
-        """Workers of the pool that have a call."""
+        """Return the number of the pool's workers that have a call."""
         return 0 if self.pool is None else self.pool.busy
 
     @property
@@ -146,39 +149,39 @@ class Router:
 
 
 def watch(working: Router | WorkerPool) -> None:
-    """Have the gauges of the processes show `working` from now on."""
+    """Let the process gauges show `working` from now on."""
     metrics.WORKERS_ALIVE.set_function(lambda: working.alive)
     metrics.WORKERS_BUSY.set_function(lambda: working.busy)
     metrics.QUEUED.set_function(lambda: working.queued)
 
 
 def _sendable(given: RewardInput) -> RewardInput:
-    """Return `given` with no half of a surrogate pair in its answer: nothing can send that."""
+    """Return `given` without halves of surrogate pairs in its answer, because they cannot be encoded."""
     response = given.response.encode(errors="replace").decode()
     return given if response == given.response else msgspec.structs.replace(given, response=response)
 
 
 def _failed(given: RewardInput) -> Verdict | None:
-    """The verdict on an episode that ended early by the fault of its answers; None for any other."""
+    """Return the verdict for an episode that ended early by its answers' fault, or None for any other."""
     kind, _, message = given.fault.partition(": ")
     return Failure(kind, message, fault=FaultOf.ANSWER) if given.fault else None
 
 
 @dataclass(eq=False)
 class OpenCall:
-    """A call that a backend has and has not answered."""
+    """A call that a backend has not answered yet."""
 
     index: int
     episodes: int
     on_verdicts: OnVerdicts
     since_s: float
     ahead: int
-    """Calls that the backend had when it got this one."""
+    """Calls that the backend already had when it got this call."""
     deadline_s: float = 0.0
 
 
 class WatchedBackend:
-    """A backend, and the deadlines of what it was given."""
+    """A backend, with the deadlines of its calls."""
 
     def __init__(self, spec: RewardSpec, backend: ScoringBackend, *, grace_s: float = GRACE_S) -> None:
         self.backend = backend
@@ -211,8 +214,10 @@ class WatchedBackend:
         await self.backend.submit(calls, take)
 
     def _put_off(self, batch: Sequence[OpenCall]) -> None:
-        """Set deadlines, or move them on, by what calls take the backend now: it may learn that only from
-        the calls themselves."""
+        """Set or extend deadlines by the present duration of the backend's calls.
+
+        The backend may learn this duration only from the calls themselves.
+        """
         capacity = max(1, self.backend.capacity)
         round_s = max(self._spec.timeout_s, self.backend.call_seconds) + 1.0
         beyond_s = self._grace_s + self._spec.longest_s - self._spec.timeout_s

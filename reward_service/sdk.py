@@ -1,4 +1,4 @@
-"""Writing a reward: one function, marked `@reward`, in a file of your own.
+"""Definition of a reward: one function, marked `@reward`, in the user's own file.
 
     from areal_async import RewardInput, reward
 
@@ -8,8 +8,8 @@
 
 The job file names it as `reward: {name: path.py:concise}`. The function may be `async`. It returns a real
 number, a `Score` (value and named components) or an `Abstain`. Functions with the signatures of verl and TRL
-need no mark (`signatures.py`). Whatever else it does (raise, return
-something else, NaN, hang, die) becomes a verdict that says so, never a score of 0.
+need no mark (`signatures.py`). Every other outcome (an exception, another type, NaN, a hang, a crash) becomes
+a verdict that names it, never a score of 0.
 """
 
 from __future__ import annotations
@@ -60,15 +60,20 @@ BUILT_IN = {
     "judge": "reward_service.backends.judge:JudgeReward",
     "reward_model": "reward_service.backends.reward_model:RewardModelReward",
 }
-"""Name of a built-in reward → `module:attribute`: a function marked `@reward`, or a `BackendReward`
-(reward_service.backends) that is scored elsewhere than in the pool."""
+"""`module:attribute` by the name of a built-in reward.
+
+It is a function marked `@reward`, or a `BackendReward` (reward_service.backends) that is scored outside the
+pool.
+"""
 
 MARK = "__areal_reward__"
 
 
 class RewardLoadError(ArealError):
-    """A reward cannot be loaded: the text says what is missing and what to do. `may_pass`: what it needs is
-    away, and may come back without anybody's correcting the job."""
+    """A reward cannot be loaded. The text says what is missing and what to do.
+
+    `may_pass` means that something is unavailable and may come back without a change to the job.
+    """
 
     def __init__(self, message: str, *, may_pass: bool = False) -> None:
         super().__init__(message)
@@ -76,7 +81,7 @@ class RewardLoadError(ArealError):
 
 
 def time_left_s() -> float:
-    """Seconds until the deadline of the call that runs a reward; infinite where nothing ends the call."""
+    """Return the seconds until the deadline of the current reward call, or infinity without a deadline."""
     return _ends_s.get() - time.monotonic()
 
 
@@ -91,10 +96,10 @@ def deadline_in(timeout_s: float) -> Iterator[None]:
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """The note of `@reward` on a function."""
+    """The mark that `@reward` puts on a function."""
 
     batch: int = 0
-    """Most inputs of one call; 0: one input, not a list."""
+    """Most inputs of one call. 0 means one input that is not in a list."""
     scope: Scope = "episode"
 
     @property
@@ -120,16 +125,19 @@ def reward(
     scope: Scope = "episode",
     arguments: type[Section] | None = None,
 ) -> F | Callable[[F], F]:
-    """Mark a function, sync or async, as a reward. The function stays as it is.
+    """Mark a function, sync or async, as a reward. The function itself does not change.
 
-    `@reward`: of one `RewardInput`, returns one result. `@reward(batch=n)`: of a list of at most `n` inputs
-    that have nothing to do with each other, returns a list with the result of each. `@reward(scope="group")`:
-    of the list of all episodes of one group in the order of their samples, returns a list likewise. Keyword
-    arguments are filled from `reward.args`; `arguments` is the `Section` that those of a job file are checked
-    by, where the function's own parameters do not say enough.
+    - `@reward` takes one `RewardInput` and returns one result.
+    - `@reward(batch=n)` takes a list of at most `n` unrelated inputs and returns a list with the result of
+      each.
+    - `@reward(scope="group")` takes the list of all episodes of one group in sample order and returns such a
+      list too.
 
-    Raises TypeError for what cannot be called with one positional argument, ValueError for a batch below 0 or
-    one together with the scope of a group."""
+    Keyword arguments come from `reward.args`. `arguments` is the `Section` that checks them in a job file if
+    the function's own parameters are not precise enough. Raises `TypeError` for an object that cannot be
+    called with one positional argument. Raises `ValueError` for a batch below 0, and for a batch together
+    with the group scope.
+    """
     if batch < 0 or (batch and scope == "group"):
         asked = f"@reward(batch={batch}, scope={scope!r})"
         raise ValueError(f"{asked}: give a batch above 0, or the scope of a group")
@@ -155,19 +163,19 @@ def reward(
 
 
 def own_file(name: str) -> Path | None:
-    """Return the file of a reward of one's own; None for any other."""
+    """Return the file of a user's reward, or None for other rewards."""
     path_text, _, attribute = name.rpartition(":")
     return Path(path_text) if attribute and path_text.endswith(".py") else None
 
 
 def load_reward(name: str, *, source: bytes | None = None) -> RewardFunction:
-    """The reward called `name`: a built-in one, `path.py:function`, or one of an installed package. Runs the
-    file's own code; with `source` that text in place of what the file holds now.
+    """Return the reward `name`: a built-in one, `path.py:function`, or one of an installed package.
 
-    The file's folder is put on the import path, so it may import its neighbours. Raises `RewardLoadError`.
+    Executes the file's code, or `source` instead of the file's present text. The file's folder is added to
+    the import path, so the file may import its neighbours. Raises `RewardLoadError`.
     """
     if (path := own_file(name)) is None:
-        # Imported here: a scoring process of a reward of one's own need not pay for it.
+        # Imported here, because a scoring process of a user's reward does not need it.
         from areal_async.config.registry import REWARDS, PartError
 
         try:

@@ -1,12 +1,13 @@
-"""The reward service: claims stored episodes from a buffer, has each scored by the reward of its task, and
-returns verdicts.
+"""The reward service: it claims stored episodes from a buffer, has them scored and returns verdicts.
 
-Promises: every claimed episode gets exactly one verdict, sent until the buffer has taken or refused it; a
-slow call delays neither the claims nor the verdicts of others; what is held is bounded in episodes, bytes
-and seconds of work; an outage of the buffer is waited out; a stop ends within `STOP_LIMIT_S` plus the
-closing of what scores, and leaves no process.
+Promises:
+- Every claimed episode gets exactly one verdict, which is sent until the buffer accepts or refuses it.
+- A slow call delays neither the claims nor the verdicts of other calls.
+- The held work is bounded in episodes, bytes and seconds.
+- The service waits while the buffer is unavailable.
+- A stop ends within `STOP_LIMIT_S` plus the closing of the scorers, and leaves no process.
 
-Does not decide what becomes of a verdict that is no score: that is the buffer's policy.
+The buffer's policy decides about verdicts without a score.
 """
 
 from __future__ import annotations
@@ -36,15 +37,17 @@ from reward_service.sdk import RewardInput
 
 log = get_logger("reward")
 
-CLAIM_WAIT_MS = 2000  # How long the buffer may hold a claim until there is something to score
-CLAIM_PAUSE_S = 0.025  # Between two claims: at high rates episodes come in handfuls instead of one by one
+CLAIM_WAIT_MS = 2000  # longest time that the buffer may hold a claim until there is an episode to score
+CLAIM_PAUSE_S = (
+    0.025  # pause between two claims: at high rates episodes then arrive in groups instead of one by one
+)
 SEND_PAUSE_S = 0.01
 RETRY_PAUSE_S = 0.5
-STOP_LIMIT_S = 2.0  # Time for calls under way and verdicts unsent when the service is told to stop
-MAX_VERDICTS = 512  # Verdicts in one message, unless one claim has more
+STOP_LIMIT_S = 2.0  # time for running calls and unsent verdicts after the order to stop
+MAX_VERDICTS = 512  # verdicts in one message, unless one claim has more
 MAX_BYTES = 16 << 20
-"""A message is ended by the verdict that brings it here; the wire takes four times as much."""
-VALUE_BYTES = 9  # A float in msgpack
+"""The verdict that reaches this size ends its message. The wire accepts four times as much."""
+VALUE_BYTES = 9  # size of a float in msgpack
 
 
 ClaimedCall = list[tuple[ClaimedEpisode, RewardInput]]
@@ -52,37 +55,37 @@ ClaimedCall = list[tuple[ClaimedEpisode, RewardInput]]
 
 
 class RewardState:
-    """Calls of one reward that the service has, and figures of those that it had."""
+    """Calls of one reward that the service has, and figures of earlier calls."""
 
     def __init__(self, spec: RewardSpec) -> None:
         self.spec = spec
         self.pending = 0
         self.calls_done = 0
-        self.per_call = 1  # Episodes of one call: the most seen in a group, under scope `group`
+        self.per_call = 1  # episodes of one call: the largest group seen, under scope `group`
         self.waiting: OrderedDict[int, float] = OrderedDict()
-        """When each call without verdicts was claimed, the oldest first."""
+        """Claim time of each call without verdicts, oldest first."""
         self.seconds = metrics.CALL_SECONDS.labels(spec.label)
 
     def age_s(self) -> float:
-        """Age of the oldest call without verdicts, in seconds."""
+        """Return the age of the oldest call without verdicts, in seconds."""
         return time.monotonic() - next(iter(self.waiting.values()), math.inf) if self.waiting else 0.0
 
 
 class RewardServer:
-    """The loops between one buffer and what scores its episodes."""
+    """The loops between one buffer and the scorers of its episodes."""
 
     def __init__(self, buffer: Client, router: Router, *, scorer: str) -> None:
         self._buffer = buffer
         self._router = router
         self._scorer = scorer
         self._of = {spec.key: RewardState(spec) for spec in router.specs}
-        self.pending = 0  # Episodes claimed whose verdict the buffer has not got yet
+        self.pending = 0  # claimed episodes whose verdict the buffer does not have yet
         self._pending_bytes = 0
         self._calls_open = 0
         self._call_numbers = 0
         self._submitting: set[asyncio.Task[None]] = set()
         self._deadline_s = math.inf
-        self._held: Counter[str] = Counter()  # Episodes without an acknowledged verdict, by claim
+        self._held: Counter[str] = Counter()  # episodes without an acknowledged verdict, by claim
         self._outbox: list[tuple[EpisodeVerdict, int, RewardState]] = []
         """Verdicts to send, each with the size of its episode."""
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -92,8 +95,11 @@ class RewardServer:
         self._idle.set()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Score until `stop` is set. Raises what makes going on pointless: a `RewardLoadError`, or a
-        `FaultError` that no retry cures."""
+        """Score until `stop` is set.
+
+        Raises errors after which scoring cannot continue: a `RewardLoadError`, or a `FaultError` that no
+        retry cures.
+        """
         for held in self._of.values():
             metrics.QUEUE_AGE.labels(held.spec.label).set_function(held.age_s)
         loops = [
@@ -146,7 +152,7 @@ class RewardServer:
     def _loads(self) -> list[ClaimLoad]:
         return [
             ClaimLoad(
-                # In episodes, as all of a load but `call_s`: a worker has a whole group at a time.
+                # In episodes, as all fields of a load except `call_s`. A worker has a whole group at a time.
                 workers=self._router.capacity(held.spec) * held.per_call,
                 call_s=self._router.call_seconds(held.spec),
                 calls_done=held.calls_done * held.per_call,
@@ -158,7 +164,7 @@ class RewardServer:
         ]
 
     def _take(self, items: list[ClaimedEpisode], blobs: Sequence[memoryview]) -> None:
-        """Hand claimed episodes to what scores them; one that cannot be read gets its verdict at once."""
+        """Give claimed episodes to their scorers. An unreadable episode gets its verdict at once."""
         calls: defaultdict[str, list[ClaimedCall]] = defaultdict(list)
         for episodes in _calls(items, blobs):
             held = self._of[self._router.routing.of(episodes[0][0].task).key]
@@ -211,7 +217,7 @@ class RewardServer:
         self._submitting.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._failed.done():
-            # A backend that cannot take calls leaves claims without an end: the service must not go on.
+            # If a backend cannot accept calls, claims would never end, so the service must stop.
             self._failed.set_exception(error)
 
     def _end(
@@ -261,7 +267,7 @@ class RewardServer:
                 self._idle.set()
 
     async def _wait_out(self, error: RpcTimeout | FaultError, what: str) -> None:
-        """Return after a pause for what may pass (the buffer is away, busy, or restarts), else raise."""
+        """Pause after a passing error (the buffer is unavailable, busy, or restarts), and raise any other."""
         if isinstance(error, FaultError) and error.kind in ("schema", "invalid", "fenced"):
             raise error
         log.warning("buffer does not answer", call=what, error=str(error))
@@ -276,7 +282,7 @@ def _as_event(item: EpisodeVerdict) -> list[str | float | None]:
 def _calls(
     items: list[ClaimedEpisode], blobs: Sequence[memoryview]
 ) -> Iterator[list[tuple[ClaimedEpisode, memoryview]]]:
-    """The episodes that are judged together: one by one, or those of one claim under scope `group`."""
+    """Yield the episodes of each call: one episode, or those of one claim under scope `group`."""
 
     def call(pair: tuple[ClaimedEpisode, memoryview]) -> str | int:
         return pair[0].claim_id if pair[0].scope == "group" else id(pair[0])
@@ -286,8 +292,11 @@ def _calls(
 
 
 def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:
-    """Return the input of a reward: texts of the episode, truth of its task. The rest of the episode, which
-    the buffer has checked, is read only if the reward asks for it. Raises TrajectoryError."""
+    """Return the input of a reward: texts of the episode and ground truth of its task.
+
+    The buffer has checked the rest of the episode, which is read only if the reward uses it. Raises
+    `TrajectoryError`.
+    """
     header, n_sampled = glance(blob)
     return RewardInput.to(
         item.task,
@@ -302,10 +311,11 @@ def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:
 
 
 def portion(waiting: Sequence[EpisodeVerdict]) -> int:
-    """The length of the next message, 0 only where nothing waits.
+    """Return the length of the next message, or 0 if no verdict waits.
 
-    Verdicts of one claim that follow each other stay together: of a group that is judged as one, half would
-    be masked or dropped before the other half says that it is to be judged again."""
+    Consecutive verdicts of one claim stay together. If a group is judged as one, a first half could otherwise
+    be masked or dropped before the second half requests a new judgement.
+    """
     size_bytes = 0
     for index, verdict in enumerate(waiting):
         full = index >= MAX_VERDICTS or size_bytes >= MAX_BYTES
@@ -316,7 +326,7 @@ def portion(waiting: Sequence[EpisodeVerdict]) -> int:
 
 
 def _size_bytes(item: EpisodeVerdict) -> int:
-    """About: what can be large is counted."""
+    """Return the approximate size. Only fields that can be large count."""
     parts = item.verdict.parts if isinstance(item.verdict, Score) else None
     values = 0 if parts is None else len(parts.units) + 2 * (len(parts.segments) + len(parts.agents))
     return len(item.episode_id) + len(item.claim_id) + VALUE_BYTES * values
@@ -325,40 +335,41 @@ def _size_bytes(item: EpisodeVerdict) -> int:
 # --- how many episodes to claim ----------------------------------------------------------------------
 
 
-MAX_PENDING = 1024  # Episodes held at once, whatever their speed
+MAX_PENDING = 1024  # most episodes held at once, for any speed
 MAX_PENDING_BYTES = 64 << 20
 MAX_CLAIM = 256
-HOLD_S = 1.0  # Work held at once, in seconds of all workers: enough that none waits for a claim
+HOLD_S = 1.0  # work held at once, in seconds of all workers: enough that no worker waits for a claim
 DEADLINE_SHARE = 0.25
-"""Work held is at most this share of a claim's deadline, so that claims do not expire in our queue."""
+"""Largest share of a claim's deadline that held work may take, so that claims do not expire in our queue."""
 
 
 @dataclass(frozen=True)
 class ClaimLoad:
-    """Calls of one reward that the service has and had, as far as claiming depends on them."""
+    """The figures of one reward's calls that determine how many episodes to claim."""
 
     workers: int
-    """Episodes that are worked on at once: under scope `group` a worker has a whole group."""
+    """Number of episodes that are scored at once. Under scope `group` a worker has a whole group."""
     call_s: float
     calls_done: int
-    """Episodes of the calls that ended."""
+    """Number of episodes of finished calls."""
     pending: int
-    """Episodes of this reward."""
+    """Number of episodes of this reward."""
     pending_bytes: int
     """Bytes of all rewards together."""
     deadline_s: float
-    """Deadline of the last claim; infinite before the first."""
+    """Deadline of the last claim, or infinity before the first."""
 
 
 def episodes_to_claim(loads: Sequence[ClaimLoad]) -> int:
-    """Return the number of episodes to claim now: at most `MAX_CLAIM`, and 0 when enough is held.
+    """Return the number of episodes to claim now: at most `MAX_CLAIM`, and 0 if enough are held.
 
-    Which reward an episode is for is known only once it is claimed. So as much is claimed as the reward wants
-    that has least to do, until one has all that it can be given: a slow reward does not starve a quick one,
-    unless nearly all episodes are for the slow one.
+    The reward of an episode is known only after its claim. The number follows the reward with the least work,
+    until another reward has reached its limit. A slow reward therefore does not starve a quick one, unless
+    nearly all episodes are for the slow one.
 
-    It starts small and grows with the calls done, since nothing is known of a reward's speed before: an
-    episode claimed too early is one that another scorer cannot take, and whose claim may run out."""
+    The number starts small and grows with the finished calls, because the speed of a reward is unknown at
+    first. An episode that is claimed too early is not available to other scorers, and its claim may expire.
+    """
     if any(load.pending >= _most(load) for load in loads):
         return 0
     room = max(_wanted(load) - load.pending for load in loads)
@@ -371,19 +382,19 @@ def episodes_to_claim(loads: Sequence[ClaimLoad]) -> int:
 
 
 def _wanted(load: ClaimLoad) -> int:
-    """Episodes that keep the workers of a reward busy."""
+    """Return the number of episodes that keep a reward's workers busy."""
     hold_s = min(HOLD_S, load.deadline_s * DEADLINE_SHARE)
     by_experience = 4 * load.workers + 2 * load.calls_done
     return max(2 * load.workers, min(_within(load, hold_s), by_experience, MAX_PENDING))
 
 
 def _most(load: ClaimLoad) -> int:
-    """Episodes of a reward that end well before their claims do, and those it may always be given."""
+    """Return the number of a reward's episodes that end well before their claims do, with a fixed minimum."""
     if math.isinf(load.deadline_s):
         return max(_wanted(load), MAX_PENDING)
     return max(_wanted(load), 4 * load.workers, _within(load, load.deadline_s * 2 * DEADLINE_SHARE))
 
 
 def _within(load: ClaimLoad, seconds: float) -> int:
-    """Episodes that its workers score in that time."""
+    """Return the number of episodes that the reward's workers score in `seconds`."""
     return int(min(load.workers * seconds / max(load.call_s, 1e-6), 1e9))

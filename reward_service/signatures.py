@@ -1,14 +1,14 @@
-"""Rewards written for verl and TRL, as they are, told by the names of their parameters.
+"""Rewards with the signatures of verl and TRL, recognised by their parameter names.
 
-| signature | of |
+| signature | source |
 |---|---|
 | `f(data_source, solution_str, ground_truth, extra_info=None, …)` | verl's `compute_score` |
-| `f(completions, …)`, with `prompts` and columns as it names them | TRL |
+| `f(completions, …)`, with `prompts` and columns as parameters | TRL |
 
-Each parameter is filled by its name; `reward.args` gives others. A TRL reward gets lists: of one answer, or
-of a group's if the scope is `group`. Its columns are those of `extra_info`, and a usual name of the answer
-means the ground truth. A completion is a text, or a list of one message if the task's prompt is a list of
-messages. A function that is marked `@reward` is called as a reward of ours.
+Each parameter is filled by its name. `reward.args` gives further values. A TRL reward gets lists of one
+answer, or of a group's answers if the scope is `group`. Its columns come from `extra_info`, and a usual name
+of the answer means the ground truth. A completion is a text, or a list of one message if the task's prompt is
+a list of messages. A function that is marked `@reward` is called as a reward of ours.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ OWN_COLUMNS = ("data_source", "ability", "reward_style", "extra_info")
 
 
 def adapted(function: Any) -> Callable[..., Any] | None:
-    """Return the function as a reward of `RewardInput`, with its other parameters as keywords; None if it has
-    neither signature."""
+    """Return the function as a reward of `RewardInput`, with its other parameters as keywords.
+
+    Returns None if it has neither signature.
+    """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -43,7 +45,12 @@ def adapted(function: Any) -> Callable[..., Any] | None:
     if "solution_str" in known:
         shape = _verl, ("episode",), VERL, needed
     elif "completions" in known:
-        shape = _trl, ("episode", "group"), ("completions", "prompts"), ()  # any other may be a column
+        shape = (
+            _trl,
+            ("episode", "group"),
+            ("completions", "prompts"),
+            (),
+        )  # any other parameter may be a column
     else:
         return None
     fill, scopes, filled, others = shape
@@ -102,7 +109,8 @@ async def _awaited(result: Awaitable[Any], outcomes: Callable[[Any], Any]) -> An
 
 
 def _of_list(results: Any, wanted: int, called: str) -> list[Any]:
-    """Return what a reward of TRL gave each completion. Raises ValueError for what is no list of as many."""
+    """Return the results of a TRL reward for the completions. Raises `ValueError` unless it is a list of that
+    length."""
     is_list = isinstance(results, list | tuple)
     if not is_list or len(results) != wanted:
         got = f"{len(results)} scores" if is_list else f"{results!r:.80}, which is no list"
@@ -113,7 +121,7 @@ def _of_list(results: Any, wanted: int, called: str) -> list[Any]:
 
 
 def _outcome(result: Any) -> Any:
-    """Return what a reward of ours returns, for a number, None, or verl's mapping with a `score`."""
+    """Return the result as a reward of ours, from a number, None, or verl's mapping with a `score`."""
     if result is None:
         return Abstain("the reward returned None")
     if not isinstance(result, Mapping):

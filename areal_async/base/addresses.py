@@ -1,4 +1,4 @@
-"""Addresses: of this host, and of servers, which may change while their clients live."""
+"""Addresses of this host and of servers. A server's address may change while it has clients."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import psutil
 from areal_async.base.errors import EndpointError
 
 LOOPBACK = "127.0.0.1"
-"""Address at which only its own processes reach a host."""
+"""Address at which only processes of the same host reach it."""
 SOCKET_PATH_LIMIT = 107
-"""Bytes in a unix socket path, without its ending NUL (`sockaddr_un.sun_path` holds 108)."""
+"""Longest unix socket path in bytes, without its final NUL (`sockaddr_un.sun_path` holds 108)."""
 
 
 def interface_of(*hosts: str) -> str:
     """Return the name of this machine's network interface with the first of these addresses that one has.
-    Raises `EndpointError`."""
+
+    Raises `EndpointError`.
+    """
     for host in hosts:
         for name, addresses in psutil.net_if_addrs().items():
             if any(each.family == socket.AF_INET and each.address == host for each in addresses):
@@ -48,6 +50,6 @@ class Address:
         return self.endpoint
 
     def move(self, endpoint: str) -> None:
-        """Change the endpoint. Clients of this address connect there before their next request, and within
-        moments in any case."""
+        """Change the endpoint. Clients of this address connect there before their next request, and soon in
+        any case."""
         self.endpoint = endpoint

@@ -1,11 +1,12 @@
-"""Answers kept by the digest of the content that they follow from, in the cache folder of the user.
+"""Answers stored under the digest of their input, in the cache folder of the user.
 
     key = digest_of([model / "tokenizer.json", tasks], "version 1")
     answer = recall("checked", key)
     keep("checked", key, b"[]")
 
-A changed file has another digest, so an answer never outlives its content. An answer is a hint that saves
-time: whoever recalls one must be right without it. Files that another user can write are not read."""
+A changed file has another digest, so no answer outlives its input. An answer only saves time, and the caller
+must work correctly without it. Files that another user can write are not read.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from blake3 import blake3
 from areal_async.base.own_files import NotOurs, map_path, private_files, read_own, write_whole
 
 CACHE_VARIABLE = "AREAL_ASYNC_CACHE"
-"""Environment variable that names the cache folder; `~/.cache/areal-async` by default."""
+"""Environment variable that names the cache folder. The default is `~/.cache/areal-async`."""
 FOLDER = "known"
-MOST_ANSWERS = 512  # Of one kind; the older half is deleted beyond
-MOST_BYTES = 1 << 16  # Of one answer
+MOST_ANSWERS = 512  # of one kind; above it the older half is deleted
+MOST_BYTES = 1 << 16  # of one answer
 
 
 def cache_root() -> Path:
@@ -33,7 +34,9 @@ def cache_root() -> Path:
 
 def digest_of(files: Iterable[Path], *values: str, packages: Iterable[str] = ("transformers",)) -> str:
     """Return the digest of the names and contents of `files`, of `values`, and of the versions of `packages`.
-    Raises OSError for a file that cannot be read."""
+
+    Raises `OSError` for an unreadable file.
+    """
     digest = blake3()
     for text in (*values, *(f"{package} {version(package)}" for package in packages)):
         digest.update(f"{len(text.encode())} {text}".encode())
@@ -45,7 +48,7 @@ def digest_of(files: Iterable[Path], *values: str, packages: Iterable[str] = ("t
 
 
 def recall(kind: str, key: str) -> bytes | None:
-    """Return the answer kept for `key`; None if there is none that can be trusted."""
+    """Return the answer stored for `key`, or None if there is no trustworthy one."""
     try:
         return read_own(_path(kind, key), max_bytes=MOST_BYTES)
     except (OSError, NotOurs):
@@ -53,7 +56,7 @@ def recall(kind: str, key: str) -> bytes | None:
 
 
 def keep(kind: str, key: str, answer: bytes) -> None:
-    """Keep `answer` for `key`. A cache folder that cannot be written to keeps nothing."""
+    """Store `answer` for `key`. Does nothing if the cache folder is not writable."""
     path = _path(kind, key)
     with suppress(OSError), private_files():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,19 +1,19 @@
-"""One exception hierarchy.
+"""The hierarchy of this project's exceptions.
 
     ArealError
-    ├── WireError                everything that can go wrong between two processes
+    ├── WireError                an error between two processes
     │   ├── EndpointError        an address cannot be served: busy, too long, not loopback and no keys
-    │   ├── ProtocolError        bytes that are not a message of ours
+    │   ├── ProtocolError        bytes that are not one of our messages
     │   │   └── MessageTooLarge  a message beyond the limits, found before it is sent
     │   ├── RpcTimeout           no answer within the caller's deadline
-    │   ├── PeerGone             the connection was closed under the call
-    │   └── FaultError           the service answered, with a `Fault`
-    ├── InfrastructureFault      an agent, environment or workflow was let down by something that is no answer
-    ├── SnapshotError            a snapshot that is torn, mixed, corrupt or not there
-    └── MachineError             the disk, or a limit of this machine: no bug, and none of the job's files
+    │   ├── PeerGone             the connection was closed during the call
+    │   └── FaultError           the service answered with a `Fault`
+    ├── InfrastructureFault      an episode cannot continue, and its answers are not the cause
+    ├── SnapshotError            an incomplete, mixed, corrupt or missing snapshot
+    └── MachineError             a problem of the disk or a limit of this machine, not of the code or the job
 
-A package that has more to say derives its own from `ArealError`. The text of every error is one
-paragraph that a person can act on: it is what a service prints before it ends with status 1.
+A package with further errors derives them from `ArealError`. The text of every error is one paragraph that
+tells a person what to do. A service prints it before it exits with status 1.
 """
 
 from __future__ import annotations
@@ -26,36 +26,41 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 FaultKind = Literal[
-    "schema",  # the peer speaks another schema, or another job
+    "schema",  # the peer has another schema or another job
     "invalid",  # the request itself is wrong; do not retry
-    "forbidden",  # the role of the asker's key may not make this request
+    "forbidden",  # the role of the peer's key may not send this request
     "fenced",  # a newer front, lease or trainer epoch has replaced the caller
     "busy",  # back-pressure: retry later
-    "unavailable",  # the service cannot reach what it needs (Redis); retry later
-    "stale",  # the hard staleness bound would be broken; fatal
-    "failed",  # the job file has the job end here, and the message says why; fatal
+    "unavailable",  # the service cannot reach a dependency (Redis); retry later
+    "stale",  # the staleness limit would be broken; fatal
+    "failed",  # the job's rules end the job here, and the message gives the reason; fatal
     "internal",
 ]
 
 
 class ArealError(Exception):
-    """Base of every error this project raises on purpose."""
+    """Base of every error that this project raises on purpose."""
 
     restart_helps: bool | None = None
-    """Whether a service that ends with this error may do better when started again. None: if it has served
-    before, for then its configuration was right."""
+    """Whether a restart may help a service that ends with this error.
+
+    None means that it helps if the service has served before, because its configuration was then right.
+    """
 
     exit_status = 1
-    """Status with which a command ends that raises it (docs/cli.md)."""
+    """Exit status of a command that raises this error (docs/cli.md)."""
 
 
 class InfrastructureFault(ArealError):
-    """An episode cannot go on, and its answers are not to blame: a service that an agent needs is away.
-    Raised by an agent, environment or workflow, it leaves the episode without a score, to be tried again."""
+    """An episode cannot continue, and its answers are not the cause: a service that an agent needs is
+    unavailable.
+
+    An agent, environment or workflow raises it. The episode then has no score and is tried again.
+    """
 
 
 class WireError(ArealError):
-    """Base of everything that can go wrong between two processes."""
+    """Base of all errors between two processes."""
 
     restart_helps: bool | None = True
 
@@ -67,15 +72,15 @@ class EndpointError(WireError):
 
 
 class ProtocolError(WireError):
-    """Bytes arrived that are not a message of ours."""
+    """Bytes arrived that are not one of our messages."""
 
 
 class MessageTooLarge(ProtocolError):
-    """A message exceeds the limits of the wire; raised by the sender, before anything is sent."""
+    """A message exceeds the limits of the wire. The sender raises it before it sends anything."""
 
 
 class RpcTimeout(WireError):
-    """No answer within the deadline. `last_fault` is the last `busy` or `unavailable` on the way, if any."""
+    """No answer within the deadline. `last_fault` is the last `busy` or `unavailable` before it, if any."""
 
     def __init__(self, message: str, last_fault: FaultError | None = None) -> None:
         super().__init__(message)
@@ -83,11 +88,12 @@ class RpcTimeout(WireError):
 
 
 class PeerGone(WireError):
-    """The client was closed while the call was under way, or never connected."""
+    """The client was closed during the call, or never connected."""
 
 
 class FaultError(WireError):
-    """A service's typed refusal. Handlers raise it to answer a `Fault`; clients raise it on receiving one."""
+    """A service's typed refusal. Handlers raise it to answer a `Fault`, and clients raise it when they
+    receive one."""
 
     def __init__(self, kind: FaultKind, message: str, retry_after_ms: int = 0) -> None:
         super().__init__(f"{kind}: {message}")
@@ -106,11 +112,11 @@ class FaultError(WireError):
 
 
 class SnapshotError(ArealError):
-    """A snapshot that is torn, mixed, corrupt or missing: it must not be served."""
+    """A snapshot that is incomplete, mixed, corrupt or missing. It must not be served."""
 
 
 class WrongBase(SnapshotError):
-    """A delta whose base is not the snapshot at hand: the full snapshot is needed."""
+    """A delta with another base than the present snapshot. The full snapshot is needed."""
 
 
 DISK_TROUBLE = {
@@ -123,17 +129,19 @@ DISK_TROUBLE = {
         (errno.EIO, errno.ESTALE), ("fails", "See what is wrong with it (`dmesg`), and mount it again")
     ),
 }
-"""Errors of a disk, each with its meaning and what to do about it. A quota and a limit on file sizes are of
-room."""
+"""Errors of a disk, each with its meaning and its fix.
+
+A quota and a limit on file sizes count as lack of room.
+"""
 _NUMBER = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
 
 
 class MachineError(ArealError):
-    """The disk, or a limit of this machine, keeps something from being done."""
+    """A problem of the disk, or a limit of this machine, prevents an action."""
 
     @classmethod
     def of(cls, error: BaseException, *, then: str = "do the same again") -> MachineError | None:
-        """Return what `error`, or what it came from, says of this machine; None if it says nothing of it."""
+        """Return the machine problem behind `error` or one of its causes, or None if there is none."""
         for cause in causes_of(error):
             if (number := errno_of(cause)) is None:
                 continue
@@ -148,13 +156,15 @@ class MachineError(ArealError):
 
 
 def as_ours(error: BaseException) -> ArealError | None:
-    """Return an error of ours, or trouble of this machine, as one that a person can act on; None for another
-    one, which is a bug or a fault of the user's own code."""
+    """Return `error` as an `ArealError` if it is one or has a machine problem as its cause.
+
+    None means a bug, or a fault of the user's own code.
+    """
     return error if isinstance(error, ArealError) else MachineError.of(error)
 
 
 def errno_of(error: BaseException) -> int | None:
-    """Return the error number of an OSError, or the one that the text of another error names."""
+    """Return the error number of an `OSError`, or the number in the text of another error."""
     number = getattr(error, "errno", None)
     if isinstance(number, int):
         return number
@@ -163,7 +173,7 @@ def errno_of(error: BaseException) -> int | None:
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and what it came from, the newest first."""
+    """Yield an error and then its causes, from the newest to the oldest."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -171,7 +181,7 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def with_limit(error: ArealError) -> str:
-    """Return the text of an error; where it came of too many open files, with the limit and the fix."""
+    """Return the text of an error. If too many open files caused it, the text adds the limit and the fix."""
     if isinstance(error, MachineError):
         return str(error)
     numbers = (errno_of(cause) for cause in causes_of(error))
@@ -180,7 +190,7 @@ def with_limit(error: ArealError) -> str:
 
 
 def open_files_text(number: int) -> str:
-    """Return which limit on open files was met, and how to raise it."""
+    """Return a text with the exceeded limit on open files and the way to raise it."""
     if number == errno.ENFILE:
         return "All programs of this machine together have too many files open: raise `sysctl fs.file-max`"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -191,11 +201,11 @@ def open_files_text(number: int) -> str:
 
 
 class RunError(ArealError):
-    """Base of everything that keeps a run from starting or from finishing."""
+    """Base of all errors that keep a run from starting or finishing."""
 
 
 class RunFolderError(RunError):
-    """The run folder cannot be used: busy, finished before, or not ours."""
+    """The run folder cannot be used: busy, already finished, or not ours."""
 
 
 class RunFailed(RunError):

@@ -1,9 +1,8 @@
-"""The event log, what each process of a run knows to have happened, and failpoints, where one kills itself.
+"""The event log of a process, and failpoints, at which a process kills itself.
 
-The log is off unless `observe.event_log` is set; `docs/metrics.md#event-log` has the events with their
-fields, and the places. A line that is written survives SIGKILL of its process. A last line without its
-newline was cut off. Where `AREAL_ASYNC_FAILPOINTS` is not set, a failpoint costs one look at an empty
-dictionary.
+The log is off unless `observe.event_log` is set. `docs/metrics.md#event-log` has the events with their
+fields, and the failpoints. A written line survives SIGKILL of its process. A last line without a newline is
+incomplete. If `AREAL_ASYNC_FAILPOINTS` is not set, a failpoint costs one look-up in an empty dictionary.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ FOLDER = "events"
 
 
 class EventLog:
-    """Appends events to one file. `write` may be called from any thread."""
+    """A log of events in one file. Any thread may call `write`."""
 
     def __init__(self, run_dir: Path, process: str) -> None:
         folder = run_dir / FOLDER
@@ -44,7 +43,7 @@ _log: EventLog | None = None
 
 
 def open_events(run_dir: Path, process: str) -> None:
-    """Let `record` of this process write from now on."""
+    """Start the event log of this process. From now on `record` writes."""
     global _log
     close_events()
     _log = EventLog(run_dir, process)
@@ -58,18 +57,18 @@ def close_events() -> None:
 
 
 def recording() -> bool:
-    """Return whether events are written. Ask before collecting fields at some cost."""
+    """Return whether events are written. Check it before collecting expensive fields."""
     return _log is not None
 
 
 def record(event: str, **fields: Any) -> None:
-    """Append one event; nothing happens where the log is off."""
+    """Append one event, or do nothing if the log is off."""
     if _log is not None:
         _log.write(event, fields)
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """Return every whole event of a run, ordered by `mono_s`; the order within a process is kept."""
+    """Return every complete event of a run, ordered by `mono_s`. Events of one process keep their order."""
     events = []
     for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
         *lines, _ = path.read_bytes().split(b"\n")
@@ -83,7 +82,7 @@ SPENT_FOLDER = "failpoints"
 
 @dataclass
 class Point:
-    at: int  # The pass at which it fires, from 1
+    at: int  # the pass at which it fires, from 1
     passed: int = 0
 
 
@@ -92,7 +91,7 @@ _spent_dir: Path | None = None
 
 
 def arm(spec: str, run_dir: Path | None = None) -> None:
-    """Replace what is armed. Raises ValueError for what is no such list."""
+    """Replace the armed failpoints. Raises `ValueError` for an invalid list."""
     global _spent_dir
     points = {}
     for entry in filter(None, (part.strip() for part in spec.split(","))):
@@ -111,7 +110,7 @@ def arm_from_environment(run_dir: Path) -> None:
 
 
 def failpoint(name: str) -> None:
-    """Kill this process here, if this place is armed and it is its turn."""
+    """Kill this process if this failpoint is armed and the pass is the right one."""
     if not _armed:
         return
     point = _armed.get(name)

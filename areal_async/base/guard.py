@@ -1,11 +1,11 @@
-"""Becomes a child process that does not outlive its parent: `python guard.py PARENT_PID HOW COMMAND…`.
+"""A child process that does not outlive its parent: `python guard.py PARENT_PID HOW COMMAND…`.
 
-HOW is what the kernel does to the command when the parent dies: `terminate`, `kill` or `kill_group`. With
-`kill_group` this script stays, leads the process group in which the whole command lives, and kills that group
-when the command ends (then with its exit status), when it is told to end (SIGTERM) and when the parent dies.
+HOW is the action on the command when the parent dies: `terminate`, `kill` or `kill_group`. With `kill_group`
+this script keeps running and leads the process group of the whole command. It kills that group when the
+command exits (and then exits with the same status), when it receives SIGTERM, and when the parent dies.
 
-Only the standard library, and no import of this project: it runs under `-I -S` and is up in milliseconds.
-Code between fork and exec would not be safe beside the threads of the parent; here one thread runs.
+The script uses only the standard library. It runs under `-I -S` and starts in milliseconds. Code between fork
+and exec would not be safe beside the threads of the parent, but this process has one thread.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ def main(parent_pid: int, how: str, command: list[str]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL if how == "kill" else signal.SIGTERM), 0, 0, 0)
     if os.getppid() != parent_pid:
-        return 1  # it died before the line above
+        return 1  # the parent died before the line above
 
     def die_with_guard() -> None:
         libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -44,7 +44,7 @@ def main(parent_pid: int, how: str, command: list[str]) -> int:
 
 
 def end_group(*_: object) -> None:
-    # This process is in the group too: its own status is then that of a kill.
+    # This process is in the group too, so its own status is then the status of a killed process.
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

@@ -1,18 +1,19 @@
-"""The HTTP server of every service: metrics, gateway, rewards, sandbox. It is uvicorn's protocol, bounded.
+"""The HTTP server of every service: metrics, gateway, rewards, sandbox. It is uvicorn's protocol with limits.
 
     server = HttpServer(app, listen(LOOPBACK, 0), HttpLimits(connections=64), name="metrics")
     server.start()
     ...
     await server.close()
 
-Promises: no client, and no number of clients, takes more than `HttpLimits` says: connections, bytes of
-headers and of bodies, seconds to send a request, to take an answer, and to do nothing. A server that is full
-closes the connection that has asked for nothing the longest, so that a new one is always heard, unless every
-connection has a request under way: then the new one is told 503. Of the descriptors that the process may
-open, half stay free for others. What clients do wrong is counted, and logged once a minute for each kind of
-it; a request that an application fails on is answered with 500.
+Promises: clients together never exceed `HttpLimits`. The limits cover connections, bytes of headers and
+bodies, and seconds to send a request, to receive an answer, and to be idle. A full server closes the
+connection that was idle for the longest time, so that it can always accept a new one. If every connection has
+a request in flight, a new connection gets status 503. Half of the process's descriptors stay free for other
+uses. Faults of clients are counted, and each kind is logged once a minute. A request on which an application
+fails gets status 500.
 
-Does not promise fairness between clients with requests under way: that is admission, and the application's.
+The server does not share its capacity fairly between clients with requests in flight. That is the
+application's task.
 """
 
 from __future__ import annotations
@@ -47,47 +48,54 @@ FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length
 BACKLOG = 512
 ACCEPTED_AT_ONCE = 32
 LEAST_RATE = 64 << 10
-"""Bytes a second. A client that sends a body, or takes an answer, more slowly is too slow."""
+"""Bytes per second. A client that sends a body or receives an answer more slowly is too slow."""
 SWEEP_S = 0.5
 LOGGED_EVERY_S = 60.0
-LOGGED_CHARS = 300  # Most characters of what a client sent that are logged
+LOGGED_CHARS = 300  # most logged characters of a client's input
 
 Phase = Literal["headers", "body", "answer", "unread", "idle"]
-"""Phase of a client: it sends headers or a body, waits for or takes its answer, still sends after the answer,
-or is idle after it."""
+"""Phase of a client.
+
+It sends headers or a body, waits for or receives its answer, still sends after the answer (`unread`), or is
+idle.
+"""
 
 log = get_logger("http")
 
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Limits of one server, for all its clients together and for each of them."""
+    """Limits of one server, for all its clients together and for each client."""
 
-    connections: int = 256  # At most; never more than half of what the process may open
-    header_bytes: int = 32 << 10  # Most bytes of the request line and all headers of one request
-    held_bytes: int = 128 << 20  # Bodies of all requests under way; a request beyond it is told 503
+    connections: int = 256  # at most; never more than half of the descriptors that the process may open
+    header_bytes: int = 32 << 10  # most bytes of the request line and all headers of one request
+    held_bytes: int = 128 << 20  # bodies of all requests in flight; a request beyond it gets status 503
     header_s: float = 10.0
-    """Longest time from the first byte of a request, or the connection, to the end of the headers."""
+    """Longest time from the first byte of a request, or from the connection, to the end of the headers."""
     body_s: float = 20.0
-    """Longest time for a body to arrive or an answer to be taken, beyond what they need at `LEAST_RATE`."""
-    answer_s: float = 120.0  # Longest time from the end of the headers to the end of the answer
-    idle_s: int = 5  # Between an answer and the next request
+    """Longest time for a body to arrive or an answer to be received, beyond the time needed at
+    `LEAST_RATE`."""
+    answer_s: float = 120.0  # longest time from the end of the headers to the end of the answer
+    idle_s: int = 5  # longest time between an answer and the next request
     unread_s: float = 5.0
-    """The rest of a body that nobody wants is taken so long: to close at once could lose the answer."""
-    rest_s: float = 0.5  # Before another try to accept, when the process is out of descriptors
+    """Seconds in which the rest of an unwanted body is read. Closing at once could lose the answer."""
+    rest_s: float = 0.5  # pause before accepting again if the process is out of descriptors
 
 
 class BodyTooLong(Exception):
-    """A body is above the limit, found before more of it is read."""
+    """A body is above the limit. The rest of it is not read."""
 
 
 class ServerFull(Exception):
-    """The bodies under way are at `HttpLimits.held_bytes`: to be asked again later."""
+    """The bodies in flight have reached `HttpLimits.held_bytes`. The client may retry later."""
 
 
 def listen(host: str, port: int, *, guarded: bool = False) -> socket.socket:
-    """Return a listening socket; port 0 picks one. Raises `EndpointError` for an address that other machines
-    reach, unless the server is `guarded` by a token, and OSError where it cannot be bound."""
+    """Return a listening socket. Port 0 picks a free port.
+
+    Raises `EndpointError` for an address that other machines reach, unless a token guards the server
+    (`guarded`). Raises `OSError` if the address cannot be bound.
+    """
     host = host.strip("[]")
     if not guarded and not is_loopback(host):
         raise EndpointError(
@@ -96,21 +104,23 @@ def listen(host: str, port: int, *, guarded: bool = False) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
     sock.setblocking(False)
-    # Connections inherit it. asyncio sets it only on sockets that name their protocol, which these do not;
-    # without it an answer of two writes waits 40 ms for the acknowledgement of the first.
+    # Connections inherit this option. asyncio sets it only on sockets that name their protocol, and these do
+    # not. Without it, an answer of two writes waits 40 ms for the first acknowledgement.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
 
 def connection_of(request: Request) -> Connection:
-    """Return the connection that a request came over."""
+    """Return the connection of a request."""
     connection: Connection = request.state.connection
     return connection
 
 
 async def read_body(request: Request, most_bytes: int) -> bytes:
-    """Return the body of a request, which counts against the server's limit until the request is answered.
-    Raises `BodyTooLong`, from the declared length where there is one, and `ServerFull`."""
+    """Return the body of a request. It counts against the server's limit until the request is answered.
+
+    Raises `BodyTooLong`, if possible from the declared length, and `ServerFull`.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > most_bytes:
         raise BodyTooLong
@@ -124,7 +134,7 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
 
 
 class HttpServer:
-    """Serves an ASGI application on a listening socket, which it owns. `name` is for the log."""
+    """A server of an ASGI application on a listening socket, which it owns. `name` is for the log."""
 
     def __init__(
         self,
@@ -144,9 +154,9 @@ class HttpServer:
         self.most_connections = min(
             limits.connections, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         )
-        self.connections: dict[Connection, None] = {}  # Oldest first
+        self.connections: dict[Connection, None] = {}  # oldest first
         self._arriving: dict[asyncio.Task[None], None] = {}
-        """Accepted sockets that are not yet connections: they shake hands."""
+        """Accepted sockets that are not yet connections, because their handshake is in progress."""
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._sweeping: asyncio.TimerHandle | None = None
@@ -170,12 +180,12 @@ class HttpServer:
         self.url = f"{'https' if tls else 'http'}://{host}:{port}"
 
     def start(self) -> None:
-        """Accept connections, in the running loop."""
+        """Start to accept connections, in the running loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._listening, self._accept)
 
     async def close(self, grace_s: float = 1.0) -> None:
-        """Accept nothing more, give requests under way `grace_s` to end, then end all."""
+        """Stop accepting, give requests in flight `grace_s` to end, then close all connections."""
         if self._listening.fileno() >= 0:
             self._loop.remove_reader(self._listening)
         self._listening.close()
@@ -198,7 +208,7 @@ class HttpServer:
     def _accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
             if self._arriving and not self._tls and self._is_full():
-                return  # They are connections in a moment, and then one of them can make room
+                return  # they soon become connections, and one of these can then make room
             try:
                 sock = self._listening.accept()[0]
             except (BlockingIOError, InterruptedError):
@@ -206,7 +216,7 @@ class HttpServer:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                # asyncio's own server would try again as often as its backlog is long, with tracebacks.
+                # asyncio's own server would retry as often as its backlog is long, with tracebacks.
                 self.faults.count("cannot accept connections", error=error.strerror)
                 self._make_room(more=True)
                 self._loop.remove_reader(self._listening)
@@ -226,7 +236,7 @@ class HttpServer:
 
     def _arrived(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
         if task.cancelled():
-            sock.close()  # a task that never began had no transport that would
+            sock.close()  # a task that never began has no transport that closes the socket
         self._arriving.pop(task, None)
         self._check_quiet()
 
@@ -240,7 +250,7 @@ class HttpServer:
             await self._loop.connect_accepted_socket(
                 lambda: Connection(self), sock, ssl=self._tls, ssl_handshake_timeout=limit_s
             )
-        except OSError:  # of TLS among them
+        except OSError:  # includes errors of TLS
             self.faults.count("connection lost before its first request")
 
     def opened(self, connection: Connection) -> None:
@@ -259,8 +269,10 @@ class HttpServer:
         return len(self.connections) + len(self._arriving) >= self.most_connections
 
     def _make_room(self, *, more: bool = False) -> bool:
-        """Return whether there is a place for a connection, closing another if need be; with `more`, always
-        close one."""
+        """Return whether there is room for a connection, closing another if necessary.
+
+        With `more`, always close one.
+        """
         if not more and not self._is_full():
             return True
         found = min(
@@ -309,7 +321,7 @@ class HttpServer:
         names = [name for name, _ in scope["headers"]]
         try:
             if b"transfer-encoding" in names and b"content-length" in names:
-                # Two answers to where the body ends are how requests are smuggled past a proxy.
+                # Two different lengths of a body allow request smuggling past a proxy.
                 self.faults.count("request with two lengths")
                 text = "a request has a Content-Length or a Transfer-Encoding, not both"
                 await PlainTextResponse(text, 400, CLOSE)(scope, receive, watched)
@@ -328,7 +340,10 @@ class HttpServer:
 
 
 class _BoundedParser(h11.Connection):
-    """h11 bounds only headers that it waits for. Those that come at once, in one piece, are counted here."""
+    """An h11 connection that also limits headers that arrive at once.
+
+    h11 limits headers only while it waits for more of them.
+    """
 
     def __init__(self, most_bytes: int) -> None:
         super().__init__(h11.SERVER, most_bytes)
@@ -346,7 +361,7 @@ class _BoundedParser(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """One client's connection, with the time at which its phase began."""
+    """One client's connection, with the start time of its phase."""
 
     def __init__(self, server: HttpServer) -> None:
         super().__init__(server.config, server.state, {"connection": self})
@@ -356,14 +371,15 @@ class Connection(H11Protocol):
         self.logger = _Counting(server.faults)  # type: ignore[assignment]
         self.phase: Phase = "headers"
         self.since_s = time.monotonic()
-        self.trusted = False  # It was answered something other than a refusal
+        self.trusted = False  # whether it has got an answer other than a refusal
         self.held_bytes = 0
         self._received_bytes = 0
-        self._stuck_s: float | None = None  # Since when the client takes less than it is sent
+        self._stuck_s: float | None = None  # since when the client receives less than the server sends
         self._stuck_bytes = 0
 
     def hold(self, size_bytes: int) -> None:
-        """Take so much of the room for bodies until the request is answered. Raises `ServerFull`."""
+        """Count `size_bytes` against the limit for bodies until the request is answered. Raises
+        `ServerFull`."""
         if self._server.held_bytes + size_bytes > self._server.limits.held_bytes:
             self._server.faults.count("request refused, too much under way")
             raise ServerFull
@@ -371,24 +387,29 @@ class Connection(H11Protocol):
         self.held_bytes += size_bytes
 
     def fault(self, kind: str, **fields: Any) -> None:
-        """Count, for the log, something that the client did wrong; there are few kinds."""
+        """Count a client's fault for the log. There are few kinds."""
         self._server.faults.count(kind, **fields)
 
     async def delivered(self) -> bool:
-        """Return whether all that was sent so far has left this process while the client was there. Waits
-        until that is known; to be asked before the last, empty part of an answer."""
+        """Return whether everything sent so far has left this process while the client was connected.
+
+        Waits until that is known. Call it before the last, empty part of an answer.
+        """
         await self.flow.drain()
         return not self.cycle.disconnected and not self.transport.is_closing()
 
     @property
     def worth(self) -> int | None:
-        """A connection of the least worth is closed first where places are short; None: it never is."""
+        """Return the connection's worth, or None if it must never be closed.
+
+        If places are short, the connection with the least worth is closed first.
+        """
         if self.phase == "answer":
             return None
         return 2 if self.phase == "body" or self._stuck_s is not None else int(self.trusted)
 
     def too_slow(self, now_s: float) -> str:
-        """Return the fault of a client that is too slow, "" for none."""
+        """Return the fault of a client that is too slow, or an empty text."""
         limits, age_s = self._server.limits, now_s - self.since_s
         if self._stuck_s is not None:
             taken = max(0, self._stuck_bytes - self.transport.get_write_buffer_size())
@@ -409,7 +430,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # What is written is gone or waited for, so that `delivered` can tell. With 0, TLS stands still.
+        # Written data is either sent or awaited, so `delivered` knows. With a high mark of 0, TLS would
+        # stall.
         transport.set_write_buffer_limits(high=1, low=0)
         self._server.opened(self)
 
@@ -426,7 +448,7 @@ class Connection(H11Protocol):
         self._settle()
 
     def on_response_complete(self) -> None:
-        self.cycle.body.clear()  # nobody will ask for what has come of it
+        self.cycle.body.clear()  # no caller reads the rest of the body
         super().on_response_complete()
         self._settle()
 
@@ -452,10 +474,10 @@ class Connection(H11Protocol):
             super().shutdown()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Serve the request as it is, and leave the upgrade unanswered."""
+        """Serve the request without the upgrade."""
 
     def _settle(self) -> None:
-        """Find out the phase."""
+        """Determine the phase."""
         if self.cycle is None or self.conn.their_state is h11.IDLE:
             if self.phase != "headers":
                 self._enter("idle")
@@ -467,7 +489,7 @@ class Connection(H11Protocol):
     def _enter(self, phase: Phase) -> None:
         if phase == self.phase:
             return
-        # A body is part of the request that is answered: both count from the end of the headers.
+        # A body is part of the answered request, so both phases count from the end of the headers.
         if (self.phase, phase) != ("body", "answer"):
             self.since_s = time.monotonic()
         if phase == "body":
@@ -476,16 +498,17 @@ class Connection(H11Protocol):
 
 
 class Faults:
-    """Faults of clients, counted by kind: the first of a kind is logged at once, then their number once a
+    """Counts of clients' faults by kind. The first of a kind is logged at once, then the number once a
     minute."""
 
     def __init__(self, server: str) -> None:
         self._server = server
         self._logged_s: dict[str, float] = {}
-        self.unreported: dict[str, dict[str, Any]] = {}  # The fields of the newest of a kind, with the number
+        self.unreported: dict[str, dict[str, Any]] = {}  # the newest fields of each kind, with the number
 
     def count(self, kind: str, *, cause: Exception | None = None, **fields: Any) -> None:
-        """`cause` makes it an error of ours, whose traceback is logged with the first."""
+        """Count a fault. With `cause` it is an error of ours, and the first one is logged with its
+        traceback."""
         number = self.unreported.get(kind, {}).get("number", 0) + 1
         shown = {name: str(value)[:LOGGED_CHARS] for name, value in fields.items()}
         self.unreported[kind] = {"number": number, **shown}
@@ -506,7 +529,7 @@ class Faults:
 
 
 class _Counting:
-    """A logger for uvicorn that counts what it would log for each client."""
+    """A logger for uvicorn that counts messages about clients instead of logging each."""
 
     level = logging.WARNING
 

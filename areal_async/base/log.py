@@ -1,11 +1,11 @@
-"""Structured logs: one JSON object a line, with the job and the process it comes from.
+"""Structured logs: one JSON object per line, with the job and the process.
 
-`log = get_logger("buffer")` then `log.info("group dropped", group_id=…, reason=…)`. Records of libraries
-that use the standard `logging` module come out in the same form.
+`log = get_logger("buffer")` then `log.info("group dropped", group_id=…, reason=…)`. Records of libraries that
+use the standard `logging` module have the same form.
 
-Equal lines are counted, not repeated: the first is written, then every `REPEAT_S` one with `repeated`, how
-many more there were. Lines are equal that differ in nothing but which one of many they are about
-(`IDENTITIES`). `end_logging` writes what is still uncounted.
+Equal lines are counted, not repeated. The first is written, then one every `REPEAT_S` with the count in
+`repeated`. Two lines are equal if they differ only in identity fields (`IDENTITIES`). `end_logging` writes
+the remaining counts.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from areal_async.base.secrecy import HIDDEN, is_secret, without_logins
 Level = Literal["debug", "info", "warning", "error"]
 
 RESERVED = frozenset({"time", "level", "job", "process", "event", "logger", "traceback"})
-"""Keys of every line; a field of such a name is written as `field_<name>`."""
+"""Keys of every line. A field with one of these names is written as `field_<name>`."""
 IDENTITIES = frozenset(
     {"group_id", "episode_id", "lease_id", "task_id", "request_id", "claim_id", "sample", "item", "peer"}
 )
-"""Fields that say which one a line is about: lines that differ in nothing else are equal."""
-REPEAT_S = 10.0  # How often a line that goes on is written
-MOST_LINES = 256  # Different lines that are kept in mind; the oldest is forgotten first
+"""Fields that identify the subject of a line. Lines that differ in no other field are equal."""
+REPEAT_S = 10.0  # seconds between two copies of a repeated line
+MOST_LINES = 256  # different lines that are remembered; the oldest is forgotten first
 
 
 class Logger:
-    """Writes events with named fields. An event is a constant text; what varies goes into fields."""
+    """A logger of events with named fields. An event is a constant text, and fields have the variable
+    parts."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(f"areal.{name}")
@@ -57,12 +58,12 @@ class Logger:
         self._write(logging.ERROR, event, fields)
 
     def exception(self, event: str, /, **fields: Any) -> None:
-        """Log an error with the traceback of the exception being handled."""
+        """Log an error with the traceback of the current exception."""
         self._write(logging.ERROR, event, fields, exc_info=True)
 
     def _write(self, level: int, event: str, fields: dict[str, Any], *, exc_info: bool = False) -> None:
         if self._logger.isEnabledFor(level):
-            # The event goes in as an argument, so that a percent sign in it is not a format.
+            # The event is an argument, so that a percent sign in it is not read as a format.
             self._logger.log(level, "%s", event, extra={"areal_fields": fields}, exc_info=exc_info)
 
 
@@ -73,21 +74,22 @@ def get_logger(name: str) -> Logger:
 def setup_logging(job: str, process: str, level: Level = "info", stream: TextIO | None = None) -> None:
     """Send every log record of this process to `stream` (standard error by default) as JSON lines.
 
-    Calling it again replaces the earlier set-up."""
+    A second call replaces the earlier set-up.
+    """
     handler = _CountingHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(_JsonLine(job, process))
     root = logging.getLogger()
     end_logging()
     root.handlers = [*(old for old in root.handlers if not isinstance(old, _CountingHandler)), handler]
     atexit.register(end_logging)
-    # Libraries are heard from warnings up: their debug and info lines drown the service's own.
+    # Libraries log warnings and errors only. Their debug and info lines would hide the service's own.
     root.setLevel(logging.WARNING)
     logging.getLogger("areal").setLevel(level.upper())
     logging.captureWarnings(True)
 
 
 def end_logging() -> None:
-    """Write the counts of lines that were not repeated. Nothing of this process's log is missing then."""
+    """Write the counts of repeated lines. The log of this process is then complete."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _CountingHandler):
             handler.write_counts()
@@ -95,20 +97,20 @@ def end_logging() -> None:
 
 @dataclass
 class _RepeatedLine:
-    """A line that was written, and what came of it since."""
+    """A written line and its repetitions."""
 
-    record: logging.LogRecord  # The newest like it, without what an exception holds on to
-    due_s: float  # When the next may be written
+    record: logging.LogRecord  # the newest equal record, without the objects that its exception refers to
+    due_s: float  # earliest time of the next copy
     repeated: int = 0
 
 
 class _CountingHandler(logging.StreamHandler[TextIO]):
-    """Writes lines, and of equal ones the first and then their number."""
+    """A handler that writes the first of equal lines and later their number."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
         self._lines: OrderedDict[tuple[object, ...], _RepeatedLine] = OrderedDict()
-        self._told = False  # That it cannot be written
+        self._told = False  # whether it has reported that the log cannot be written
 
     def emit(self, record: logging.LogRecord) -> None:
         now_s = time.monotonic()
@@ -129,7 +131,7 @@ class _CountingHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Print once that the disk takes no log; any other error is a fault of ours."""
+        """Print once that the disk accepts no log. Any other error is a bug."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -154,7 +156,7 @@ class _CountingHandler(logging.StreamHandler[TextIO]):
 
 
 def _key(record: logging.LogRecord) -> tuple[object, ...]:
-    """Return the part of a record that equal lines share."""
+    """Return the key that equal lines share."""
     fields = getattr(record, "areal_fields", {})
     error = record.exc_info[1] if record.exc_info else None
     return (
@@ -189,7 +191,7 @@ class _JsonLine(logging.Formatter):
 
 
 def as_plain(value: Any) -> Any:
-    """Return a stand-in for a value that JSON has no form for: a number for an array scalar, else its
+    """Return a substitute for a value that JSON cannot encode: a number for an array scalar, else its
     text."""
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "size", 1) == 1:

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for code that blocks."""
+"""An event loop in a separate thread, for blocking code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop in a daemon thread of its own."""
+    """An event loop in a separate daemon thread."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -24,11 +24,11 @@ class LoopThread:
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # an interrupt of this thread must not leave it running
+            future.cancel()  # after an interrupt of this thread the work must not continue
             raise
 
     def close(self) -> None:
-        """End the loop, its helper threads and the thread."""
+        """Stop the loop, its helper threads and its thread."""
         self.run(_settle())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
@@ -36,7 +36,7 @@ class LoopThread:
 
 
 async def _settle() -> None:
-    """Let the calls that were failed at close raise in their threads, and end the loop's helper threads."""
+    """Let calls that failed at close raise in their threads, and end the loop's helper threads."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         await asyncio.wait(others, timeout=1.0)

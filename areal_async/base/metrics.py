@@ -1,10 +1,10 @@
-"""Prometheus metrics of a process, and the seconds it spends being busy.
+"""Prometheus metrics of a process, and its busy seconds.
 
-Every service declares its own series in its `metrics.py` on the default registry; this module serves them
-over HTTP, from one thread with an event loop of its own, and holds the one series that all share,
-`areal_busy_seconds_total{activity}`. However many ask, and whatever they send, the process works on. The
-supervisor serves those of processes on other hosts too, each at a path of its own (`elsewhere`): asked for as
-they are scraped, never kept, so a scrape of one that does not answer fails.
+Every service declares its own series in its `metrics.py` on the default registry. This module serves them
+over HTTP from one thread with its own event loop. It also has the one shared series,
+`areal_busy_seconds_total{activity}`. Clients cannot slow down the process. The supervisor also serves the
+series of processes on other hosts, each at its own path (`elsewhere`). It requests these series at each
+scrape and never stores them, so a scrape fails if the process does not answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from areal_async.base.errors import ArealError
 from areal_async.base.http_server import HttpLimits, HttpServer, listen
 from areal_async.base.loop_thread import LoopThread
 
-# A `_created` series beside every counter doubles what is scraped and says nothing we use.
+# A `_created` series beside every counter would double the scraped data and has no use here.
 prometheus_client.disable_created_metrics()
 
 PATH = "/metrics"
@@ -39,7 +39,7 @@ LIMITS = HttpLimits(connections=64, header_bytes=16 << 10, header_s=5.0, answer_
 
 
 class OtherHosts:
-    """Reader of the metrics of processes on other hosts, by their names; set by the supervisor."""
+    """Reader of the metrics of processes on other hosts, by name. The supervisor sets it."""
 
     read: Callable[[str], Awaitable[bytes]]
 
@@ -59,25 +59,25 @@ other_hosts = OtherHosts()
 
 
 def elsewhere(name: str) -> str:
-    """Return the path at which the supervisor serves the metrics of the process called `name`."""
+    """Return the path at which the supervisor serves the metrics of the process `name`."""
     return f"{PATH}/{name}"
 
 
 class MetricsPortError(ArealError):
-    """The metrics port cannot be listened on."""
+    """The process cannot listen on the metrics port."""
 
 
 def start_metrics_server(port: int) -> int:
-    """Serve the default registry at `/metrics` of a port of the loopback interface, as long as the process
-    lives.
+    """Serve the default registry at `/metrics` on a port of the loopback interface, until the process ends.
 
-    `port` 0 picks a free one. Returns the port in use. Raises `MetricsPortError` when it is taken."""
+    `port` 0 picks a free one. Return the port. Raises `MetricsPortError` if it is taken.
+    """
     return _start(port)[2]
 
 
 @contextmanager
 def serve_metrics(port: int) -> Iterator[int]:
-    """Serve the default registry for the time of a block."""
+    """Serve the default registry for the duration of a block."""
     server, thread, port = _start(port)
     try:
         yield port
@@ -105,8 +105,11 @@ def _listen(port: int) -> socket.socket:
 
 
 async def answer_scrape(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer, as an ASGI application, with the default registry in a form that the scraper takes, or with the
-    series of a process on another host; compressed if they may be."""
+    """Answer a scrape, as an ASGI application, with the default registry or the series of another host's
+    process.
+
+    The format follows the scraper's headers. The answer is compressed if the scraper accepts it.
+    """
     request = Request(scope)
     if request.method != "GET":
         response: Response = PlainTextResponse("metrics are read with GET", 405, {"allow": "GET"})
@@ -144,8 +147,8 @@ class _Activity:
 class Busy(Collector):
     """Seconds during which at least one piece of an activity ran: `with busy("train"): …`.
 
-    Pieces that overlap (coroutines, threads, nested calls) count once, so the rate of an activity is a
-    share of time, never above 1. A piece that still runs counts up to the moment it is asked about.
+    Overlapping pieces (coroutines, threads, nested calls) count once. The rate of an activity is therefore a
+    share of time, never above 1. A running piece counts up to the time of the query.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -162,7 +165,7 @@ class Busy(Collector):
             self.end(activity)
 
     def begin(self, activity: str) -> None:
-        """Begin a piece, in code whose pieces are no blocks; each needs its `end`."""
+        """Begin a piece that is not a block. Each call needs an `end`."""
         with self._lock:
             entry = self._activities.setdefault(activity, _Activity())
             if entry.depth == 0:
@@ -177,11 +180,11 @@ class Busy(Collector):
                 entry.finished_s += self._clock() - entry.since_s
 
     def seconds(self, activity: str) -> float:
-        """Busy seconds of `activity` until now; 0 for one never begun."""
+        """Return the busy seconds of `activity` so far, or 0 if it never began."""
         return self.totals().get(activity, 0.0)
 
     def totals(self) -> dict[str, float]:
-        """Busy seconds until now, by activity."""
+        """Return the busy seconds so far, by activity."""
         with self._lock:
             return {activity: self._until_now(entry) for activity, entry in self._activities.items()}
 
@@ -205,7 +208,7 @@ prometheus_client.REGISTRY.register(busy)
 
 
 def sums_of(histogram: prometheus_client.Histogram) -> list[float]:
-    """Return the number of values that a histogram has seen, and their sum, over all its labels."""
+    """Return the number and the sum of a histogram's values, over all its labels."""
     samples = [sample for metric in histogram.collect() for sample in metric.samples]
     return [
         float(sum(sample.value for sample in samples if sample.name.endswith(end)))

@@ -1,4 +1,4 @@
-"""Mistakes in a job file, in words for the person who wrote it."""
+"""Mistakes in a job file, as texts for its author."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 from areal_async.base.errors import ArealError
 
 MOST_MISTAKES = 100
-"""Mistakes of one file that are put into words."""
+"""Largest number of mistakes of one file that are reported."""
 MOST_CHARS = 2000
-"""Longest text of a mistake: what it quotes may be anything."""
-ADD_IT = "Add it"  # The fix for a field that is missing
+"""Longest text of a mistake, because it may quote any value."""
+ADD_IT = "Add it"  # the fix for a missing field
 WHOLE_FILE = "file"
-"""Field of a mistake in a file as a whole."""
+"""Field of a mistake that concerns a whole file."""
 Detail = TypeVar("Detail", bound=Mapping[str, Any])
 
 _BOUNDS = {
@@ -36,8 +36,11 @@ _KINDS = {
 
 
 def value_in_words(detail: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the problem with the value of an entry of `ValidationError.errors()` ("is too small") and the
-    fix; None for a kind of error without words of its own."""
+    """Return the problem with a value ("is too small") and the fix for an entry of
+    `ValidationError.errors()`.
+
+    Returns None for a kind of error without a text of its own.
+    """
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "literal_error":
         return "is not a choice", f"Use {context['expected']}"
@@ -51,7 +54,8 @@ def value_in_words(detail: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def blank_after_colon(key: str) -> str | None:
-    """Return the fix for an unknown key such as `rank:8`, which YAML reads as a name; None for other keys."""
+    """Return the fix for an unknown key such as `rank:8`, which YAML reads as a name, or None for other
+    keys."""
     name, colon, value = key.partition(":")
     return f"YAML wants a blank after the colon: `{name}: {value}`" if name and colon and value else None
 
@@ -59,9 +63,11 @@ def blank_after_colon(key: str) -> str | None:
 def in_words(
     details: Sequence[Detail], explain: Callable[[Detail], Mistake], field: str = "file"
 ) -> Iterator[Mistake]:
-    """Yield the mistakes behind the first `MOST_MISTAKES` entries of `ValidationError.errors()`, and one in
-    `field` that counts the rest. Each is compared with all fields, so a file with very many would take
-    minutes."""
+    """Yield the mistakes behind the first `MOST_MISTAKES` entries of `ValidationError.errors()`.
+
+    One more mistake in `field` counts the rest. Each mistake is compared with all fields, so a file with very
+    many mistakes would take minutes.
+    """
     yield from map(explain, details[:MOST_MISTAKES])
     if (more := len(details) - MOST_MISTAKES) > 0:
         yield Mistake(field, f"there are {more} more mistakes in it", "Correct these first")
@@ -69,15 +75,14 @@ def in_words(
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing that is wrong: the dotted field it sits in, what is wrong, and what to do about it, each cut
-    at `MOST_CHARS`."""
+    """One mistake: the dotted field, the problem and the fix, each cut at `MOST_CHARS`."""
 
     field: str
     problem: str
     fix: str
-    involves: tuple[str, ...] = ()  # Other fields that the statement depends on
+    involves: tuple[str, ...] = ()  # other fields that the problem depends on
     warns: bool = False
-    """True where the job runs all the same."""
+    """Whether the job can run in spite of the mistake."""
 
     def __post_init__(self) -> None:
         for name in ("field", "problem", "fix"):
@@ -91,15 +96,16 @@ class Mistake:
 
 
 def as_typed(mistakes: Iterable[Mistake], form: Callable[[str], str]) -> Iterator[Mistake]:
-    """Yield mistakes with what is to be added in the `form` in which the command at hand takes a field."""
+    """Yield mistakes whose fix has missing fields in the `form` in which the current command takes a
+    field."""
     for each in mistakes:
         added = each.fix == ADD_IT or each.fix.startswith(f"{ADD_IT}. ")
         yield replace(each, fix=f"Add {form(each.field)}{each.fix.removeprefix(ADD_IT)}") if added else each
 
 
 class ConfigError(ArealError):
-    """A job file that cannot be run. Holds the mistakes that were found, not only the first; of very many
-    `MOST_MISTAKES`, and how many there are."""
+    """A job file that cannot be run, with its mistakes. It has at most `MOST_MISTAKES` of them and their
+    number."""
 
     def __init__(self, source: str, mistakes: Iterable[Mistake], *, then: str = "") -> None:
         self.source = source

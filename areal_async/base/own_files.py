@@ -1,11 +1,12 @@
-"""Files and folders that are found, not made: nothing of another user's is trusted, nothing is waited for.
+"""Files and folders that this process did not create. It trusts no file of another user and never waits for a
+file.
 
-A path that was found may be anything: a link to elsewhere, a pipe that never answers, a folder that somebody
-else put there under the name of ours. What is read, deleted or run from such a path goes through here. What
-the user names on the command line is the user's own choice, and only has to be a regular file.
+A found path may be anything: a link to another place, a pipe without a writer, or another user's folder under
+our name. All code that reads, deletes or runs such a path uses this module. A path from the command line is
+the user's own choice, and must only be a regular file.
 
-A name that another process, host or store gave is joined to a folder of ours by `parts_of` and opened by
-`open_beneath`, nowhere else: it never leads out of the folder, and no link below the folder is followed.
+A name from another process, host or store is joined to a folder of ours only by `parts_of` and
+`open_beneath`. It cannot lead out of the folder, and no link below the folder is followed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from areal_async.base.errors import ArealError
 
 MAX_BYTES = 64 << 20
-PRIVATE_UMASK = 0o077  # The umask of every process of a run: nobody else may read what it writes
+PRIVATE_UMASK = 0o077  # umask of every process of a run: no other user may read its files
 
 
 class NotOurs(ArealError):
@@ -37,8 +38,10 @@ class NotOurs(ArealError):
 
 
 def open_regular(path: Path) -> int:
-    """Return a descriptor to read the regular file at `path`, or where its links lead. Raises OSError, also
-    for what is no regular file: opening a pipe would wait for its writer."""
+    """Return a descriptor to read the regular file at `path`, following links.
+
+    Raises `OSError`, also for a file that is not regular, because opening a pipe would wait for its writer.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -47,14 +50,17 @@ def open_regular(path: Path) -> int:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of the regular file at `path`, or where its links lead. Raises OSError."""
+    """Return the content of the regular file at `path`, following links. Raises `OSError`."""
     with os.fdopen(open_regular(path), "rb") as file:
         return file.read()
 
 
 def read_own(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the content of a file of ours. Raises OSError where it cannot be read, `NotOurs` where it is a
-    link, belongs to another user, or others may write to it; larger ones are refused as `NotOurs` too."""
+    """Return the content of a file of ours.
+
+    Raises `OSError` if it cannot be read. Raises `NotOurs` if it is a link, belongs to another user, others
+    may write to it, or it is larger than `max_bytes`.
+    """
     with os.fdopen(open_own(path), "rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -74,7 +80,8 @@ def open_own(path: Path) -> int:
 
 
 def check_own(fd: int, path: Path) -> None:
-    """Raise `NotOurs` unless the open file is a regular one of this user's that nobody else may write to."""
+    """Raise `NotOurs` unless the open file is regular, belongs to this user and no other user may write to
+    it."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise NotOurs(f"{path} is no regular file, so this project did not make it")
@@ -85,13 +92,13 @@ def check_own(fd: int, path: Path) -> None:
 
 
 class NotBeneath(ArealError, ValueError):
-    """A name from outside that is no plain relative path."""
+    """An outside name that is not a plain relative path."""
 
     restart_helps = False
 
 
 def parts_of(name: str) -> list[str]:
-    """Return the parts of a relative path that somebody else gave. Raises `NotBeneath` for any other text."""
+    """Return the parts of a relative path from outside. Raises `NotBeneath` for any other text."""
     parts = name.split("/")
     if "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise NotBeneath(f"{name[:200]!r} is no relative path without `.`, `..` and empty parts")
@@ -100,7 +107,7 @@ def parts_of(name: str) -> list[str]:
 
 @contextmanager
 def _parent_beneath(root: Path, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-    """Yield a descriptor of the folder that holds `name`, and the last part of the name."""
+    """Yield a descriptor of the folder that contains `name`, and the last part of the name."""
     *folders, last = parts_of(name)
     fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -117,8 +124,11 @@ def _parent_beneath(root: Path, name: str, *, make: bool = False) -> Iterator[tu
 
 
 def open_beneath(root: Path, name: str, flags: int = os.O_RDONLY) -> int:
-    """Open the regular file `name` below the folder `root`; with `O_CREAT` make it and its folders, for this
-    user alone. Raises `NotBeneath`, and OSError, also where a part of the name is a link or no folder."""
+    """Open the regular file `name` below the folder `root`.
+
+    `O_CREAT` creates the file and its folders, for this user alone. Raises `NotBeneath`. Raises `OSError`,
+    also if a part of the name is a link or not a folder.
+    """
     with _parent_beneath(root, name, make=bool(flags & os.O_CREAT)) as (folder, last):
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
         fd = os.open(last, flags, 0o600, dir_fd=folder)
@@ -129,8 +139,10 @@ def open_beneath(root: Path, name: str, flags: int = os.O_RDONLY) -> int:
 
 
 def append_beneath(root: Path, name: str, data: bytes) -> None:
-    """Append all of `data` or nothing to the file `name` below `root`. Raises as `open_beneath` does, and
-    OSError where the disk takes less."""
+    """Append all of `data` or nothing to the file `name` below `root`.
+
+    Raises the errors of `open_beneath`, and `OSError` if the disk is full.
+    """
     fd = open_beneath(root, name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     with os.fdopen(fd, "ab", buffering=0) as file:
         before = file.seek(0, os.SEEK_END)
@@ -140,8 +152,10 @@ def append_beneath(root: Path, name: str, data: bytes) -> None:
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o600, *, durable: bool = False) -> None:
-    """Replace the file `path`, so that readers see the old content or all of the new. A `durable` file is on
-    the disk when this returns. Raises OSError; nothing is left behind then."""
+    """Replace the file `path` atomically. Readers see the complete old or new content.
+
+    A `durable` file is on disk when this function returns. Raises `OSError`. An error leaves no file behind.
+    """
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
@@ -167,8 +181,10 @@ def sync(path: Path) -> None:
 
 
 def reserve(fd: int, size_bytes: int) -> None:
-    """Give the open file this size, with room for every byte. Raises OSError where there is none: a write
-    into a mapping of a file with holes would end the process instead, by SIGBUS."""
+    """Give the open file this size, with room for every byte. Raises `OSError` if there is no room.
+
+    Without the room, a write into a mapping of the file would end the process by SIGBUS.
+    """
     os.ftruncate(fd, size_bytes)
     if size_bytes:
         os.posix_fallocate(fd, 0, size_bytes)
@@ -177,9 +193,12 @@ def reserve(fd: int, size_bytes: int) -> None:
 def map_open(
     fd: int, at: int = 0, size_bytes: int | None = None, *, populate: bool = False
 ) -> mmap.mmap | bytes:
-    """Return what an open regular file has from byte `at`, a multiple of the page size, on: mapped, or read
-    where the file has holes. On a full file system in memory, even to read a hole through a mapping would end
-    the process by SIGBUS. Raises OSError, and ValueError for a part that reaches beyond the end."""
+    """Return the content of an open regular file from byte `at`, a multiple of the page size, on.
+
+    The content is mapped. A file with holes is read instead, because on a full file system in memory even
+    reading a hole through a mapping would end the process by SIGBUS. Raises `OSError`, and `ValueError` for a
+    range beyond the end.
+    """
     left = os.fstat(fd).st_size - at
     size = left if size_bytes is None else size_bytes
     if size > left:
@@ -197,19 +216,21 @@ def map_open(
 
 
 def map_path(path: Path) -> mmap.mmap | bytes:
-    """`map_open` of the regular file at `path`. Raises OSError."""
+    """Map the regular file at `path` as `map_open` does. Raises `OSError`."""
     with os.fdopen(open_regular(path), "rb") as file:
         return map_open(file.fileno())
 
 
 def rename_beneath(root: Path, name: str, new: str) -> None:
-    """Give the file `name` below `root` the name `new` in the same folder. Raises as `open_beneath` does."""
+    """Rename the file `name` below `root` to `new` in the same folder. Raises the errors of
+    `open_beneath`."""
     with _parent_beneath(root, name) as (folder, last):
         os.replace(last, new, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def remove_beneath(root: Path, name: str) -> None:
-    """Remove the file, link or folder `name` below `root`, if it exists. Raises as `open_beneath` does."""
+    """Remove the file, link or folder `name` below `root`, if it exists. Raises the errors of
+    `open_beneath`."""
     with suppress(FileNotFoundError), _parent_beneath(root, name) as (folder, last):
         if stat.S_ISDIR(os.stat(last, dir_fd=folder, follow_symlinks=False).st_mode):
             shutil.rmtree(last, ignore_errors=True, dir_fd=folder)
@@ -217,7 +238,7 @@ def remove_beneath(root: Path, name: str) -> None:
             os.unlink(last, dir_fd=folder)
 
 
-_FLOCK = struct.Struct("hhqqi0q")  # Linux' `struct flock` with 64-bit offsets
+_FLOCK = struct.Struct("hhqqi0q")  # `struct flock` of Linux with 64-bit offsets
 
 
 def _whole_file() -> bytes:
@@ -225,8 +246,10 @@ def _whole_file() -> bytes:
 
 
 def take_lock(fd: int) -> bool:
-    """Lock the open file for as long as it, or a copy of its descriptor, is open; return False where another
-    open file has the lock. `fd` must be writable."""
+    """Lock the open file while it, or a copy of its descriptor, is open.
+
+    Return False if another open file has the lock. `fd` must be writable.
+    """
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _whole_file())
     except BlockingIOError:
@@ -235,14 +258,15 @@ def take_lock(fd: int) -> bool:
 
 
 def is_locked(fd: int) -> bool:
-    """Return whether another open file has the lock. Takes no lock itself, even for a moment, so that whoever
-    wants the lock meanwhile gets it."""
+    """Return whether another open file has the lock.
+
+    This function never takes the lock, so it cannot get in the way of a process that wants the lock.
+    """
     return bool(_FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _whole_file()))[0] != fcntl.F_UNLCK)
 
 
 def is_own_folder(path: Path) -> bool:
-    """Return whether `path` is a folder of this user's, and no link to one, to which nobody else may
-    write."""
+    """Return whether `path` is a folder of this user (not a link) to which no other user may write."""
     try:
         found = path.lstat()
     except OSError:
@@ -255,7 +279,7 @@ def is_own_folder(path: Path) -> bool:
 
 
 def check_owner(folder: Path) -> None:
-    """Raise `NotOurs` where the existing `folder` belongs to another user."""
+    """Raise `NotOurs` if the existing `folder` belongs to another user."""
     owner = folder.stat().st_uid
     if owner != os.geteuid():
         raise NotOurs(
@@ -265,19 +289,20 @@ def check_owner(folder: Path) -> None:
 
 
 def close_folder(folder: Path) -> None:
-    """Make an existing `folder` of ours one that nobody else may enter. Raises `NotOurs` where it is not."""
+    """Remove other users' access to an existing `folder` of ours. Raises `NotOurs` if it is not ours."""
     check_owner(folder)
     if stat.S_IMODE(folder.stat().st_mode) & 0o077:
         folder.chmod(0o700)
 
 
-_umasks: list[int] = []  # The earlier umask, then one for each other thread that is in `private_files`
+_umasks: list[int] = []  # the earlier umask, then one entry for each other thread in `private_files`
 _umask_lock = threading.Lock()
 
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Make the files that this process creates meanwhile, on any thread, readable by its user alone."""
+    """Make all files that this process creates during the block private to its user. This affects all
+    threads."""
     with _umask_lock:
         _umasks.append(os.umask(PRIVATE_UMASK))
     try:

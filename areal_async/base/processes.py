@@ -1,12 +1,13 @@
-"""Child processes: the one kit with which every part starts, watches and ends the processes it needs.
+"""Child processes: the common tools to start, watch and end them.
 
-Promises: a child leads a session and a process group of its own, so that a Ctrl-C at the terminal does not
-reach it; what it started and did not detach is killed when it ends, however it ends; the kernel ends it when
-the thread that started it dies (see `guard.py`); its exit status is there once, and its process id cannot be
-another's while the kit uses it.
+Promises:
+- A child leads a session and a process group of its own, so Ctrl-C at the terminal does not reach it.
+- When a child ends for any reason, its own attached children are killed.
+- The kernel ends a child when the thread that started it dies (see `guard.py`).
+- The exit status of a child stays available, and its process id is not reused while this module uses it.
 
-`Restarts` decides, as a pure function of its `RestartPolicy` and the deaths so far, whether and after which
-pause one that died is started again.
+`Restarts` decides whether a dead process is restarted, and after which pause. It is a pure function of its
+`RestartPolicy` and the deaths so far.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ from areal_async.base.retry import doubled_s
 from areal_async.base.topology import ServicePlace
 
 RUN_VARIABLE = "AREAL_ASYNC_RUN"
-"""Environment variable that marks every process of a run, however it was started, with the run's id."""
+"""Environment variable that marks every process of a run with the run's id."""
 READY_LINE_LIMIT_BYTES = 4096
 GUARD = Path(__file__).with_name("guard.py")
 INCURABLE_STATUS = 1
-"""Exit status by which a service says that starting it again would not help (see `runtime/service.py`)."""
-MOST_FILES = 1 << 16  # What a process takes at most of the files that it may have open
+"""Exit status of a service that a restart would not help (see `runtime/service.py`)."""
+MOST_FILES = 1 << 16  # most open files that a process allows itself
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-GONE_LIMIT_S = 10.0  # The longest wait for a killed process: a kernel call of a driver may hold it
+GONE_LIMIT_S = 10.0  # longest wait for a killed process, which a kernel call of a driver may block
 
 OnOrphaned = Literal["terminate", "kill", "kill_group"]
-"""Action on a child whose parent died: SIGTERM, SIGKILL, or SIGKILL for its whole process group."""
+"""Action on a child whose parent has died: SIGTERM, SIGKILL, or SIGKILL for its whole process group."""
 
 
 class ChildProcess:
     """A started process.
 
-    `environment` None means ours. `output` is the file to which standard output and error are appended, or
-    the descriptor that takes them; None discards them. `given` is written to its standard input, which is
-    then closed. With a `ready_option` the child is given that option with a descriptor, to which it writes
-    one line of JSON when it is ready (see `ready_report`). Raises OSError when no process can be started; a
-    command that does not exist ends with status 127.
+    If `environment` is None, the child inherits ours. Standard output and error go to `output`: a file to
+    append to, a descriptor, or None to discard them. `given` is written to its standard input, which is then
+    closed. With a `ready_option` the child gets that option with a descriptor. It writes one line of JSON
+    there when it is ready (see `ready_report`). Raises `OSError` if no process can be started. A missing
+    command ends with status 127.
     """
 
     def __init__(
@@ -101,11 +102,14 @@ class ChildProcess:
                 os.close(fd)
         self.pid = self._popen.pid
         if self._popen.stdin is not None:
-            with suppress(BrokenPipeError), self._popen.stdin as stdin:  # it has ended: its output says why
+            with (
+                suppress(BrokenPipeError),
+                self._popen.stdin as stdin,
+            ):  # the child has exited; its output gives the reason
                 stdin.write(given)
 
     def ready_report(self) -> dict[str, Any] | None:
-        """Return the report of the child once it is ready; None until then. Never blocks."""
+        """Return the child's report once it is ready, or None. Never blocks."""
         if self._ready_fd is not None:
             with suppress(BlockingIOError):
                 self._ready_line += os.read(self._ready_fd, READY_LINE_LIMIT_BYTES)
@@ -114,9 +118,10 @@ class ChildProcess:
         return report
 
     def poll(self) -> int | None:
-        """Return the exit status once the child has ended: as of subprocess, negative for a signal."""
+        """Return the exit status once the child has ended, or None. Negative values are signals, as in
+        subprocess."""
         if self._status is None:
-            # Its group is killed before it is reaped: until then no other group can have its number.
+            # The group is killed before the child is reaped. Until then no other group can get its number.
             over = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if over is not None:
                 self.kill()
@@ -128,24 +133,24 @@ class ChildProcess:
         return self.poll() is None
 
     def terminate(self) -> None:
-        """Ask the child, not its group, to end: it ends its own helpers in its own order."""
+        """Send SIGTERM to the child but not to its group. The child ends its own helpers in its own order."""
         if self._status is None:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the child and everything in its process group. Safe to repeat."""
+        """Kill the child and its process group. A repeated call is harmless."""
         if self._status is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def join(self) -> int:
         """Block until the child has ended, and return its exit status."""
-        with suppress(ChildProcessError):  # reaped by another thread
+        with suppress(ChildProcessError):  # another thread has reaped it
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         return self._ended()
 
     async def wait(self) -> int:
-        """Wait for the child's end, and return its exit status."""
+        """Wait until the child has ended, and return its exit status."""
         if (status := self.poll()) is not None:
             return status
         ended, loop, fd = asyncio.Event(), asyncio.get_running_loop(), os.pidfd_open(self.pid)
@@ -163,8 +168,10 @@ class ChildProcess:
         return status
 
     async def stop(self, grace_s: float = 0.0) -> int | None:
-        """Ask the child to end, kill its group after `grace_s` (0: at once), and return its exit status; None
-        where it is not gone `GONE_LIMIT_S` after the kill."""
+        """Terminate the child, kill its group after `grace_s` (0: at once), and return its exit status.
+
+        Return None if the child still exists `GONE_LIMIT_S` after the kill.
+        """
         if grace_s > 0:
             self.terminate()
             with suppress(TimeoutError):
@@ -175,15 +182,18 @@ class ChildProcess:
         return None
 
     def close(self) -> None:
-        """Close the descriptor for readiness. Safe to repeat."""
+        """Close the descriptor for readiness. A repeated call is harmless."""
         fd, self._ready_fd = self._ready_fd, None
         if fd is not None:
             os.close(fd)
 
 
 def raise_file_limit() -> None:
-    """Let this process, and those that it starts, have as many files open as they may: a head has about ten
-    for each service of its run, a front one for each client, and the limit to begin with is often 1024."""
+    """Raise the limit on open files of this process and its children to the allowed maximum.
+
+    A head needs about ten files for each service of its run, and a front needs one for each client. The
+    initial limit is often 1024.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -197,9 +207,9 @@ def start_service(
     environment: Mapping[str, str],
     pass_fds: Sequence[int] = (),
 ) -> ChildProcess:
-    """Start a service of a run; its readiness report names its `metrics_port`."""
+    """Start a service of a run. Its readiness report contains its `metrics_port`."""
     return ChildProcess(
-        # -P: a folder of the user's that is called like a service must not stand in for it.
+        # -P prevents that a user's folder with a service's name is imported instead.
         [sys.executable, "-P", "-m", place.module, *service_arguments(place, topology)],
         environment=environment,
         output=log_path,
@@ -209,14 +219,17 @@ def start_service(
 
 
 def service_arguments(place: ServicePlace, topology: Path) -> list[str]:
-    """Return the command-line arguments of the module of a service."""
+    """Return the command-line arguments of a service's module."""
     return ["--topology", str(topology), "--name", place.name]
 
 
 def service_environment(run_id: str, threads: int) -> dict[str, str]:
-    """Return the environment of a service: ours, the run's mark, the number of native threads and, unless
-    ours says otherwise, the number of arenas of the C library's allocator. By itself it takes up to eight a
-    core, and what one thread has freed in its arena no other thread uses."""
+    """Return the environment of a service: ours, the run's mark, the thread count and an allocator limit.
+
+    The limit is the number of arenas of the C library's allocator, unless our environment already sets it. By
+    default there are up to eight arenas per core, and memory freed in one arena is not reused by other
+    threads.
+    """
     ours = {
         RUN_VARIABLE: run_id,
         "PYTHONUNBUFFERED": "1",
@@ -229,7 +242,7 @@ def service_environment(run_id: str, threads: int) -> dict[str, str]:
 
 
 def kill_processes_of(run_id: str) -> list[int]:
-    """Kill every process of this user that carries the run's id, wherever it has gone; return their pids."""
+    """Kill every process of this user that carries the run's id, and return the pids."""
     killed = []
     for process in _marked(run_id.__eq__):
         with suppress(psutil.Error):
@@ -239,40 +252,42 @@ def kill_processes_of(run_id: str) -> list[int]:
 
 
 def processes_of(run_id: str) -> list[psutil.Process]:
-    """Return the processes of this user that carry the run's id, alone or with a name."""
+    """Return the processes of this user that carry the run's id, with or without a name after it."""
     return list(_marked(lambda mark: mark.partition(".")[0] == run_id))
 
 
 def _marked(wanted: Callable[[str], bool]) -> Iterator[psutil.Process]:
-    """Yield the other processes of this user whose mark is wanted."""
+    """Yield the other processes of this user with a wanted mark."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.uids().real != os.getuid():
-                continue  # root may read everybody's environment
+                continue  # root may read the environment of other users' processes
             if process.pid != os.getpid() and wanted(process.environ().get(RUN_VARIABLE, "")):
                 yield process
 
 
 def start_of(pid: int) -> str:
-    """Return the start of process `pid` as text that no other process has or will have: the boot, and the
-    clock ticks from it to the start (proc_pid_stat(5)). Setting the clock changes neither. Raises
-    `ProcessLookupError` where there is no such process, or only what a parent has not yet reaped of it."""
+    """Return the start of process `pid` as a text that no other process has.
+
+    It consists of the boot and the clock ticks from the boot to the start (proc_pid_stat(5)). Setting the
+    clock does not change it. Raises `ProcessLookupError` if the process does not exist or is a zombie.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except FileNotFoundError:
         raise ProcessLookupError(f"there is no process {pid}") from None
-    state, *fields = stat.rpartition(") ")[2].split()  # from the third on
+    state, *fields = stat.rpartition(") ")[2].split()  # from the third field on
     if state in "ZX":
         raise ProcessLookupError(f"process {pid} has ended")
     return f"{BOOT_ID.read_text().strip()} {fields[18]}"
 
 
 SHM_FULL = "most likely shared memory is full: `df -h -t tmpfs`"
-"""Cause of nearly every SIGBUS: a page of a mapped file for which there is no room."""
+"""Most common cause of a SIGBUS: a page of a mapped file without room."""
 
 
 def exit_text(status: int) -> str:
-    """Return an exit status in words: `ended with status 1`, `was killed by SIGKILL`."""
+    """Return an exit status as a text: `ended with status 1`, `was killed by SIGKILL`."""
     if status == 128 + signal.SIGTERM:
         return "ended in order because something outside the run sent it a signal"
     if status == os.EX_TEMPFAIL:
@@ -288,15 +303,14 @@ def exit_text(status: int) -> str:
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Deaths of one process that are survived (`limit` within `window_s`), and the pauses after them."""
+    """A limit on deaths of one process (`limit` within `window_s`), and the pauses after them."""
 
     limit: int
     window_s: float = 300.0
     first_pause_s: float = 0.5
     longest_pause_s: float = 30.0
     steady_s: float = 10.0
-    """A process that served so long before it died was well: it is not dying in a loop, and starts again at
-    once."""
+    """Seconds of service after which a death is not part of a crash loop, so the process restarts at once."""
 
 
 NO_RESTARTS = RestartPolicy(limit=0)
@@ -304,15 +318,17 @@ NO_RESTARTS = RestartPolicy(limit=0)
 
 @dataclass
 class Restarts:
-    """The deaths of one process under a policy. Times are of one monotonic clock."""
+    """The deaths of one process under a policy. All times are from one monotonic clock."""
 
     policy: RestartPolicy
-    deaths_s: list[float] = field(default_factory=list)  # When it died, within the policy's window
-    early: int = 0  # Deaths in a row that came before it had served for `policy.steady_s`
+    deaths_s: list[float] = field(default_factory=list)  # times of its deaths within the policy's window
+    early: int = 0  # consecutive deaths before it had served for `policy.steady_s`
 
     def died(self, now_s: float, *, served_s: float | None = None, status: int | None = None) -> float | None:
-        """Count a death of the process, which served since `served_s` (None: it did not) and ended with
-        `status`. Returns the seconds to wait before it is started again; None: give up."""
+        """Count a death and return the seconds before the restart, or None to give up.
+
+        The process had served since `served_s` (None: it had not) and ended with `status`.
+        """
         self.deaths_s = [at_s for at_s in self.deaths_s if now_s - at_s < self.policy.window_s] + [now_s]
         steady = served_s is not None and now_s - served_s >= self.policy.steady_s
         self.early = 0 if steady else self.early + 1

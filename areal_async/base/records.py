@@ -8,7 +8,7 @@ import msgspec
 
 
 class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of metrics.jsonl that is shown, with what is shown of it; a kind has not all of the fields."""
+    """A shown line of metrics.jsonl, with its shown fields. Not every kind has all fields."""
 
     kind: Literal["step", "sft", "preference", "reward_model", "evaluation", "self_check", "resume"]
     time_s: float | None = None
@@ -18,7 +18,7 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: int = 0
     loss: float | None = None
     reward_mean: float | None = None
-    wait_s: float = 0.0  # Seconds of the step that the trainer waited for its batch
+    wait_s: float = 0.0  # seconds of the step that the trainer waited for its batch
     staleness_mean: float | None = None
     staleness_max: int | None = None
     accuracy: float | None = None
@@ -32,12 +32,12 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def done(self) -> int:
-        """Steps finished by then: an RL step is named by the version that it starts from."""
+        """Number of finished steps. An RL step is named by the version that it starts from."""
         return self.step + (self.kind == "step")
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Ends of the interval of an evaluation's accuracy, where it has one."""
+        """Interval of an evaluation's accuracy (low, high), or None."""
         match self.mean:
             case [_, float(low), float(high)]:
                 return low, high

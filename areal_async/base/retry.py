@@ -1,7 +1,7 @@
 """Pauses between tries, and a loop of tries within a deadline.
 
-Pauses double from try to try and are by chance up to half shorter, so that many who wait for one server do
-not return together. Clock, sleep and chance are the caller's.
+The pause doubles after each try. It is shortened at random by up to half, so that many clients of one server
+do not return together. The caller supplies clock, sleep and random numbers.
 """
 
 from __future__ import annotations
@@ -20,24 +20,28 @@ T = TypeVar("T")
 
 
 def doubled_s(tries: int, first_s: float = FIRST_REST_S, longest_s: float = LONGEST_REST_S) -> float:
-    """Return the bound of the pause after `tries` failures: it doubles with each, from `first_s` on."""
+    """Return the longest pause after `tries` failures. It starts at `first_s` and doubles with each
+    failure."""
     return min(longest_s, first_s * 2.0 ** min(tries - 1, 30))
 
 
 def pause_s(
     tries: int, rng: random.Random, *, first_s: float = FIRST_REST_S, longest_s: float = LONGEST_REST_S
 ) -> float:
-    """Return the seconds before the try that follows `tries` failed ones (at least 1): half of a bound that
-    doubles, up to all of it."""
+    """Return the seconds before the next try after `tries` failed tries (at least 1).
+
+    The pause is random, between half of a doubling bound and the bound itself.
+    """
     return doubled_s(tries, first_s, longest_s) * rng.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True)
 class Tries:
-    """A rule for asking an unavailable server again: for how long, and whom to inform meanwhile.
+    """A rule for retrying an unavailable server: the time limit, and the callbacks meanwhile.
 
-    `away` is called with the error of each failed try after which another follows, `back` once if one that
-    had failed was answered in the end. Both may be called from any thread."""
+    `away` is called with the error of each failed try before the next try. `back` is called once if a retry
+    succeeds. Any thread may call both.
+    """
 
     limit_s: float
     away: Callable[[Exception], None] = lambda error: None
@@ -48,8 +52,10 @@ class Tries:
     rng: random.Random = field(default_factory=random.Random)
 
     def run(self, work: Callable[[], T], is_passing: Callable[[Exception], bool]) -> T:
-        """Return the result of `work`, which is repeated while its errors may pass and time is left. Raises
-        the last error."""
+        """Return the result of `work`. It is repeated while `is_passing(error)` holds and time is left.
+
+        Raises the last error.
+        """
         deadline_s = self.clock() + self.limit_s
         for tries in itertools.count(1):
             try:

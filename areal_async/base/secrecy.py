@@ -1,7 +1,7 @@
-"""The rule for what is a secret, one for every log, error, page, report and logger.
+"""The rule for secrets in every log, error, page, report and logger.
 
-A job file holds no secrets by design, and is recorded and shown: what may be one all the same is left out of
-whatever others than its author see. A list of names is never complete, so text is hidden by where it stands.
+A job file has no secrets by design, and it is recorded and shown. Possible secrets are still removed from
+everything that other people see. A list of names is never complete, so texts are hidden by their place.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 HIDDEN = "…"
-"""Text that is shown in the place of one that may be a secret."""
+"""Text that replaces a possible secret."""
 _SECRET_NAME = re.compile(
     r"secret|passw|passphrase|credential|cookie|bearer|signature|session|private|token(?!s)|apikey|"
     r"(?<![a-z])(auth[a-z]*|pass|pwd|pat|dsn|sig|keys?|certs?|otp|pin|logins?|headers?|env)(?![a-z])",
@@ -22,18 +22,18 @@ _SECRET_TEXT = re.compile(
     r"(?<![\w/.+-])(?=[\w+=-]*[0-9])(?=[\w+=-]*[A-Za-z])[\w+=-]{32,}(?![\w/.+-])",
     re.IGNORECASE,
 )
-_LOGIN = re.compile(r"(?<=://)[^/?#\s\"]*@")  # up to the last @: a password may hold one
+_LOGIN = re.compile(r"(?<=://)[^/?#\s\"]*@")  # up to the last @, because a password may contain one
 _IN_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^&#\s\"]+)")
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Return whether a text may be a secret, by its name or by its own form. Numbers never are."""
+    """Return whether a text may be a secret, by its name or by its form. Numbers never are."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     return isinstance(value, str) and bool(_SECRET_NAME.search(words) or _SECRET_TEXT.search(value))
 
 
 def without_logins(text: str) -> str:
-    """Return the text, without user, password and what else may be a secret in each of its URLs."""
+    """Return the text without user, password and other possible secrets in its URLs."""
     if "://" not in text:
         return text
     text = _LOGIN.sub(f"{HIDDEN}@", text) if "@" in text else text
@@ -41,12 +41,13 @@ def without_logins(text: str) -> str:
 
 
 def shown(content: Mapping[str, Any], section: Any) -> dict[str, Any]:
-    """Return a section's values as others than its author may see them: no text that may be a secret.
+    """Return a section's values for people other than the author, without texts that may be secrets.
 
-    `section` is the configuration section that declares the fields: these hold no secret by design, and are
-    shown unless `is_secret` says otherwise. Text in a mapping of any content, such as the arguments of a
-    part, may be anything and is never shown; for such a mapping `section` is None. Numbers, switches and
-    nulls are always shown."""
+    `section` is the configuration section that declares the fields. Declared fields have no secret by design
+    and are shown unless `is_secret` returns True. A text in a mapping with free content, such as the
+    arguments of a part, is never shown. `section` is None for such a mapping. Numbers, switches and nulls are
+    always shown.
+    """
     found: dict[str, Any] = {}
     for name, value in content.items():
         info = section.model_fields.get(name) if section is not None else None
@@ -71,5 +72,5 @@ def _shown(name: str, value: Any, inner: Any, declared: bool) -> Any:
 
 
 def types_of(annotation: Any) -> tuple[Any, ...]:
-    """Return a field's type, and those in it."""
+    """Return the types within an annotation."""
     return (annotation, *(each for inner in get_args(annotation) for each in types_of(inner)))

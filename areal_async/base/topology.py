@@ -1,8 +1,8 @@
-"""Who runs where: for every process of a run its host, endpoints and interfaces.
+"""The hosts, endpoints and interfaces of every process of a run.
 
-A launcher makes the topology and writes it to a file on each host; it is the only source of addresses. While
-the run lives workers are added to it and taken out, and a process that is started again on another host has
-new endpoints: the supervisor tells them to whoever needs them (`runtime/status.py`).
+A launcher makes the topology and writes it to a file on each host. The topology is the only source of
+addresses. During a run, workers join and leave it, and a process that restarts on another host gets new
+endpoints. The supervisor sends changes to the processes that need them (`runtime/status.py`).
 """
 
 from __future__ import annotations
@@ -16,40 +16,43 @@ import msgspec
 Role = Literal["buffer", "rollout", "evaluator", "reward", "trainer"]
 
 GUEST_NAME = re.compile(r"rollout-([a-z0-9][a-z0-9-]{0,15})")
-"""Names of rollout workers, also of those that the supervisor has not started."""
+"""Names of rollout workers, including workers that the supervisor has not started."""
 
 
 class RunHost(msgspec.Struct, frozen=True):
-    """One host of a run. The folders are absolute paths on it, and this user's alone."""
+    """One host of a run. The folders are absolute paths on the host and private to this user."""
 
     node_id: str
     address: str
-    """IP address at which the run's processes on other hosts reach it; the loopback address where there are
+    """IP address at which the run's processes on other hosts reach this host, or loopback if there are
     none."""
     loopback: str
-    """IP address at which nobody but its own processes reach it."""
+    """IP address that only processes of the same host can reach."""
     run_dir: str
-    """Folder of all that outlives the run's processes here. On the home host it is the run's folder."""
+    """Folder for everything that outlives the run's processes on this host.
+
+    On the home host it is the run's folder.
+    """
     socket_dir: str
-    """Unix sockets, locks and keys: a short path, removed when the run ends."""
+    """Folder of Unix sockets, locks and keys. Its path is short, and it is removed when the run ends."""
     shm_dir: str
-    """Files in shared memory, removed when the run ends."""
+    """Folder in shared memory, removed when the run ends."""
     local: str
-    """Prefix of endpoints that only this host reaches; a name of the run's follows."""
+    """Prefix of endpoints that only this host reaches. A name from the run follows it."""
 
     def local_endpoint(self, name: str) -> str:
-        """Return the endpoint of that name on this host."""
+        """Return the endpoint with this name on this host."""
         return self.local + name
 
 
 class OnHost:
-    """The folders of `host` as paths, for whatever runs there."""
+    """The folders of `host` as paths, for processes on that host."""
 
     host: RunHost
 
     @property
     def run_dir(self) -> Path:
-        """Everything that outlives a process of the run here."""
+        """Folder for everything that outlives a process of the run on this host."""
         return Path(self.host.run_dir)
 
     @property
@@ -62,18 +65,18 @@ class OnHost:
 
 
 class ServicePlace(msgspec.Struct, frozen=True):
-    """One process of the run: its name, what it is, how it is started, where it is asked and watched."""
+    """One process of the run: its name, role, start command and endpoints."""
 
     name: str
     role: Role
     index: int
     module: str
-    metrics_port: int  # 0: the process picks a free one and reports it when ready
-    node_id: str = ""  # Empty: it has no host yet
-    status: str = ""  # Endpoint at which it says how it is
-    chunks: str = ""  # Endpoint at which it serves snapshots to other hosts; empty: any port of its host
-    gpus_of_its_own: bool = False  # Whether it sees the GPUs that it was given, and no others
-    policy: str = ""  # Whose trainer it is, in a job of several policies
+    metrics_port: int  # 0: the process picks a free port and reports it when ready
+    node_id: str = ""  # empty: it has no host yet
+    status: str = ""  # endpoint of its status
+    chunks: str = ""  # endpoint at which it serves snapshots to other hosts; empty: any port of its host
+    gpus_of_its_own: bool = False  # whether it sees only the GPUs that it was given
+    policy: str = ""  # the policy of this trainer, in a job of several policies
 
     @property
     def is_first(self) -> bool:
@@ -82,8 +85,8 @@ class ServicePlace(msgspec.Struct, frozen=True):
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """The processes of a run, their hosts, and the servers that they share. `job` is the resolved job file as
-    JSON values."""
+    """The processes of a run, their hosts, and their shared servers. `job` is the resolved job file as JSON
+    values."""
 
     run_id: str
     home: str
@@ -91,16 +94,16 @@ class Topology(msgspec.Struct, frozen=True):
     hosts: dict[str, RunHost]
     services: list[ServicePlace]
     control: str
-    """Endpoint of the supervisor: its control socket, and where records of the run go."""
+    """Endpoint of the supervisor, for orders and for records of the run."""
     buffer: str
     weights: str
     job: dict[str, object]
     publishers: dict[str, str] = {}
-    """Endpoints of the trainers' publishers by policy, in a job of several; they replace `weights`."""
+    """Endpoints of the trainers' publishers by policy, in a job of several. They replace `weights`."""
 
     @classmethod
     def read(cls, path: Path) -> Topology:
-        """Raises OSError or ValueError when the file is none."""
+        """Return the topology in a file. Raises `OSError` or `ValueError` if the file is invalid."""
         return msgspec.json.decode(path.read_bytes(), type=cls)
 
     @property
@@ -108,9 +111,10 @@ class Topology(msgspec.Struct, frozen=True):
         return self.hosts[self.home]
 
     def place(self, name: str) -> ServicePlace:
-        """Return the place of the process called `name`. A rollout worker that nobody has placed may join
-        from the home host by a name that is not known: `rollout-` and something. Raises KeyError for any
-        other."""
+        """Return the place of the process `name`. Raises `KeyError` for an unknown name.
+
+        An unknown rollout worker may join from the home host under a name with the prefix `rollout-`.
+        """
         for place in self.services:
             if place.name == name:
                 return place

@@ -1,7 +1,7 @@
-"""Results of scoring. Every request to score ends in exactly one verdict; only a `Score` is a reward.
+"""Results of scoring. Every scoring request ends in exactly one verdict, and only a `Score` is a reward.
 
-A model must not be able to choose that it is not judged. So each failure says whose fault it was, and one
-that is the answer's own counts as a score (`settled`).
+A model must not be able to avoid its judgement. Each failure therefore names the side at fault. A failure by
+the answer's own fault counts as a score (`settled`).
 """
 
 from __future__ import annotations
@@ -15,24 +15,28 @@ VerdictKind = Literal["score", "timeout", "error", "abstain"]
 
 
 class FaultOf(StrEnum):
-    """The side at fault for something that could not be judged."""
+    """The side at fault for a failed judgement."""
 
     ANSWER = "answer"
-    """The answer's own: another answer to the same task would have been judged. Scored
-    `reward.on_fault.score`."""
+    """The answer's own fault: another answer to the same task would have been judged.
+
+    The episode gets the score `reward.on_fault.score`.
+    """
     INFRASTRUCTURE = "infrastructure"
-    """Anything else, a bug of the reward or of the workflow included: no score, and tried again."""
+    """Any other cause, including a bug of the reward or the workflow. The episode has no score and is tried
+    again."""
 
 
 class Parts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Rewards of parts of an episode, beside the episode's own."""
+    """Rewards of parts of an episode, beside the episode's own reward."""
 
     segments: dict[int, float] = {}
-    """The rewards of segments, by their index in the episode."""
+    """Rewards of segments, by their index in the episode."""
     agents: dict[str, float] = {}
-    """The rewards of agents, by name."""
+    """Rewards of agents, by name."""
     units: list[float] = []
-    """One for each unit of the episode, in its order; those of units that nobody sampled are ignored."""
+    """One reward for each unit of the episode, in order. Rewards of units that no policy sampled are
+    ignored."""
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -40,18 +44,20 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Score(Outcome, frozen=True, tag="score"):
-    """Scoring succeeded: `value` is the episode's reward; `components` names its parts."""
+    """A successful score. `value` is the episode's reward, and `components` are its named parts."""
 
     value: float
     components: dict[str, float] = {}
     parts: Parts | None = None
     sandbox: str = ""
-    """The isolation that untrusted code ran in; empty where none ran."""
+    """Isolation of the untrusted code that ran, or empty if none ran."""
     detail: str = ""
-    """One line on what else is worth knowing, such as a module that a program could not import."""
+    """One line of further information, such as a module that a program could not import."""
     at_fault: str = ""
-    """Why the answer could not be judged, where that was its own fault, as `kind: message`; `value` is then
-    `reward.on_fault.score`."""
+    """Reason why the answer could not be judged, by its own fault, as `kind: message`.
+
+    `value` is then `reward.on_fault.score`.
+    """
 
 
 class Timeout(Outcome, frozen=True, tag="timeout"):
@@ -62,7 +68,10 @@ class Timeout(Outcome, frozen=True, tag="timeout"):
 
 
 class Failure(Outcome, frozen=True, tag="error"):
-    """The reward raised, died, or could not judge the answer. A score only where `fault` is the answer."""
+    """The reward raised an error, died, or could not judge the answer.
+
+    It counts as a score only if `fault` is the answer.
+    """
 
     kind: str
     message: str
@@ -85,15 +94,15 @@ def kind_of(verdict: Verdict) -> VerdictKind:
 
 
 def settled(verdict: Verdict, score: float) -> Verdict:
-    """The verdict that counts: a failure by the answer's own fault is a score of `score`."""
+    """Return the final verdict. A failure by the answer's own fault becomes a score of `score`."""
     if isinstance(verdict, Failure) and verdict.fault is FaultOf.ANSWER:
         return Score(score, sandbox=verdict.sandbox, at_fault=f"{verdict.kind}: {verdict.message}")
     return verdict
 
 
 def message_of(verdict: Verdict) -> str:
-    """Return the reason of a verdict that is no score or of an answer at fault, or the detail of a score, on
-    one line."""
+    """Return the reason of a verdict without a score or of an answer at fault, or a score's detail, as one
+    line."""
     match verdict:
         case Timeout():
             text = f"no answer within {verdict.limit_ms / 1000:g} s"

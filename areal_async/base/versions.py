@@ -6,13 +6,13 @@ import re
 
 import msgspec
 
-POLICY = "policy"  # Name of the one policy of a job that names none
-POLICY_NAME = r"[a-z0-9][a-z0-9_-]{0,31}"  # Pattern of a policy's name
+POLICY = "policy"  # name of the only policy if the job names none
+POLICY_NAME = r"[a-z0-9][a-z0-9_-]{0,31}"  # pattern of a policy's name
 _LABEL = re.compile(rf"({POLICY_NAME})-e(0|[1-9][0-9]*)-v(0|[1-9][0-9]*)")
 
 
 class VersionTag(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
-    """Identity of a snapshot: the policy it is of, its trainer's epoch, and the steps behind the weights."""
+    """Identity of a snapshot: its policy, its trainer's epoch, and the number of steps behind its weights."""
 
     policy: str
     epoch: int
@@ -25,7 +25,7 @@ class VersionTag(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
 
     @classmethod
     def parse(cls, label: str) -> VersionTag:
-        """Return the inverse of `label`. Raises ValueError for a text that is none."""
+        """Return the inverse of `label`. Raises `ValueError` for an invalid text."""
         match = _LABEL.fullmatch(label)
         if match is None:
             raise ValueError(f"{label!r} names no version of a policy's weights, such as policy-e1-v7")

@@ -1,7 +1,7 @@
-"""Reading YAML strictly: a key given twice is a mistake, and `1e-5` is a number.
+"""Strict reading of YAML. A duplicate key is a mistake, and `1e-5` is a number.
 
-How deep and large data of others is, aliases followed, is counted before anything is made of it: what reads
-it further goes one call deeper for each level.
+The depth and size of outside data, with aliases expanded, are checked before any object is built. Later
+readers recurse once for each level.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import yaml
 
 from areal_async.base.mistakes import ConfigError, Mistake
 
-MOST_BYTES = 4 << 20  # The largest YAML file that is read
-MOST_LEVELS = 32  # Levels of lists and mappings in one another
-MOST_NODES = 200_000  # Values in one structure, each counted as often as it is referred to
+MOST_BYTES = 4 << 20  # largest YAML file that is read
+MOST_LEVELS = 32  # nested levels of lists and mappings
+MOST_NODES = 200_000  # values in one structure, each counted once per reference
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys, levels above `MOST_LEVELS` and values above `MOST_NODES`, and
-    reads exponents without a dot (YAML 1.2) as floats."""
+    """A SafeLoader that refuses duplicate keys and too large structures, and reads `1e-5` as a float.
+
+    The limits are `MOST_LEVELS` levels and `MOST_NODES` values. Exponents without a dot follow YAML 1.2.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._path: list[str] = []
-        self._shapes: dict[yaml.Node, tuple[int, int]] = {}  # Values and levels in each node that is whole
+        self._shapes: dict[yaml.Node, tuple[int, int]] = {}  # values and levels in each complete node
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node. An alias counts as what it stands for: a few lines can stand for more than any
-        machine holds."""
+        """Compose a node. An alias counts like its target, because a few lines can stand for huge data."""
         is_alias = self.check_event(yaml.AliasEvent)
         self._path.append(index.value[:40] if isinstance(index, yaml.ScalarNode) else "")
         self._check_shape(0, 0)
@@ -42,7 +43,7 @@ class _StrictLoader(yaml.SafeLoader):
             is_one = isinstance(node, yaml.ScalarNode)
             self._shapes[node] = 1 + sum(nodes for nodes, _ in inside), 0 if is_one else levels
         if node is not None:
-            # An alias inside what it stands for has no end.
+            # An alias inside its own target has no end.
             self._check_shape(*self._shapes.get(node, (0, MOST_LEVELS + 1)))
         self._path.pop()
         return node
@@ -70,7 +71,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _as_int(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
-    """YAML 1.1 takes 010 for 8, and 1:30 for 90."""
+    """Return a decimal integer. Refuses 010 and 1:30, which YAML 1.1 reads as 8 and 90."""
     value: int = loader.construct_yaml_int(node)
     text = node.value.replace("_", "").lstrip("+-")
     if ":" in text or (text[0] == "0" and text[1:].isdigit()):
@@ -91,7 +92,7 @@ def _below(node: yaml.Node) -> list[yaml.Node]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes what `_StrictLoader` would otherwise read as a number."""
+    """A SafeDumper that quotes texts that `_StrictLoader` would read as numbers."""
 
 
 for _kind in (_StrictLoader, _Dumper):
@@ -103,14 +104,15 @@ for _kind in (_StrictLoader, _Dumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """Return one YAML document as plain values. Raises yaml.YAMLError, with the field that is nested too
-    deep."""
+    """Return one YAML document as plain values. Raises `yaml.YAMLError` with the field that is nested too
+    deeply."""
     return yaml.load(text, Loader=_StrictLoader)
 
 
 def dump_yaml(value: Any) -> str:
     """Return plain values as a YAML document that `parse_yaml` reads as the same values."""
-    # Not `allow_unicode`: PyYAML would write some line separators in a way that it reads as blanks.
+    # `allow_unicode` is not set, because PyYAML would write some line separators so that it reads them as
+    # blanks.
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=110)
 
 
@@ -121,7 +123,7 @@ _UNREADABLE: Mapping[type[OSError], tuple[str, str]] = {
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping that a YAML file holds. Raises `ConfigError`, naming the line of a syntax error."""
+    """Return the mapping in a YAML file. Raises `ConfigError` with the line of a syntax error."""
     source = str(path)
     try:
         with path.open("rb") as file:
@@ -156,7 +158,7 @@ def _how_to_mend(error: yaml.YAMLError) -> str:
 
 
 def syntax_problem(error: yaml.YAMLError) -> str:
-    """Return the text of a YAML error on one line, with the place."""
+    """Return the text of a YAML error on one line, with its position."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
@@ -168,8 +170,11 @@ def _refused(source: str, problem: str, fix: str) -> ConfigError:
 
 
 def half_character(value: Any) -> str | None:
-    """Return the dotted path of the first text or key that UTF-8 cannot hold: one with half of a surrogate
-    pair, as a text has that was cut within an escape such as `\\ud83d\\ude00`. None if all can be written."""
+    """Return the dotted path of the first text or key that UTF-8 cannot encode, or None.
+
+    Such a text has half of a surrogate pair, for example if it was cut within an escape such as
+    `\\ud83d\\ude00`.
+    """
     inner: Iterable[tuple[str, Any]] = ()
     if isinstance(value, str):
         try:
@@ -187,8 +192,10 @@ def half_character(value: Any) -> str | None:
 
 
 def too_nested(value: Any) -> str | None:
-    """Return the dotted path of the first place that lies deeper than `MOST_LEVELS`, or at which there are
-    more than `MOST_NODES` values; None where all is well. A structure that holds itself is too deep."""
+    """Return the dotted path of the first place that breaks `MOST_LEVELS` or `MOST_NODES`, or None.
+
+    A structure that contains itself is too deep.
+    """
     nodes = 0
 
     def look(value: Any, path: tuple[str, ...]) -> str | None:

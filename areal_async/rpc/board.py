@@ -1,4 +1,4 @@
-"""The status of this process, which its services fill and its control server reports."""
+"""The status of this process, which its services update and its control server reports."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from areal_async.base.metrics import busy
 from areal_async.base.records import RunRecord
 from areal_async.rpc.control_messages import ServiceFigures, ServiceState, ServiceStatus
 
-SILENT_S = 5.0  # A service that serves, and has not answered so long, is held up
-MAX_RECORDS = 64  # Reported at most; a reader that asks less often misses some
+SILENT_S = 5.0  # seconds without an answer after which a service counts as held up
+MAX_RECORDS = 64  # most reported records; a slow reader misses some
 NOTICE_FIELDS = ("kind", "edge", "detail", "reason", "message", "group_id", "error")
-"""Fields of a log record that a notice repeats."""
+"""Fields of a log record that a notice contains."""
 
 
 class StatusBoard:
-    """The status that this process reports of itself. Any thread may write."""
+    """The status of this process. Any thread may write it."""
 
     def __init__(self) -> None:
-        self.draining = False  # Whether it finishes what it has and takes nothing more
-        self.threads = 0  # CPU threads that it was told to compute with; 0: it was told none
-        self.figures: Callable[[], ServiceFigures] = ServiceFigures  # Counts its work when it is asked
+        self.draining = False  # whether the process finishes its current work and accepts no more
+        self.threads = 0  # ordered number of CPU threads for computing, or 0 without an order
+        self.figures: Callable[[], ServiceFigures] = (
+            ServiceFigures  # returns the current figures of the service
+        )
         self._records: deque[RunRecord] = deque(maxlen=MAX_RECORDS)
         self._recorded = 0
         self._waits: dict[str, str] = {}
@@ -36,15 +38,17 @@ class StatusBoard:
         self._lock = threading.Lock()
 
     def follow_threads(self) -> None:
-        """Set the number of torch's threads to the one that was ordered. Call it from the thread that
-        computes, between two steps: torch's count is a thread's own."""
-        import torch  # most services have no use for it
+        """Set the number of torch's threads to the ordered number.
+
+        The computing thread must call this between two steps, because torch's count is per thread.
+        """
+        import torch  # most services do not need torch
 
         if self.threads and torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
 
     def waits(self, subject: str, what: str) -> None:
-        """Report that the process waits for `what` of `subject`; an empty text ends that."""
+        """Report that `subject` waits for `what`. An empty text ends the wait."""
         with self._lock:
             if what:
                 self._waits[subject] = what
@@ -53,7 +57,7 @@ class StatusBoard:
 
     @contextmanager
     def waiting(self, subject: str, what: str) -> Iterator[None]:
-        """Report a wait for the time of a block."""
+        """Report a wait for the duration of a block."""
         self.waits(subject, what)
         try:
             yield
@@ -66,7 +70,7 @@ class StatusBoard:
             self._notice, self._notices = text, self._notices + 1
 
     def record(self, line: bytes) -> None:
-        """Report a line that was written to metrics.jsonl, if it is of a kind that is shown."""
+        """Report a line of metrics.jsonl, if its kind is shown."""
         with suppress(msgspec.ValidationError):
             record = _record_decoder.decode(line)
             with self._lock:
@@ -86,7 +90,7 @@ board = StatusBoard()
 
 
 class NoticeHandler(logging.Handler):
-    """Tells warnings and errors of ours as one line of text."""
+    """A handler that reports our warnings and errors as one line of text."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)

@@ -1,15 +1,14 @@
-"""Attachments that pass from process to process of one host as parts of files, and not through a socket.
+"""Attachments that processes of one host pass as parts of files instead of through a socket.
 
-A server that keeps what it is given in files names two folders in its welcome (`FilesHere`). A client that
-finds its token there writes large attachments into a file of the first folder and sends where in it they lie;
-the server reads them from there, and may keep the file by another name without copying it. What the server
-holds in files of the second folder it answers by name, and the client maps it. All else, and every peer of
-another host, goes through the socket.
+A server that keeps its data in files names two folders in its welcome (`FilesHere`). A client that finds the
+server's token there writes large attachments into a file of the first folder and sends their places in the
+file. The server reads them there and may keep the file under another name without a copy. The second folder
+has the server's own files. Its replies name parts of them, and the client maps these parts. All other
+attachments, and all attachments of other hosts, go through the socket.
 
-Promises: a file that a client wrote is removed by it when its call is over, however it ends; one that a dead
-client left is removed by `sweep`. The server reads what it was given into memory of its own before it looks
-at it, or leaves it in the file unread, so a file that is cut short under its eyes ends no process; and names
-lead nowhere but into the folder.
+Promises: a client removes its file when its call ends, for any result. `sweep` removes the file of a dead
+client. The server reads data into its own memory before it uses it, or leaves the data in the file unread. A
+file that is truncated at the same time therefore ends no process. File names cannot lead out of the folder.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from areal_async.base.errors import ProtocolError
 from areal_async.base.own_files import NotBeneath, map_open, open_beneath
 from areal_async.rpc.schema import FilesHere
 
-LEAST_BYTES = 32 << 10  # Attachments of a message from which on a file is cheaper than the socket
+LEAST_BYTES = 32 << 10  # bytes of a message's attachments from which on a file is cheaper than the socket
 ALIGN_BYTES = 4096
-STALE_S = 900.0  # A file that a client has not removed after so long has no client any more
+STALE_S = 900.0  # a file that is older than this has no client any more
 TOKEN = ".token"
 _NAME = re.compile(r"[0-9a-f]{1,16}\.[0-9a-f]{1,16}")
 
 
 class FilePart(NamedTuple):
-    """Bytes of a file of one of the two folders."""
+    """Bytes of a file in one of the two folders."""
 
     name: str
     at: Annotated[int, msgspec.Meta(ge=0)]
@@ -46,8 +45,10 @@ class FilePart(NamedTuple):
 
 
 class Filed(list[memoryview]):
-    """Attachments that came in the file at `path`, each at the offset of the same index. The last ones may
-    have been left there (`Request.left_in_file`): they are empty here."""
+    """Attachments that arrived in the file at `path`, each at the offset of the same index.
+
+    The last attachments may have stayed in the file (`Request.left_in_file`). They are empty here.
+    """
 
     path: Path
     offsets: list[int]
@@ -65,12 +66,12 @@ _read_parts = msgspec.msgpack.Decoder(list[FilePart | None]).decode
 
 
 def write_parts(parts: Sequence[FilePart | None]) -> bytes:
-    """Return the frame that says where attachments lie; None for those that follow as frames."""
+    """Return the frame with the places of attachments. None marks an attachment that follows as a frame."""
     return _encode(parts)
 
 
 def read_parts(frame: Buffer) -> list[FilePart | None]:
-    """Return the inverse of `write_parts`. Raises `ProtocolError`."""
+    """Read the frame that `write_parts` makes. Raises `ProtocolError`."""
     try:
         return _read_parts(frame)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -78,7 +79,7 @@ def read_parts(frame: Buffer) -> list[FilePart | None]:
 
 
 class ServerFiles:
-    """The server's side: `incoming` is made when it is not there, `held` is where its own files lie."""
+    """The server's side. `incoming` is created if it is missing, and `held` has the server's own files."""
 
     def __init__(self, incoming: Path, held: Path, *, flush: bool) -> None:
         self._incoming = incoming
@@ -89,8 +90,7 @@ class ServerFiles:
         self.here = FilesHere(str(incoming), str(held), token, flush)
 
     def read(self, parts: Sequence[FilePart | None], left: int = 0) -> Filed:
-        """Attachments that a client wrote, but for the last `left`. Blocks for the reading. Raises
-        `ProtocolError`."""
+        """Read attachments that a client wrote, except the last `left`. Blocks. Raises `ProtocolError`."""
         names = {part.name if part else "" for part in parts}
         name = names.pop() if len(names) == 1 else ""
         if not _NAME.fullmatch(name):
@@ -114,7 +114,7 @@ class ServerFiles:
         return filed
 
     def sweep(self) -> None:
-        """Remove what dead clients have left: what is still there `STALE_S` after it was first seen."""
+        """Remove files of dead clients: files that still exist `STALE_S` after they were first seen."""
         now_s, before = time.monotonic(), self._seen_s
         names = {entry.name for entry in os.scandir(self._incoming)} - {TOKEN}
         self._seen_s = {name: before.get(name, now_s) for name in names}
@@ -125,7 +125,7 @@ class ServerFiles:
 
 
 class ClientFiles:
-    """The client's side. `find` is None where the folders are not on this host."""
+    """The client's side. `find` returns None if the folders are not on this host."""
 
     def __init__(self, here: FilesHere) -> None:
         self._incoming, self._held, self._flush = Path(here.incoming), Path(here.held), here.flush
@@ -140,8 +140,10 @@ class ClientFiles:
         return None
 
     def write(self, name: str, attachments: Sequence[Buffer]) -> bytes:
-        """Write them into the file `name`; returns the frame that says where they lie. Blocks. Raises
-        OSError, having left nothing."""
+        """Write the attachments into the file `name` and return the frame with their places. Blocks.
+
+        Raises `OSError`. An error leaves no file behind.
+        """
         path, at, parts = self._incoming / name, 0, list[FilePart | None]()
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -165,8 +167,10 @@ class ClientFiles:
             os.unlink(self._incoming / name)
 
     def read(self, frames: Sequence[Buffer]) -> list[memoryview]:
-        """Return the attachments of a reply: maps of the server's files, and the frames after the first. One
-        whose file is gone is empty: the server holds it no more. Raises `ProtocolError`."""
+        """Return the attachments of a reply: maps of the server's files, and the frames after the first.
+
+        An attachment whose file has been removed is empty. Raises `ProtocolError`.
+        """
         maps: dict[str, memoryview] = {}
         ends: dict[str, int] = {}
         following = iter(frames[1:])
@@ -182,7 +186,7 @@ class ClientFiles:
             raise ProtocolError("fewer attachments came than were announced") from error
 
     def _map(self, part: FilePart, end: int, maps: dict[str, memoryview]) -> memoryview:
-        """Return a part of its file, of which nothing after `end` is mapped."""
+        """Return a part of its file, without mapping anything after `end`."""
         whole = maps.get(part.name)
         if whole is None:
             try:

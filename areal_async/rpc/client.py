@@ -1,18 +1,27 @@
-"""The asking side of the RPC: a DEALER socket that outlives its server.
+"""The client side of the RPC: a DEALER socket that survives a restart of its server.
 
     async with Client("ipc:///run/job/buffer", job="job", role="…", name="…", access=secret) as buffer:
         leases = await buffer.call(Lease(…))              # a `Leases`
         claims, blobs = await buffer.exchange(Claim(…))   # a `Claims` and its attachments
 
-`SyncClient` is the blocking one.
+`SyncClient` is the blocking client.
 
 Promises:
+<<<<<<< HEAD
 - `call` ends by its deadline: with the reply, the service's `FaultError`, `RpcTimeout`, `PeerGone`, or
   `ProtocolError` for a reply that does not belong to the request.
 - A request keeps its id through every retry, so a server that lives runs it once; after a restart of the
   server the client says hello again and repeats what is unanswered.
 - `busy` and `unavailable` are retried with back-off inside the deadline.
 - At most `CallLimits.in_flight` requests are under way; further calls wait in line, inside their deadline.
+=======
+- `call` ends by its deadline. It returns the reply or raises the service's `FaultError`, `RpcTimeout`,
+  `PeerGone`, or `ProtocolError` for a reply of the wrong type.
+- A request keeps its id through every retry, so a running server handles it once. After a restart of the
+  server, the client says hello again and repeats unanswered requests.
+- `busy` and `unavailable` are retried with back-off within the deadline.
+- At most `max_in_flight` requests are in flight. Further calls wait in line, within their deadline.
+>>>>>>> r36-p3
 """
 
 from __future__ import annotations
@@ -52,7 +61,7 @@ from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, R, Request, We
 from areal_async.rpc.secret import Access
 from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
 
-TIMEOUT_S = 60.0  # Patience with a service that does not answer, beyond the wait that a request asks for
+TIMEOUT_S = 60.0  # how long a service may take to answer, beyond the wait that a request asks for
 SWEEP_S = 0.25
 RESEND_AFTER_S = 2.0
 FIRST_BACKOFF_S = 0.01
@@ -70,13 +79,13 @@ class _Link(Enum):
 
 @dataclass(slots=True)
 class _Pending:
-    """One call under way. `answer` is None before it is sent, and while it backs off."""
+    """One call in flight. `answer` is None before the request is sent, and during back-off."""
 
     frames: list[Buffer] = field(default_factory=list)
     answer: asyncio.Future[tuple[Message, list[memoryview]]] | None = None
     sent_s: float = 0.0
     resend_after_s: float = 0.0
-    fault: Fault | None = None  # The last `busy` or `unavailable`
+    fault: Fault | None = None  # the last `busy` or `unavailable`
 
     @property
     def waits(self) -> bool:
@@ -93,12 +102,21 @@ class CallLimits:
 
 
 class Client:
-    """Ask the server at an address: an `Address`, which may move, or the endpoint of one that does not. All
-    methods belong to one event loop; calls may run concurrently.
+    """A client of the server at an address.
 
+<<<<<<< HEAD
     `timeout_s` is the patience of every call that names none of its own. An unanswered request is repeated
     after `resend_after_s`, then after twice as long, and so on: only a lost reply needs it, since a lost
     connection is noticed at once. `async with` connects and closes.
+=======
+    The address is an `Address`, which may move, or a fixed endpoint. All methods belong to one event loop.
+    Calls may run concurrently.
+
+    `timeout_s` applies to every call without a timeout of its own. An unanswered request is repeated after
+    `resend_after_s`, then after twice as long, and so on. Only a lost reply needs this, because a lost
+    connection is noticed at once. An answer with a part above `max_part_bytes` closes the connection. `async
+    with` connects and closes.
+>>>>>>> r36-p3
     """
 
     def __init__(
@@ -153,9 +171,10 @@ class Client:
         return self.address.endpoint
 
     async def connect(self, timeout_s: float = 10.0) -> Welcome:
-        """Say hello and wait for the welcome; the server may come up meanwhile.
+        """Say hello and wait for the welcome. The server may start in the meantime.
 
-        Raises `FaultError("schema")` for a server of another schema or job, `RpcTimeout` when nobody answers.
+        Raises `FaultError("schema")` for a server of another schema or job, and `RpcTimeout` without an
+        answer.
         """
         if self._socket is None:
             self._open()
@@ -172,15 +191,16 @@ class Client:
     async def call(
         self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
     ) -> R:
-        """Send `request` and return its reply. `attachments` must not change until then.
+        """Send `request` and return its reply. `attachments` must not change before the reply.
 
-        `timeout_s` counts beyond the wait that the request itself asks for (`wait_ms`)."""
+        `timeout_s` is added to the wait that the request itself asks for (`wait_ms`).
+        """
         return (await self.exchange(request, timeout_s=timeout_s, attachments=attachments))[0]
 
     async def exchange(
         self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
     ) -> tuple[R, list[memoryview]]:
-        """`call` for a reply with attachments: returns both."""
+        """Send `request` as `call` does and return its reply and the reply's attachments."""
         self._check_open()
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         limit_s += getattr(request, "wait_ms", 0) / 1000
@@ -198,7 +218,7 @@ class Client:
         return reply, received  # type: ignore[return-value]
 
     async def close(self) -> None:
-        """Fail what is under way with `PeerGone` and leave no socket or task behind."""
+        """End all calls in flight with `PeerGone`, and close sockets and tasks."""
         if self._socket is None or self._context is None or self._monitor is None:
             return
         if self._link is _Link.UP:
@@ -217,16 +237,16 @@ class Client:
     async def _ask(
         self, pending: _Pending, request: Message, attachments: Sequence[Buffer]
     ) -> tuple[Message, list[memoryview]]:
-        """Send the request, with large attachments in a file if the server takes one, and await the reply."""
+        """Send the request and await the reply. Large attachments go by file if the server accepts files."""
         number, files, flags = next(self._ids), self._files, 0
         name = f"{self._uid:x}.{number:x}"
-        self._pending[number] = pending  # at once: `floor` must not pass it
+        self._pending[number] = pending  # before the first await, so that `floor` stays below it
         by_file = files is not None and sum(memoryview(a).nbytes for a in attachments) >= LEAST_BYTES
         try:
             if files is not None:
                 flags = READS_FILES
                 if by_file:
-                    # Where the disk is full the socket still goes, and the server says so.
+                    # If the disk is full, the socket still works, and the server reports the problem.
                     with contextlib.suppress(OSError):
                         attachments = [await asyncio.to_thread(files.write, name, attachments)]
                         flags = BY_FILE | READS_FILES
@@ -286,9 +306,16 @@ class Client:
         context = open_context()
         sock = context.socket(zmq.DEALER)
         try:
+<<<<<<< HEAD
             endpoints.tune(sock, max_part_bytes=self._part_bytes)
             # Not zmq.IMMEDIATE: with it, libzmq drops replies that came just before a disconnect. What it may
             # queue for a server that is not there is answered WHO by the next one, and then repeated.
+=======
+            endpoints.tune(sock, max_part_bytes=self._part_bytes)
+            # zmq.IMMEDIATE is not set: with it, libzmq drops replies that arrived just before a disconnect.
+            # Without it, libzmq may queue requests while the server is down. The next server answers them
+            # with WHO, and the client repeats them.
+>>>>>>> r36-p3
             sock.setsockopt(zmq.RECONNECT_IVL, 20)
             sock.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
             monitor = sock.get_monitor_socket(_EVENTS)
@@ -305,7 +332,7 @@ class Client:
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
 
     def _redial(self) -> None:
-        """Go on with the server where it is found now; what is unanswered is asked there."""
+        """Connect to the server's current endpoint and repeat unanswered requests there."""
         if self._socket is not None and self._connected_to != self.endpoint:
             self._link = _Link.DOWN
             self._socket.redial(self._connected_to, self.endpoint)
@@ -369,7 +396,7 @@ class Client:
                     self._transmit(pending)
 
     def _sweep(self) -> None:
-        """Repeat what seems lost: replies that never came, and sends the socket did not take."""
+        """Repeat requests that seem lost: no reply came, or the socket did not accept them."""
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         self._redial()
@@ -392,13 +419,14 @@ class Client:
             if answer is not None and not answer.done():
                 answer.set_exception(error)
         if self._greeted is not None and not self._greeted.cancelled():
-            self._greeted.exception()  # marks it as seen: nobody may be waiting in connect
+            self._greeted.exception()  # marks the error as seen: `connect` may have no waiter
 
 
 class SyncClient:
-    """Ask the server at an address, blocking: a `Client` on a loop in a thread of its own.
+    """A blocking client: a `Client` on the event loop of a separate thread.
 
-    Any thread may call; errors are those of `Client`."""
+    Any thread may call its methods. They raise the errors of `Client`.
+    """
 
     def __init__(
         self,
@@ -430,7 +458,7 @@ class SyncClient:
         self.close()
 
     def connect(self, timeout_s: float = 10.0) -> Welcome:
-        with self._starting:  # several threads may come first, and the client has one loop
+        with self._starting:  # several threads may call first, but the client has one loop
             if self._thread is None:
                 self._thread = LoopThread(f"rpc-{self.endpoint.rpartition('/')[2]}")
         return self._wait(self._client.connect(timeout_s))
@@ -448,7 +476,7 @@ class SyncClient:
         return self._wait(self._client.exchange(request, timeout_s=timeout_s, attachments=attachments))
 
     def close(self) -> None:
-        """Fail calls of other threads with `PeerGone`, and end the thread."""
+        """End calls of other threads with `PeerGone`, and end the thread."""
         if self._thread is not None:
             self._wait(self._client.close())
             thread, self._thread = self._thread, None

@@ -1,4 +1,4 @@
-"""Status of a run and orders to it: the supervisor, its services and the command line."""
+"""Messages between the supervisor, its services and the command line: status and orders."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ ServiceState = Literal["starting", "serving", "draining"]
 
 
 class ServiceFigures(Record, frozen=True):
-    """Figures that a service counts of its work. None: it does not, or not yet."""
+    """Figures of a service's work. None means that the service does not count the figure, or not yet."""
 
     version: int | None = None
-    """Version that a rollout worker samples from; the newest that the trainer has published."""
-    tokens: int | None = None  # Units that a rollout worker has sampled
-    workers_alive: int | None = None  # Scoring processes of the reward service that are ready for calls
+    """Version that a rollout worker samples from, or the newest version that the trainer has published."""
+    tokens: int | None = None  # units that a rollout worker has sampled
+    workers_alive: int | None = None  # scoring processes of the reward service that are ready for calls
     sums: dict[str, list[float]] = {}
-    """Sums since its start of how long things take, by name (docs/metrics.md, `load`)."""
-    buffer: BufferStats | None = None  # As of about a second ago
+    """Sums of durations since the start, by name (docs/metrics.md, `load`)."""
+    buffer: BufferStats | None = None  # as of about a second ago
     doing: str = ""
-    """Long work that is under way, in words, with its progress."""
+    """Text about long work in progress, with its progress."""
     run: dict[str, Any] | None = None
-    """State of the run, from the supervisor: a `RunStatus` as plain values, once it watches."""
+    """State of the run, from the supervisor: a `RunStatus` as plain values, once the supervisor watches."""
 
 
 class ServiceStatus(Message, frozen=True):
@@ -37,28 +37,28 @@ class ServiceStatus(Message, frozen=True):
     pid: int
     state: ServiceState
     waiting_for: dict[str, str]
-    """Descriptions of what it waits for, by subject; empty when it waits for nothing."""
-    busy_s: dict[str, float]  # Seconds spent in each activity
+    """Text about each wait, by subject. Empty if the service does not wait."""
+    busy_s: dict[str, float]  # seconds spent in each activity
     figures: ServiceFigures
     notice: str = ""
-    """Its newest warning, error or news, in words."""
+    """Newest warning, error or news, as a text."""
     notices: int = 0
-    """Number of notices so far: a greater one means that `notice` is new."""
-    records: list[RunRecord] = []  # The newest that it has written of the run, in their order
-    recorded: int = 0  # How many there were since it was started
+    """Number of notices so far. A greater number means that `notice` is new."""
+    records: list[RunRecord] = []  # the newest records that it has written of the run, in order
+    recorded: int = 0  # number of such records since its start
 
 
 class Status(Request[ServiceStatus], frozen=True):
-    """Ask any service, or the supervisor, at its own endpoint, what it says of itself."""
+    """Ask a service, or the supervisor, for its status at its own endpoint."""
 
     threads: int = 0
-    """CPU threads that it is to compute with from its next step on; 0: as many as it has."""
+    """CPU threads to compute with from the next step on. 0 keeps the current number."""
     endpoints: dict[str, str] = {}
-    """Current endpoints of servers of the run, by their names."""
+    """Current endpoints of the run's servers, by name."""
 
 
 class ReadMetrics(Request[Ok], frozen=True):
-    """The series of a service for Prometheus, as text in the attachment of the answer."""
+    """Ask for a service's Prometheus series. The answer has them as text in its attachment."""
 
 
 # --- services -> supervisor --------------------------------------------------------------------------
@@ -69,15 +69,18 @@ class WriteRecord(Request[Ok], frozen=True):
 
 
 class WriteSamples(Request[Ok], frozen=True):
-    """Write the file `name` of samples, whose bytes are the attachment, of the run, or of one of its policies
-    whose folder below that of the run is `folder`."""
+    """Write the samples file `name` of the run, or of a policy with the folder `folder` below the run's.
+
+    The attachment has the bytes of the file.
+    """
 
     name: str
     folder: str = ""
 
 
 class ReadRecords(Request[Ok], frozen=True):
-    """The records of these kinds (none: of all), as lines in the attachment of the answer."""
+    """Ask for the records of these kinds (empty: all kinds). The answer has them as lines in its
+    attachment."""
 
     kinds: list[str]
 
@@ -86,15 +89,17 @@ class ReadRecords(Request[Ok], frozen=True):
 
 
 class WorkersChanged(Message, frozen=True):
-    """Result of the order, in words, and the workers of the run that are to stay."""
+    """A text about the result of the order, and the workers that stay in the run."""
 
     text: str
     workers: list[str]
 
 
 class DrainWorker(Request[WorkersChanged], frozen=True):
-    """Have one worker finish what it has within `limit_ms`, hand back the rest, and end. `outside`: a worker
-    that the supervisor has not started, and cannot wait for."""
+    """Let one worker finish its work within `limit_ms`, hand back the rest, and end.
+
+    `outside` marks a worker that the supervisor has not started and cannot wait for.
+    """
 
     worker: str
     limit_ms: int
@@ -102,7 +107,8 @@ class DrainWorker(Request[WorkersChanged], frozen=True):
 
 
 class ScaleWorkers(Request[WorkersChanged], frozen=True):
-    """Have `workers` rollout workers: start more, or drain the newest, each within `limit_ms`."""
+    """Set the number of rollout workers to `workers`: start more, or drain the newest, each within
+    `limit_ms`."""
 
     workers: int
     limit_ms: int

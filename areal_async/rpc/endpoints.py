@@ -1,15 +1,16 @@
-"""Addresses: what may be bound, what a peer must know to be let in, and what it may cost before and after.
+"""Addresses: rules for binding, authentication of peers, and limits before and after it.
 
-Promises: nobody is let in without a secret, which is asked for in the handshake: nothing of a peer that does
-not have it reaches a socket's queue. A socket is bound beyond loopback only with keys of its own; an address
-that another process serves is never taken over (libzmq would silently unlink a live ipc file); every refusal
-is an `EndpointError` that says what to do.
+Promises: no peer is accepted without a secret. The handshake asks for the secret, so messages of other peers
+never reach a socket's queue. A socket beyond loopback needs keys of its own. An address that another process
+serves is never taken over (libzmq would silently unlink a live ipc file). Every refusal is an `EndpointError`
+with advice.
 
-Of those who have not shown it yet at most `MOST_STRANGERS` are connected to a socket at a time, and at most a
-quarter of the process's descriptors: the one that has said nothing the longest goes first (`StrangerLimit`).
+A socket has at most `MOST_STRANGERS` unauthenticated connections, and at most a quarter of the process's
+descriptors. Beyond the limit, the connection that was silent for the longest time is closed first
+(`StrangerLimit`).
 
-No part of a message may have more than `max_part_bytes`. libzmq does not limit how many parts an unfinished
-message has: who knows the secret can make its peer hold as much as it sends.
+No part of a message may have more than `max_part_bytes`. libzmq does not limit the parts of an unfinished
+message, so an authenticated peer can make the other end hold any amount of data.
 """
 
 from __future__ import annotations
@@ -35,23 +36,26 @@ from areal_async.rpc.sockets import PolledSocket
 HIGH_WATER_MESSAGES = 1024
 HEARTBEAT_MS = 10_000
 HEARTBEAT_TIMEOUT_MS = 60_000
-HANDSHAKE_MS = 10_000  # A connection that has not shown the secret after this time is closed
+HANDSHAKE_MS = 10_000  # a connection without authentication is closed after this time
 BACKLOG = 512
 MOST_STRANGERS = 256
 LET_IN_BYTES = 270
-"""Whoever has taken so many bytes of ours has shown a key: by CURVE greeting and welcome are 234, an error 12
-more, and a ready, which only follows a proof, at least 54 more. What a peer sends itself proves nothing."""
-_TAKEN = struct.Struct("=120xQ")  # Linux' `struct tcp_info` up to `tcpi_bytes_acked`
+"""Number of bytes sent to a peer that proves authentication.
+
+By CURVE greeting and welcome have 234 bytes, and an error has 12 more. A ready has at least 54 more and only
+follows a proof. Bytes that the peer itself sends prove nothing.
+"""
+_TAKEN = struct.Struct("=120xQ")  # `struct tcp_info` of Linux up to `tcpi_bytes_acked`
 _EVENT = struct.Struct("=hi")
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_FRAMES_BEFORE = 6
-"""Frames before what the client shows: version, request, domain, address, identity, mechanism."""
+"""Number of frames before the credentials: version, request, domain, address, identity, mechanism."""
 ZAP_FRAMES = ZAP_FRAMES_BEFORE + 2
-ANYBODY = "known"  # The user of a peer whose role is not told apart
+ANYBODY = "known"  # user of a peer if roles are not distinguished
 
 
 def tune(sock: zmq.Socket[bytes], *, max_part_bytes: int = MAX_MESSAGE_BYTES) -> None:
-    """Bounds and liveness options common to both sides."""
+    """Set the limits and liveness options that both sides share."""
     sock.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
     sock.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
     sock.setsockopt(zmq.MAXMSGSIZE, max_part_bytes)
@@ -63,9 +67,11 @@ def tune(sock: zmq.Socket[bytes], *, max_part_bytes: int = MAX_MESSAGE_BYTES) ->
 
 
 def bind(sock: zmq.Socket[bytes], endpoint: str, guard: Guard) -> str:
-    """Bind `sock` and return the real endpoint (a tcp port 0 replaced by the one given). Who connects is let
-    in by `serve_zap`, which must answer in the socket's context. A port that the launcher holds for this
-    process is served by the launcher's listening socket."""
+    """Bind `sock` and return the real endpoint (port 0 replaced by the assigned port).
+
+    `serve_zap` accepts connections. It must run in the socket's context. If the launcher holds the port for
+    this process, the launcher's listening socket is used.
+    """
     check_bindable(endpoint, guard)
     if guard.keys is not None:
         sock.setsockopt(zmq.CURVE_SERVER, 1)
@@ -89,7 +95,7 @@ def bind(sock: zmq.Socket[bytes], endpoint: str, guard: Guard) -> str:
 
 
 def connect(sock: zmq.Socket[bytes], endpoint: str, access: Access, server: str = "") -> None:
-    """Connect `sock` to a peer that has the key of `server`; it need not be there yet."""
+    """Connect `sock` to a peer with the key of `server`. The peer may start later."""
     _split(endpoint)
     match access.shown(endpoint, server):
         case CurveKeys() as keys:
@@ -108,7 +114,7 @@ def connect(sock: zmq.Socket[bytes], endpoint: str, access: Access, server: str 
 
 
 HELD_VARIABLE = "AREAL_ASYNC_LISTENING"
-"""Environment variable with the ports that the launcher holds for this process: `tcp://HOST:PORT=FD` each."""
+"""Environment variable with the ports that the launcher holds for this process, `tcp://HOST:PORT=FD` each."""
 
 
 def held_listening(endpoint: str) -> int | None:
@@ -119,7 +125,7 @@ def held_listening(endpoint: str) -> int | None:
 
 
 def check_bindable(endpoint: str, guard: Guard) -> None:
-    """Raise `EndpointError` where binding `endpoint` would be wrong."""
+    """Raise `EndpointError` if `endpoint` must not be bound."""
     scheme, address = _split(endpoint)
     if scheme == "ipc":
         if not (folder := Path(address).parent).is_dir():
@@ -134,7 +140,7 @@ def check_bindable(endpoint: str, guard: Guard) -> None:
 
 
 def remove_ipc_file(endpoint: str) -> None:
-    """Remove the file of a closed ipc endpoint, should libzmq have left it."""
+    """Remove the file of a closed ipc endpoint if libzmq has left it."""
     if endpoint.startswith("ipc://"):
         Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
@@ -162,7 +168,7 @@ def _ipc_is_served(path: str) -> bool:
         except (FileNotFoundError, ConnectionRefusedError):
             return False
         except OSError:
-            pass  # Full backlog, timeout or no permission: somebody is there, or the path is not ours to take
+            pass  # full backlog, timeout or no permission: another process is there, or the path is not ours
         return True
 
 
@@ -179,11 +185,13 @@ def _busy(endpoint: str) -> EndpointError:
 def serve_zap(
     context: zmq.Context[zmq.Socket[bytes]], guard: Guard, on_refused: Callable[[], None] = lambda: None
 ) -> PolledSocket:
-    """Let into all sockets of `context` only who shows what is asked for, until the returned one is closed.
-    What such a peer sends carries its role as `User-Id`.
+    """Accept only peers with the right proof on all sockets of `context`, until the returned socket is
+    closed.
 
-    libzmq asks about every new connection (RFC 27, ZAP). Where nobody answers, it lets in any client that
-    knows the server's public key, and nobody by a password."""
+    Messages of a peer carry its role as `User-Id`. libzmq asks this socket about every new connection (RFC
+    27, ZAP). Without an answer, libzmq accepts any client that knows the server's public key, and no client
+    with a password.
+    """
 
     def on_frames(copied: list[bytes], rest: list[Buffer]) -> None:
         asked = copied if not rest else []
@@ -203,12 +211,14 @@ def serve_zap(
 
 
 class StrangerLimit:
-    """Closes connections to `sock`, whose `context` it shares, that are too many and have shown no key.
+    """A limit that closes excess unauthenticated connections of `sock`. It must share the `context` of
+    `sock`.
 
-    libzmq accepts whoever comes and gives each `HANDSHAKE_MS`: without a limit those who only connect could
-    take every descriptor of the process. It says which descriptors it opens and closes; how much went over
-    one tells the kernel. Begins before `sock` is bound; a path on this host needs no limit, since only its
-    owner reaches it."""
+    libzmq accepts every connection and gives it `HANDSHAKE_MS`. Without a limit, connecting clients could use
+    up all descriptors of the process. libzmq reports the descriptors that it opens and closes. The kernel
+    reports how many bytes went over each. The limit must start before `sock` is bound. An ipc path needs no
+    limit, because only its owner can connect.
+    """
 
     def __init__(
         self,
@@ -219,11 +229,11 @@ class StrangerLimit:
         self._on_closed = on_closed
         self._most = min(MOST_STRANGERS, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._sock = sock
-        self._strangers: dict[int, None] = {}  # Descriptors, the oldest first
+        self._strangers: dict[int, None] = {}  # descriptors, oldest first
         address = f"inproc://strangers-{id(sock)}"
         sock.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         events = context.socket(zmq.PAIR)
-        events.setsockopt(zmq.RCVHWM, 0)  # libzmq's own thread would wait for room
+        events.setsockopt(zmq.RCVHWM, 0)  # a limit would block libzmq's own thread
         events.connect(address)
         self._events = PolledSocket(events, 2, self._on_event)
 
@@ -242,7 +252,7 @@ class StrangerLimit:
     def _make_room(self) -> None:
         port = self._sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2]
         for fd in list(self._strangers):
-            with suppress(OSError):  # It was closed meanwhile, or is something else by now
+            with suppress(OSError):  # closed in the meantime, or now another file
                 connection = socket.socket(fileno=fd)
                 try:
                     (taken,) = _TAKEN.unpack_from(
@@ -254,5 +264,5 @@ class StrangerLimit:
                         connection.shutdown(socket.SHUT_RDWR)
                         self._on_closed()
                 finally:
-                    connection.detach()  # The descriptor is libzmq's, which closes it
+                    connection.detach()  # libzmq owns and closes the descriptor
             del self._strangers[fd]

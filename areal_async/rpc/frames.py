@@ -1,18 +1,18 @@
 """The frames of one message on a socket.
 
     head         32 bytes of header, then the msgpack body
-    attachment … each a frame of its own, large ones never copied in Python; many small ones in one frame
+    attachment … each in its own frame, or many small ones in one frame; large ones are never copied in Python
 
-Header: magic `AA`, wire version, kind, number of attachments, client id, request id, floor. A client id is
-drawn at random when a `Client` is made and outlives its reconnects; request ids of a client only grow;
-`floor` is the lowest id the client still waits for, so a server may forget every reply below it.
+Header: magic `AA`, wire version, kind, number of attachments, client id, request id, floor. Each `Client`
+draws a random client id and keeps it across reconnects. Request ids of a client only grow. `floor` is the
+lowest id that the client still awaits, so a server may forget every reply below it.
 
-Three bits of the kind say how attachments pass. `PACKED`: in one frame, u32 their number, u32 size of each,
-then their bytes, each at the next multiple of 8. `BY_FILE` (`by_file.py`): the first frame behind the head
-says where they lie. `READS_FILES`: the client can be answered so.
+Three bits of the kind describe the attachments. With `PACKED` one frame has u32 the number of attachments,
+u32 the size of each, then their bytes, each aligned to 8 bytes. With `BY_FILE` (`by_file.py`) the frame after
+the head gives their places in files. `READS_FILES` says that the client accepts replies by file.
 
-Attachments come back as views into the received frames, of unspecified alignment. A sent attachment must not
-change until the call is over: large ones are handed to the socket without a copy.
+Attachments are returned as views of the received frames, with unspecified alignment. A sent attachment must
+not change until the call ends, because the socket gets large ones without a copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from areal_async.rpc import control_messages, gateway_messages, home_messages, m
 from areal_async.rpc.schema import Fault, Message, Request, replies_to
 
 MODULES = (messages, weights_messages, control_messages, gateway_messages, home_messages)
-"""The modules that declare requests: importing them is what fills the tables of requests and replies."""
+"""The modules that declare requests. Importing them fills the tables of requests and replies."""
 REQUESTS: tuple[type[Request[Any]], ...] = tuple(Request.__subclasses__())
 REPLIES: tuple[type[Message], ...] = tuple(
     dict.fromkeys([Fault, *(reply for request in REQUESTS for reply in replies_to(request))])
@@ -50,15 +50,15 @@ class Kind(IntEnum):
     REQUEST = 1
     REPLY = 2
     WHO = 3
-    """The server does not know this connection: say hello (again)."""
+    """The server does not know this connection. The client must send hello (again)."""
     BYE = 4
-    """The client closes; the server forgets its replies."""
+    """The client closes. The server forgets its replies."""
 
 
 PACKED, BY_FILE, READS_FILES = 0x20, 0x40, 0x80
 _KINDS = 0x1F
 SMALL_BYTES = 8 << 10
-"""Mean size of attachments up to which one frame of all is cheaper, copied, than a frame of each."""
+"""Largest mean size of attachments that are copied into one frame. Above it, separate frames are cheaper."""
 MOST_PACKED_BYTES = 4 << 20
 
 
@@ -85,9 +85,9 @@ def write_frames(
     attachments: Sequence[Buffer],
     flags: int = 0,
 ) -> list[Buffer]:
-    """Frames of one message, without any routing identity.
+    """Return the frames of one message, without a routing identity.
 
-    Raises `MessageTooLarge` beyond the limits and `ProtocolError` for what msgpack cannot carry.
+    Raises `MessageTooLarge` beyond the limits and `ProtocolError` for values that msgpack cannot encode.
     """
     try:
         body = b"" if message is None else _encoder.encode(message)
@@ -147,7 +147,7 @@ def _as_bytes(attachment: Buffer) -> bytes | memoryview:
 
 
 def read_header(head: bytes) -> Header:
-    """Raises `ProtocolError` for anything that is not a head frame of this wire version."""
+    """Return the header. Raises `ProtocolError` for anything but a head frame of this wire version."""
     if len(head) < HEADER.size:
         raise ProtocolError(f"a head frame of {len(head)} bytes; at least {HEADER.size} are needed")
     magic, version, kind, n, client, request, floor = HEADER.unpack_from(head)
@@ -172,7 +172,7 @@ def _read_body(decoder: msgspec.msgpack.Decoder[T], head: bytes) -> T:
 
 
 def read_attachments(header: Header, frames: Sequence[Buffer]) -> list[memoryview]:
-    """Views of the attachments, which are `frames`, those behind the head. Raises `ProtocolError`."""
+    """Return views of the attachments. `frames` are the frames after the head. Raises `ProtocolError`."""
     if header.flags & PACKED and len(frames) == 1:
         return _unpacked(frames[0], header.n_attachments)
     if len(frames) != header.n_attachments:

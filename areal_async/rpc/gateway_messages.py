@@ -1,5 +1,8 @@
-"""Requests between a rollout worker and its gateway, a process of its own. The worker alone has the engine
-and the episodes; the gateway has the agents' connections, and the conversations as text."""
+"""Requests between a rollout worker and its gateway, a separate process.
+
+Only the worker has the engine and the episodes. The gateway has the agents' connections and the conversations
+as text.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,24 @@ from areal_async.trajectory.layout import FinishReason, Sampling
 
 
 class OpenSession(Request[Ok], frozen=True):
-    """Let in who shows the key with this digest. Opening what is open changes nothing."""
+    """Accept connections that show the key with this digest. Opening an open session changes nothing."""
 
     key: bytes
     episode: int
-    """Sessions of one episode share its conversations."""
+    """The sessions of one episode share its conversations."""
     sampling: dict[str, Sampling]
-    """The job's parameters for each policy."""
+    """The job's sampling parameters by policy."""
     forget: list[int] = []
-    """Episodes that are gone."""
+    """Episodes that have ended."""
 
 
 class ServeAgents(Request[Ok], frozen=True):
-    """Listen: every session there is has been opened."""
+    """Start listening. The worker has opened all existing sessions before."""
 
 
 class EndSession(Request[Ok], frozen=True):
-    """End the calls of a session; what its agent was sent has been recorded when this is answered."""
+    """End the calls of a session. Before the reply, everything that was sent to its agent has been
+    recorded."""
 
     key: bytes
 
@@ -43,13 +47,13 @@ class SampledAnswer(Record, frozen=True):
 
 
 class Sampled(Message, frozen=True):
-    """The answers of a call. One attachment has all their ids (i32), one all log-probs (f32)."""
+    """The answers of a call. One attachment has all ids (i32) and one has all log-probs (f32)."""
 
     answers: list[SampledAnswer]
 
 
 class SampleRefused(Message, frozen=True):
-    """Why there is no answer, as the agent is told it: a status of HTTP, a sentence, OpenAI's code."""
+    """The reason for an error, as the agent sees it: an HTTP status, a sentence and OpenAI's error code."""
 
     status: int
     message: str
@@ -57,30 +61,30 @@ class SampleRefused(Message, frozen=True):
 
 
 class Sample(Request[Sampled | SampleRefused], frozen=True):
-    """Sample answers for a call. The attachment has the ids (i32) of the whole path up to them."""
+    """Sample answers for a call. The attachment has the ids (i32) of the whole path before the answers."""
 
     key: bytes
     call: int
-    """Numbered by the gateway, over its restarts."""
+    """Number assigned by the gateway, which keeps counting across its restarts."""
     sampling: Sampling
     policy: str
     n: int = 1
     seed: int | None = None
-    """The agent's own, which is mixed with the episode's."""
+    """The agent's seed, which is mixed with the episode's seed."""
     parent: tuple[int, int] | None = None
-    """The call, and the index of its answer, whose path is gone on with."""
+    """The call and the index of the answer whose path continues."""
     known: int = 0
-    """Ids up to and including that answer."""
+    """Number of ids up to and including that answer."""
     kind: int = 0
     """`SegmentKind` of the ids after it."""
     root: Literal["", "new", "history", "template"] = ""
-    """Why a path begins, where one does."""
+    """Reason why a new path begins, or empty."""
     stream: bool = False
-    """Keep what is sampled on its way for `TakePieces`."""
+    """Whether to keep sampled ids for `TakePieces` while sampling continues."""
 
 
 class Pieces(Message, frozen=True):
-    """Ids sampled since the last pieces: their answers and counts. The attachment has the ids."""
+    """Ids sampled since the last pieces, with their answers and counts. The attachment has the ids."""
 
     answers: list[int] = []
     lengths: list[int] = []
@@ -93,8 +97,10 @@ class TakePieces(Request[Pieces], frozen=True):
 
 
 class RecordCall(Request[Ok], frozen=True):
-    """The agent was sent all answers of a call: they are part of the episode. `prompt` is the text of the
-    conversation, `responses` what the answers say."""
+    """Record all answers of a call as part of the episode. The agent has received them.
+
+    `prompt` is the text of the conversation, and `responses` are the texts of the answers.
+    """
 
     key: bytes
     call: int
@@ -103,13 +109,13 @@ class RecordCall(Request[Ok], frozen=True):
 
 
 class DropCall(Request[Ok], frozen=True):
-    """Nobody waits for a call any more."""
+    """The client of a call has left."""
 
     key: bytes
     call: int
 
 
 class CountCalls(Request[Ok], frozen=True):
-    """Calls since the last count that were not recorded, by their outcome."""
+    """Calls since the last count that were not recorded, by outcome."""
 
     outcomes: dict[str, int]

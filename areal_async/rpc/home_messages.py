@@ -11,19 +11,21 @@ class HomeFile(Record, frozen=True):
 
 
 class HomeFiles(Message, frozen=True):
-    """Files by their names below the path that was asked for; a file itself has the empty name."""
+    """Files by their names relative to the requested path. If the path is a file, its name is empty."""
 
     files: dict[str, HomeFile]
 
 
 class ListHome(Request[HomeFiles], frozen=True):
-    """The files at and below `path`: `files/…` is what the job names, `run/…` the run's folder."""
+    """List the files at and below `path`. `files/…` are files that the job names, and `run/…` is the run's
+    folder."""
 
     path: str
 
 
 class ReadHome(Request[Ok], frozen=True):
-    """Up to `size_bytes` of the file from `begin` on, in the attachment of the answer; fewer at its end."""
+    """Read up to `size_bytes` of the file from `begin` on, as an attachment. At its end there are fewer
+    bytes."""
 
     path: str
     begin: int
@@ -31,8 +33,10 @@ class ReadHome(Request[Ok], frozen=True):
 
 
 class WriteHome(Request[Ok], frozen=True):
-    """The attachment belongs at `offset` of a file that gets its name, `path`, with the `last` request of the
-    same `upload`. Writing the same again changes nothing."""
+    """Write the attachment at `offset` of an upload.
+
+    The `last` request of an `upload` gives the file its name `path`. Repeating a write changes nothing.
+    """
 
     path: str
     upload: str
@@ -41,6 +45,6 @@ class WriteHome(Request[Ok], frozen=True):
 
 
 class RemoveHome(Request[Ok], frozen=True):
-    """Remove a file or, of a folder, all below it. What is not there is as good as removed."""
+    """Remove a file, or everything below a folder. Removing a missing file succeeds."""
 
     path: str

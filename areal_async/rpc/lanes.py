@@ -1,9 +1,10 @@
 """The order in which a server begins requests: bounded lanes, served by weighted turns. Pure.
 
-Promises: while a lane waits it gets at least its weight's share of what is begun, however much waits in the
-others; within a lane the order is that of arrival; a lane holds at most `most_waiting` requests and
-`most_bytes` of attachments, and what comes beyond that is refused; at most `most_running` of it are begun and
-not over.
+Promises:
+- A lane with waiting requests gets at least the share of its weight, for any load of the other lanes.
+- Requests of one lane begin in the order of arrival.
+- A lane holds at most `most_waiting` requests and `most_bytes` of attachments. Further requests are refused.
+- At most `most_running` requests of a lane run at once.
 """
 
 from __future__ import annotations
@@ -18,21 +19,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Lane:
-    """The limits of one lane. `weight`: requests of it in a turn, against those of the other lanes."""
+    """The limits of one lane. `weight` is its number of turns, relative to other lanes."""
 
     weight: int = 1
     most_waiting: int = 1 << 16
     most_bytes: int = 1 << 40
-    """One request may exceed it when nothing else of its lane waits."""
+    """One request may exceed this limit if no other request of its lane waits."""
     most_running: int = 1 << 16
 
 
 class Lanes(Generic[T]):
-    """The requests that wait, by the name of their lane. Of the lanes that could go on, the one goes that is
-    furthest behind its share, the heavier first where they are level (smooth weighted round robin)."""
+    """The waiting requests, by the name of their lane.
+
+    Of the lanes that may begin a request, the lane furthest behind its share is next. Among equals the
+    heavier lane is first (smooth weighted round robin).
+    """
 
     def __init__(self, lanes: Mapping[str, Lane], lane_of: Callable[[Any], str] = lambda _: "all") -> None:
-        """`lane_of` names the lane of a request."""
+        """Create the lanes. `lane_of` returns the name of a request's lane."""
         self.lane_of = lane_of
         self._lanes = dict(sorted(lanes.items(), key=lambda item: -item[1].weight))
         self._waiting: dict[str, deque[tuple[T, int]]] = {name: deque() for name in self._lanes}
@@ -51,7 +55,8 @@ class Lanes(Generic[T]):
         return True
 
     def pop(self) -> tuple[str, T] | None:
-        """Return the next request and its lane, which now runs it until `done`; None when none may begin."""
+        """Return the next request and its lane, or None if none may begin. It counts as running until
+        `done`."""
         able = [
             name
             for name, limits in self._lanes.items()
@@ -67,7 +72,7 @@ class Lanes(Generic[T]):
         self._bytes[chosen] -= size_bytes
         self._running[chosen] += 1
         if not self._waiting[chosen]:
-            self._credit[chosen] = 0  # What has nothing to do saves up no turns
+            self._credit[chosen] = 0  # an idle lane saves up no turns
         return chosen, item
 
     def done(self, lane: str) -> None:
@@ -75,7 +80,7 @@ class Lanes(Generic[T]):
         self._running[lane] -= 1
 
     def drain(self) -> list[T]:
-        """Take out all that waits, which is never begun."""
+        """Remove and return all waiting requests."""
         taken = [item for waiting in self._waiting.values() for item, _ in waiting]
         for name, waiting in self._waiting.items():
             waiting.clear()

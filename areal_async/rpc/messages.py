@@ -13,7 +13,7 @@ from areal_async.rpc.schema import Message, Ok, Record, Request
 
 
 class Arrived(Request[Ok], frozen=True):
-    """A process called `name` begins: what an earlier one of that name had leased or claimed is over."""
+    """A new process called `name` starts. Leases and claims of an earlier process with this name end."""
 
     name: str
 
@@ -22,8 +22,10 @@ class Arrived(Request[Ok], frozen=True):
 
 
 class LeasedGroup(Record, frozen=True):
-    """The right to produce the `missing` samples of a group until `deadline_ms` from now (renewed by
-    heartbeats). `seed` is the group's; sample i of attempt a derives its own from (seed, i, a)."""
+    """The right to produce the `missing` samples of a group for `deadline_ms`, renewed by heartbeats.
+
+    `seed` is the group's seed. Sample i of attempt a derives its own seed from (seed, i, a).
+    """
 
     group_id: str
     lease_id: str
@@ -36,7 +38,7 @@ class LeasedGroup(Record, frozen=True):
 
 
 class Leases(Message, frozen=True):
-    """The granted groups; when empty, `reason` says what the worker waits for. `drain`: as in
+    """The granted groups. If there are none, `reason` says why the worker waits. `drain` is as in
     `HeartbeatAck`."""
 
     groups: list[LeasedGroup]
@@ -45,8 +47,10 @@ class Leases(Message, frozen=True):
 
 
 class Lease(Request[Leases], frozen=True):
-    """Ask for up to `capacity` groups for a worker that serves `serving`, a version of each of its policies;
-    waits at most `wait_ms`."""
+    """Ask for up to `capacity` groups. Waits at most `wait_ms`.
+
+    `serving` is the version of each of the worker's policies.
+    """
 
     worker: str
     capacity: int
@@ -55,43 +59,50 @@ class Lease(Request[Leases], frozen=True):
 
 
 class HeartbeatAck(Message, frozen=True):
-    """`lost` are leases the worker no longer holds: it must abort their episodes. `drain`: it will get no
-    more, and is to finish what it has or hand it back."""
+    """`lost` are leases that the worker no longer holds. It must abort their episodes.
+
+    With `drain` the worker gets no more leases. It must finish its leases or hand them back.
+    """
 
     lost: list[str]
     drain: bool = False
 
 
 class Heartbeat(Request[HeartbeatAck], frozen=True):
-    """`lease_ids` are all that the worker holds: any other that it was granted before the buffer's last
-    restart has never reached it, and ends."""
+    """A sign of life with all leases of the worker in `lease_ids`.
+
+    A missing lease that was granted before the buffer's last restart never reached the worker, so it ends.
+    """
 
     worker: str
     lease_ids: list[str]
 
 
 class Drain(Request[Ok], frozen=True):
-    """Worker `worker` is to end, or about to: lease it nothing more. Holds until a process of that name
-    arrives. `reason` is for people."""
+    """Grant worker `worker` no more leases, because it ends soon.
+
+    This holds until a new process of that name sends `Arrived`. `reason` is a text for people.
+    """
 
     worker: str
     reason: str = ""
 
 
 class Release(Request[Ok], frozen=True):
-    """Hand a lease back before its deadline. What is stored stays; the missing samples are re-queued. With
-    the reason `drained` it is handed over by a worker that stops as planned, which says nothing against the
-    task."""
+    """Hand a lease back before its deadline. Stored samples stay, and the missing samples are queued again.
+
+    The reason `drained` means that the worker stops as planned. It does not count as a failure of the task.
+    """
 
     worker: str
     lease_id: str
     reason: str
     failed: bool = False
-    """Episodes of it failed with that reason, by what they do and not by the engine."""
+    """Whether episodes of the lease failed for that reason, by their own fault and not by the engine's."""
 
 
 class Refusal(Record, frozen=True):
-    """One item of a batch that was not taken, and why."""
+    """One refused item of a batch, with the reason."""
 
     item: str
     reason: str
@@ -101,7 +112,7 @@ Durability = Literal["memory", "everysec", "always"]
 
 
 class PutAck(Message, frozen=True):
-    """`stored` samples survive any process death as far as tier `durability` goes."""
+    """`stored` samples survive any process death within the guarantees of tier `durability`."""
 
     stored: list[int]
     durability: Durability
@@ -115,7 +126,7 @@ class PutEpisodes(Request[PutAck], frozen=True):
     group_id: str
     samples: list[int]
     routes: list[int] = []
-    """Samples whose routes are attachments too, behind the blobs, in this order."""
+    """Samples whose routes are attached after the blobs, in this order."""
 
     @property
     def left_in_file(self) -> int:
@@ -126,7 +137,7 @@ class PutEpisodes(Request[PutAck], frozen=True):
 
 
 class ClaimedEpisode(Record, frozen=True):
-    """A stored episode to score. Its codec blob is the attachment of the same index."""
+    """A stored episode to score. The attachment of the same index is its codec blob."""
 
     episode_id: str
     claim_id: str
@@ -134,7 +145,7 @@ class ClaimedEpisode(Record, frozen=True):
     deadline_ms: int
     tries: int = 0
     scope: Literal["episode", "group"] = "episode"
-    """`group`: all episodes of one claim id, which follow each other, are judged in one call."""
+    """The unit of judgement. `group`: one call judges all episodes of a claim id, which are consecutive."""
 
 
 class Claims(Message, frozen=True):
@@ -142,8 +153,11 @@ class Claims(Message, frozen=True):
 
 
 class Claim(Request[Claims], frozen=True):
-    """`holds` are the claims that the scorer works on: any other that it was granted before the buffer's last
-    restart has never reached it, and ends. None says nothing."""
+    """Ask for episodes to score.
+
+    `holds` are the claims that the scorer works on. A missing claim that was granted before the buffer's last
+    restart never reached the scorer, so it ends. With None no claim ends.
+    """
 
     scorer: str
     max_episodes: int
@@ -156,7 +170,7 @@ class EpisodeVerdict(Record, frozen=True):
     claim_id: str
     verdict: Verdict
     elapsed_ms: float = 0.0
-    """Milliseconds of the call alone, without its wait for a worker."""
+    """Milliseconds of the call itself, without its wait for a worker."""
 
 
 class VerdictAck(Message, frozen=True):
@@ -177,13 +191,16 @@ class TrainerOpened(Message, frozen=True):
 
 
 class OpenTrainer(Request[TrainerOpened], frozen=True):
-    """Become the only trainer of `policy`, fencing any earlier one. `step` is the step the trainer's own
-    state is at (0, or that of the restored checkpoint); the ledger copy of that checkpoint is the attachment.
+    """Become the only trainer of `policy` and exclude any earlier one.
 
-    The new epoch is above `after_epoch`, the last one that the trainer's folder knows of: the buffer may have
-    lost it with its Redis. `memory_epoch` is the epoch that left the state in memory; 0 where it is on disk.
-    With a state in memory there is no copy, nothing becomes COMMITTED, and a ledger that has lost the step or
-    the epoch refuses."""
+    `step` is the step of the trainer's own state: 0, or the step of the restored checkpoint. The attachment
+    is the checkpoint's copy of the ledger.
+
+    The new epoch is greater than `after_epoch`, the last epoch in the trainer's folder, because the buffer
+    may have lost it with its Redis. `memory_epoch` is the epoch that left the state in memory, or 0 for a
+    state on disk. With a state in memory there is no copy and no group becomes COMMITTED. A ledger that has
+    lost the step or the epoch then refuses.
+    """
 
     policy: str
     trainer: str
@@ -193,8 +210,10 @@ class OpenTrainer(Request[TrainerOpened], frozen=True):
 
 
 class BatchEpisode(Record, frozen=True):
-    """One episode of a batch. `sample` is its index in the group; `n_sampled`, versions and rows are of the
-    units that the batch's policy sampled."""
+    """One episode of a batch. `sample` is its index in the group.
+
+    `n_sampled`, versions and rows describe the units that the batch's policy sampled.
+    """
 
     episode_id: str
     sample: int
@@ -206,8 +225,10 @@ class BatchEpisode(Record, frozen=True):
     components: dict[str, float] = {}
     parts: Parts | None = None
     rows: list[tuple[int, int]] = []
-    """(tokens fed, units trained) of each of its training rows, in their order; (0, 0) for one whose units
-    are all masked. Ranks are dealt rows by it before they have fetched any."""
+    """(tokens fed, units trained) of each training row, in order, or (0, 0) for a row of masked units.
+
+    Rows are assigned to ranks by these numbers before any row is fetched.
+    """
 
 
 class BatchGroup(Record, frozen=True):
@@ -216,11 +237,11 @@ class BatchGroup(Record, frozen=True):
     data_source: str
     episodes: list[BatchEpisode]
     uses: int = 0
-    """Steps that it was trained in before."""
+    """Earlier steps that trained it."""
 
 
 class Batch(Message, frozen=True):
-    """The manifest of a step: what is trained, in order. Bytes are fetched by id."""
+    """The manifest of a step: the trained episodes, in order. Their bytes are fetched by id."""
 
     policy: str
     epoch: int
@@ -228,18 +249,18 @@ class Batch(Message, frozen=True):
     max_staleness: int
     groups: list[BatchGroup]
     lowest_version: int = 0
-    """Units of older versions are masked: they are in no gradient."""
+    """Units of older versions are masked and are in no gradient."""
 
 
 class Waiting(Message, frozen=True):
-    """No batch yet: the starving edge and its figures, in words a person can act on."""
+    """The answer without a batch. It names the starving edge and its figures in a text for people."""
 
     edge: str
     detail: str
 
 
 class NextBatch(Request[Batch | Waiting], frozen=True):
-    """Ask for the batch of `step`. Idempotent by (epoch, step); waits at most `wait_ms`."""
+    """Ask for the batch of `step`. Idempotent by (epoch, step). Waits at most `wait_ms`."""
 
     policy: str
     epoch: int
@@ -250,22 +271,23 @@ class NextBatch(Request[Batch | Waiting], frozen=True):
 class Fetched(Message, frozen=True):
     episode_ids: list[str]
     routes: list[str] = []
-    """Episodes whose routes are attachments too, behind the blobs, in this order."""
+    """Episodes whose routes are attached after the blobs, in this order."""
 
 
 class Fetch(Request[Fetched], frozen=True):
-    """Ask for codec blobs by episode id; they come back as attachments in the same order."""
+    """Ask for codec blobs by episode id. They are attached in the same order."""
 
     episode_ids: list[str]
     routes: bool = False
-    """Whether their routes are wanted, as far as they are there."""
+    """Whether to attach the routes of the episodes that have them."""
 
 
 class Commit(Request[Ok], frozen=True):
-    """Step `step` is trained and its snapshot `step + 1` published. Idempotent by (epoch, step).
+    """Step `step` is trained and its snapshot `step + 1` is published. Idempotent by (epoch, step).
 
-    `same_as` are earlier trainer epochs whose version `step + 1` had the very same weights: units sampled
-    from those are still true."""
+    `same_as` are earlier trainer epochs whose version `step + 1` had equal weights. Units sampled from those
+    versions remain valid.
+    """
 
     policy: str
     epoch: int
@@ -274,20 +296,20 @@ class Commit(Request[Ok], frozen=True):
 
 
 class LedgerCopy(Message, frozen=True):
-    """The ledger as bytes, in the one attachment."""
+    """The ledger as bytes, in one attachment."""
 
     step: int
 
 
 class LedgerSeen(Message, frozen=True):
-    """The records of the ledger at `now_ms`, as bytes in the one attachment."""
+    """The records of the ledger at `now_ms`, as bytes in one attachment."""
 
     now_ms: int
     redis_bytes: int
 
 
 class SeeLedger(Request[LedgerSeen], frozen=True):
-    """Ask for the ledger as it is, to look at."""
+    """Ask for the current ledger, read-only."""
 
 
 class TasksSeen(Message, frozen=True):
@@ -295,13 +317,13 @@ class TasksSeen(Message, frozen=True):
 
 
 class SeeTasks(Request[TasksSeen], frozen=True):
-    """Ask for the tasks of these ids, to look at; those that the buffer does not have are left out."""
+    """Ask for the tasks with these ids, read-only. Tasks that the buffer does not have are left out."""
 
     task_ids: list[str]
 
 
 class ExportLedger(Request[LedgerCopy], frozen=True):
-    """Ask for the ledger as of the last committed step, to go into the checkpoint."""
+    """Ask for the ledger as of the last committed step, for the checkpoint."""
 
     policy: str
     epoch: int
@@ -309,8 +331,10 @@ class ExportLedger(Request[LedgerCopy], frozen=True):
 
 
 class Checkpointed(Request[Ok], frozen=True):
-    """The checkpoint after `step` steps is on disk: groups trained before it become COMMITTED and their
-    bytes are freed."""
+    """The checkpoint after `step` steps is on disk.
+
+    Groups trained before it become COMMITTED, and their bytes are freed.
+    """
 
     policy: str
     epoch: int
@@ -321,8 +345,11 @@ class Checkpointed(Request[Ok], frozen=True):
 
 
 class NoScore(Record, frozen=True):
-    """Verdicts of one kind that were no score. `kind` is `timeout`, `abstain`, or `error:` and the failure's
-    own kind; message and episode are those of the newest."""
+    """Verdicts of one kind without a score.
+
+    `kind` is `timeout`, `abstain`, or `error:` and the kind of the failure. Message and episode belong to the
+    newest one.
+    """
 
     kind: str
     count: int
@@ -332,30 +359,32 @@ class NoScore(Record, frozen=True):
 
 
 class PolicyStats(Record, frozen=True):
-    """The figures of one trained policy: its clock, and those of the admission formula."""
+    """Figures of one trained policy: its clock and the terms of the admission formula."""
 
     v_train: int
     """Committed steps."""
     outstanding: int
-    """Groups leased, and not yet trained or dropped."""
+    """Groups that are leased and not yet trained or dropped."""
     capacity: int
-    """Most of them, for a worker that is up to date."""
+    """Largest number of outstanding groups for a worker that is up to date."""
     max_staleness_seen: int = 0
     episodes_trained: int = 0
     checkpoint: int = 0
     """Steps that the newest checkpoint covers."""
     trainer_epoch: int = 0
     batch_wait: str = ""
-    """Reason why the next step waits; empty when its batch can be made."""
+    """Reason why the next step waits, or empty if its batch can be made."""
     ahead: float = 0.0
-    """Groups that may be outstanding beyond those that the trainer works on."""
+    """Groups that may be outstanding beyond the groups that the trainer works on."""
     pacing: str = ""
-    """Why it is so many; empty under `buffer.pacing: full`."""
+    """Reason for the value of `ahead`, or empty under `buffer.pacing: full`."""
 
 
 class BufferStats(Message, frozen=True):
-    """Counts by group state, reasons of every transition, and the figures of each policy. A group is counted
-    in the state in which the policy sees it that has come least far with it."""
+    """Counts by group state, reasons of every transition, and the figures of each policy.
+
+    If the policies see a group in different states, the earliest of these states counts.
+    """
 
     groups: dict[str, int]
     episodes: dict[str, int]
@@ -366,19 +395,19 @@ class BufferStats(Message, frozen=True):
     queue_age_ms: int = 0
     episodes_dropped: int = 0
     tasks_taken: int = 0
-    """Position of the cursor in the order of tasks."""
+    """Position in the order of tasks."""
     leases: int = 0
     claims: int = 0
     oldest_group: str = ""
-    """The group that has been longest in a state before BATCHED; `queue_age_ms` is how long."""
+    """The group that has spent the longest time in a state before BATCHED. `queue_age_ms` is that time."""
     lease_wait: str = ""
-    """Why a worker that serves the newest version would be given nothing now; empty when it would."""
+    """Reason why a worker with the newest version gets no lease now, or empty if it gets one."""
     no_scores: list[NoScore] = []
-    """Verdicts that were no score, by kind: the newest of each, and how many there were."""
+    """Verdicts without a score, by kind: the newest of each kind and the count."""
     failed: str = ""
-    """Why the job ends (`then: fail_job`, or nothing succeeds any more); empty when it does not."""
+    """Reason why the job ends (`then: fail_job`, or nothing succeeds any more), or empty."""
     lost_writes: int = 0
-    """Acknowledged writes that Redis came back without, since this buffer was started."""
+    """Acknowledged writes that Redis has lost since the start of this buffer."""
 
 
 class Stats(Request[BufferStats], frozen=True):

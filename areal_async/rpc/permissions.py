@@ -1,7 +1,7 @@
-"""Requests that each role may make: one table, which shows what a stolen key opens.
+"""Requests that each role may send, in one table. It shows what a stolen key allows.
 
-A server whose access are the keys of a role (`RoleKeys`) asks here for each request, with the role that the
-asker has proven in the handshake. A request that is not in the table is refused to everybody.
+A server with keys of roles (`RoleKeys`) checks each request against the role that the peer proved in the
+handshake. Requests that are not in the table are refused for every role.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CALLERS: Mapping[type, Roles] = {
     **dict.fromkeys((messages.ExportLedger, messages.Checkpointed), TRAINER),
     **dict.fromkeys((messages.Fetch, messages.Stats, messages.SeeTasks), PEOPLE | TRAINER),
     messages.SeeLedger: PEOPLE,
-    # to the trainer's publisher, and to whoever has chunks of a snapshot
+    # to the trainer's publisher, and to every server of snapshot chunks
     **dict.fromkeys((weights.WaitSnapshot, weights.AckSnapshot), GENERATORS),
     **dict.fromkeys((weights.FindSources, weights.GetChunk), GENERATORS),
     **dict.fromkeys((weights.AskTensors, weights.TakeBucket, weights.BreakGroup), ROLLOUT),
@@ -54,5 +54,5 @@ CALLERS: Mapping[type, Roles] = {
 
 
 def may_ask(role: str, request: type) -> bool:
-    """Return whether a peer of this role may make a request of this type."""
+    """Return whether a peer of this role may send a request of this type."""
     return role in CALLERS.get(request, frozenset())

@@ -1,9 +1,8 @@
-"""The server's memory of its clients, which decides whether a request is run, joined, answered again or
-refused. Pure.
+"""The server's memory of its clients. It decides whether a request is run, joined, replayed or refused. Pure.
 
-Promise: while a client waits for request `r`, `r` runs at most once at a time, and once it has answered it is
-not run again as long as its reply is remembered. Replies are forgotten as soon as the client says that it has
-them (the `floor` of its later requests), and otherwise oldest first beyond the limits.
+Promise: while a client waits for request `r`, `r` runs at most once at a time. After its answer, `r` does not
+run again while its reply is remembered. A reply is forgotten as soon as the client confirms it (the `floor`
+of its later requests). Beyond the limits, the oldest replies are forgotten first.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from areal_async.rpc.frames import MAX_MESSAGE_BYTES
 class Admission(Enum):
     RUN = "run"
     JOIN = "join"
-    """The request runs already: its one reply will answer this duplicate too."""
+    """The request is already running. Its one reply also answers this duplicate."""
     REPLAY = "replay"
     STALE = "stale"
-    """The client has said that it no longer waits for this request."""
+    """The client no longer waits for this request."""
     BUSY = "busy"
-    """The client has its limit of requests under way."""
+    """The client has reached its limit of requests in flight."""
 
 
 @dataclass
 class _Memory:
-    """Memory of one client: request id -> its reply, None while it runs."""
+    """Memory of one client: the reply of each request id, or None while the request runs."""
 
     replies: dict[int, Sequence[Buffer] | None] = field(default_factory=dict)
     running: int = 0
@@ -41,8 +40,10 @@ class _Memory:
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Bounds of one server: requests under way for each client, remembered replies, and the bytes of a frame,
-    of which a longer one ends its connection."""
+    """Limits of one server: requests in flight per client, remembered replies, and bytes of a frame.
+
+    A longer frame closes its connection.
+    """
 
     in_flight: int = 64
     cached_replies: int = 4096
@@ -56,13 +57,13 @@ class ReplyBook:
         self._max_clients = max_clients
         self._clients: OrderedDict[int, _Memory] = OrderedDict()
         self._sizes: OrderedDict[tuple[int, int], int] = OrderedDict()
-        self.size_bytes = 0  # Bytes of the remembered replies
+        self.size_bytes = 0  # bytes of the remembered replies
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def admit(self, client: int, request: int, floor: int) -> Admission:
-        """Decide about one arrival of a request; RUN obliges the caller to `finish` it."""
+        """Decide about one arrival of a request. After RUN, the caller must call `finish`."""
         memory = self._clients.get(client) or self._remember(client)
         self._clients.move_to_end(client)
         if floor > memory.floor:
@@ -85,9 +86,9 @@ class ReplyBook:
         return frames
 
     def finish(self, client: int, request: int, frames: Sequence[Buffer] | None) -> bool:
-        """Store the answer of a running request; None: it was refused for now, and a retry runs it again.
+        """Store the answer of a running request and return whether the client still waits for it.
 
-        Returns whether the client still waits for the answer.
+        None means that the request was refused for now. A retry runs it again.
         """
         memory = self._clients.get(client)
         if memory is None or request not in memory.replies:
@@ -109,7 +110,7 @@ class ReplyBook:
         return True
 
     def forget(self, client: int) -> None:
-        """Forget a client that is gone; answers of its running requests are dropped."""
+        """Forget a client that has left. Answers of its running requests are dropped."""
         memory = self._clients.pop(client, None)
         if memory is not None:
             for request, frames in memory.replies.items():
@@ -118,15 +119,15 @@ class ReplyBook:
 
     def _remember(self, client: int) -> _Memory:
         if len(self._clients) >= self._max_clients:
-            # The one unheard for longest among those with nothing under way, or else simply the one unheard
-            # for longest: it retries, and is then met as a stranger.
+            # The client that was silent for the longest time, if possible one without running requests. It
+            # must say hello again.
             idle = next((c for c, m in self._clients.items() if not m.running), next(iter(self._clients)))
             self.forget(idle)
         memory = self._clients[client] = _Memory()
         return memory
 
     def _forget_below(self, client: int, memory: _Memory) -> None:
-        # Ids are in order of arrival, so this looks at the forgotten ones and at most the running ones.
+        # Ids are in order of arrival, so the loop sees only forgotten and running requests.
         below = takewhile(lambda item: item[0] < memory.floor, memory.replies.items())
         for request in [request for request, frames in below if frames is not None]:
             del memory.replies[request]

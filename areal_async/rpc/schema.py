@@ -1,13 +1,13 @@
 """Base classes of all messages, and the messages that all services share.
 
-A request is declared once, with the reply that answers it: `class Heartbeat(Request[HeartbeatAck])`. Clients
-(`await client.call(Heartbeat(…))` is a `HeartbeatAck`), the dispatch of servers and the decoders follow from
-that. Each message is an immutable msgspec struct, encoded as msgpack, told apart by its tag (the class name).
-Bulk bytes never sit inside a message: they travel as attachments, separate frames in the order that the
-message names. Durations are integer milliseconds; no message carries a clock reading. `frames.py`
-has them all.
+A request is declared once, with its reply: `class Heartbeat(Request[HeartbeatAck])`. Clients (`await
+client.call(Heartbeat(…))` returns a `HeartbeatAck`), the servers' dispatch and the decoders follow from this
+declaration. Each message is an immutable msgspec struct, encoded as msgpack and identified by its tag (the
+class name). Bulk bytes are never inside a message. They travel as attachments, in separate frames, in the
+order that the message names. Durations are integer milliseconds. No message contains a clock reading.
+`frames.py` lists the modules with messages.
 
-`SCHEMA` is compared at hello: two processes of different schema refuse each other with a `Fault`.
+`SCHEMA` is compared at hello. Two processes with different schemas refuse each other with a `Fault`.
 """
 
 from __future__ import annotations
@@ -30,33 +30,37 @@ R = TypeVar("R", bound=Message)
 
 
 class Request(Message, Generic[R], frozen=True):
-    """Base of every request; `R` is its reply, one message or a union of several.
+    """Base of every request. `R` is its reply, one message or a union of several.
 
-    A field `wait_ms` is how long the server may keep the request until it has something to say."""
+    A field `wait_ms` is how long the server may keep the request before it answers.
+    """
 
     @property
     def left_in_file(self) -> int:
-        """Number of its last attachments that a server leaves unread in their file, which it passes on."""
+        """Number of last attachments that the server does not read. It passes their file on."""
         return 0
 
 
 @cache
 def replies_to(request: type[Request[Any]]) -> tuple[type[Message], ...]:
-    """Return the messages that may answer a request, apart from a `Fault`."""
+    """Return the types that may answer a request, except `Fault`."""
     (reply,) = get_args(request.__orig_bases__[0])  # type: ignore[attr-defined]
     return get_args(reply) or (reply,)
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A value that only travels inside messages (and is stored, where the ledger says so)."""
+    """A value inside messages. The ledger also stores some records."""
 
 
 # --- every service -----------------------------------------------------------------------------------
 
 
 class FilesHere(Record, frozen=True):
-    """Folders of a server that clients of its host may use for attachments (`by_file.py`): those of its
-    clients, and those of its own. `token` is what a file of the first one says. `flush`: to disk."""
+    """Folders of a server for attachments of clients on its host (`by_file.py`).
+
+    One folder is for the clients' files and one for the server's own files. `token` is the content of a file
+    in the first folder. With `flush`, files are flushed to disk.
+    """
 
     incoming: str
     held: str
@@ -71,7 +75,7 @@ class Welcome(Message, frozen=True):
 
 
 class Hello(Request[Welcome], frozen=True):
-    """First message of every client connection."""
+    """The first message of every client connection."""
 
     schema: int
     job: str
@@ -84,7 +88,7 @@ class Ok(Message, frozen=True):
 
 
 class Fault(Message, frozen=True):
-    """The typed error of every call. `kind` decides what a caller may do; `message` is for people."""
+    """The typed error of every call. `kind` determines the caller's options, and `message` is for people."""
 
     kind: FaultKind
     message: str

@@ -1,17 +1,16 @@
-"""The secret of a run, and the keys of its roles: what its processes know and nobody else.
+"""The secret of a run, and the keys of its roles.
 
-A run has 256 random bits, in one file that its owner alone may read and that only the launcher and the tools
-of the same user use. From them the launcher derives what it gives to each process: `RoleKeys`, with which a
-process shows of which role it is, recognises the others, and learns nothing that would let it pass for
-another role.
+A run has 256 random bits in one file that only its owner may read. Only the launcher and the tools of the
+same user use that file. The launcher derives `RoleKeys` for each process from it. With its keys a process
+proves its own role and recognises other roles, but it cannot impersonate another role.
 
     secret = RunSecret.make(folder)              the launcher, once per run
-    keys = secret.of("rollout")                  what a process of that role is given
+    keys = secret.of("rollout")                  keys for a process of that role
     Server(…, access=keys), Client(…, server="buffer", access=keys)
 
-Over a Unix socket a peer shows a password of its role in the handshake (PLAIN: nobody listens in there); over
-TCP both ends prove that they have the keys of their roles (CURVE: the peer may be somebody else who took the
-port). Which role may ask for what is in `permissions.py`.
+Over a Unix socket a peer sends its role's password in the handshake (PLAIN), because no other process can
+listen there. Over TCP both ends prove that they have the keys of their roles (CURVE), because another process
+may have taken the port. `permissions.py` lists the requests of each role.
 """
 
 from __future__ import annotations
@@ -38,20 +37,21 @@ SIZE_BYTES = 32
 KEYS_BYTES = 1 << 16
 
 KeyRole = Literal["buffer", "trainer", "rollout", "evaluator", "reward", "supervisor", "cli"]
-"""Who asks. `supervisor` is whoever runs the job, `cli` a person's command."""
+"""Role of a peer. `supervisor` is the process that runs the job, and `cli` is a person's command."""
 ROLES: tuple[KeyRole, ...] = get_args(KeyRole)
 CHUNKS = "chunks"
-"""The key of every server of snapshots' chunks: its clients do not know of which role the next one is."""
+"""The key name of every server of snapshot chunks. Clients do not know the role of the next chunk server."""
 CHUNK_SERVERS: frozenset[KeyRole] = frozenset({"trainer", "rollout", "evaluator"})
 TOKENS: Mapping[str, frozenset[KeyRole]] = {"redis": frozenset({"buffer", "cli"})}
-"""Which other servers of the run whom concern."""
+"""Roles that may use each other server of the run."""
 
 
 @dataclass(frozen=True)
 class CurveKeys:
-    """One side's CURVE key pair (Z85, 40 bytes each) and whom it trusts.
+    """One side's CURVE key pair (Z85, 40 bytes each) and the keys that it trusts.
 
-    `trusted` of a server are the public keys of the clients it lets in; of a client, exactly the server's.
+    A server's `trusted` are the public keys of accepted clients. A client's `trusted` is exactly the server's
+    key.
     """
 
     public: bytes
@@ -65,14 +65,14 @@ class CurveKeys:
 
     @classmethod
     def shared(cls, seed: bytes) -> CurveKeys:
-        """Return the pair of everybody who knows the 32 bytes of `seed`; they trust each other and nobody
-        else."""
+        """Return the key pair that all holders of the 32 bytes of `seed` share. They trust only each
+        other."""
         secret = z85.encode(seed)
         public = zmq.curve_public(secret)
         return cls(public, secret, (public,))
 
     def shown(self, endpoint: str, server: str) -> CurveKeys:
-        """Return the proof that a client shows at `endpoint`."""
+        """Return the proof that a client sends at `endpoint`."""
         return self
 
     def guard(self, endpoint: str, identity: str) -> Guard:
@@ -82,7 +82,7 @@ class CurveKeys:
 
 @dataclass(frozen=True)
 class Password:
-    """User and password that a client shows as they are: where nobody else can listen in."""
+    """User and password that a client sends in clear, only where no other process can listen."""
 
     user: bytes
     word: bytes = field(repr=False)
@@ -96,17 +96,19 @@ class Password:
 
 @dataclass(frozen=True)
 class Guard:
-    """The proof that a server demands: keys where it has some, else passwords."""
+    """The proof that a server demands: keys if it has any, otherwise passwords."""
 
     keys: CurveKeys | None
     known: Mapping[bytes, str]
-    """Role by public key (32 bytes); empty where roles are not told apart."""
+    """Role by public key (32 bytes), or empty if roles are not distinguished."""
     digests: Mapping[bytes, bytes]
     """Digest of the password by user."""
 
     def role_of(self, mechanism: bytes, shown: list[bytes]) -> str | None:
-        """Return the role of whoever shows this; None for a stranger. Takes the same time whatever the
-        password."""
+        """Return the role that belongs to the proof, or None for a stranger.
+
+        The time does not depend on the password.
+        """
         match mechanism, shown:
             case b"CURVE", [key] if self.keys is not None:
                 return self.known.get(key)
@@ -119,27 +121,28 @@ class Guard:
 
 @dataclass(frozen=True)
 class RunSecret:
-    """All of a run's keys in one hand. Two of them are equal when they were read from one file.
+    """All keys of a run. Two of them are equal if they were read from one file.
 
-    As the access of a server or a client it tells no roles apart: for the parts of one process."""
+    As the access of a server or client it does not distinguish roles, which suits the parts of one process.
+    """
 
     _bits: bytes = field(repr=False)
 
     @classmethod
     def generate(cls) -> RunSecret:
-        """Return a new secret, of a run or a server of its own."""
+        """Return a new secret, of a run or of a separate server."""
         return cls(secrets.token_bytes(SIZE_BYTES))
 
     @classmethod
     def make(cls, folder: Path) -> RunSecret:
-        """Write a new secret into a folder of the run. Raises `FileExistsError` where there is one."""
+        """Write a new secret into a folder of the run. Raises `FileExistsError` if it has one."""
         made = cls.generate()
         write_private(folder / FILE, made._bits.hex().encode() + b"\n")
         return made
 
     @classmethod
     def read(cls, folder: Path) -> RunSecret:
-        """Return the secret of the run in whose folder it lies. Raises `EndpointError`."""
+        """Return the secret in the run's folder. Raises `EndpointError`."""
         path = folder / FILE
         try:
             bits = bytes.fromhex(read_own(path, max_bytes=1024).decode())
@@ -162,7 +165,7 @@ class RunSecret:
         )
 
     def token(self, server: str) -> str:
-        """Return the 64 hexadecimal digits that clients of `server` show."""
+        """Return the token of 64 hexadecimal digits for clients of `server`."""
         return self._made_for(f"token {server}").hex()
 
     def shown(self, endpoint: str, server: str) -> CurveKeys | Password:
@@ -193,11 +196,11 @@ class RunSecret:
 
 
 class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Keys of a process of one role: its own secrets, and the public parts of the others'."""
+    """Keys of a process of one role: its own secrets, and the public keys of other roles."""
 
     role: KeyRole
     secrets: dict[str, str]
-    """Secret CURVE keys (Z85) by the name that it serves or asks under."""
+    """Secret CURVE keys (Z85) by the name under which the process serves or sends requests."""
     publics: dict[str, str]
     """Public CURVE keys (Z85) of all names."""
     word: str
@@ -210,31 +213,32 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, path: Path) -> RoleKeys:
-        """Return the keys in a file that `write` has made. Raises `EndpointError`."""
+        """Return the keys in a file that `write` made. Raises `EndpointError`."""
         try:
             return msgspec.json.decode(read_own(path, max_bytes=KEYS_BYTES), type=cls)
         except (OSError, NotOurs, msgspec.DecodeError) as error:
             raise EndpointError(f"the keys of this process cannot be read from {path}: {error}") from error
 
     def of(self, role: KeyRole) -> RoleKeys:
-        """These, for whoever is handed keys or the whole secret. Raises `EndpointError` for another role."""
+        """Return these keys, like `RunSecret.of`. Raises `EndpointError` for another role."""
         if role != self.role:
             raise EndpointError(f"a process of role {self.role} has no keys of role {role}")
         return self
 
     def write(self, path: Path) -> None:
-        """Write them for this user alone. Raises `FileExistsError` where there is a file."""
+        """Write the keys for this user alone. Raises `FileExistsError` if the file exists."""
         write_private(path, msgspec.json.encode(self))
 
     def token(self, server: str) -> str:
-        """As `RunSecret.token`. Raises `EndpointError` where the server does not concern this role."""
+        """Return the token as `RunSecret.token` does. Raises `EndpointError` if this role may not use the
+        server."""
         try:
             return self.tokens[server]
         except KeyError:
             raise EndpointError(f"a process of role {self.role} has no token for {server}") from None
 
     def shown(self, endpoint: str, server: str) -> CurveKeys | Password:
-        """Return the proof; over TCP, `server` is the name whose key the other end must have."""
+        """Return the proof. Over TCP, `server` is the name of the key that the other end must have."""
         if not is_tcp(endpoint):
             return Password(self.role.encode(), self.word.encode())
         if server not in self.publics:
@@ -243,7 +247,7 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return CurveKeys(own.public, own.secret, (self.publics[server].encode(),))
 
     def guard(self, endpoint: str, identity: str) -> Guard:
-        """Return the guard of a server that has the key `identity`, by default its role's."""
+        """Return the guard of a server with the key `identity`, by default its role's key."""
         digests = {role.encode(): bytes.fromhex(digest) for role, digest in self.digests.items()}
         if not is_tcp(endpoint):
             return Guard(None, {}, digests)
@@ -255,20 +259,20 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 RunAccess = RunSecret | RoleKeys
-"""Keys of a process of a run: those of its role; in tests, all of the run's."""
+"""Keys of a process of a run: its role's keys, or all of the run's keys in tests."""
 Access = RunAccess | CurveKeys | Password
-"""Keys of an end of a connection: those, or a key pair or a password of its own."""
+"""Keys of one end of a connection: `RunAccess`, or a separate key pair or password."""
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a new file that its owner alone may read, whatever the umask. Raises `FileExistsError`."""
+    """Write a new file that only its owner may read, for any umask. Raises `FileExistsError`."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(content)
 
 
 def is_tcp(endpoint: str) -> bool:
-    """Return whether anybody who reaches this host can connect."""
+    """Return whether every process that reaches this host can connect."""
     return endpoint.startswith("tcp://")
 
 

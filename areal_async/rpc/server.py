@@ -1,19 +1,20 @@
-"""The answering side of the RPC: a ROUTER socket in front of one async handler.
+"""The server side of the RPC: a ROUTER socket in front of one async handler.
 
 Promises:
-- A request runs at most once at a time, and not again while its reply is remembered (`reply_book.py`).
-- Nothing of a peer without the secret is received: it is asked for in the handshake.
-- Every well-formed request is answered: with the handler's reply, or with a typed `Fault`.
-- Nothing a peer sends ends the server: what is not a message is answered `invalid` where it names a request,
-  and counted and dropped otherwise. Nothing is handled before a hello of our schema and job.
-- Requests under way are limited per client (`busy`), frames by size, queues by high-water marks.
-- After `stop`, no task, socket or ipc file is left; requests cut short were answered `unavailable`, and the
-  last answers reached every peer that reads within `linger_ms`.
-- Requests begin in the order of their lanes (`lanes.py`): a flood of one kind holds up no other. What finds
-  its lane full is answered `busy`.
+- A request runs at most once at a time. It does not run again while its reply is remembered
+  (`reply_book.py`).
+- Messages of a peer without the secret are never received, because the handshake asks for the secret.
+- Every well-formed request gets an answer: the handler's reply, or a typed `Fault`.
+- No message of a peer ends the server. An invalid message that names a request is answered `invalid`. Other
+  invalid messages are counted and dropped. No request is handled before a hello of the same schema and job.
+- Requests in flight are limited per client (`busy`), frames by size, queues by high-water marks.
+- `stop` leaves no task, socket or ipc file. Interrupted requests are answered `unavailable`. The last answers
+  reach every peer that reads them within `linger_ms`.
+- Requests begin in the order of their lanes (`lanes.py`), so a flood of one kind does not delay others. A
+  request whose lane is full is answered `busy`.
 
-It does not promise order between concurrent requests, and it never cancels a handler because its client left:
-the handler may be half-way through a write.
+Concurrent requests have no guaranteed order. A handler is never cancelled because its client left, since it
+may be in the middle of a write.
 """
 
 from __future__ import annotations
@@ -56,19 +57,21 @@ log = logging.getLogger("areal.wire")
 
 MAX_SESSIONS = 4096
 BUSY_RETRY_MS = 10
-READ_HERE_BYTES = 4 << 20  # Attachments in a file above it are read in a thread
+READ_HERE_BYTES = 4 << 20  # attachments in a larger file are read in a thread
 FULL_RETRY_MS = 50
 STOP_RETRY_MS = 100
 CANCEL_LIMIT_S = 5.0
-CROWD_LOGGED = 1000  # One line for so many connections that were closed for want of room
+CROWD_LOGGED = 1000  # connections closed for lack of room per log line
 ANSWERS_LINGER_MS = 2000
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Who asks, as said in its hello; `client` is the id that all its connections have. `reads_files`: it can
-    be answered with parts of the server's own files. `key` is the role that its key or password is of, empty
-    where roles are not told apart."""
+    """The sender of a request, as described in its hello.
+
+    All connections of a client share the id `client`. `reads_files` says whether the client accepts replies
+    by file. `key` is the role of its key or password, or empty if roles are not distinguished.
+    """
 
     role: str
     name: str
@@ -82,7 +85,7 @@ Handler = Callable[[Peer, Any, list[memoryview]], Awaitable[Answer]]
 
 
 class WaitingRequest(NamedTuple):
-    """A request that waits for its turn. `parts`: where its attachments lie, if they are in a file."""
+    """A request that waits for its turn. `parts` are the places of its attachments, if they are in a file."""
 
     peer: Peer
     header: Header
@@ -92,7 +95,7 @@ class WaitingRequest(NamedTuple):
 
 
 def by_type(service: str, handlers: Mapping[type[Request[Any]], Handler]) -> Handler:
-    """Return the handler of a service that answers each type of request in `handlers` by its own function."""
+    """Return a handler that calls the function in `handlers` for the type of each request."""
 
     async def handle(peer: Peer, request: Request[Any], attachments: list[memoryview]) -> Answer:
         handler = handlers.get(type(request))
@@ -104,13 +107,16 @@ def by_type(service: str, handlers: Mapping[type[Request[Any]], Handler]) -> Han
 
 
 class Server:
-    """Serve `handler` at `endpoint` (`ipc://PATH` or `tcp://HOST:PORT`; port 0 picks one, see `.endpoint`)
-    to who has the secret or keys of `access`; `identity` is the name of the key that it serves under, by
-    default its role's. With keys of roles each peer may ask for what its role needs (`permissions.py`).
+    """A server of `handler` at `endpoint` (`ipc://PATH` or `tcp://HOST:PORT`).
 
-    `handler(peer, message, attachments)` returns a message, or a message and its attachments; a `FaultError`
-    it raises is the answer, anything else is logged and answered `internal`. `lanes` belong to this server
-    alone. With `files`, clients of this host give large attachments in files, and get `FilePart`s back.
+    Port 0 picks a free port (see `.endpoint`). Peers need the secret or keys of `access`. `identity` is the
+    name of the server's key, by default the name of its role. With keys of roles, each peer may only send
+    requests of its role (`permissions.py`).
+
+    `handler(peer, message, attachments)` returns a message, or a message and its attachments. If it raises a
+    `FaultError`, the fault is the answer. Any other error is logged and answered `internal`. `lanes` must not
+    be shared with another server. With `files`, clients of this host send large attachments in files and get
+    `FilePart`s back.
     """
 
     def __init__(
@@ -128,9 +134,12 @@ class Server:
     ) -> None:
         self.endpoint = endpoint
         self.counters: Counter[str] = Counter()
-        """Events since the start; `unknown` are requests before a hello, such as after a restart,
-        `strangers` connections that were not let in, `crowd` those closed to make room for others,
-        `forbidden` requests that are not the asker's."""
+        """Numbers of events since the start, by name.
+
+        `unknown` counts requests before a hello, for example after a restart. `strangers` counts connections
+        that were refused. `crowd` counts connections that were closed to make room. `forbidden` counts
+        requests that the peer's role may not send.
+        """
         self._service = service
         self._job = job
         self._limits = limits or ServerLimits()
@@ -138,7 +147,7 @@ class Server:
         self._access = access
         self._identity = identity
         self._book = ReplyBook(self._limits, MAX_SESSIONS)
-        self.sessions: OrderedDict[bytes, Peer] = OrderedDict()  # At most `MAX_SESSIONS`
+        self.sessions: OrderedDict[bytes, Peer] = OrderedDict()  # at most `MAX_SESSIONS`
         self._identities: dict[int, bytes] = {}
         self._lanes = lanes if lanes is not None else Lanes({"all": Lane()})
         self._files = files
@@ -150,7 +159,7 @@ class Server:
         self._stopping = False
 
     async def start(self) -> None:
-        """Bind and serve. Raises `EndpointError` when the address cannot or must not be served."""
+        """Bind and serve. Raises `EndpointError` if the address cannot or must not be served."""
         context = open_context()
         sock = context.socket(zmq.ROUTER)
         try:
@@ -171,8 +180,11 @@ class Server:
         self._socket = PolledSocket(sock, 2, self._on_frames)
 
     async def stop(self, grace_s: float = 0.5, linger_ms: int = ANSWERS_LINGER_MS) -> None:
-        """Let handlers finish for `grace_s`, answer the rest `unavailable`, hand the last answers to busy
-        peers within `linger_ms`, and leave nothing behind."""
+        """Let handlers finish for `grace_s` and answer the rest `unavailable`.
+
+        Peers that are still busy get the last answers within `linger_ms`. All tasks, sockets and ipc files
+        are gone at the end.
+        """
         if self._socket is None or self._context is None:
             return
         self._stopping = True
@@ -284,7 +296,7 @@ class Server:
             self._send(identity, self._frames(header, fault))
 
     def _refuse(self, arrival: WaitingRequest, fault: Fault) -> None:
-        """Answer a request that is not begun; a retry runs it."""
+        """Answer a request that has not begun. A retry runs it."""
         header = arrival.header
         if self._book.finish(header.client, header.request, None):
             self._send(self._identities.get(header.client), self._frames(header, fault))
@@ -294,8 +306,11 @@ class Server:
             self._starting = asyncio.get_running_loop().call_soon(self._start_next)
 
     def _start_next(self) -> None:
-        """Begin one request. The socket is read and what is under way goes on before the next one: who has
-        just come may go first, and who waits for its answer waits for no more than one that begins."""
+        """Begin one request.
+
+        Before the next request begins, the socket is read and running requests continue. A new request may
+        then go first, and a finished request waits for at most one new one before its answer is sent.
+        """
         self._starting = None
         if (following := self._lanes.pop()) is None:
             return

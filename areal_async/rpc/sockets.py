@@ -1,8 +1,8 @@
-"""A ZMQ socket on an asyncio loop, without a future per message, and the libzmq context of its own.
+"""A ZMQ socket on an asyncio loop, without a future per message, and its own libzmq context.
 
-The loop watches the socket's file descriptor, which is edge-triggered: it says once that something happened,
-and any call on the socket may swallow that. So reading goes on until the socket says "again", and every send
-looks for messages that arrived meanwhile. A round trip costs about half of `zmq.asyncio`'s.
+The loop watches the socket's file descriptor, which is edge-triggered. It signals an event once, and any call
+on the socket may consume the signal. Reading therefore continues until the socket returns "again", and every
+send checks for new messages. A round trip takes about half the time of `zmq.asyncio`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ from typing_extensions import Buffer
 
 from areal_async.rpc.frames import MAX_FRAMES
 
-COPY_BELOW_BYTES = 64 * 1024  # Smaller frames are copied into the socket: cheaper than tracking their buffer
-READ_BURST_MESSAGES = 32  # Messages handled before other callbacks of the loop get their turn
-LINGER_MS = 200  # How long a closed socket may take to hand over what was already sent, unless told otherwise
+COPY_BELOW_BYTES = (
+    64 * 1024
+)  # smaller frames are copied into the socket, because tracking their buffer costs more
+READ_BURST_MESSAGES = 32  # messages handled before other callbacks of the loop run
+LINGER_MS = 200  # default time in which a closed socket may still deliver sent messages
 
 
 class PolledSocket:
-    """Calls `on_frames(copied, rest)` for every message: the first `n_copied` frames as bytes, the rest as
-    views. A message of more than `max_frames` frames arrives as `([], [])`. Meanwhile `user` says who sent
-    it, as whoever let the connection in has named them."""
+    """A socket that calls `on_frames(copied, rest)` for every message.
+
+    The first `n_copied` frames are passed as bytes and the rest as views. A message of more than `max_frames`
+    frames is passed as `([], [])`. During the call, `user` is the authenticated name of the sender.
+    """
 
     def __init__(
         self,
@@ -46,7 +50,8 @@ class PolledSocket:
         self._look_again()
 
     def send(self, frames: Sequence[Buffer]) -> bool:
-        """Hand one message to the socket; False when it takes none now (no peer, or the high-water mark)."""
+        """Send one message. Return False if the socket cannot accept it now (no peer, or the high-water
+        mark)."""
         if self._closed:
             return False
         sock, last = self._sock, len(frames) - 1
@@ -67,8 +72,8 @@ class PolledSocket:
         return True
 
     def redial(self, old: str, new: str) -> None:
-        """Be connected to `new` instead of to `old`. What was sent to that and not taken is lost."""
-        with suppress(zmq.ZMQError):  # it was not connected
+        """Connect to `new` instead of `old`. Messages sent to `old` and not yet received are lost."""
+        with suppress(zmq.ZMQError):  # the socket was not connected
             self._sock.disconnect(old)
         self._sock.connect(new)
         self._look_again()
@@ -83,7 +88,7 @@ class PolledSocket:
 
     @property
     def user(self) -> str:
-        """Who sent the message that is being handled; empty where nobody was asked to say."""
+        """The sender of the current message, or empty without authentication."""
         try:
             return str(self._first.get("User-Id")) if self._first is not None else ""
         except zmq.ZMQError:
@@ -106,7 +111,8 @@ class PolledSocket:
             try:
                 self._on_frames(copied, rest)
             except BaseException:
-                # The edge is spent: without another look the messages behind this one would never be read.
+                # The edge-triggered signal is consumed. Without another check the next messages would never
+                # be read.
                 self._look_again()
                 raise
         if not self._closed:
@@ -130,9 +136,12 @@ class PolledSocket:
 
 
 _open: set[zmq.Context[zmq.Socket[bytes]]] = set()
-"""Every server and client has a context of its own, so that closing one ends its sockets and I/O thread. The
-open ones are held here: one that is merely dropped (a service that ends by an exception) would otherwise be
-ended by the garbage collector, in an order in which libzmq waits forever for sockets that are still open."""
+"""The open contexts.
+
+Every server and client has a context of its own, so that closing it ends its sockets and its I/O thread. This
+set keeps contexts alive if a service ends by an exception. The garbage collector would otherwise end them in
+an order in which libzmq waits forever for open sockets.
+"""
 
 
 def open_context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -142,12 +151,12 @@ def open_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 async def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """End a context whose sockets are closed; takes as long as they linger."""
+    """End a context whose sockets are closed. Blocks while they linger."""
     await asyncio.to_thread(context.term)
     _open.discard(context)
 
 
 def drop_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """End a context that was never used, with its sockets, at once."""
+    """End a context that was never used, with its sockets, without waiting."""
     context.destroy(linger=0)
     _open.discard(context)

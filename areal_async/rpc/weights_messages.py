@@ -11,7 +11,7 @@ from areal_async.rpc.schema import Message, Ok, Record, Request
 
 
 class DeltaOffer(Record, frozen=True):
-    """The directory `path` makes the announced snapshot out of `base`, for whoever holds exactly that."""
+    """A delta in the directory `path`. It turns the snapshot `base` into the announced one."""
 
     base: VersionTag
     path: str
@@ -20,10 +20,12 @@ class DeltaOffer(Record, frozen=True):
 
 
 class SnapshotNotice(Message, frozen=True):
-    """A complete snapshot: `path` is its directory, `manifest_hash` the hash of its manifest, `size_bytes`
-    the sum of its files. `final` marks the last one of the job.
+    """A complete snapshot.
 
-    `path` is on the host `node_id`; how other hosts come by the files is the affair of the job's channel."""
+    `path` is its directory, `manifest_hash` is the hash of its manifest, and `size_bytes` is the sum of its
+    files. `final` marks the last snapshot of the job. `path` is on the host `node_id`. The job's channel
+    brings the files to other hosts.
+    """
 
     tag: VersionTag
     path: str
@@ -32,20 +34,22 @@ class SnapshotNotice(Message, frozen=True):
     size_bytes: int = 0
     node_id: str = ""
     delta: DeltaOffer | None = None
-    """The delta, for a receiver that said that it holds the base and can use it; None for others."""
+    """The delta, if the receiver holds its base and can use it, or None."""
 
 
 class NoNews(Message, frozen=True):
-    """Nothing newer within the wait. `finished`: none will come."""
+    """No newer snapshot appeared within the wait. With `finished`, none will follow."""
 
     finished: bool = False
 
 
 class WaitSnapshot(Request[SnapshotNotice | NoNews], frozen=True):
-    """Ask for the newest snapshot after `after` for a `purpose`; waits at most `wait_ms`.
+    """Ask for a snapshot after `after` for a `purpose`. Waits at most `wait_ms`.
 
-    `serve` gets the newest of all. `evaluate` gets, in order, the ones pinned for evaluation. `deltas`: the
-    receiver holds the files of `after` and can make others of them; it waits for a delta being made."""
+    `serve` returns the newest snapshot. `evaluate` returns the snapshots pinned for evaluation, in order.
+    With `deltas` the receiver holds the files of `after` and can apply a delta to them. It then waits for a
+    delta in progress.
+    """
 
     receiver: str
     purpose: Literal["serve", "evaluate"]
@@ -55,29 +59,31 @@ class WaitSnapshot(Request[SnapshotNotice | NoNews], frozen=True):
 
 
 class Sources(Message, frozen=True):
-    """Endpoints of chunk servers, best first; `origin` is the publisher's. The chunk table is attached."""
+    """Endpoints of chunk servers, best first. `origin` is the publisher's. The chunk table is attached."""
 
     endpoints: list[str]
     origin: str
 
 
 class FindSources(Request[Sources], frozen=True):
-    """Ask who serves the chunks of the directory with this manifest. `endpoint` is where the asker will serve
-    them itself."""
+    """Ask for servers of the chunks of the directory with this manifest.
+
+    `endpoint` is the endpoint at which the receiver itself will serve the chunks.
+    """
 
     manifest_hash: str
     endpoint: str
 
 
 class GetChunk(Request[Ok], frozen=True):
-    """Ask a chunk server for one chunk of the directory with this manifest. It is attached to the `Ok`."""
+    """Ask a chunk server for one chunk of the directory with this manifest. The `Ok` has it as attachment."""
 
     manifest_hash: str
     number: int
 
 
 class AckSnapshot(Request[Ok], frozen=True):
-    """A receiver serves (or has evaluated) `tag`; with `error`, it could not, and why."""
+    """A receiver serves (or has evaluated) `tag`. `error` is the reason if it failed."""
 
     receiver: str
     purpose: Literal["serve", "evaluate"]
@@ -87,8 +93,11 @@ class AckSnapshot(Request[Ok], frozen=True):
 
 
 class TensorBucket(Record, frozen=True):
-    """Tensors sent under one request as one run of bytes, in this order, with nothing between them. `dtypes`
-    are torch's names; wider ones come first, so that each tensor begins at a multiple of its item's size."""
+    """Tensors sent under one request as consecutive bytes, in this order.
+
+    `dtypes` are torch's names. Wider dtypes come first, so that each tensor begins at a multiple of its item
+    size.
+    """
 
     names: list[str]
     dtypes: list[str]
@@ -96,9 +105,11 @@ class TensorBucket(Record, frozen=True):
 
 
 class SendsTensors(Message, frozen=True):
-    """The trainer sends `buckets` in this order, as rank 0 of `group`. A group of another name than the one
-    asked with is yet to be formed: its `world_size` members meet at `host:port`, the engine's as the ranks
-    from `rank_offset` on. Each bucket must be taken within `limit_ms`."""
+    """The trainer sends `buckets` in this order, as rank 0 of `group`.
+
+    If `group` is not the group in the request, it must be formed. Its `world_size` members then meet at
+    `host:port`. The engine has the ranks from `rank_offset` on. Each bucket must be taken within `limit_ms`.
+    """
 
     group: str
     rank_offset: int
@@ -111,17 +122,18 @@ class SendsTensors(Message, frozen=True):
 
 
 class SendsNothing(Message, frozen=True):
-    """No tensors come: the snapshot is to be loaded instead."""
+    """The trainer sends no tensors. The engine must load the snapshot."""
 
     reason: str
 
 
 class AskTensors(Request[SendsTensors | SendsNothing], frozen=True):
-    """An engine that is paused asks the trainer for the tensors of `tag`, through a process group with all
-    the engines that ask at about the same time.
+    """A paused engine asks the trainer for the tensors of `tag`.
 
-    `engine` is its name among all engines; `group` the one that it is a member of and in which nothing
-    failed, or empty; `ranks` the members on its side."""
+    Engines that ask at about the same time share one process group. `engine` is the engine's unique name.
+    `group` is its current group if nothing failed in it, or empty. `ranks` is the number of members on the
+    engine's side.
+    """
 
     engine: str
     group: str
@@ -130,15 +142,18 @@ class AskTensors(Request[SendsTensors | SendsNothing], frozen=True):
 
 
 JOIN = -1
-"""Number of the step before the first bucket: the member joins the group."""
+"""Number of the step before the first bucket, in which the member joins the group."""
 
 
 class TakeBucket(Request[Ok | NoNews | SendsNothing], frozen=True):
-    """An engine has taken all buckets of `tag` before this `number`, from 0, and asks whether it may take
-    this one; `JOIN` stands for joining a group that is yet to be formed.
+    """An engine asks for permission to take bucket `number` (from 0) of `tag`.
 
-    `Ok`: all members of the group are ready for it, and take it now. `NoNews`: not all are after `wait_ms`;
-    ask again. `SendsNothing`: the group is broken. The number after the last bucket's is answered at once."""
+    It has taken all earlier buckets. `JOIN` asks for permission to join a new group.
+
+    `Ok` means that all members are ready and take the bucket now. `NoNews` means that some are not ready
+    after `wait_ms`, so the engine asks again. `SendsNothing` means that the group is broken. The number after
+    the last bucket is answered at once.
+    """
 
     engine: str
     group: str
@@ -148,8 +163,7 @@ class TakeBucket(Request[Ok | NoNews | SendsNothing], frozen=True):
 
 
 class BreakGroup(Request[Ok], frozen=True):
-    """An engine says that something failed on its side of `group`, and why: the others need not wait for
-    it."""
+    """An engine reports a failure on its side of `group`, so that the other members stop waiting."""
 
     engine: str
     group: str

@@ -1,9 +1,9 @@
-"""The weights plane: complete, hashed, immutable snapshots, from the trainer to everyone who serves them.
+"""The weights plane: complete, hashed, immutable snapshots that go from the trainer to every server of them.
 
 manifest, tensor_file, snapshot   one version on disk, written and opened
-delta_codec, delta                what changed between two versions
-publisher, retention, receiver    who gives versions out and who takes them in
-channels/                         how the bytes get from the one to the other
+delta_codec, delta                differences between two versions
+publisher, retention, receiver    sender and receiver of versions
+channels/                         transports of the bytes between them
 """
 
 CHANNELS = {
@@ -13,4 +13,4 @@ CHANNELS = {
     "disk": "areal_async.weights.channels:Disk",
     "nccl": "areal_async.weights.channels:Nccl",
 }
-"""The built-in channels by the name that `weights.channel` has them by."""
+"""Built-in channels by their names in `weights.channel`."""

@@ -1,13 +1,15 @@
-"""Adapters (LoRA) on their way to the engines: what is published are the few bytes of the adapter, and each
-host makes the whole weights of them and of the base model that it has.
+"""Adapters (LoRA) on their way to the engines.
 
-A snapshot of an adapter has peft's `adapter_config.json` among its files, and its tensors have peft's names.
-With W [out, in] of the base, A [r, in] and B [out, r] of the adapter, the merged weight is
-W + (alpha / r) · B A (Hu et al. 2021, "LoRA", section 4.1), computed in float32 and then rounded.
+The trainer publishes only the few bytes of the adapter. Each host merges them with its own copy of the base
+model.
 
-Promises: the merged directory is there whole or not at all; one process of a host makes it; it holds exactly
-the tensors of the base model's files, under their names, and each target of the adapter is merged or the
-whole is refused.
+A snapshot of an adapter contains peft's `adapter_config.json`, and its tensors have peft's names. With W
+[out, in] of the base, A [r, in] and B [out, r] of the adapter, the merged weight is W + (alpha / r) · B A (Hu
+et al. 2021, "LoRA", section 4.1). It is computed in float32 and then rounded.
+
+Promises: the merged directory is complete or absent, and one process of a host makes it. It has exactly the
+tensors of the base model's files, under their names. If any target of the adapter cannot be merged, the whole
+adapter is refused.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "base_model.model."
-"""Prefix by peft of the name of a module that an adapter changes."""
+"""peft's prefix of the name of a module that an adapter changes."""
 
 
 class LoraFile(msgspec.Struct):
@@ -50,7 +52,7 @@ class LoraFile(msgspec.Struct):
     r: int
     lora_alpha: float
     base_identity: str = ""
-    """`model_identity` of the model that the adapter is of."""
+    """`model_identity` of the adapter's base model."""
 
 
 class _BaseTensor(NamedTuple):
@@ -60,12 +62,12 @@ class _BaseTensor(NamedTuple):
 
 
 def is_adapter(manifest: Manifest) -> bool:
-    """Return whether the snapshot is an adapter, which only a base model makes weights."""
+    """Return whether the snapshot is an adapter, which needs a base model."""
     return any(sidecar.file == ADAPTER_CONFIG for sidecar in manifest.sidecars)
 
 
 def scale_of(folder: Path) -> float:
-    """alpha / r of the adapter in `folder`. Raises `SnapshotError`."""
+    """Return alpha / r of the adapter in `folder`. Raises `SnapshotError`."""
     config = _config_of(folder)
     return config.lora_alpha / config.r
 
@@ -81,8 +83,8 @@ class BaseWeights:
     """The weights in a Hugging Face directory, read tensor by tensor from its safetensors files."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        """Tensors of floating point are given as `dtype`. Raises `SnapshotError` for files that cannot be
-        read."""
+        """Open the files. Floating-point tensors are converted to `dtype`. Raises `SnapshotError` for
+        unreadable files."""
         self.folder = folder
         self._dtype = dtype
         self._files = ExitStack()
@@ -105,7 +107,7 @@ class BaseWeights:
         self._files.close()
 
     def empty(self) -> dict[str, Tensor]:
-        """Return each tensor of the merged model by name: its shape and dtype, on the meta device."""
+        """Return each tensor of the merged model by name, on the meta device with its shape and dtype."""
         import torch
 
         return {
@@ -114,9 +116,10 @@ class BaseWeights:
         }
 
     def merged(self, adapter: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the base by name, those that `adapter` changes merged with it, one at a time.
+        """Yield every tensor of the base by name, one at a time. Tensors that `adapter` changes are merged.
 
-        `adapter` has peft's names. Raises `SnapshotError` where it changes what the base does not have."""
+        `adapter` has peft's names. Raises `SnapshotError` if it changes a tensor that the base lacks.
+        """
         import torch
 
         targets = self._targets(adapter)
@@ -131,7 +134,7 @@ class BaseWeights:
         return self._dtype if dtype.is_floating_point else dtype
 
     def _targets(self, adapter: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
-        """Base tensor -> the names of the adapter's A and B."""
+        """Return the names of the adapter's A and B for each base tensor that it changes."""
         targets = {}
         for key, a in adapter.items():
             module, found, _ = key.partition(".lora_A.")
@@ -159,9 +162,11 @@ def write_merged(
     files: Mapping[str, bytes | Path],
     into: Path,
 ) -> None:
-    """Make `into` a directory that transformers and every engine can load: the base merged with the adapter,
-    beside `files`, of which a manifest is written last. Raises `SnapshotError`, and `OSError`; nothing is
-    left behind then. What a process that dies leaves is of a name that `HostCache.sweep` removes."""
+    """Write the merged model and `files` to `into`, a directory that transformers and every engine can load.
+
+    The manifest is written last. Raises `SnapshotError` and `OSError`. An error leaves no files behind.
+    `HostCache.sweep` removes the files of a process that dies.
+    """
     with staged(into.with_name(f"{PARTIAL_PREFIX}{into.name}-merging")) as staging:
         boxes = [box_of(whole_piece(name, tensor)) for name, tensor in base.empty().items()]
         layout = plan_layout([boxes], MODEL_FILE)
@@ -177,8 +182,10 @@ def write_merged(
 
 
 class MergedWeights(NamedTuple):
-    """An adapter's snapshot merged with the base: what an engine is given. `path` is the merged directory, or
-    for an engine that takes `tensors` the adapter's own."""
+    """An adapter's snapshot merged with the base, for an engine.
+
+    `path` is the merged directory. If the engine takes `tensors`, `path` is the adapter's own directory.
+    """
 
     tag: VersionTag
     path: Path
@@ -186,11 +193,13 @@ class MergedWeights(NamedTuple):
 
 
 class Merger:
-    """Makes whole weights of a job's adapter snapshots, in one process. Directories lie under `root`, which
-    all processes of the host share."""
+    """Makes whole weights of a job's adapter snapshots, in one process.
+
+    The directories are under `root`, which all processes of the host share.
+    """
 
     def __init__(self, base: Path, dtype: torch.dtype, root: Path, *, tensors: bool) -> None:
-        """`tensors`: the engine takes tensors, and no directory is made."""
+        """Create a merger. If `tensors` is true, the engine takes tensors and no directory is made."""
         self._base, self._dtype = base, dtype
         self._cache = HostCache(root)
         self._tensors = tensors
@@ -206,8 +215,8 @@ class Merger:
         return MergedWeights(snapshot.tag, path, {})
 
     def served(self, tag: VersionTag, *, failed: bool = False) -> None:
-        """Note that this process serves `tag` now, or `failed` to: directories that it no longer needs may
-        go."""
+        """Note that this process now serves `tag`, or `failed` to serve it. Unneeded directories may be
+        removed."""
         self._cache.served(tag.label, failed=failed)
 
     def close(self) -> None:
@@ -216,7 +225,7 @@ class Merger:
             self._weights.close()
 
     def _opened(self, snapshot: Snapshot) -> BaseWeights:
-        """Return the base, which has to be the one that the adapter is of. Raises `SnapshotError`."""
+        """Return the base weights. Raises `SnapshotError` if the adapter has another base."""
         if self._weights is None:
             self._weights = BaseWeights(self._base, self._dtype)
             self._identity = model_identity(self._base)
@@ -235,7 +244,7 @@ class Merger:
         try:
             files = {p.name: p for p in snapshot.path.iterdir() if p.name not in (MODEL_FILE, ADAPTER_CONFIG)}
             into = self._cache.path(snapshot.tag.label)
-            # Its manifest says what it was made of.
+            # The directory's manifest names its base and its adapter.
             write_merged(self._opened(snapshot), snapshot.tensors, scale_of(snapshot.path), files, into)
         except OSError as error:
             raise SnapshotError(f"{snapshot.tag.label} cannot be merged: {error}") from error
@@ -244,9 +253,11 @@ class Merger:
 def adapter_config(
     *, rank: int, alpha: float, targets: list[str], base: Path, identified: bool = True
 ) -> bytes:
-    """Return the content of `adapter_config.json`, as peft, vLLM and SGLang read it; `targets` are full names
-    of the modules. What hosts are given is `identified`: it says which model the adapter is of, in a field at
-    which peft would warn. Raises `OSError`, and ValueError for a base that has no safetensors files."""
+    """Return the content of `adapter_config.json` for peft, vLLM and SGLang. `targets` are full module names.
+
+    Hosts get an `identified` configuration, which names the base model in an extra field. peft warns about
+    that field. Raises `OSError`, and `ValueError` for a base without safetensors files.
+    """
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -1,4 +1,4 @@
-"""Collectives of the ranks of a trainer that write a file of weights together."""
+"""Collectives of the trainer ranks that write a file of weights together."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ if TYPE_CHECKING:
 
 
 class ByteCollectives(Protocol):
-    """Collectives of bytes between the ranks of a trainer, which one thread at a time uses. Each rank makes
-    the same calls. They end with an error where a rank does not come."""
+    """Collectives of bytes between the ranks of a trainer.
+
+    One thread at a time uses them. Each rank makes the same calls. A call raises an error if a rank does not
+    take part.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -22,24 +25,24 @@ class ByteCollectives(Protocol):
 
     @property
     def hosts(self) -> Sequence[str]:
-        """Node id of each rank's host; empty: all are on one."""
+        """Return the node id of each rank's host. An empty result means that all ranks share one host."""
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return the bytes of all ranks, in their order, on rank 0; empty elsewhere."""
+        """Return the bytes of all ranks, in rank order, on rank 0, and an empty list on other ranks."""
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank; the others pass None."""
+        """Return rank 0's bytes on every rank. Other ranks pass None."""
 
     def send(self, data: Tensor, to: int) -> None:
-        """Hand u8 [n], in the host's memory, to rank `to`, which receives as many."""
+        """Send u8 [n], in host memory, to rank `to`. The receiver must expect n bytes."""
 
     def receive(self, data: Tensor, source: int) -> None:
-        """Fill u8 [n] with what rank `source` sends."""
+        """Fill u8 [n] with the bytes that rank `source` sends."""
 
 
 @dataclass(frozen=True)
 class OneRank:
-    """The group of a trainer of one rank."""
+    """The group of a trainer with one rank."""
 
     rank: int = 0
     world: int = 1

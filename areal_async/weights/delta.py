@@ -1,12 +1,12 @@
-"""Deltas: what makes one published snapshot out of another. `docs/weights.md` has the layout.
+"""Deltas, which turn one published snapshot into another. `docs/weights.md` has the layout.
 
 Promises:
-- `apply_delta` gives the new directory its name only when every hash of the full manifest matched what it
-  wrote, and the manifest itself is the one whose hash the delta names: what comes out is the published
-  snapshot, bit for bit, or nothing.
-- Another base than the one that the delta was made from is a `WrongBase`; anything else that is wrong, in
-  the delta or in the base, a `SnapshotError`. Either way the full snapshot is what helps.
-- Both work block by block, in a few threads: memory does not grow with the model.
+- `apply_delta` names the new directory only after every written byte matched the hashes of the full manifest.
+  The manifest must have the hash that the delta names. The result is the published snapshot, bit for bit, or
+  nothing.
+- A base other than the delta's own raises `WrongBase`. Any other defect in delta or base raises
+  `SnapshotError`. In both cases the full snapshot helps.
+- Both directions work block by block, in a few threads. Memory does not grow with the model.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ from areal_async.weights.tensor_file import MappedFile, TensorFile, in_threads
 DELTA_FILE = "delta.bin"
 TARGET_FILE = "target.json"
 ELEMENT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
-"""Bytes of an element that is compared as one, by dtype (safetensors' words); of all others, each byte is."""
-BLOCKS_AT_ONCE = 16  # Blocks encoded before the first of them is written: what bounds the memory
+"""Bytes of an element that is compared as one number, by safetensors dtype. Other dtypes are compared by
+byte."""
+BLOCKS_AT_ONCE = 16  # blocks encoded before the first is written; bounds the memory
 MAX_THREADS = 4
 
 log = get_logger("weights")
@@ -76,11 +77,11 @@ def write_delta(
     threads: int = 1,
     stop: Callable[[], bool] = lambda: False,
 ) -> SnapshotInfo | None:
-    """Write the delta between two full snapshots beside `new`; None where it would reach `below_bytes`, or
-    where the two hold other tensors.
+    """Write the delta between two full snapshots beside `new`.
 
-    Both must stay as they are meanwhile. `stop` is asked between blocks, and ends the work with an error.
-    Raises `SnapshotError`; nothing is left behind then.
+    Return None if the delta would reach `below_bytes`, or if the two snapshots hold different tensors. Both
+    snapshots must not change during the call. `stop` is called between blocks, and True ends the work with an
+    error. Raises `SnapshotError`. An error leaves no files behind.
     """
     with naming(new):
         old, target = read_manifest(base), read_manifest(new)
@@ -107,11 +108,11 @@ def write_delta(
 
 
 _Place = tuple[str, str, tuple[int, ...]]
-"""File, tensor and offset: what tells a part from the others of its snapshot."""
+"""File, tensor and offset, which identify a part of a snapshot."""
 
 
 class _Pair(NamedTuple):
-    """The bytes of one part in both snapshots, and of an element that is compared as one."""
+    """The bytes of one part in both snapshots, and the bytes of one compared element."""
 
     old: Elements
     new: Elements
@@ -119,7 +120,7 @@ class _Pair(NamedTuple):
 
 
 def _pairs(base: Path, new: Path, old: Manifest, target: Manifest) -> list[_Pair | None]:
-    """None for a part that has not changed, by the hashes in the manifests."""
+    """Return the pair of each part, or None for a part with an unchanged hash."""
 
     def elements(directory: Path, manifest: Manifest) -> dict[_Place, Elements]:
         return {
@@ -138,8 +139,10 @@ def _pairs(base: Path, new: Path, old: Manifest, target: Manifest) -> list[_Pair
 def _encode(
     path: Path, pairs: list[_Pair | None], below_bytes: int, threads: int, stop: Callable[[], bool]
 ) -> tuple[list[int], str]:
-    """Write the patches of all parts to `path`, one after the other, until they reach `below_bytes`; returns
-    the bytes of each and the hash of all."""
+    """Write the patches of all parts to `path`, one after the other, until they reach `below_bytes`.
+
+    Return the bytes of each patch and the hash of all patches.
+    """
     sizes, hashed = [0] * len(pairs), blake3()
     blocks = (
         (i, pair, at, end)
@@ -169,10 +172,11 @@ def _encode(
 
 
 def apply_delta(base: Path, delta: Path, into: Path) -> SnapshotInfo:
-    """Make the full snapshot directory `into` out of the verified one `base` and the delta directory `delta`.
+    """Make the full snapshot directory `into` from the verified snapshot `base` and the delta directory
+    `delta`.
 
-    `into` must be free. `open_snapshot` wants it to have the name of its tag; until then it may have any.
-    Raises `WrongBase` and `SnapshotError`; nothing is left behind then.
+    `into` must not exist. `open_snapshot` requires the tag as its name, but here it may have any name. Raises
+    `WrongBase` and `SnapshotError`. An error leaves no files behind.
     """
     with naming(into):
         manifest = read_manifest(delta)
@@ -202,7 +206,7 @@ def apply_delta(base: Path, delta: Path, into: Path) -> SnapshotInfo:
 def _rebuild(
     base: Path, staging: Path, shard: Shard, target: Manifest, patches: Mapping[_Place, memoryview]
 ) -> None:
-    """Write one file of the new snapshot: the base's bytes, patched, hashed and compared, part by part."""
+    """Write one file of the new snapshot. Each part is the patched base, hashed and compared."""
     source = TensorFile(base, shard, target)
     mapped = MappedFile(staging / shard.file, shard.size_bytes)
     mapped.write(0, source.header)
@@ -258,7 +262,7 @@ def _target_of(delta: Path, manifest: Manifest) -> Manifest:
 
 
 def _alike(old: Manifest, new: Manifest) -> bool:
-    """Return whether both hold the same tensors at the same places, and the same files travel along."""
+    """Return whether both snapshots have the same tensors at the same places, and the same other files."""
     first, second = (
         [(p.tensor, p.dtype, p.shape, p.offset, p.extent, p.file) for p in m.parts] for m in (old, new)
     )
@@ -279,12 +283,14 @@ def _width(part: Part) -> int:
 
 
 class DeltaPublisher:
-    """The publisher's deltas: made by a thread of its own from two published directories, at most one at a
-    time, and offered to whoever holds the base. A version published while the thread is busy gets none.
+    """The publisher's deltas, offered to receivers that hold the base.
 
-    Everything here is called under the publisher's `lock`, which the thread takes too once it is done. It
-    then calls `on_done(base, new)`: both directories are not read any more. A delta is offered only below
-    `below_share` of the full snapshot's bytes, and without that none is made."""
+    A separate thread makes each delta from two published directories, at most one delta at a time. A version
+    that is published while the thread is busy gets no delta. Call all methods except `close` under the
+    publisher's `lock`. The thread takes the lock when it is done and calls `on_done(base, new)`. After that
+    call it reads neither directory. A delta is offered only below `below_share` of the full snapshot's bytes.
+    With None no delta is made.
+    """
 
     def __init__(
         self,
@@ -302,7 +308,7 @@ class DeltaPublisher:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-delta")
 
     def begin(self, base: SnapshotInfo, new: SnapshotInfo) -> bool:
-        """`new` is published. Whether a delta against `base` is being made from now on."""
+        """Start a delta from `base` to the published `new`, if possible. Return whether it started."""
         if self._below_share is None:
             return False
         if self._making is not None:
@@ -313,20 +319,21 @@ class DeltaPublisher:
         return True
 
     def pending(self, tag: VersionTag | None, holds: VersionTag | None) -> bool:
-        """Return whether a delta from `holds` to `tag` is being made."""
+        """Return whether a delta from `holds` to `tag` is in progress."""
         return tag is not None and self._making == (holds, tag)
 
     def get(self, tag: VersionTag, holds: VersionTag | None) -> DeltaOffer | None:
-        """Return the delta to `tag` for a receiver of `holds`."""
+        """Return the delta to `tag` for a receiver that holds `holds`."""
         offer = self._offers.get(tag)
         return offer if offer is not None and offer.base == holds else None
 
     def withdraw(self, tag: VersionTag) -> DeltaOffer | None:
-        """`tag` is retired: its delta, if it has one, is not offered any more."""
+        """Stop offering the delta of the retired `tag` and return it, if there is one."""
         return self._offers.pop(tag, None)
 
     def close(self) -> None:
-        """Wait until nothing is written any more; what is half made is not finished. Not under the lock."""
+        """Wait until the thread writes nothing more. An unfinished delta is dropped. Call this without the
+        lock."""
         self._stop.set()
         self._pool.shutdown()
 

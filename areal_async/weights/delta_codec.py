@@ -3,15 +3,17 @@
     data = encode(base, new, width)
     apply(copy_of_base, Reader(data), width)        # in place: now bit for bit `new`
 
-`docs/weights.md` says why it looks so. Elements of `width` bytes are compared as unsigned integers; what is
-larger than `BLOCK_BYTES` is cut into blocks. A block has the distances between its changed elements, and for
-each of them new - base modulo its size, zigzag-coded and split into byte planes.
+`docs/weights.md` gives the reasons for this format. Elements of `width` bytes are compared as unsigned
+integers. Arrays larger than `BLOCK_BYTES` are cut into blocks. A block contains the distances between its
+changed elements. For each changed element it contains new - base modulo the element size, zigzag-coded and
+split into byte planes.
 
 Format of a block: u32 changed elements, u32 bytes of distances before and after compression, u32 bytes of
-values after compression (little-endian), then both as zstandard frames; only the head where nothing changed.
+values after compression (little-endian), then both as zstandard frames. A block without changes has only this
+head.
 
-Promises: hostile bytes end in `SnapshotError`: no size is believed before it is bounded by what the block can
-need, and no position outside the block is written.
+Promises: malicious bytes end in `SnapshotError`. A size is bounded by the needs of the block before it is
+used, and no position outside the block is written.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from areal_async.base.errors import SnapshotError
 
 BLOCK_BYTES = 4 << 20
 LEVEL = 1
-LONG_GAP = 255  # A byte of this value adds 255 to the distance that the next bytes go on with
+LONG_GAP = 255  # a byte of this value adds 255 to the distance and continues with the next byte
 
 _HEAD = struct.Struct("<IIII")
 
@@ -36,7 +38,7 @@ Elements = npt.NDArray[Any]
 
 
 class Reader:
-    """Bytes in memory, read from the front; `at` counts what was read."""
+    """A reader of bytes in memory, from front to back. `at` is the number of bytes read."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data)
@@ -44,7 +46,7 @@ class Reader:
         self.at = 0
 
     def read(self, n: int) -> memoryview:
-        """Return the next `n` bytes, and no fewer. Raises `SnapshotError` when there are not so many."""
+        """Return the next `n` bytes. Raises `SnapshotError` if fewer are left."""
         if n > self.size_bytes - self.at:
             raise SnapshotError("a delta ends before its time")
         self.at += n
@@ -52,12 +54,13 @@ class Reader:
 
 
 def blocks_of(size_bytes: int) -> Iterator[tuple[int, int]]:
-    """[begin, end) in bytes of each block of `size_bytes`."""
+    """Yield the byte range [begin, end) of each block of `size_bytes`."""
     return ((at, min(at + BLOCK_BYTES, size_bytes)) for at in range(0, size_bytes, BLOCK_BYTES))
 
 
 def encode(base: Elements, new: Elements, width: int) -> bytes:
-    """Return one block that makes `base` into `new`: uint8 arrays of one length, a multiple of `width`."""
+    """Return one block that turns `base` into `new`: uint8 arrays of the same length, a multiple of
+    `width`."""
     old, now = (array.view(f"<u{width}") for array in (base, new))
     at = np.flatnonzero(old != now)
     if not len(at):
@@ -70,8 +73,11 @@ def encode(base: Elements, new: Elements, width: int) -> bytes:
 
 
 def apply(target: Elements, source: Reader, width: int) -> int:
-    """Change the block `target` (uint8) by the next block of `source`; returns how many elements changed.
-    Raises `SnapshotError`; `target` is then of no use."""
+    """Apply the next block of `source` to the block `target` (uint8) and return the number of changed
+    elements.
+
+    Raises `SnapshotError`. `target` is then unusable.
+    """
     size = target.nbytes // width
     changed, raw_positions, packed_positions, packed_values = _HEAD.unpack(source.read(_HEAD.size))
     if changed > size or not changed <= raw_positions <= changed + size // LONG_GAP:
@@ -90,7 +96,7 @@ def apply(target: Elements, source: Reader, width: int) -> int:
 
 
 def _gaps(at: npt.NDArray[np.int64]) -> bytes:
-    """Return the elements between one changed element and the next, a byte each; longer ones in several
+    """Return the number of elements between changed elements, one byte each. Longer gaps take several
     bytes."""
     gaps = np.diff(at, prepend=-1) - 1
     longs = gaps // LONG_GAP
@@ -101,7 +107,7 @@ def _gaps(at: npt.NDArray[np.int64]) -> bytes:
 
 
 def _from_gaps(gaps: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Rising positions, by construction; the last byte must end a gap."""
+    """Return the positions of changed elements, in rising order. The last byte must end a gap."""
     if gaps[-1] == LONG_GAP:
         raise SnapshotError("the positions of a block end inside a gap")
     ends = np.flatnonzero(gaps != LONG_GAP)
@@ -109,7 +115,7 @@ def _from_gaps(gaps: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
 
 
 def _planes(differences: Elements) -> bytes:
-    """Zigzag, then the lowest bytes of all values, then the next ones, …"""
+    """Zigzag-code the differences. Return the lowest bytes of all values, then the next bytes, and so on."""
     signed = differences.view(f"<i{differences.itemsize}")
     zigzag = (signed << 1) ^ (signed >> (8 * signed.itemsize - 1))
     return np.ascontiguousarray(zigzag.view(np.uint8).reshape(-1, signed.itemsize).T).tobytes()
@@ -123,8 +129,10 @@ def _from_planes(data: bytes, width: int) -> Elements:
 
 
 def _unpack(source: Reader, packed: int, raw: int) -> bytes:
-    """`raw` bytes out of a frame of `packed`. The frame's own word for its size is checked before anything is
-    allocated by it."""
+    """Return `raw` bytes from a frame of `packed` bytes.
+
+    The size field of the frame is checked before anything is allocated.
+    """
     if packed > raw + raw // 128 + 128:
         raise SnapshotError("a delta's frame is larger than what is in it")
     data = source.read(packed)

@@ -1,12 +1,13 @@
 """Transfer of pieces from ranks on other hosts to the file on the first rank's host.
 
-Each copies its pieces into memory of its own (`StagedPieces`) and hands them, from there, to one of the ranks
-on rank 0's host, which writes them into the file and hashes them as if it had held them. So the bytes of a
-file do not depend on who is where. They go over the ranks' own group, not to the publisher's server: several
-ranks of that host take pieces at once, and one that is gone ends the publication as any collective does.
+Each remote rank copies its pieces into its own memory (`StagedPieces`) and sends them to a rank on rank 0's
+host. The receiving rank writes the pieces into the file and hashes them like its own pieces. The bytes of a
+file therefore do not depend on the placement of ranks. The pieces travel through the ranks' own group, not
+through the publisher's server. Several ranks of that host can receive pieces at once. A lost rank ends the
+publication as in any collective.
 
-Promises: a message has at most `MESSAGE_BYTES`, and a receiver keeps one; whoever hands over is taken from in
-turn with the others, so that none waits for the whole of another.
+Promises: a message has at most `MESSAGE_BYTES`, and a receiver keeps one message. A receiver takes messages
+from its senders in turn, so no sender waits for the whole of another.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ MESSAGE_BYTES = 16 << 20
 
 
 def receivers_of(hosts: Sequence[str]) -> dict[int, int]:
-    """Return, for each rank that is not on rank 0's host, the rank there that takes its pieces. Pure."""
+    """Return the rank on rank 0's host that receives the pieces of each rank on another host. Pure."""
     there = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
     others = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
     return {rank: there[index % len(there)] for index, rank in enumerate(others)}
 
 
 def written_by(held: Sequence[list[Box]], receivers: Mapping[int, int]) -> list[list[Box]]:
-    """Return the boxes that each rank writes into the file, given those that each holds. Pure."""
+    """Return the boxes that each rank writes into the file, from the boxes that each rank holds. Pure."""
     written = [[] if rank in receivers else [*boxes] for rank, boxes in enumerate(held)]
     for rank, receiver in receivers.items():
         written[receiver] += held[rank]
@@ -45,18 +46,22 @@ def written_by(held: Sequence[list[Box]], receivers: Mapping[int, int]) -> list[
 
 
 class StagedPieces:
-    """This rank's pieces in the host's memory: got by the first copy, and filled again by each. With a GPU it
-    is pinned."""
+    """This rank's pieces in host memory. The first copy allocates the memory, and later copies refill it.
+
+    If there is a GPU, the memory is pinned.
+    """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
-        """`boxes` are what the rank has said that it holds."""
+        """Create the copy. `boxes` are the boxes that the rank has announced."""
         self._boxes = boxes
         self._known = {_key(box) for box in boxes}
         self._copies: dict[bytes, Tensor] = {}
 
     def copy(self, piece: TensorPiece) -> None:
-        """Copy a piece. On a GPU the copy may still be under way when this returns. Raises `SnapshotError`
-        for a piece that the rank did not say that it holds."""
+        """Copy a piece. On a GPU the copy may still be in progress when this method returns.
+
+        Raises `SnapshotError` for a piece that the rank has not announced.
+        """
         key, tensor = _key(box_of(piece)), piece.tensor.detach()
         if key not in self._known:
             raise SnapshotError(f"{piece.name} is not what the layout was planned for")
@@ -65,13 +70,13 @@ class StagedPieces:
         self._copies[key].copy_(tensor, non_blocking=True)
 
     def check(self) -> None:
-        """Raise `SnapshotError` unless all pieces have come."""
+        """Raise `SnapshotError` unless all pieces have been copied."""
         for box in self._boxes:
             if math.prod(box.extent) and _key(box) not in self._copies:
                 raise SnapshotError(f"a piece of {box.name} was not given")
 
     def send(self, group: ByteCollectives, to: int) -> None:
-        """Hand all of them over. Raises the group's error where `to` does not come."""
+        """Send all pieces. Raises the group's error if rank `to` does not answer."""
         for box in self._boxes:
             for cut in cuts(box.extent, ITEM_BYTES[box.dtype]):
                 part = self._copies[_key(box)][cut].contiguous()
@@ -81,8 +86,8 @@ class StagedPieces:
 def receive(
     group: ByteCollectives, mapped: MappedFile, layout: Layout, held: Mapping[int, Sequence[Box]]
 ) -> None:
-    """Write what the ranks of `held` hand over into the file. Raises the group's error where one does not
-    come."""
+    """Write the pieces that the ranks of `held` send into the file. Raises the group's error if a rank does
+    not answer."""
     buffer = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
     each_of = [_messages(rank, boxes) for rank, boxes in held.items()]
     for rank, piece in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*each_of))):
@@ -93,8 +98,10 @@ def receive(
 
 
 def cuts(extent: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
-    """Boxes that cover one of `extent` in the order of its elements, each of `MESSAGE_BYTES` at most; none of
-    an empty one. Pure."""
+    """Yield boxes that cover a box of `extent` in element order, each with at most `MESSAGE_BYTES`. Pure.
+
+    An empty extent has no boxes.
+    """
     size = math.prod(extent) * itemsize
     if not size:
         return
@@ -113,7 +120,7 @@ def cuts(extent: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
 
 
 def _messages(rank: int, boxes: Sequence[Box]) -> Iterator[tuple[int, TensorPiece]]:
-    """Yield the messages of a rank: pieces of tensors without memory."""
+    """Yield the messages of a rank as pieces of tensors without memory."""
     for box in boxes:
         dtype = torch_dtype(box.dtype)
         for cut in cuts(box.extent, dtype.itemsize):

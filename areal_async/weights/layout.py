@@ -1,8 +1,8 @@
 """Places of the tensors' bytes in the safetensors file of a snapshot, and the rank that hashes each. Pure.
 
-A file holds whole tensors. Its bytes are hashed in *parts*: runs of whole rows of a tensor (its first
-dimension), as many as `PART_BYTES` hold. Where the parts end follows from the shapes alone, so that equal
-weights have equal manifests, however many ranks wrote them and whatever each of them held.
+A file has whole tensors. Its bytes are hashed in *parts*. A part is a run of whole rows of a tensor (its
+first dimension) with at most `PART_BYTES`. The ends of the parts depend only on the shapes. Equal weights
+therefore have equal manifests, for any number of ranks and any distribution of tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areal_async.weights.manifest import Part
 from areal_async.weights.pieces import TensorPiece
 
 if TYPE_CHECKING:
-    import torch  # a process whose engine reads the files itself verifies them without it
+    import torch  # if the engine reads the files itself, verification runs without torch
 
 TORCH_NAMES: dict[str, str] = {
     "F64": "float64",
@@ -44,11 +44,14 @@ ITEM_BYTES: dict[str, int] = {name: int(re.sub(r"_.*|\D", "", name) or 8) // 8 f
 TORCH_BYTES: dict[str, int] = {torch: ITEM_BYTES[name] for name, torch in TORCH_NAMES.items()}
 """Bytes of one element, by torch's name of the dtype."""
 FILE_DTYPES: dict[str, str] = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
-"""Name in safetensors by what torch prints of the dtype (`torch.bfloat16`)."""
+"""Name in safetensors by torch's printed name of the dtype (`torch.bfloat16`)."""
 HEADER_ALIGN_BYTES = 64
 PART_BYTES = 16 << 20
-"""Bytes of the rows that are hashed as one: few enough that threads share even one tensor, so many that the
-manifest of a large model stays small. Part of what a manifest means: another value is another schema."""
+"""Bytes of the rows that are hashed as one part.
+
+The value is small enough for threads to share one tensor, and large enough for a small manifest of a large
+model. It is part of a manifest's meaning, so another value needs another schema.
+"""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,8 +63,8 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Box(msgspec.Struct, frozen=True):
-    """The part of a tensor that a rank holds: a `TensorPiece` without its data; `dtype` is safetensors'
-    word."""
+    """The part of a tensor that a rank holds: a `TensorPiece` without its data. `dtype` is safetensors'
+    name."""
 
     name: str
     dtype: str
@@ -84,7 +87,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def box_of(piece: TensorPiece) -> Box:
-    """Raises `SnapshotError` for a dtype that a snapshot cannot hold."""
+    """Return the box of a piece. Raises `SnapshotError` for a dtype that a snapshot cannot hold."""
     tensor = piece.tensor
     dtype = file_dtype(tensor.dtype)
     if dtype is None:
@@ -94,7 +97,7 @@ def box_of(piece: TensorPiece) -> Box:
 
 @dataclass(frozen=True)
 class HashedRange:
-    """The bytes [begin, end) of the file, which are those of `part`; rank `rank` hashes them."""
+    """The bytes [begin, end) of `part` in the file, which rank `rank` hashes."""
 
     part: Part
     begin: int
@@ -110,24 +113,26 @@ class Layout:
     size_bytes: int
     entries: dict[str, TensorEntry]
     ranges: list[HashedRange]
-    """All parts, in the order of their bytes; the hash of each is still empty."""
+    """All parts, in the order of their bytes. Their hashes are still empty."""
 
     def place(self, name: str) -> tuple[int, int]:
-        """[begin, end) of a tensor's bytes in the file."""
+        """Return the byte range [begin, end) of a tensor in the file."""
         begin, end = self.entries[name].data_offsets
         return len(self.header) + begin, len(self.header) + end
 
 
 def plan_layout(held: Sequence[Iterable[Box]], file: str) -> Layout:
-    """Return the layout of `file` for what each rank holds. Raises `SnapshotError` unless their boxes cover
-    each tensor exactly once."""
+    """Return the layout of `file` for the boxes of each rank.
+
+    Raises `SnapshotError` unless the boxes cover each tensor exactly once.
+    """
     by_tensor: defaultdict[str, list[tuple[int, Box]]] = defaultdict(list)
     for rank, boxes in enumerate(held):
         for box in boxes:
             by_tensor[box.name].append((rank, box))
     for name, found in by_tensor.items():
         _check_cover(name, [box for _, box in found])
-    # In order of falling element size each tensor is aligned to its element once the data is.
+    # The order of falling element size aligns each tensor to its element if the data section is aligned.
     width = {name: ITEM_BYTES[found[0][1].dtype] for name, found in by_tensor.items()}
     entries: dict[str, TensorEntry] = {}
     at = 0
@@ -137,7 +142,7 @@ def plan_layout(held: Sequence[Iterable[Box]], file: str) -> Layout:
         entries[name] = TensorEntry(box.dtype, box.shape, (at, at + size))
         at += size
     header = _header_of(entries)
-    load = [0] * len(held)  # Bytes that each rank hashes
+    load = [0] * len(held)  # bytes that each rank hashes
     ranges = []
     for name, entry in entries.items():
         begin = len(header) + entry.data_offsets[0]
@@ -151,7 +156,7 @@ def plan_layout(held: Sequence[Iterable[Box]], file: str) -> Layout:
 
 
 def parts_of(name: str, entry: TensorEntry, file: str) -> Iterable[tuple[Part, int]]:
-    """Return the parts of a tensor, without their hashes, and the bytes of each: consecutive rows."""
+    """Return the parts of a tensor as consecutive rows, without hashes, and the bytes of each."""
     shape, size = entry.shape, entry.data_offsets[1] - entry.data_offsets[0]
     if not shape or not size:
         yield Part(name, entry.dtype, shape, [0] * len(shape), shape, file, ""), size
@@ -182,7 +187,7 @@ def _check_cover(name: str, boxes: list[Box]) -> None:
         for size, offset, extent in zip(box.shape, box.offset, box.extent, strict=True):
             if offset < 0 or extent < 0 or offset + extent > size:
                 raise SnapshotError(f"a part of {name} lies outside of it")
-    # Boxes inside the tensor that do not overlap and have as many elements as it: they cover it.
+    # Boxes cover the tensor if they are inside it, do not overlap and have as many elements as it.
     for i, one in enumerate(boxes):
         if any(_meet(one, other) for other in boxes[:i]):
             raise SnapshotError(f"two parts of {name} overlap")

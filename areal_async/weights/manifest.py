@@ -1,8 +1,8 @@
-"""The manifest of a snapshot: which bytes make up which tensors, and the hash of every one of them.
+"""The manifest of a snapshot: the tensors, the bytes of each, and a hash of every byte.
 
-On disk it is one JSON object `{"hash": …, "manifest": {…}}` in msgspec's compact form; `hash` is that of
-the bytes of the inner object, and anything that is not byte for byte what this module writes is refused.
-The hash a notice carries is that of the whole file.
+On disk it is one JSON object `{"hash": …, "manifest": {…}}` in msgspec's compact form. `hash` covers the
+bytes of the inner object. A manifest that this module would not write byte for byte is refused. The hash in a
+notice covers the whole file.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ MANIFEST_SCHEMA = 3
 MANIFEST_FILE = "manifest.json"
 DELTA_SUFFIX = ".delta"
 ADAPTER_CONFIG = "adapter_config.json"
-"""A snapshot that has this file is an adapter (LoRA), and its weights are known only with it."""
+"""Name of the file that marks a snapshot as an adapter (LoRA). Its weights depend on this file."""
 MAX_MANIFEST_BYTES = 256 << 20
 HASH_PREFIX = "blake3:"
-WRITING_PREFIX = ".writing-"  # Begins the name of a directory that is not finished
-SPARE_PREFIX = ".spare-"  # Begins the name of a model file that is in no snapshot, and may be filled
+WRITING_PREFIX = ".writing-"  # prefix of the name of an unfinished directory
+SPARE_PREFIX = (
+    ".spare-"  # prefix of the name of a model file that no snapshot contains and that may be filled
+)
 _OURS = re.compile(
     rf"{POLICY_NAME}-e\d+-v\d+(\.delta)?|{re.escape(WRITING_PREFIX)}.*|{re.escape(SPARE_PREFIX)}.*"
 )
@@ -34,11 +36,12 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A box of a tensor: the elements from `offset` on, `extent` many, of a tensor of `shape`.
+    """A box of a tensor of `shape`: the elements from `offset` on, with `extent` in each dimension.
 
-    The tensor is stored whole in `file` under its name. Its boxes are runs of whole rows (of the first
-    dimension), one after the other, so each is a run of bytes too; `hash` covers them. `dtype` is
-    safetensors' word."""
+    The whole tensor is stored in `file` under its name. Its boxes are consecutive runs of whole rows (of the
+    first dimension), so each box is also a run of bytes. `hash` covers these bytes. `dtype` is safetensors'
+    name.
+    """
 
     tensor: str
     dtype: str
@@ -50,28 +53,31 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class _File(msgspec.Struct, frozen=True):
-    """A file directly in the snapshot's directory."""
+    """A file in the snapshot's directory, not in a subdirectory."""
 
     file: str
     size_bytes: int
 
 
 class Shard(_File, frozen=True):
-    """A safetensors file. Its first `header_bytes` have `header_hash`; the parts cover the rest exactly."""
+    """A safetensors file. `header_hash` covers its first `header_bytes`, and the parts cover the rest
+    exactly."""
 
     header_bytes: int
     header_hash: str
 
 
 class Sidecar(_File, frozen=True):
-    """A file that only travels along: configuration, tokenizer."""
+    """A file without tensors: configuration or tokenizer."""
 
     hash: str
 
 
 class Patch(msgspec.Struct, frozen=True):
-    """The difference of one part: `size_bytes` of the delta file, 0 where nothing changed. The patches of a
-    manifest lie in the delta file one after another, in its order."""
+    """The difference of one part: `size_bytes` of the delta file, or 0 for an unchanged part.
+
+    The patches of a manifest are consecutive in the delta file, in the manifest's order.
+    """
 
     tensor: str
     file: str
@@ -82,19 +88,19 @@ class Manifest(msgspec.Struct, frozen=True):
     schema: int
     tag: VersionTag
     base: VersionTag | None
-    """The snapshot that a delta changes into `tag`; None in a full manifest."""
+    """The snapshot that a delta changes into `tag`, or None in a full manifest."""
     codec: Literal["full", "delta"]
     parts: list[Part]
     shards: list[Shard]
     sidecars: list[Sidecar]
     tied: dict[str, str]
-    """Names without bytes of their own -> the tensor they share."""
+    """Tensor that shares its data, by each name without bytes of its own."""
     base_hash: str = ""
-    """The hash of the base's manifest file, in a delta."""
+    """Hash of the base's manifest file, in a delta."""
     target_hash: str = ""
-    """The hash that the manifest file of the full snapshot has, in a delta."""
+    """Hash of the full snapshot's manifest file, in a delta."""
     patches: list[Patch] = []
-    """Changes to each part of the base, in the order of the delta file; empty in a full manifest."""
+    """Changes to each part of the base, in the order of the delta file. Empty in a full manifest."""
 
 
 class _Sealed(msgspec.Struct, frozen=True):
@@ -103,7 +109,7 @@ class _Sealed(msgspec.Struct, frozen=True):
 
 
 def named(hashed: blake3) -> str:
-    """Return a hash with its name: `blake3:` and 64 hex digits."""
+    """Return a hash with its prefix: `blake3:` and 64 hex digits."""
     return HASH_PREFIX + hashed.hexdigest()
 
 
@@ -117,7 +123,8 @@ def seal(manifest: Manifest) -> bytes:
 
 
 def unseal(data: bytes) -> Manifest:
-    """Raises `SnapshotError` unless `data` is exactly what `seal` wrote, of this schema."""
+    """Return the manifest. Raises `SnapshotError` unless `data` is exactly the output of `seal`, of this
+    schema."""
     try:
         inner = msgspec.json.decode(data, type=_Sealed).manifest
         manifest = msgspec.json.decode(inner, type=Manifest)
@@ -137,23 +144,24 @@ def unseal(data: bytes) -> Manifest:
 
 
 def files_of(manifest: Manifest) -> list[Shard | Sidecar]:
-    """Return all files of the snapshot but the manifest itself."""
+    """Return all files of the snapshot except the manifest itself."""
     return [*manifest.shards, *manifest.sidecars]
 
 
 def check_file_name(name: str) -> None:
-    """Raise `SnapshotError` unless the name is that of a file directly in a snapshot's directory."""
+    """Raise `SnapshotError` unless the name is valid for a file in a snapshot's directory."""
     if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST_FILE:
         raise SnapshotError(f"{name!r} cannot be the name of a file in a snapshot")
 
 
 def name_of(manifest: Manifest) -> str:
-    """Return the directory that a manifest belongs into."""
+    """Return the name of the manifest's directory."""
     return manifest.tag.label + (DELTA_SUFFIX if manifest.codec == "delta" else "")
 
 
 def remove_snapshots(root: Path) -> None:
-    """Remove what a publisher wrote into `root`, whole or not, and leave the rest. Raises `OSError`."""
+    """Remove everything that a publisher wrote into `root`, complete or not, and keep the rest. Raises
+    `OSError`."""
     for path in root.iterdir():
         if _OURS.fullmatch(path.name):
             if path.is_dir():

@@ -1,4 +1,4 @@
-"""The Prometheus series of the weights plane, of publishers and receivers alike."""
+"""Prometheus series of the weights plane, for publishers and receivers."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ FETCH_SECONDS = Histogram(
     buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0),
 )
 WAITS = Gauge("areal_weights_waits", "1 while a snapshot is on its way here and nothing comes.", ["what"])
-"""`what` says in words what it waits for."""
+"""`what` is a text that names what the receiver waits for."""

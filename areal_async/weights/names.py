@@ -1,12 +1,14 @@
 """The mapping between the tensors of a model's files and the parameters of its module.
 
-transformers may hold weights otherwise than the files do: under other names, or the experts of a layer as one
-parameter where the files have two tensors for each projection. Its own conversion
-(`transformers.core_model_loading`) runs here once for each kind of parameter, on numbered elements in the
-place of weights; where the numbers come out says which view of the parameter each tensor of the files is.
-Loading fills these views and publishing reads them, one tensor at a time. So what is published has the names
-and shapes of the files that the model was loaded from, whatever those were, and a process that holds some
-experts of a layer needs and gives out just their tensors.
+transformers may store weights in a different form than the files do. A name may differ, or one parameter may
+contain all experts of a layer while the files have two tensors for each projection. This module runs the
+conversion of transformers (`transformers.core_model_loading`) once for each kind of parameter, on numbered
+elements instead of weights. The positions of the numbers show which view of the parameter each tensor of the
+files is.
+
+Loading fills these views and publishing reads them, one tensor at a time. A published snapshot therefore has
+the names and shapes of the files that the model was loaded from. A process that holds some experts of a layer
+loads and publishes only the tensors of those experts.
 """
 
 from __future__ import annotations
@@ -38,13 +40,16 @@ MOST_NAMED = 5  # Largest number of tensors that an error names
 
 
 class NamesMismatch(ArealError):
-    """Files whose tensors are not those of the model. The message says what about them: `lacks …`."""
+    """The tensors of the files do not match the model. The message has the form `lacks …`."""
 
 
 @dataclass(frozen=True)
 class BoxOfFile:
-    """A parameter that is a box of the tensor `name`, whose whole has `shape`, from `offset` on: in most
-    models each parameter is all of one tensor."""
+    """A parameter that is one box of the tensor `name`.
+
+    `shape` is the shape of the whole tensor, and `offset` is the start of the box. In most models each
+    parameter is one whole tensor.
+    """
 
     name: str
     shape: Shape
@@ -60,8 +65,11 @@ class BoxOfFile:
 
 @dataclass(frozen=True)
 class View:
-    """A whole tensor of the files as a view of a unit of a parameter: its shape there, its strides and where
-    it starts, both in elements of the unit, which is contiguous."""
+    """A whole tensor of the files as a view of one unit of a parameter.
+
+    `shape` is the shape within the unit. The strides and the start are in elements of the unit, which is
+    contiguous.
+    """
 
     shape: Shape
     stride: Shape
@@ -70,8 +78,11 @@ class View:
 
 @dataclass(frozen=True)
 class ViewsOfUnits:
-    """A parameter of several tensors, in the same `views` of each of its units. `names` are those of the
-    tensors, by unit and view. A unit is one row (an expert), or where not `by_row` the whole parameter."""
+    """A parameter that consists of several tensors. Each of its units has the same `views`.
+
+    `names` are the names of the tensors, by unit and view. A unit is one row (an expert), or the whole
+    parameter if `by_row` is false.
+    """
 
     names: Sequence[tuple[str, ...]]
     views: tuple[View, ...]
@@ -87,18 +98,22 @@ class ViewsOfUnits:
 
 
 Storage = BoxOfFile | ViewsOfUnits
-"""The form in which the files hold a parameter. `pieces(rows, first)` are the boxes of the files' tensors of
-which the rows of the parameter from `first` on are made, as views of `rows`, which are contiguous: written to
-when a model is loaded, read when it is published. Where not `by_row`, only all rows together have them."""
+"""The form in which the files store a parameter.
+
+`pieces(rows, first)` returns the boxes of the files' tensors that make up the rows of the parameter from
+`first` on. The boxes are views of `rows`, which must be contiguous. Loading writes to the views, and
+publishing reads them. If `by_row` is false, `rows` must be all rows of the parameter.
+"""
 
 
 def storage_of(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Storage]:
-    """Return the storage, in files with tensors of these names and shapes, of the parameters and persistent
-    buffers of a transformers `model`, which may be on the meta device.
+    """Return the storage of the parameters and persistent buffers of a transformers `model`.
 
-    Of tied names the one that the files have stands, the first where they have several. Tensors that
-    transformers leaves out for this architecture are left out. Raises `NamesMismatch` for tensors that are
-    missing, foreign or of another shape."""
+    `shapes` are the names and shapes of the tensors in the files. The model may be on the meta device. If
+    several names are tied, the result has the first name that the files have. The result has no tensors that
+    transformers leaves out for this architecture. Raises `NamesMismatch` for tensors that are missing,
+    unknown or of another shape.
+    """
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     transforms = get_model_conversion_mapping(model)
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
@@ -116,7 +131,7 @@ def storage_of(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Storage]:
             foreign.append(name)
     if foreign:
         raise NamesMismatch(f"has tensors that the model has not: {_listed(foreign)}")
-    # Early versions of transformers 5 do not say which they used, and turn all of them round.
+    # Early versions of transformers 5 do not record the conversions that they used, and reverse all of them.
     model._weight_conversions = [
         entry for entry in transforms if not hasattr(entry, "was_used") or entry.was_used()
     ]
@@ -138,7 +153,7 @@ def storage_of(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Storage]:
 
 
 def tied_in_files(model: Any, storage: Mapping[str, Storage]) -> dict[str, str]:
-    """Alias -> name in the files, of parameters of `model` that occur under several names."""
+    """Return the name in the files for each alias of a parameter of `model` that has several names."""
     names: defaultdict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -152,7 +167,7 @@ def tied_in_files(model: Any, storage: Mapping[str, Storage]) -> dict[str, str]:
 
 
 class _Tracer:
-    """Finds how transformers' converters place elements, once for parameters of one kind."""
+    """Finds where transformers' converters place elements, once for each kind of parameter."""
 
     def __init__(
         self, model: Any, shapes: Mapping[str, Shape], converters: Mapping[str, WeightConverter]
@@ -163,8 +178,10 @@ class _Tracer:
     def trace(
         self, target: str, names: Mapping[str, list[str]], state: Mapping[str, Tensor]
     ) -> dict[str, Storage]:
-        """Return the storage of `target`, and of what else is made of `names`, which are those of the files
-        by the pattern that they matched."""
+        """Return the storage of `target` and of all other parameters that are made of `names`.
+
+        `names` are the names in the files, by the pattern that they matched.
+        """
         want = tuple(state[target].shape)
         self._check(target, names, state)
         first = {pattern: group[0] for pattern, group in names.items()}
@@ -186,9 +203,9 @@ class _Tracer:
         return {target: ViewsOfUnits([tuple(n for group in names.values() for n in group)], views, False)}
 
     def _check(self, target: str, names: Mapping[str, list[str]], state: Mapping[str, Tensor]) -> None:
-        """Raise `NamesMismatch` unless the tensors are, name by name, what transformers would write."""
+        """Raise `NamesMismatch` unless the names are the names that transformers would write."""
         if len(self._converters[next(iter(names))].target_patterns) > 1:
-            return  # It would take the other parameters that they are made into, too
+            return  # the conversion would need the other parameters made of these tensors, too
         wanted = names_in_files(self._model, {target: state[target]})
         given = [name for group in names.values() for name in group]
         if set(given) <= wanted.keys():
@@ -199,7 +216,7 @@ class _Tracer:
                     raise NamesMismatch(_other_shape(name, self._shapes[name], wanted[name]))
 
     def _converted(self, target: str, names: Mapping[str, list[str]]) -> dict[str, Tensor]:
-        """Return what transformers makes of the tensors, whose elements are numbered in their order."""
+        """Return the result of transformers' conversion. Each element of the input is its own index."""
         converter = deepcopy(self._converters[next(iter(names))])
         start = 0
         for pattern, group in names.items():
@@ -210,7 +227,7 @@ class _Tracer:
                 start = end
         try:
             made = converter.convert(target, model=self._model, config=self._model.config)
-        except Exception as error:  # its operations raise whatever torch does
+        except Exception as error:  # the operations raise any error that torch raises
             listed = _listed([name for group in names.values() for name in group])
             raise NamesMismatch(
                 f"has {listed}, of which transformers cannot make {target}: {error}"
@@ -239,7 +256,7 @@ class _Tracer:
     def _boxes(
         self, names: Mapping[str, list[str]], made: Mapping[str, Tensor], state: Mapping[str, Tensor]
     ) -> dict[str, Storage]:
-        """Return the boxes of several parameters in one tensor of the files."""
+        """Return the boxes of several parameters that share one tensor of the files."""
         (name,) = names[next(iter(names))]
         shape = self._shapes[name]
         numbers = torch.arange(math.prod(shape)).view(shape)
@@ -262,14 +279,16 @@ def _box(target: str, names: Sequence[str], shapes: Mapping[str, Shape], want: S
 
 
 def names_in_files(model: Any, state: Mapping[str, Tensor]) -> dict[str, Shape]:
-    """Return names and shapes under which transformers would write these tensors of the model."""
+    """Return the names and shapes under which transformers would write these tensors of the model."""
     meta = {name: torch.empty(tensor.shape, device="meta") for name, tensor in state.items()}
     return {name: tuple(t.shape) for name, t in revert_weight_conversion(model, meta).items()}
 
 
 def _is_left_out(model: Any, name: str) -> bool:
-    """Return whether transformers reads nothing of this name on purpose: a layer for other uses of the model,
-    or a buffer of rotary positions that old files have."""
+    """Return whether transformers ignores this name on purpose.
+
+    Examples are a layer for other uses of the model, or a buffer of rotary positions in old files.
+    """
     patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"}
     return any(re.search(pattern, name) for pattern in patterns)
 

@@ -1,4 +1,4 @@
-"""Pieces of tensors: the unit in which trainers give out weights."""
+"""Pieces of tensors, the unit in which trainers publish weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TensorPiece:
-    """A box of the tensor called `name`, whose whole has `shape`: the elements from `offset` on, as many in
-    each dimension as `tensor` has.
+    """A box of the tensor `name`. `shape` is the shape of the whole tensor.
 
-    `tensor` is on whatever device and may share memory with a model: use it before the model changes."""
+    The box begins at `offset` and has the extent of `tensor`. `tensor` may be on any device and may share
+    memory with a model. Use it before the model changes.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -24,7 +25,7 @@ class TensorPiece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the box is all of the tensor."""
+        """Whether the box is the whole tensor."""
         return tuple(self.tensor.shape) == self.shape
 
     @property
@@ -34,13 +35,12 @@ class TensorPiece:
 
 
 def whole_piece(name: str, tensor: Tensor) -> TensorPiece:
-    """Return all of a tensor as one piece."""
+    """Return a whole tensor as one piece."""
     return TensorPiece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
 def whole_tensors(pieces: Iterable[TensorPiece]) -> dict[str, Tensor]:
-    """Return the tensors by name; one that comes in several pieces is put together. Raises `ValueError` where
-    some of them are not there."""
+    """Return the tensors by name, each joined from its pieces. Raises `ValueError` if pieces are missing."""
     tensors: dict[str, Tensor] = {}
     lacking: dict[str, int] = {}
     for piece in pieces:

@@ -1,15 +1,17 @@
 """The trainer's end of the weights plane.
 
 Promises:
-- A publication's result is there when the snapshot is complete on disk and every waiting receiver is being
-  told. Until then nobody hears of it. `writing.py` says what the trainer waits for.
-- Receivers are served by a thread of its own: a training step does not delay them, nor they it.
-- A snapshot is announced in full at once; only receivers that can use the delta being made wait for it.
-- Memory is bounded by `retention.py`; old allocations are filled again where nobody reads them.
+- A publication has a result once the snapshot is complete on disk and waiting receivers are being notified.
+  Before that, no receiver learns of it. `writing.py` describes which work the trainer waits for.
+- A separate thread serves receivers. Receivers do not delay training steps, and training steps do not delay
+  receivers.
+- The full snapshot is announced at once. Only receivers that can use the delta in progress wait for the
+  delta.
+- `retention.py` bounds memory. Old allocations are refilled after their last reader has left.
 - `close` leaves no thread, no socket and no file.
 
-All methods may be called from any one thread that is not the publisher's own. A trainer of several ranks has
-a `PieceWriter` (`make_piece_writer`) on each of the others.
+Any one thread except the publisher's own may call all methods. In a trainer of several ranks, each other rank
+has a `PieceWriter` (`make_piece_writer`).
 """
 
 from __future__ import annotations
@@ -55,13 +57,13 @@ HOLD_MS = 600_000
 
 
 class Publisher(PieceWriter):
-    """Write snapshots under `root` and tell receivers at `endpoint` about them.
+    """Write snapshots under `root` and announce them to receivers at `endpoint`.
 
-    `companions` go into every snapshot. `keep` newest snapshots stay, and while another is written there are
-    no more unless somebody needs them. `group` is that of the trainer's ranks. A receiver that was told of a
-    snapshot may read it for `HOLD_MS` without acknowledging. Deltas are offered below the share
-    `deltas_below` of the full size; None makes none. `channel` is the publishing end of the way to the
-    receivers.
+    Every snapshot contains `companions`. The newest `keep` snapshots stay, and others stay only while they
+    are needed. This limit also holds during the next write. `group` has the trainer's ranks. A receiver that
+    was told of a snapshot may read it for `HOLD_MS` without an acknowledgement. A delta is offered if its
+    share of the full size is below `deltas_below`. With None no deltas are made. `channel` is the publishing
+    end of the transport to the receivers.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Publisher(PieceWriter):
         self._in_use: dict[VersionTag, int] = {}
         self._written: dict[VersionTag, SnapshotInfo] = {}
         self._retired: list[Path] = []
-        """Folders that nobody reads any more. To give back gigabytes takes a while: no step waits for it."""
+        """Folders without readers. Removing gigabytes takes a while, and no step waits for it."""
         self._acks: deque[AckSnapshot] = deque(maxlen=MAX_ACKS)
         self._finished = False
         self._closing = False
@@ -102,7 +104,8 @@ class Publisher(PieceWriter):
         self._changed: asyncio.Event | None = None
 
     def start(self) -> None:
-        """Begin to serve. What an earlier publisher left under `root` is removed. Raises `EndpointError`."""
+        """Start to serve and remove the snapshots of an earlier publisher under `root`. Raises
+        `EndpointError`."""
         self._root.mkdir(parents=True, exist_ok=True)
         thread = LoopThread("weights-publisher")
         try:
@@ -110,44 +113,46 @@ class Publisher(PieceWriter):
         except BaseException:
             thread.close()
             raise
-        # Only now: the endpoint was free, so no other publisher works here.
+        # Removal is safe only now. The endpoint was free, so no other publisher uses this folder.
         remove_snapshots(self._root)
         self._thread, self.endpoint = thread, self._server.endpoint
 
     def begin(self, tag: VersionTag, pieces: Iterable[TensorPiece], **how: bool) -> Publication:
-        """Publish as `PieceWriter.begin` does, from `start` on."""
+        """Publish as `PieceWriter.begin` does. `start` must come first."""
         if self._channel.takes_tensors:
             pieces = [*pieces]
-            # Receivers may ask for the tensors as soon as the snapshot is announced.
+            # Receivers may request the tensors as soon as the snapshot is announced.
             self._channel.offer(tag, whole_tensors(pieces))
         return super().begin(tag, pieces, **how)
 
     def publish(self, tag: VersionTag, tensors: Mapping[str, torch.Tensor], **how: bool) -> SnapshotInfo:
-        """Publish whole tensors of one process as `tag` and wait until that is announced."""
+        """Publish whole tensors of one process as `tag` and wait for the announcement."""
         pieces = [whole_piece(name, tensor) for name, tensor in tensors.items()]
         self.prepare(pieces)
         return self.begin(tag, pieces, **how).result()
 
     def acks(self) -> list[AckSnapshot]:
-        """Return the acknowledgements since the last call, oldest first (the last `MAX_ACKS`)."""
+        """Return the acknowledgements since the last call, oldest first (at most the last `MAX_ACKS`)."""
         with self._lock:
             acks = list(self._acks)
             self._acks.clear()
         return acks
 
     def pending_evaluations(self) -> list[int]:
-        """Return the pinned versions that are not yet evaluated, oldest first; from any thread."""
+        """Return the pinned versions that still await evaluation, oldest first. Any thread may call this."""
         with self._lock:
             return [tag.version for tag in self._kept.pending_evaluations]
 
     def wait_evaluated(self, timeout_s: float) -> bool:
-        """Wait until no pinned snapshot awaits evaluation; False when the time was not enough."""
+        """Wait until no pinned snapshot awaits evaluation. Return False after `timeout_s`."""
         with self._lock:
             return self._lock.wait_for(lambda: not self._kept.pending_evaluations, timeout_s)
 
     def close(self, *, remove: bool = True) -> None:
-        """Stop serving and, unless told otherwise, remove every snapshot. Nobody is told that nothing
-        more will come: a trainer that ends by an error is started again."""
+        """Stop serving and, with `remove`, remove every snapshot.
+
+        Receivers are not told that the run has ended, because a trainer that fails is restarted.
+        """
         thread = self._thread
         if thread is None:
             return
@@ -165,7 +170,8 @@ class Publisher(PieceWriter):
 
     def offer_files(self) -> FilePool:
         with self._lock:
-            # An evaluation gives its version's file back late: the one that the next needs is made before.
+            # An evaluation releases its version's file late, so the file for the next evaluation is made in
+            # advance.
             while len(self._in_use) + len(self._ready) <= self._keep + self._kept.n_pinned_alone:
                 self._ready.append(next(self._numbers))
             return self._files()
@@ -183,7 +189,7 @@ class Publisher(PieceWriter):
             try:
                 self._make_room()
                 if not self._ready:
-                    self._remove_retired()  # a new file may need their room
+                    self._remove_retired()  # a new file may need the room of the old ones
             except OSError as error:
                 text = f"an old snapshot under {self._root} cannot be removed: {error}"
                 raise SnapshotError(text) from error
@@ -216,13 +222,13 @@ class Publisher(PieceWriter):
         return written
 
     def _make_room(self) -> None:
-        """Retire what is not needed, but for as many model files as the next snapshots will fill."""
-        if self._taken is not None:  # by a publication that failed
+        """Retire unneeded snapshots, but keep as many model files as the next snapshots will fill."""
+        if self._taken is not None:  # left by a publication that failed
             spare_file(self._root, self._taken).unlink(missing_ok=True)
             self._taken = None
         for tag, reusable in self._kept.retire(self._now_ms()):
             written, number = self._written.pop(tag), self._in_use.pop(tag)
-            # Bytes on their way to another host are read from the files themselves.
+            # Bytes that are on their way to another host are read directly from the files.
             unread = self._channel.remove(written.manifest_hash)
             if reusable and unread and len(self._ready) <= max(0, self._keep - len(self._in_use)):
                 (written.path / MODEL_FILE).rename(spare_file(self._root, number))
@@ -238,7 +244,7 @@ class Publisher(PieceWriter):
             self._retired.pop()
 
     def _delta_done(self, base: VersionTag, new: VersionTag) -> None:
-        """Announce the delta, if one was made. The thread that makes deltas calls this, under the lock."""
+        """Announce the delta if there is one. The thread that makes deltas calls this under the lock."""
         self._kept.release(base, new)
         if (offer := self.deltas.get(new, base)) is not None:
             self._channel.add(Path(offer.path), offer.manifest_hash)
@@ -292,7 +298,7 @@ class Publisher(PieceWriter):
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + min(message.wait_ms, MAX_WAIT_MS) / 1000
         while True:
-            changed = self._changed  # taken before looking, so that no change falls between
+            changed = self._changed  # read before the check, so that no change is missed
             assert changed is not None
             answer = self._look(message)
             if not isinstance(answer, NoNews) or answer.finished or self._closing:
@@ -344,7 +350,7 @@ def make_publisher(
 
 
 def make_piece_writer(ctx: ServiceContext, *, tied: Iterable[str], group: ByteCollectives) -> PieceWriter:
-    """Return the writer of another rank of the job's trainer, which has no publisher."""
+    """Return the writer of another rank of the job's trainer. That rank has no publisher."""
     return PieceWriter(_root_of(ctx), group, tied=tied)
 
 

@@ -1,12 +1,12 @@
-"""A receiver's end of the weights plane: hear of snapshots, open them verified, acknowledge them.
+"""A receiver's end of the weights plane: learn of snapshots, open them verified, acknowledge them.
 
     news = await receiver.next(serving, wait_ms=5000)
     snapshot = await receiver.open(news)           # brought to this host; every hash matched
     await receiver.ack(news.tag, stall_ms=12.0)    # after the swap
 
-Promise (`versions_are_true`): `open` returns tensors only after every hash of exactly the announced snapshot
-matched, here or in another process of this host (`verified.py`). After `ack` the publisher may overwrite the
-files; what was opened stays as it is.
+Promise (`versions_are_true`): `open` returns tensors only after every hash of the announced snapshot matched,
+in this or another process of this host (`verified.py`). After `ack` the publisher may overwrite the files.
+Opened tensors do not change.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from areal_async.weights.retention import Purpose
 from areal_async.weights.snapshot import Snapshot, open_snapshot
 from areal_async.weights.verified import HostRecords
 
-VERIFIED = "verified"  # Folder in the shared memory of the run
-ANSWER_S = 10.0  # What an answer may take beyond the wait that was asked for
+VERIFIED = "verified"  # folder in the shared memory of the run
+ANSWER_S = 10.0  # seconds that an answer may take beyond the requested wait
 
 
 class Receiver:
@@ -43,9 +43,12 @@ class Receiver:
         records: HostRecords | None = None,
         merger: Merger | None = None,
     ) -> None:
-        """`channel` brings the files here. `tensors` False: snapshots are verified where they lie, for an
-        engine that reads the directory. `records` spare this process what another of this host has hashed;
-        `merger` makes whole weights of a job's adapters."""
+        """Create a receiver.
+
+        `channel` brings the files to this host. If `tensors` is False, snapshots are verified in place, for
+        an engine that reads the directory. With `records`, this process skips hashes that another process of
+        the host has checked. `merger` makes whole weights of a job's adapters.
+        """
         self._records = records
         self._name = name
         self._channel = channel if channel is not None else ReceivingEnd()
@@ -58,15 +61,16 @@ class Receiver:
         return await self._client.connect(timeout_s)
 
     async def next(self, after: VersionTag | None, wait_ms: int = 0) -> SnapshotNotice | NoNews:
-        """Return the next snapshot for this purpose that is newer than `after`, waiting at most `wait_ms`."""
+        """Return the next snapshot for this purpose that is newer than `after`. Waits at most `wait_ms`."""
         ask = WaitSnapshot(self._name, self._purpose, after, wait_ms, self._channel.makes_deltas)
         return await self._client.call(ask, timeout_s=ANSWER_S)
 
     async def open(self, notice: SnapshotNotice) -> Snapshot | MergedWeights:
-        """Read and verify the announced snapshot, in a thread, after bringing it to this host if need be; an
-        adapter is merged with the base.
+        """Bring the announced snapshot to this host if necessary, then read and verify it in a thread.
 
-        Raises `SnapshotError`; then `ack` with the error and ask again."""
+        An adapter is merged with the base. Raises `SnapshotError`. The caller then calls `ack` with the error
+        and tries again.
+        """
         path = await self._channel.bring(notice, self._client)
         try:
             snapshot = await asyncio.to_thread(
@@ -86,7 +90,7 @@ class Receiver:
         return snapshot
 
     async def ack(self, tag: VersionTag, stall_ms: float = 0.0, error: str = "") -> None:
-        """Acknowledge that `tag` is served (or evaluated), or could not be, and that its files are no longer
+        """Acknowledge that `tag` is served (or evaluated), or report the error. The files are no longer
         read."""
         message = AckSnapshot(self._name, self._purpose, tag, stall_ms, error)
         self._channel.served(tag, failed=bool(error))
@@ -102,12 +106,14 @@ class Receiver:
 
 
 def make_receiver(ctx: ServiceContext, purpose: Purpose, *, name: str = "", tensors: bool = True) -> Receiver:
-    """Return the receiver of this process, under the process's name or another. `tensors` False: its engine
-    reads the directory itself. Raises `EndpointError`."""
+    """Return the receiver of this process, under the process's name or under `name`.
+
+    Set `tensors` to False if the engine reads the directory itself. Raises `EndpointError`.
+    """
     name = name or ctx.name
     merger = None
     if ctx.job.trainer.lora.rank:
-        import torch  # adapters are merged here
+        import torch  # this process merges adapters
 
         root = ctx.shm_dir / "merged" / ctx.node_id
         merger = Merger(ctx.job.model, getattr(torch, ctx.job.trainer.dtype), root, tensors=tensors)

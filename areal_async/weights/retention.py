@@ -1,14 +1,16 @@
-"""The rules by which snapshots are kept, evaluated and overwritten. Pure; time is passed in.
+"""Rules for keeping, evaluating and overwriting snapshots. Pure; callers pass the time.
 
-Kept are: the newest `keep`; the ones pinned for evaluation, until evaluated; those a receiver was told of
-and has neither acknowledged nor outlived its hold; and those that a delta is being made of.
+These snapshots are kept:
+- the newest `keep`
+- snapshots pinned for evaluation, until they are evaluated
+- snapshots that a receiver was told of, until it acknowledges them or its hold expires
+- snapshots that a delta in progress reads
 
-Bounds: at most `MAX_PENDING` pinned ones wait beside version 0 and the final one (an older one is dropped:
-evaluation that falls behind must not hold memory), and at most `MAX_HOLDS` are held per receiver
-and purpose.
+At most `MAX_PENDING` pinned snapshots wait beside version 0 and the final one. An older one is dropped, so
+that slow evaluation does not fill the memory. Each receiver holds at most `MAX_HOLDS` snapshots per purpose.
 
-A retired snapshot is `reusable` (its bytes may be overwritten) unless a hold on it ended without an
-acknowledgement: then somebody may still be reading, and it may only be unlinked.
+A retired snapshot is `reusable` (its bytes may be overwritten) unless a hold on it expired without an
+acknowledgement. Then a process may still be reading the snapshot, so its files may only be unlinked.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Retired(NamedTuple):
 
 
 class RetentionPolicy:
-    """All times are milliseconds of one monotonic clock."""
+    """The kept snapshots. All times are milliseconds of one monotonic clock."""
 
     def __init__(self, keep: int, hold_ms: int) -> None:
         self._keep = keep
@@ -47,12 +49,12 @@ class RetentionPolicy:
 
     @property
     def pending_evaluations(self) -> list[VersionTag]:
-        """The versions that are pinned and not yet evaluated, oldest first."""
+        """Return the pinned versions that are not yet evaluated, oldest first."""
         return list(self._pins)
 
     @property
     def n_pinned_alone(self) -> int:
-        """Number of snapshots that are kept for their evaluation alone."""
+        """Return the number of snapshots that are kept only for their evaluation."""
         return len(set(self._pins) - {*self._tags[-self._keep :]})
 
     def is_final(self, tag: VersionTag) -> bool:
@@ -76,20 +78,19 @@ class RetentionPolicy:
 
     @property
     def previous(self) -> VersionTag | None:
-        """The snapshot before the newest: what a delta to that starts from."""
+        """Return the snapshot before the newest, the base of a delta to the newest."""
         return self._tags[-2] if len(self._tags) > 1 else None
 
     def use(self, *tags: VersionTag) -> None:
-        """Keep them until `release`."""
+        """Keep the snapshots until `release`."""
         self._used.update(tags)
 
     def release(self, *tags: VersionTag) -> None:
         self._used.subtract(tags)
-        self._used += Counter()  # forgets those that nobody uses
+        self._used += Counter()  # drops entries with count 0
 
     def serve(self, receiver: str, after: VersionTag | None, now_ms: int) -> VersionTag | None:
-        """Return the newest snapshot, if it is newer than `after`; it is held for the receiver from now
-        on."""
+        """Return the newest snapshot if it is newer than `after`, and hold it for the receiver."""
         newest = self.newest
         if newest is None or (after is not None and newest <= after):
             return None
@@ -97,14 +98,14 @@ class RetentionPolicy:
         return newest
 
     def evaluate(self, receiver: str, after: VersionTag | None, now_ms: int) -> VersionTag | None:
-        """Return the oldest pinned snapshot newer than `after`; it is held for the receiver from now on."""
+        """Return the oldest pinned snapshot newer than `after`, and hold it for the receiver."""
         tag = next((pin for pin in self._pins if after is None or pin > after), None)
         if tag is not None:
             self._hold(receiver, "evaluate", tag, now_ms)
         return tag
 
     def acknowledge(self, receiver: str, purpose: Purpose, tag: VersionTag) -> None:
-        """End the receiver's holds on `tag` and everything older. May be repeated."""
+        """End the receiver's holds on `tag` and everything older. A repeated call is harmless."""
         holds = self._holds.get((receiver, purpose), {})
         for held in [held for held in holds if held <= tag]:
             del holds[held]
@@ -114,7 +115,7 @@ class RetentionPolicy:
             self._pins.remove(tag)
 
     def retire(self, now_ms: int) -> list[Retired]:
-        """Forget every snapshot that nothing keeps, and return them."""
+        """Forget and return every snapshot that no rule keeps."""
         self._expire(now_ms)
         kept = {*self._tags[-self._keep :], *self._pins, *self._used}.union(*self._holds.values())
         gone = [tag for tag in self._tags if tag not in kept]

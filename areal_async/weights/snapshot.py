@@ -1,14 +1,13 @@
-"""Writing and opening one snapshot: a directory that is complete or absent, and opened whole or not at all.
+"""Writing and opening of one snapshot, a directory that is complete or absent.
 
 `docs/weights.md` has the layout. Promises:
-- The directory appears under its name by one rename, after its manifest, which is written last.
-- `open_snapshot` reads every byte into private memory, hashes that and only then returns tensors in it: what
-  changes on disk afterwards cannot change what was opened, and what is torn, mixed between versions,
-  truncated, extended or altered anywhere is a `SnapshotError`.
-- `open_snapshot(…, tensors=False)` hashes every byte as well and keeps none, for engines that read the
-  directory themselves. That the files stay what they were is then the publisher's hold on them
-  (`retention.py`), until the acknowledgement.
-- Nothing is fsynced: snapshots live in shared memory.
+- One rename gives the directory its name. The manifest is written last, before the rename.
+- `open_snapshot` reads every byte into private memory, hashes that memory and only then returns tensors in
+  it. Later changes on disk cannot change the opened tensors. A snapshot that is incomplete, mixed, truncated,
+  extended or altered anywhere raises `SnapshotError`.
+- `open_snapshot(…, tensors=False)` also hashes every byte but keeps none, for engines that read the directory
+  themselves. The publisher's hold (`retention.py`) then keeps the files unchanged until the acknowledgement.
+- Nothing is fsynced, because snapshots are in shared memory.
 """
 
 from __future__ import annotations
@@ -59,27 +58,30 @@ MODEL_FILE = "model.safetensors"
 
 @dataclass(frozen=True)
 class SnapshotInfo:
-    """A snapshot that is on disk, complete. `size_bytes` counts all its files."""
+    """A complete snapshot on disk. `size_bytes` counts all its files."""
 
     tag: VersionTag
     path: Path
     manifest_hash: str
     size_bytes: int
     weights_hash: str = ""
-    """The hash of names, shapes and bytes of all tensors, and of an adapter's configuration, which scales it:
-    one for equal weights, whatever their tag."""
+    """The hash of names, shapes and bytes of all tensors, and of an adapter's configuration.
+
+    Equal weights have equal hashes under any tag. An adapter's configuration counts because it scales the
+    weights.
+    """
 
 
 @dataclass(frozen=True)
 class Companions:
-    """Content of a snapshot beside its tensors: `files` that travel along, and `tied` names, which share the
-    data of another tensor, with that tensor."""
+    """Content of a snapshot beside its tensors: `files`, and `tied` names with the tensor that each
+    shares."""
 
     files: Mapping[str, bytes | Path] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
 
     def in_memory(self) -> Companions:
-        """Return them with the content of all files."""
+        """Return the companions with the content of all files in memory."""
         return Companions({name: content_of(file) for name, file in self.files.items()}, dict(self.tied))
 
 
@@ -97,9 +99,12 @@ class Snapshot:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Each name of the model, tied ones included (these are one tensor object), in memory of this
-        process. Read and verified now, unless they were when the snapshot was opened: raises `SnapshotError`
-        then."""
+        """Each name of the model, tied names included, in memory of this process. Tied names share one tensor
+        object.
+
+        If opening did not read the tensors, the first access reads and verifies them. That access raises
+        `SnapshotError` if a hash does not match.
+        """
         if self._tensors is None:
             with naming(self.path):
                 self._tensors = _read(_files(self.path, self.manifest), self.manifest)
@@ -116,9 +121,8 @@ def write_snapshot(
 ) -> SnapshotInfo:
     """Write `tensors` and `files` as the snapshot `tag` under `root`, in one process and into a new file.
 
-    `tied` maps names that share another tensor's data to that tensor, and have none of their own.
-
-    Raises `SnapshotError` for what cannot be stored, for a tag that is there already and when the space ends.
+    `tied` maps each name that shares another tensor's data to that tensor. Raises `SnapshotError` for data
+    that cannot be stored, for an existing tag and for a full disk.
     """
     companions = Companions(files or {}, tied or {})
     kept = {name: tensor for name, tensor in tensors.items() if name not in companions.tied}
@@ -148,8 +152,10 @@ def finish_snapshot(
     model: Path,
     companions: Companions,
 ) -> SnapshotInfo:
-    """Make the snapshot `tag` of the file `model`, which is filled by `layout` and hashed as `parts`, and is
-    moved. Raises `SnapshotError` and `OSError`."""
+    """Make the snapshot `tag` of the file `model` and move the file.
+
+    The file is filled by `layout` and hashed as `parts`. Raises `SnapshotError` and `OSError`.
+    """
     final = root / tag.label
     if final.exists():
         raise SnapshotError(f"{final} is there already: a snapshot is written once")
@@ -160,7 +166,7 @@ def finish_snapshot(
     with staging_for(final) as staging:
         sidecars = [_write_sidecar(staging, name, content) for name, content in companions.files.items()]
         os.rename(model, staging / MODEL_FILE)
-        # Writing into a mapping of shared memory does not show in the file's times.
+        # Writes through a mapping of shared memory do not change the file's times.
         os.utime(staging / MODEL_FILE)
         shard = Shard(MODEL_FILE, layout.size_bytes, len(layout.header), hash_of(layout.header))
         manifest = Manifest(
@@ -170,13 +176,14 @@ def finish_snapshot(
 
 
 def staging_for(final: Path) -> AbstractContextManager[Path]:
-    """Return a directory to become `final`; see `staged`."""
+    """Return a directory that becomes `final`. See `staged`."""
     return staged(final.with_name(f"{WRITING_PREFIX}{final.name}"))
 
 
 @contextmanager
 def staged(staging: Path) -> Iterator[Path]:
-    """Make the directory `staging` to be filled and renamed. If it still exists at the end, it is removed."""
+    """Make the directory `staging`, which the caller fills and renames. If it still exists at the end, remove
+    it."""
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
@@ -186,7 +193,7 @@ def staged(staging: Path) -> Iterator[Path]:
 
 
 def publish_directory(staging: Path, final: Path, manifest: Manifest) -> SnapshotInfo:
-    """Write the manifest into `staging`, where all its files lie, and give the directory its name."""
+    """Write the manifest into `staging`, which has all other files, and rename the directory to `final`."""
     sealed = seal(manifest)
     (staging / MANIFEST_FILE).write_bytes(sealed)
     os.rename(staging, final)
@@ -208,10 +215,10 @@ def open_snapshot(
 ) -> Snapshot:
     """Verify everything in the directory `path`.
 
-    `manifest_hash`, from the notice, ties the directory to what was announced; without it the directory is
-    only proven to be consistent and to have the name of its own tag. `tensors` False leaves them to the
-    first who asks for them. Where `records` says that a process of this host has hashed the tensors of the
-    announced snapshot, they are not hashed again. Raises `SnapshotError`.
+    `manifest_hash`, from the notice, proves that the directory is the announced snapshot. Without it, the
+    directory is only proven consistent and correctly named. If `tensors` is False, they are read at the first
+    access. If `records` shows that a process of this host has hashed the announced snapshot's tensors, they
+    are not hashed again. Raises `SnapshotError`.
     """
     with naming(path):
         manifest = read_manifest(path, manifest_hash)
@@ -241,8 +248,10 @@ def open_snapshot(
 
 
 def read_manifest(path: Path, manifest_hash: str | None = None) -> Manifest:
-    """Return the manifest in the directory `path`, of whatever codec; checked as far as it goes by itself.
-    Raises `SnapshotError` and `OSError`."""
+    """Return the manifest in the directory `path`, full or delta, checked without other files.
+
+    Raises `SnapshotError` and `OSError`.
+    """
     if (path / MANIFEST_FILE).stat().st_size > MAX_MANIFEST_BYTES:
         raise SnapshotError("its manifest is too large")
     sealed = (path / MANIFEST_FILE).read_bytes()
@@ -255,8 +264,10 @@ def read_manifest(path: Path, manifest_hash: str | None = None) -> Manifest:
 
 
 def check_files(path: Path, manifest: Manifest, *, sealed: bool = True) -> None:
-    """Exactly the files of the manifest are there (itself too, once `sealed`), and those that travel along
-    are what it says. Raises `SnapshotError` and `OSError`."""
+    """Check that the directory has exactly the files of the manifest and that their sidecars match.
+
+    The manifest's own file must exist if `sealed`. Raises `SnapshotError` and `OSError`.
+    """
     expected = {entry.file for entry in files_of(manifest)} | ({MANIFEST_FILE} if sealed else set())
     found = set(os.listdir(path))
     if found != expected:
@@ -304,7 +315,7 @@ def content_of(file: bytes | Path) -> bytes:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors that say which snapshot they are about."""
+    """Add the snapshot's name to errors of the block."""
     try:
         yield
     except OSError as error:

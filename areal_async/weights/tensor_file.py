@@ -1,10 +1,10 @@
 """One safetensors file of a snapshot: mapped, filled with pieces of tensors, hashed and read.
 
-Format: u64 little-endian header size, JSON header `{name: {dtype, shape, data_offsets}}`, data; `layout.py`
-says what lies where. The package of that name writes whole new files only; here an existing allocation is
-filled again, by several processes.
+Format: u64 little-endian header size, JSON header `{name: {dtype, shape, data_offsets}}`, data. `layout.py`
+defines the position of each tensor. The safetensors package can only write whole new files. Here several
+processes refill an existing allocation.
 
-Parts are hashed by a few threads, one part each, which lets go of Python's lock.
+A few threads hash parts, one part each. Hashing releases Python's lock.
 """
 
 from __future__ import annotations
@@ -36,18 +36,22 @@ if TYPE_CHECKING:
 PAGE_BYTES = 4096
 MAX_HEADER_BYTES = 256 << 20
 MAX_THREADS = 8
-THREADS_FROM_BYTES = 8 << 20  # Smaller files are done before threads would have started
+THREADS_FROM_BYTES = 8 << 20  # threads do not pay off for smaller files
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class MappedFile:
-    """A file mapped for writing. Kept from one snapshot to the next, it is filled at the speed of memcpy;
-    written anew (or by `write`), shared memory takes two to twenty times as long."""
+    """A file mapped for writing.
+
+    A mapping that is kept between snapshots fills at the speed of memcpy. A new file in shared memory, or one
+    written by `write`, takes 2 to 20 times as long.
+    """
 
     def __init__(self, path: Path, size_bytes: int, mode: int = 0o600) -> None:
-        """Open or make `path` (with `mode`, less the umask) and give it `size_bytes`. Raises `OSError`."""
+        """Open or create `path` and give it `size_bytes`. A new file gets `mode`, less the umask. Raises
+        `OSError`."""
         self.path = path
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, mode), "r+b") as file:
             try:
@@ -62,38 +66,43 @@ class MappedFile:
         return len(self._map)
 
     def touch(self) -> None:
-        """Enter every page into this process's tables, so that the first copy is as fast as any. Reads only:
-        other processes may be writing."""
+        """Enter every page into this process's page tables, so that the first copy is fast.
+
+        Only reads pages, because other processes may be writing to the file.
+        """
         np.add.reduce(self.view(0, self.size_bytes)[::PAGE_BYTES])
 
     def write(self, at: int, data: bytes | memoryview) -> None:
-        """Raises `ValueError` outside of the file."""
+        """Write `data` at byte `at`. Raises `ValueError` for a range outside the file."""
         n = memoryview(data).nbytes
         if n:
             np.copyto(self.view(at, at + n), np.frombuffer(data, np.uint8))
 
     def view(self, begin: int, end: int) -> npt.NDArray[np.uint8]:
-        """These bytes of the file, writable. Must be let go before `close`."""
+        """Return bytes [begin, end) of the file as a writable view. The caller must release the view before
+        `close`."""
         return (
             np.frombuffer(self._map, np.uint8, end - begin, begin) if end > begin else np.empty(0, np.uint8)
         )
 
     def flush(self) -> None:
-        """Flush what was written, so that other hosts read it too. Costs nothing in shared memory."""
+        """Flush written bytes, so that other hosts can read them. Costs nothing in shared memory."""
         with self.path.open("r+b") as file:
-            # Not the mapping's own flush, which would hold Python's lock while a disk works.
+            # The mapping's own flush would hold Python's lock while the disk works.
             os.fdatasync(file.fileno())
 
     def close(self) -> None:
-        """Close the mapping, now or with the last view of it. The file stays."""
+        """Close the mapping now, or when its last view is released. The file stays."""
         with suppress(BufferError):
             self._map.close()
 
 
 def fill(mapped: MappedFile, layout: Layout, piece: TensorPiece) -> None:
-    """Copy a piece, from whatever device it is on, to its place in the file: the one copy that is made of it.
-    On a GPU the copy may still be under way when this returns. Raises `SnapshotError` for a piece of another
-    layout."""
+    """Copy a piece from its device to its place in the file. This is the only copy of the piece.
+
+    On a GPU the copy may still be in progress when this function returns. Raises `SnapshotError` for a piece
+    of another layout.
+    """
     entry = layout.entries.get(piece.name)
     tensor = piece.tensor.detach()
     if entry is None or (entry.dtype, entry.shape) != (file_dtype(tensor.dtype), list(piece.shape)):
@@ -110,7 +119,7 @@ def fill(mapped: MappedFile, layout: Layout, piece: TensorPiece) -> None:
 
 
 def hash_ranges(mapped: MappedFile, ranges: Sequence[HashedRange]) -> list[Part]:
-    """Return the parts of these ranges with the hashes of the bytes that are in the file now."""
+    """Return the parts of these ranges, with the hashes of the file's current bytes."""
 
     def hashed(found: HashedRange) -> Part:
         return msgspec.structs.replace(found.part, hash=hash_of(mapped.view(found.begin, found.end).data))
@@ -119,10 +128,11 @@ def hash_ranges(mapped: MappedFile, ranges: Sequence[HashedRange]) -> list[Part]
 
 
 class TensorFile:
-    """A file of a snapshot mapped for reading; its header is what the manifest says of it.
+    """A file of a snapshot mapped for reading. Its header must match the manifest.
 
-    A mapping is read without a copy. No file is cut short while it is read: a retired one that somebody might
-    still be reading is unlinked, never written again."""
+    Reading a mapping needs no copy. No file is truncated while a process reads it. A retired file that may
+    still have readers is unlinked and never overwritten.
+    """
 
     def __init__(self, directory: Path, shard: Shard, manifest: Manifest) -> None:
         """Raises `SnapshotError` and `OSError`."""
@@ -145,7 +155,7 @@ class TensorFile:
         if parts.keys() != self.entries.keys():
             raise SnapshotError(f"{shard.file} holds other tensors than the manifest says")
         self.places: list[tuple[Part, int, int]] = []
-        """Each part with [begin, end) of its bytes in the file, in the manifest's order."""
+        """Each part with its byte range [begin, end) in the file, in the manifest's order."""
         for name, found in parts.items():
             entry = self.entries[name]
             if (found[0].dtype, found[0].shape) != (entry.dtype, entry.shape):
@@ -159,16 +169,19 @@ class TensorFile:
                 begin = end
 
     def identity_now(self) -> FileIdentity:
-        """Return the identity of the file at this path now, which may be another. Raises `OSError`."""
+        """Return the identity of the file that is now at this path. It may be another file. Raises
+        `OSError`."""
         return FileIdentity.of(os.stat(self._path))
 
     def verify(self) -> None:
-        """Hash every part. Raises `SnapshotError` where one does not match."""
+        """Hash every part. Raises `SnapshotError` if a hash does not match."""
         in_threads(lambda at: self._check(at[0], self.data[at[1] : at[2]]), self.places, len(self.data))
 
     def read(self, *, verify: bool = True) -> dict[str, torch.Tensor]:
-        """Return the tensors by name, in memory of this process. With `verify` that memory was itself hashed:
-        raises `SnapshotError` where a part does not match."""
+        """Return the tensors by name, in memory of this process.
+
+        With `verify`, that memory itself is hashed. Raises `SnapshotError` if a hash does not match.
+        """
         copies = {
             name: np.empty(entry.data_offsets[1] - entry.data_offsets[0], np.uint8)
             for name, entry in self.entries.items()
@@ -198,8 +211,10 @@ class TensorFile:
 
 
 def parts_of_file(manifest: Manifest, file: str) -> dict[str, list[Part]]:
-    """Return the parts of each tensor in a file, in the manifest's order: consecutive rows. Raises
-    `SnapshotError` unless they cover it exactly."""
+    """Return the parts of each tensor in a file, in the manifest's order, as consecutive rows.
+
+    Raises `SnapshotError` unless the parts cover each tensor exactly.
+    """
     by_tensor: dict[str, list[Part]] = {}
     for part in manifest.parts:
         if part.file == file:
@@ -219,7 +234,7 @@ def parts_of_file(manifest: Manifest, file: str) -> dict[str, list[Part]]:
 
 
 def parse_header(data: bytes) -> dict[str, TensorEntry]:
-    """Return the entries of a header (with its size field), in order of their bytes. Raises
+    """Return the entries of a header (with its size field), in the order of their bytes. Raises
     `SnapshotError`."""
     try:
         raw = msgspec.json.decode(data[8:], type=dict[str, msgspec.Raw])
@@ -243,8 +258,10 @@ def parse_header(data: bytes) -> dict[str, TensorEntry]:
 
 
 def in_threads(work: Callable[[T], R], items: Iterable[T], size_bytes: int) -> list[R]:
-    """`work` of every item, in order of the items; `size_bytes` says whether threads are worth it. The first
-    error is raised once nothing runs any more."""
+    """Return the results of `work` for all items, in the order of the items.
+
+    `size_bytes` decides whether threads are used. Raises the first error after all calls have ended.
+    """
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     if size_bytes < THREADS_FROM_BYTES or threads < 2:
         return [work(item) for item in items]

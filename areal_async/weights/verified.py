@@ -1,15 +1,15 @@
-"""Records of verified snapshots on one host: a snapshot is hashed by the first process that opens it, and by
-no other.
+"""Records of verified snapshots on one host. Only the first process that opens a snapshot hashes it.
 
-That one leaves a record, a file in a folder that only this user can enter: the hash of the manifest, and of
-each tensor file device, inode, size, and the times of its last change. Another process trusts it for files of
-which all of that is still so. `docs/decisions/weights.md#one-verification-per-host` has the reasons.
+That process writes a record, a file in a folder that only this user can enter. The record has the hash of the
+manifest and, for each tensor file, device, inode, size and the times of its last change. Another process
+trusts the record while all these values still match. `docs/decisions/weights.md#one-verification-per-host`
+has the reasons.
 
 Promises:
-- A record is left only after every hash matched, for files that were not changed meanwhile.
-- One process verifies; the others wait for it, with a deadline. If it dies, another goes on, since its lock
-  ends with it; past the deadline each verifies for itself.
-- A record or folder that another user could have written is not believed.
+- A record is written only after every hash matched and the files did not change during verification.
+- One process verifies, and other processes wait for it, with a deadline. If it dies, its lock ends and
+  another process continues. After the deadline each process verifies for itself.
+- A record or folder that another user could have written is ignored.
 """
 
 from __future__ import annotations
@@ -29,16 +29,19 @@ from areal_async.base.own_files import write_whole
 from areal_async.weights.channels.host_cache import lock_file
 from areal_async.weights.manifest import HASH_PREFIX
 
-KEPT = 16  # Records: of versions that may still be opened, and a few more
+KEPT = 16  # records of versions that may still be opened, and a few more
 LOCK_SUFFIX = ".lock"
-LOOK_S = 0.02  # Seconds between two looks whether another process has verified it
+LOOK_S = 0.02  # seconds between checks for the record of another process
 
 T = TypeVar("T")
 
 
 class FileIdentity(msgspec.Struct, frozen=True):
-    """A file as the system knows it. Whoever writes into it, gives it another name or puts another in its
-    place changes one of these; only a mapping that is written to does not."""
+    """The identity of a file in the file system.
+
+    Writing to a file, renaming or replacing it changes the identity. Only a write through a mapping may not
+    change it.
+    """
 
     device: int
     inode: int
@@ -57,10 +60,10 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class HostRecords:
-    """The records in `folder`, which is made with the first of them. Any thread may use them."""
+    """The records in `folder`, which the first record creates. Any thread may use them."""
 
     def __init__(self, folder: Path, *, wait_s: float = 300.0) -> None:
-        """`wait_s` is the longest wait for another process that verifies."""
+        """Open the records. `wait_s` is the longest wait for another process that verifies."""
         self._folder = folder
         self._wait_s = wait_s
 
@@ -71,8 +74,11 @@ class HostRecords:
         verify: Callable[[], T],
         look: Callable[[], Sequence[FileIdentity]],
     ) -> T | None:
-        """Return the result of `verify`, or None where a process of this host has verified these files for
-        this manifest already. `look` finds them as they are afterwards. Raises what `verify` raises."""
+        """Return the result of `verify`, or None if a process of this host has already verified these files.
+
+        A record counts only for the same manifest. `look` returns the identities of the files after
+        verification. Raises the errors of `verify`.
+        """
         record = _Record(manifest_hash, [*files])
         if not self._usable():
             return verify()
@@ -109,7 +115,8 @@ class HostRecords:
         return None
 
     def _leave(self, path: Path, record: _Record) -> None:
-        """Without it the next process verifies too: an error is no reason to refuse the snapshot."""
+        """Write a record. Errors are ignored, because without a record the next process only verifies
+        again."""
         with suppress(OSError):
             write_whole(path, msgspec.json.encode(record))
             records = (each for each in self._folder.iterdir() if not each.suffix)
@@ -120,5 +127,5 @@ class HostRecords:
 
 
 def _private(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    """Return whether it is ours, and nobody else can write to it or look into it."""
+    """Return whether this user owns the file or folder and no other user can read or write it."""
     return is_kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077

@@ -1,20 +1,20 @@
-"""Writing of a snapshot by the ranks of one trainer: each its own pieces, all into one mapped file.
+"""Writing of a snapshot by the ranks of one trainer. Each rank writes its own pieces into one mapped file.
 
-    writer = PieceWriter(root, group)              # on every rank; rank 0 has the one of its `Publisher`
-    writer.prepare(pieces)                         # once: who holds what, and files that can be filled
+    writer = PieceWriter(root, group)              # on every rank; rank 0 uses its `Publisher`
+    writer.prepare(pieces)                         # once: plans the layout and makes the files
     publication = writer.begin(tag, pieces)        # returns when this rank's pieces are in the file
-    info = publication.result()                    # once it is announced
+    info = publication.result()                    # returns when the snapshot is announced
 
 Promises:
-- A piece is copied once, from where it is to its place in the mapped file; nothing else grows with the model.
-  A rank on another host than rank 0's has no such file: it keeps a copy of its own pieces, and hands them to
-  a rank that has it (`handover.py`).
-- `begin` waits for copies alone: hashing, manifest and announcement go on in a thread.
-- Every rank hears how a publication ended. What fails on any of them fails it everywhere, before anything of
-  it is announced.
+- A piece is copied once, from its tensor to its place in the mapped file. No other memory grows with the
+  model. A rank on another host than rank 0 has no such file. It keeps a copy of its own pieces and sends them
+  to a rank that has the file (`handover.py`).
+- `begin` waits only for copies. Hashing, manifest and announcement continue in a thread.
+- Every rank learns the result of a publication. If any rank fails, the publication fails on all ranks before
+  anything is announced.
 
-All ranks call `prepare` and `begin` alike, and begin a publication only once the one before has ended. Those
-on rank 0's host see the same `root`; the others do not use theirs.
+All ranks call `prepare` and `begin` in the same order. They begin a publication only after the previous
+publication has ended. Ranks on rank 0's host see the same `root`, and other ranks do not use theirs.
 """
 
 from __future__ import annotations
@@ -43,60 +43,64 @@ T = TypeVar("T")
 
 
 class FilePool(msgspec.Struct, frozen=True):
-    """Numbers of the model files that there are. File n is called `.spare-<n>` while it is in no snapshot."""
+    """Numbers of the existing model files. File n is called `.spare-<n>` while no snapshot contains it."""
 
     existing: list[int]
     ready: list[int]
-    """Files that may be filled. The first is the next to be filled."""
+    """Files that may be filled. The first file is filled next."""
 
 
 class Lead(Protocol):
-    """The decisions and acts of rank 0 alone."""
+    """The decisions and actions of rank 0 alone."""
 
     def offer_files(self) -> FilePool:
-        """Return the files to be made ready: at first, and whenever a snapshot is announced."""
+        """Return the files to prepare. Called at first, and whenever a snapshot is announced."""
 
     def take_file(self, tag: VersionTag) -> FilePool:
-        """Return the files from now on; the first that is ready is filled with `tag`. Raises `SnapshotError`
-        for a tag that cannot be published."""
+        """Return the updated pool. The first ready file is filled with `tag`.
+
+        Raises `SnapshotError` for a tag that cannot be published.
+        """
 
     def announce(
         self, tag: VersionTag, layout: Layout, parts: list[Part], *, evaluate: bool, final: bool
     ) -> SnapshotInfo:
-        """Make a snapshot of the file that was taken, and tell receivers. Raises `SnapshotError`."""
+        """Make a snapshot of the taken file and announce it to receivers. Raises `SnapshotError`."""
 
 
 class _Problem(msgspec.Struct, frozen=True):
-    """An error as other ranks hear of it; `errno` is 0 unless it is the system's."""
+    """An error in the form that other ranks receive. `errno` is 0 unless the error is an `OSError`."""
 
     text: str
     errno: int = 0
 
 
 class _Given(msgspec.Struct, frozen=True):
-    """One rank's message to rank 0: its data, or why it has none."""
+    """One rank's message to rank 0: its data, or the reason why it has no data."""
 
     data: bytes
     problem: _Problem | None
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """The message of rank 0 to all."""
+    """The message of rank 0 to all ranks."""
 
     problem: _Problem | None = None
     files: FilePool | None = None
     info: SnapshotInfo | None = None
-    shared: list[bytes] = []  # The data of all ranks
+    shared: list[bytes] = []  # data of all ranks
 
 
 Publication = Future[SnapshotInfo]
-"""A publication whose pieces are copied on this rank, and which goes on by itself. Its result, on every rank,
-is what was written and announced. It raises `SnapshotError` where any rank failed, and the group's own error
-where one did not come."""
+"""A publication whose pieces are copied on this rank and which continues in the background.
+
+The result, on every rank, describes the announced snapshot. It raises `SnapshotError` if any rank failed, and
+the group's own error if a rank did not answer.
+"""
 
 
 class PieceWriter:
-    """One rank's part in the publications of its trainer. Used by one thread."""
+    """One rank's part in the publications of its trainer. One thread uses it."""
 
     def __init__(
         self,
@@ -106,14 +110,14 @@ class PieceWriter:
         tied: Iterable[str] = (),
         lead: Lead | None = None,
     ) -> None:
-        """Pieces called like one of the `tied` names are left out. `lead` is there on rank 0 alone."""
+        """Create the writer. It leaves out pieces with a name in `tied`. Only rank 0 has a `lead`."""
         self._root = root
         self._group: ByteCollectives = group if group is not None else OneRank()
         self._tied = frozenset(tied)
         self._lead = lead
         self._receivers = receivers_of(self._group.hosts)
         self._staged: StagedPieces | None = None
-        """Pieces that this rank hands over, if it is not on rank 0's host."""
+        """Pieces that this rank sends, if it is not on rank 0's host."""
         self._held: list[list[Box]] = []
         self._layout: Layout | None = None
         self._mapped: dict[int, Future[MappedFile]] = {}
@@ -122,10 +126,11 @@ class PieceWriter:
         self._touching = ThreadPoolExecutor(1, "weights-touch")
 
     def prepare(self, pieces: Iterable[TensorPiece]) -> None:
-        """Plan the file for what all ranks hold, and have files made and touched in the background. Of the
-        pieces only names, shapes and dtypes are looked at. Nothing happens where they are as planned.
+        """Plan the file for the pieces of all ranks, and make and touch files in the background.
 
-        Raises `SnapshotError`, on all ranks alike, for what cannot be stored."""
+        Only the names, shapes and dtypes of the pieces are read. Does nothing if the pieces match the plan.
+        Raises `SnapshotError`, on all ranks alike, for pieces that cannot be stored.
+        """
         self._wait_for_last()
         held = describe(self._group, pieces, self._tied)
         if self._layout is not None and held == self._held:
@@ -145,12 +150,13 @@ class PieceWriter:
         evaluate: bool = False,
         final: bool = False,
     ) -> Publication:
-        """Copy this rank's pieces, and begin to publish them with those of the others as `tag`. They may
-        change as soon as this returns.
+        """Copy this rank's pieces and start to publish them, with the pieces of other ranks, as `tag`.
 
-        `evaluate` pins the snapshot until an evaluator has acknowledged it; `final` says that none will
-        follow; both are rank 0's to say. Raises `SnapshotError`, on all ranks alike, for a tag that is not
-        newer than the last; other errors come with the result."""
+        The pieces may change as soon as this method returns. `evaluate` pins the snapshot until an evaluator
+        has acknowledged it. `final` marks the last snapshot. Only rank 0's values of both count. Raises
+        `SnapshotError`, on all ranks alike, if `tag` is not newer than the last tag. The result raises all
+        other errors.
+        """
         self._wait_for_last()
         layout = self._layout
         if layout is None:
@@ -172,7 +178,7 @@ class PieceWriter:
         return self._last
 
     def close(self) -> None:
-        """Wait for what is under way, and let go of the files, which stay."""
+        """Wait for work in progress and close the files, without removing them."""
         self._touching.shutdown()
         self._writing.shutdown()
         self._drop(self._mapped)
@@ -188,14 +194,16 @@ class PieceWriter:
         evaluate: bool,
         final: bool,
     ) -> SnapshotInfo:
-        """Do all that follows the copy, on a thread of its own; `gone` are files that are in use no more. On
-        rank 0's host `found` is the file to be filled."""
+        """Do all work that follows the copy, on a thread of its own.
+
+        `gone` are files that are no longer in use. On rank 0's host, `found` is the file to fill.
+        """
         self._drop(gone)
         group = self._group
         if self._receivers and found is not None and problem is None:
-            _, problem = _try(found.result)  # whoever is to receive has where to
+            _, problem = _try(found.result)  # now each receiver has a file to write into
         try:
-            # A part may have rows of several ranks: none is hashed before all of them are copied.
+            # A part may have rows of several ranks. No part is hashed before all ranks have copied.
             _agree(group, problem)
         except OSError as error:
             raise SnapshotError(f"{tag.label} cannot be written under {self._root}: {error}") from error
@@ -203,7 +211,7 @@ class PieceWriter:
         if self._receivers:
             into = found.result() if found is not None else None
             hand_over = partial(_hand_over, group, self._receivers, self._staged, into, layout, self._held)
-            _agree(group, _try(hand_over)[1])  # nor before all of them are received
+            _agree(group, _try(hand_over)[1])  # no part is hashed before all pieces are received
 
         def work() -> list[Part]:
             if found is None:
@@ -231,7 +239,8 @@ class PieceWriter:
         return said.info
 
     def _hear(self, of: Callable[[Lead], _Said]) -> _Said:
-        """Return the message of rank 0's lead on all ranks. Raises `SnapshotError` on all where it fails."""
+        """Return the message of rank 0's lead on all ranks. If the lead fails, raises `SnapshotError` on all
+        ranks."""
         said: _Said | None = None
         if (lead := self._lead) is not None:
             said, problem = _try(lambda: of(lead))
@@ -243,7 +252,7 @@ class PieceWriter:
             self._map(number, layout)
 
     def _map(self, number: int, layout: Layout) -> Future[MappedFile]:
-        """File `number`, which is mapped and touched in the background."""
+        """Map and touch file `number` in the background."""
         if number not in self._mapped:
             path = spare_file(self._root, number)
             self._mapped[number] = self._touching.submit(_touched, path, layout.size_bytes)
@@ -267,11 +276,11 @@ def write_tensors(
     *,
     tied: Iterable[str] = (),
 ) -> None:
-    """Write the safetensors file `path` on rank 0's host, each rank its own pieces. Nothing is hashed, and it
-    is durable once the caller has synced it. All ranks call this alike, in a folder that is there on that
-    host; `pieces` is called twice.
+    """Write the safetensors file `path` on rank 0's host. Each rank writes its own pieces.
 
-    Raises `SnapshotError` for what cannot be stored, and `OSError`, on all ranks, where it cannot be written.
+    Nothing is hashed. The file is durable after the caller has synced it. All ranks make the same call. The
+    folder must exist on rank 0's host. `pieces` is called twice. Raises `SnapshotError` for pieces that
+    cannot be stored. Raises `OSError`, on all ranks, if the file cannot be written.
     """
     group, left_out = group if group is not None else OneRank(), frozenset(tied)
     held, receivers = describe(group, pieces(), left_out), receivers_of(group.hosts)
@@ -302,7 +311,7 @@ def _hand_over(
     layout: Layout,
     held: Sequence[list[Box]],
 ) -> None:
-    """Bring the pieces of ranks on other hosts into the file, which is there on rank 0's host."""
+    """Bring the pieces of ranks on other hosts into the file on rank 0's host."""
     if staged is not None:
         staged.send(group, receivers[group.rank])
     elif mapped is not None and (from_ := [rank for rank, to in receivers.items() if to == group.rank]):
@@ -310,13 +319,15 @@ def _hand_over(
 
 
 def spare_file(root: Path, number: int) -> Path:
-    """Return the path of model file `number` while it is in no snapshot."""
+    """Return the path of model file `number` while no snapshot contains it."""
     return root / f"{SPARE_PREFIX}{number}"
 
 
 def describe(group: ByteCollectives, pieces: Iterable[TensorPiece], left_out: Set[str]) -> list[list[Box]]:
-    """Return what each rank holds, on all ranks. Raises `SnapshotError` on all of them where one cannot
-    say."""
+    """Return the boxes that each rank holds, on all ranks.
+
+    If one rank cannot describe its pieces, raises `SnapshotError` on all ranks.
+    """
     boxes: list[Box] = []
     problem = _each(pieces, left_out, lambda piece: boxes.append(box_of(piece)))
     shared = _share(group, msgspec.msgpack.encode(boxes), problem)
@@ -324,25 +335,26 @@ def describe(group: ByteCollectives, pieces: Iterable[TensorPiece], left_out: Se
 
 
 def _agree(group: ByteCollectives, problem: _Problem | None) -> None:
-    """Wait for all ranks. Raises the first one's error, if any has one, on all of them."""
+    """Wait for all ranks. If any rank has a problem, raises the first rank's error on all ranks."""
     _share(group, b"", problem)
 
 
 def _share(group: ByteCollectives, data: bytes, problem: _Problem | None) -> list[bytes]:
-    """Return the data of all ranks, on every rank. Raises the first rank's error on all of them."""
+    """Return the data of all ranks, on every rank. Raises the first rank's error on all ranks."""
     gathered = _gather(group, data, problem)
     said = _Said(_first_of(gathered), shared=[each.data for each in gathered]) if group.rank == 0 else None
     return _from_first(group, said).shared
 
 
 def _gather(group: ByteCollectives, data: bytes, problem: _Problem | None) -> list[_Given]:
-    """Return the messages of all ranks on rank 0, and nothing elsewhere."""
+    """Return the messages of all ranks on rank 0, and an empty list on other ranks."""
     gathered = group.gather(msgspec.msgpack.encode(_Given(data, problem)))
     return [msgspec.msgpack.decode(each, type=_Given) for each in gathered]
 
 
 def _from_first(group: ByteCollectives, said: _Said | None) -> _Said:
-    """Return rank 0's message on every rank. Raises `SnapshotError` or `OSError` where that is a problem."""
+    """Return rank 0's message on every rank. If the message is a problem, raises `SnapshotError` or
+    `OSError`."""
     data = msgspec.msgpack.encode(said, enc_hook=str) if said is not None else None
     heard = msgspec.msgpack.decode(group.broadcast(data), type=_Said, dec_hook=lambda _, text: Path(text))
     if (problem := heard.problem) is not None:
@@ -358,7 +370,8 @@ def _first_of(given: Sequence[_Given]) -> _Problem | None:
 
 
 def _try(action: Callable[[], T]) -> tuple[T | None, _Problem | None]:
-    """Return the result of `action`, or its problem, which the other ranks have to hear: they would wait."""
+    """Return the result of `action`, or its problem. Other ranks wait for the problem, so it must not
+    raise."""
     try:
         return action(), None
     except OSError as error:
@@ -370,8 +383,10 @@ def _try(action: Callable[[], T]) -> tuple[T | None, _Problem | None]:
 def _each(
     pieces: Iterable[TensorPiece], left_out: Set[str], action: Callable[[TensorPiece], object]
 ) -> _Problem | None:
-    """Do it with every piece, and return the first problem. To the end whatever happens: the other ranks go
-    there too."""
+    """Call `action` for every piece and return the first problem.
+
+    The loop continues after a problem, because the other ranks also process all their pieces.
+    """
     first: _Problem | None = None
 
     def go_through() -> None:

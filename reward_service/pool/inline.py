@@ -1,9 +1,9 @@
-"""Rewards in this process, for a run that is inline.
+"""Rewards in this process, for an inline run.
 
-Promises: calls run one at a time, on one thread of the process whoever submits them, so that a debugger has
-one prompt and a reward need not be reentrant; a reward sees the inputs that a pool's worker would; what it
-raises is raised by `submit`. A call past its deadline is logged and goes on, and its result counts: nothing
-can end a function of this process, so a reward that hangs hangs the run.
+Promises: calls run one at a time, on one thread of the process, for all submitters. A debugger therefore has
+one prompt, and a reward need not be reentrant. A reward gets the same inputs as in a pool's worker. Its
+errors are raised by `submit`. A call past its deadline is logged and continues, and its result counts. A
+function of this process cannot be ended, so a reward that hangs blocks the run.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ Work = tuple[Callable[[], Any], Future[Any]]
 
 
 class InlinePool:
-    """Stands in for a `WorkerPool` where rewards are to run in this process."""
+    """A replacement of `WorkerPool` that runs rewards in this process."""
 
     capacity = alive = 1
 
     def __init__(self, specs: Sequence[RewardSpec]) -> None:
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
-        """Never done: what a reward raises is raised by `submit`."""
+        """Never done, because `submit` raises a reward's errors."""
         self.busy = self.queued = 0
         self._specs = specs
         self._rewards: dict[str, tuple[LoadedReward, LatencyEstimate]] = {}
         self._turn = asyncio.Lock()
 
     def call_seconds_of(self, spec: RewardSpec) -> float:
-        """Recent mean duration of a call of one reward, in seconds."""
+        """Return the recent mean duration of a call of one reward, in seconds."""
         return self._rewards[spec.key][1].call_s
 
     async def __aenter__(self) -> Self:
@@ -57,12 +57,12 @@ class InlinePool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Does not wait for a call that runs."""
+        """Leave without waiting for a running call."""
         for key in self._rewards:
             _loaded.pop(key, None)
 
     async def submit(self, calls: Sequence[Call], on_verdicts: OnVerdicts, *, spec: RewardSpec) -> None:
-        """Run calls of `spec` in their turn. Raises what the reward raises."""
+        """Run calls of `spec` in turn. Raises the reward's errors."""
         reward, latency = self._rewards[spec.key]
         size = reward.mark.batch or 1
         self.queued += len(calls)
@@ -91,8 +91,10 @@ class InlinePool:
 
 
 _loaded: dict[str, LoadedReward] = {}
-"""Rewards of the run, by their keys: its reward service and its evaluator share a module. With the first pool
-that closes they are forgotten, so that the next run in this process loads a file anew."""
+"""Rewards of the run, by key. Its reward service and its evaluator share a module.
+
+The first pool that closes forgets them, so that the next run in this process loads a file again.
+"""
 
 
 def _load_once(key: str, order: LoadReward) -> LoadedReward:
@@ -110,7 +112,8 @@ async def _on_the_thread(work: Callable[[], T]) -> T:
 
 @functools.cache
 def _waiting() -> queue.SimpleQueue[Work]:
-    """The queue of the thread, which is started with it. It holds no more than one call of each pool."""
+    """Return the queue of the thread, and start the thread at first use. Each pool has at most one call in
+    it."""
     waiting: queue.SimpleQueue[Work] = queue.SimpleQueue()
 
     def run() -> None:
@@ -122,6 +125,6 @@ def _waiting() -> queue.SimpleQueue[Work]:
                 except BaseException as error:
                     result.set_exception(error)
 
-    # A daemon: the end of the process does not wait for a reward that hangs.
+    # The thread is a daemon, so the process can exit while a reward hangs.
     threading.Thread(target=run, name="rewards", daemon=True).start()
     return waiting

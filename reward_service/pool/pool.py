@@ -1,15 +1,15 @@
-"""A warm pool of scoring processes of our own, for one reward or many.
+"""A warm pool of scoring processes, for one reward or many.
 
-Promises: every call submitted gets its verdicts exactly once, in bounded time once a worker is free for it; a
-call that runs past the deadline of its reward is ended by killing its worker's process group, and only that
-call is a `Timeout`; a worker's death is a `Failure` of the call it was running, and the calls that waited
-behind it run elsewhere; closing the pool leaves no process of its workers' groups. Rewards share the time of
-the workers in equal parts. At most `MAX_QUEUED` calls wait.
+Promises:
+- Every submitted call gets its verdicts exactly once, in bounded time after a worker is free for it.
+- If a call passes its reward's deadline, its worker's process group is killed. Only that call is a `Timeout`.
+- A worker's death is a `Failure` of its running call. Calls that waited behind it run elsewhere.
+- Closing the pool leaves no process of its workers' groups.
+- Rewards share the workers' time in equal parts. At most `MAX_QUEUED` calls wait.
 
-Does not promise isolation: a reward is the job's own code. A child that a reward moves into a session of its
-own escapes the kill, and code that sets out to forge its worker's messages or marker can. A call may run
-twice when its worker dies before reporting it, or when others of one invocation with it made that fail; one
-verdict counts.
+The pool does not isolate rewards, because they are the job's own code. A child in a session of its own
+escapes the kill, and malicious code can forge its worker's messages or marker. A call may run twice if its
+worker dies before reporting it, or if another call of the same invocation made it fail. One verdict counts.
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ from reward_service.sdk import RewardLoadError
 
 log = get_logger("pool")
 
-TICK_S = 0.05  # How often running calls are looked at: a deadline is enforced at most so much late
+TICK_S = 0.05  # seconds between checks of running calls, and so the largest delay of a deadline
 CLOSE_LIMIT_S = 2.0
 
 
 class WorkerPool:
-    """`async with WorkerPool([spec], workers=2) as pool: await pool.submit([given], on_verdicts)`.
+    """A pool: `async with WorkerPool([spec], workers=2) as pool: await pool.submit([given], on_verdicts)`.
 
-    Entering starts every worker and raises `RewardLoadError` when a reward cannot be loaded; one that later
-    can be loaded no longer breaks the pool. All methods belong to one event loop."""
+    Entering starts every worker and raises `RewardLoadError` if a reward cannot be loaded. If a reward can no
+    longer be loaded later, the pool breaks. All methods belong to one event loop.
+    """
 
     def __init__(
         self, specs: Sequence[RewardSpec], *, workers: int, limits: WorkerLimits | None = None
     ) -> None:
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
-        """Done when the pool has given up; every call is then a `Failure`."""
+        """Done when the pool has given up. After that, every call is a `Failure`."""
         self.capacity = workers
         self._call_s = 0.001
         self._specs = list(specs)
@@ -76,7 +77,7 @@ class WorkerPool:
 
     @property
     def busy(self) -> int:
-        """Workers that have something to do."""
+        """Return the number of workers that have work."""
         return sum(bool(slot.inflight) for slot in self._workers.slots)
 
     @property
@@ -85,11 +86,11 @@ class WorkerPool:
 
     @property
     def call_seconds(self) -> float:
-        """Recent mean duration of a call, of all rewards together, in seconds."""
+        """Return the recent mean duration of a call, of all rewards together, in seconds."""
         return self._call_s
 
     def call_seconds_of(self, spec: RewardSpec) -> float:
-        """Recent mean duration of a call of one reward, in seconds."""
+        """Return the recent mean duration of a call of one reward, in seconds."""
         return self._by_key[spec.key].latency.call_s
 
     async def __aenter__(self) -> Self:
@@ -115,8 +116,11 @@ class WorkerPool:
     async def submit(
         self, calls: Sequence[Call], on_verdicts: OnVerdicts, *, spec: RewardSpec | None = None
     ) -> None:
-        """Queue calls of `spec`, or of the only reward; waits while the queue is full. `on_verdicts` is
-        called once for each call, from the event loop, in the order in which they end; it must not raise."""
+        """Queue calls of `spec`, or of the only reward. Waits while the queue is full.
+
+        The event loop calls `on_verdicts` once for each call, in the order in which the calls end. It must
+        not raise.
+        """
         reward = self._by_key[(spec or self._specs[0]).key]
         encode = msgspec.msgpack.Encoder().encode
         for index, given in enumerate(calls):
@@ -139,7 +143,8 @@ class WorkerPool:
         self._dispatch()
 
     async def close(self) -> None:
-        """Kill every worker's group, give every call still waiting its verdicts, reap. Safe to repeat."""
+        """Kill every worker's group, give every waiting call its verdicts, and reap. A repeated call is
+        harmless."""
         self._closed = True
         if self._watch is not None:
             self._watch.cancel()
@@ -161,7 +166,7 @@ class WorkerPool:
     def on_finished(self, slot: WorkerSlot, units: list[FinishedUnit]) -> None:
         for done in units:
             unit = slot.remove(done.unit)
-            if unit is None:  # it was recalled and has gone to another worker
+            if unit is None:  # it was recalled and another worker has it
                 continue
             elapsed_s = done.elapsed_ms / 1000
             self._account(unit, elapsed_s)
@@ -175,16 +180,17 @@ class WorkerPool:
         self._dispatch()
 
     def on_lost(self, slot: WorkerSlot, cause: str) -> None:
-        """The process is gone, its last reports are in. Give the call that it ran its verdicts; send the
-        others round again.
+        """Handle the end of a process, after its last reports: give its running call verdicts and requeue the
+        others.
 
-        Where none can be blamed (a reward may spoil the marker itself) each of them goes round alone, and a
-        call that loses a worker that had nothing else to do is the one."""
+        If no call can be blamed (a reward may damage the marker), each call is retried alone. A call that
+        then loses a worker with no other work is to blame.
+        """
         number, began_ns = slot.process.marker.running()
         alone = len(slot.inflight) == 1 and next(iter(slot.inflight.values())).suspect
         if alone:
             number = next(iter(slot.inflight))
-        # A unit that the process was not killed for, but was running then, is as innocent as the rest.
+        # If the process was killed for another unit, the unit that runs now is not to blame.
         blamed = alone or slot.overdue in (None, number)
         guilty = slot.remove(number) if blamed else None
         if guilty is not None:
@@ -213,7 +219,7 @@ class WorkerPool:
         call.on_verdicts(call.index, [verdict] * len(call.payloads), elapsed_s * 1000)
 
     def on_hopeless(self, message: str) -> None:
-        """A reward cannot be loaded, or no worker can be kept running."""
+        """Break the pool: a reward cannot be loaded, or no worker keeps running."""
         if not self.broken.done():
             self.broken.set_result(RewardLoadError(message))
         self._workers.halt()
@@ -222,7 +228,7 @@ class WorkerPool:
     # --- calls ---------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Hand queued calls to workers that have room: few slow calls each, or many quick ones."""
+        """Give queued calls to workers with room: few slow calls each, or many quick ones."""
         while self._queue.length:
             ready = [slot for slot in self._workers.slots if slot.ready and not slot.taken]
             if not ready:
@@ -249,13 +255,13 @@ class WorkerPool:
             slot.order(Assignment(units))
 
     def _separate(self, calls: Sequence[QueuedCall]) -> None:
-        """One of these, run together, made them all fail: each is run by itself."""
+        """Run each call by itself after one of them made a joint invocation fail."""
         for call in reversed(calls):
             call.single = True
             self._again(call)
 
     def _again(self, call: QueuedCall) -> None:
-        """A call that was with a worker is to go to one again, before those that never were."""
+        """Requeue a call that a worker had, before calls that no worker has had."""
         if self._open():
             self._queue.push(call, front=True)
         else:
@@ -304,7 +310,7 @@ class WorkerPool:
                     slot.kill()
 
     def _recall(self, slot: WorkerSlot, number: int) -> None:
-        """Take back what waits behind a slow call, which has more than the time that it was given."""
+        """Take back the calls behind a slow call that has exceeded its time."""
         slow = slot.inflight[number]
         more_s = max(0.0, RECALL_AFTER_S - slow.charged_s)
         slow.reward.used_s += more_s

@@ -1,8 +1,8 @@
-"""The messages of a pool and its worker processes: msgpack frames, and a marker.
+"""The messages between a pool and its worker processes: msgpack frames, and a marker.
 
-The marker is 24 bytes of shared memory in which a worker notes which unit it runs since when. It survives the
-worker, so the pool knows whose fault a death was; it costs a worker less than a microsecond a unit, where a
-message would cost a system call.
+The marker is 24 bytes of shared memory. A worker writes there which unit it runs and since when. The marker
+survives the worker, so the pool knows which unit caused a death. It costs a worker less than a microsecond
+per unit, while a message would cost a system call.
 """
 
 from __future__ import annotations
@@ -20,26 +20,30 @@ from areal_async.base.own_files import reserve
 from areal_async.base.verdicts import Verdict
 
 MAX_REPORT_BYTES = 32 << 20
-"""Largest frame a pool takes from a worker; only reports with rewards of units come near."""
+"""Largest frame that a pool accepts from a worker. Only reports with unit rewards come close."""
 
 
 class LoadReward(msgspec.Struct, array_like=True, tag="load"):
-    """Load a reward, which units name by its number."""
+    """Load a reward. Units refer to it by its number."""
 
     reward: int
     name: str
     args: dict[str, Any]
     scope: str
-    source: bytes | None  # What the file of a reward of one's own holds; None for any other
+    source: bytes | None  # content of a user's reward file; None for other rewards
     worker_class: str = ""
-    """`module:Class` of a reward that has a state: made once with the arguments, then called with lists of at
-    most `batch` inputs, which is an attribute of it. Empty for a function."""
+    """`module:Class` of a reward with state, or empty for a function.
+
+    It is created once with the arguments and then called with lists of at most `batch` inputs. `batch` is its
+    attribute.
+    """
     timeout_s: float = math.inf
-    """Deadline of one call."""
+    """Deadline of one call in seconds."""
 
 
 class WorkUnit(msgspec.Struct, array_like=True):
-    """One invocation of a reward: of one input, of several at once (`batch`), or of the inputs of a group."""
+    """One invocation of a reward: for one input, for several at once (`batch`), or for the inputs of a
+    group."""
 
     number: int
     reward: int
@@ -47,7 +51,7 @@ class WorkUnit(msgspec.Struct, array_like=True):
 
 
 class Assignment(msgspec.Struct, array_like=True, tag="run"):
-    """Units for a worker, in order. Their numbers only ever rise."""
+    """Units for a worker, in order, with rising numbers."""
 
     units: list[WorkUnit]
 
@@ -59,11 +63,11 @@ class FinishedUnit(msgspec.Struct, array_like=True):
     unit: int
     elapsed_ms: float
     verdicts: list[Verdict]
-    raised: bool = False  # The invocation as a whole failed, and so all verdicts are the same
+    raised: bool = False  # the invocation as a whole failed, so all verdicts are equal
 
 
 class RewardLoaded(msgspec.Struct, array_like=True, tag="loaded"):
-    """The reward is there. `batch`: inputs that it takes at a time; 0: one, or those of a group."""
+    """The reward is loaded. `batch` is the inputs per invocation. 0 means one input, or those of a group."""
 
     reward: int
     batch: int
@@ -86,9 +90,10 @@ WorkerReport = RewardLoaded | RewardNotLoaded | UnitsFinished
 class Marker:
     """Shared words: the running unit, its start (`time.monotonic_ns`), and the recall limit.
 
-    The worker writes the first two, the pool the third: a worker does not start a unit whose number is at
-    most `recalled`. A read while the other side writes may pair an old unit with a new start, never the
-    reverse, so a unit is never thought to have run for longer than it has."""
+    The worker writes the first two words and the pool writes the third. A worker does not start a unit whose
+    number is at most `recalled`. A read during a write may combine an old unit with a new start, never the
+    reverse. The pool therefore never overestimates a unit's time.
+    """
 
     SIZE_BYTES = 24
 
@@ -108,7 +113,8 @@ class Marker:
         self._words[0] = unit
 
     def running(self) -> tuple[int, int]:
-        """(unit, start in ns): the unit last begun, finished or not; (0, 0) before the first."""
+        """Return (unit, start in ns) of the unit that began last, finished or not, or (0, 0) before the
+        first."""
         unit = self._words[0]
         return unit, self._words[1]
 
@@ -132,7 +138,7 @@ LENGTH = struct.Struct("<I")
 
 
 class FrameError(ValueError):
-    """The other side does not speak our frames, or not what is expected in them."""
+    """The other side sends invalid or unexpected frames."""
 
 
 def framed(payload: bytes) -> bytes:
@@ -140,14 +146,15 @@ def framed(payload: bytes) -> bytes:
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames. Raises `FrameError` for a frame above `limit` bytes."""
+    """A reader that cuts a stream of bytes into frames. Raises `FrameError` for a frame above `limit`
+    bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads completed by `data`."""
+        """Return the payloads that `data` completes."""
         self._buffer += data
         frames, at = [], 0
         while len(self._buffer) - at >= LENGTH.size:
@@ -165,7 +172,7 @@ class FrameReader:
 
 
 class FrameLink:
-    """The end of the link in the child process: blocking."""
+    """The blocking end of the link in the child process."""
 
     def __init__(self, fd: int) -> None:
         os.set_inheritable(fd, False)
@@ -174,7 +181,7 @@ class FrameLink:
         self._incoming = self._socket.makefile("rb")
 
     def read(self) -> bytes | None:
-        """The next payload; None once the owner has closed its end."""
+        """Return the next payload, or None once the owner has closed its end."""
         head = self._incoming.read(LENGTH.size)
         if len(head) < LENGTH.size:
             return None
@@ -183,5 +190,5 @@ class FrameLink:
         return payload if len(payload) == size else None
 
     def send(self, payload: bytes) -> None:
-        """Raises OSError where the owner has gone."""
+        """Send a payload. Raises `OSError` if the owner has exited."""
         self._socket.sendall(framed(payload))

@@ -1,8 +1,7 @@
-"""The calls that wait for workers: whose turn it is, how much a worker is handed, when it is killed.
-No I/O.
+"""The calls that wait for workers: whose turn it is, how many a worker gets, and when it is killed. No I/O.
 
-Rewards share the time of the workers, not their number of calls: the turn goes to the reward that has used
-the least. One that had nothing to do does not come back with a claim to all the time it did not use.
+Rewards share the workers' time, not the number of calls. The reward that has used the least time is next. An
+idle reward does not save up unused time.
 """
 
 from __future__ import annotations
@@ -22,17 +21,19 @@ from reward_service.pool.protocol import LoadReward
 from reward_service.sdk import RewardLoadError, own_file
 
 MAX_QUEUED = 8192
-MAX_ASSIGNED_BYTES = 4 << 20  # Inputs sent to a worker ahead of its calls; a single larger one goes alone
+MAX_ASSIGNED_BYTES = (
+    4 << 20
+)  # inputs sent to a worker ahead of its calls; a single larger input is sent alone
 TARGET_BATCH_S = 0.02
-"""Work sent to a worker at a time: enough to make sending cheap, little enough to stay movable."""
+"""Seconds of work per send: enough to make sending cheap, and little enough to move calls elsewhere."""
 LARGEST_BATCH = 256
 RECALL_AFTER_S = 0.05
-"""A call that has run so long is slow: what waits behind it waits with all others instead."""
-STUCK_GRACE_S = 2.0  # Beyond the deadline, for a worker that has calls and begins none
+"""Seconds after which a call is slow. The calls behind it then return to the shared queue."""
+STUCK_GRACE_S = 2.0  # seconds beyond the deadline for a worker that has calls and begins none
 
 
 class LatencyEstimate:
-    """A running mean of how long calls take, and the batch size that follows from it."""
+    """A running mean of call durations, and the batch size that follows from it."""
 
     def __init__(self) -> None:
         self.call_s = TARGET_BATCH_S
@@ -44,33 +45,38 @@ class LatencyEstimate:
 
     @property
     def batch(self) -> int:
-        """Calls that take a worker about `TARGET_BATCH_S`; at least 1, and few while little is known."""
+        """Return the number of calls that take a worker about `TARGET_BATCH_S`.
+
+        The number is at least 1, and small at first.
+        """
         by_time = int(TARGET_BATCH_S / max(self.call_s, 1e-9))
         return max(1, min(LARGEST_BATCH, by_time, 4 * self._noted))
 
     def share(self, queued: int, workers: int) -> int:
-        """Calls to send now: a batch, or less so that a short queue is spread over all workers."""
+        """Return the number of calls to send now: a batch, or fewer to spread a short queue over all
+        workers."""
         return min(self.batch, math.ceil(queued / workers))
 
 
 class PooledReward:
-    """One reward of a pool: how its workers load it, what waits for it, what it costs.
+    """One reward of a pool: its code, its waiting calls and its costs.
 
-    The text of a reward of one's own is kept: every worker runs the same, also one that is started after the
-    file was changed, broken or deleted."""
+    The text of a user's file is kept. Every worker runs the same text, even if the file is changed, broken or
+    deleted before the worker starts.
+    """
 
     def __init__(self, number: int, spec: RewardSpec) -> None:
-        """`number` is what workers know it by. Raises `RewardLoadError` for a file that is not there."""
+        """Create the reward. Workers know it by `number`. Raises `RewardLoadError` for a missing file."""
         self.number = number
         self.spec = spec
         file = own_file(spec.name)
         self._source = None if file is None else _read_source(spec.name, file)
         self.batch = 0
-        """Inputs that one invocation takes; 0: one, or those of a group. Known once it is loaded."""
+        """Inputs per invocation, known after loading. 0 means one input, or those of a group."""
         self.loaded_once = False
         self.waiting: deque[QueuedCall] = deque()
         self.used_s = 0.0
-        """Time of workers that it has used, on a clock that stands still while it has nothing to do."""
+        """Workers' time that it has used, on a clock that stops while it is idle."""
         self.latency = LatencyEstimate()
 
     def load_order(self) -> LoadReward:
@@ -87,9 +93,9 @@ class QueuedCall:
     index: int
     payloads: list[bytes]
     on_verdicts: OnVerdicts
-    single: bool = False  # It failed together with others: it runs in an invocation of its own
+    single: bool = False  # it failed together with others and now runs in an invocation of its own
     suspect: bool = False
-    """It lost a worker whose death nobody could be blamed for: it runs alone on its worker."""
+    """Whether its worker died without a known cause. The call then runs alone on its worker."""
     size_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -98,12 +104,12 @@ class QueuedCall:
 
 @dataclass(slots=True)
 class Invocation:
-    """A unit of a worker's work: a call, or several of a reward that takes many at a time."""
+    """A unit of a worker's work: a call, or several calls of a batched reward."""
 
     reward: PooledReward
     calls: list[QueuedCall]
     size_bytes: int
-    charged_s: float  # What its reward was charged for it beforehand
+    charged_s: float  # time that its reward was charged in advance
 
     @property
     def timeout_s(self) -> float:
@@ -115,7 +121,7 @@ class Invocation:
 
 
 class FairQueue:
-    """The calls that wait for the workers, by reward."""
+    """The calls that wait for workers, by reward."""
 
     def __init__(self, rewards: Mapping[int, PooledReward]) -> None:
         self._rewards = rewards
@@ -138,7 +144,7 @@ class FairQueue:
         self.length += 1
 
     def next(self) -> PooledReward | None:
-        """The reward whose turn it is; None when nothing waits."""
+        """Return the reward whose turn it is, or None if no call waits."""
         waiting = [reward for reward in self._rewards.values() if reward.waiting]
         if not waiting:
             return None
@@ -153,7 +159,7 @@ class FairQueue:
         return reward.waiting.popleft()
 
     def drain(self) -> list[QueuedCall]:
-        """Take out everything, and let those who wait for room go on."""
+        """Remove and return all calls, and wake the callers that wait for room."""
         taken = [self.pop(reward) for reward in self._rewards.values() for _ in range(len(reward.waiting))]
         self.room.set()
         return taken
@@ -161,13 +167,16 @@ class FairQueue:
     def take(
         self, reward: PooledReward, *, workers: int, busy: bool, assigned_bytes: int
     ) -> list[Invocation]:
-        """Take calls of `reward`, whose turn it is, for one of `workers` that could be given work. It may be
-        `busy` with `assigned_bytes` of inputs. Empty when the next call must wait for a free worker."""
+        """Take calls of `reward`, whose turn it is, for one of `workers` workers that can accept work.
+
+        The worker may be `busy` with `assigned_bytes` of inputs. Returns an empty list if the next call needs
+        a free worker.
+        """
         waiting, call_s = reward.waiting, reward.latency.call_s
         most_units = 1 if reward.batch else reward.latency.share(len(waiting), workers)
         most_calls = min(reward.batch, math.ceil(len(waiting) / workers)) if reward.batch else 1
         taken: list[Invocation] = []
-        # Each call comes through here: what does not change stays outside the loop.
+        # Every call passes through here, so constant values stay outside the loop.
         while waiting and len(taken) < most_units:
             if busy:
                 alone = waiting[0].suspect or (taken and taken[0].suspect)
@@ -182,7 +191,7 @@ class FairQueue:
         return taken
 
     def _together(self, reward: PooledReward, most: int) -> tuple[list[QueuedCall], int]:
-        """The calls of one invocation, and their bytes."""
+        """Return the calls of one invocation, and their bytes."""
         waiting, first = reward.waiting, self.pop(reward)
         calls, size_bytes = [first], first.size_bytes
         while waiting and len(calls) < most and not (first.single or waiting[0].single):
@@ -196,12 +205,15 @@ class FairQueue:
 def next_action(
     limit_s: float, *, running_for_s: float | None, still_for_s: float, waiting: int
 ) -> Literal["kill_call", "kill_stuck", "recall", "nothing"]:
-    """Return what to do about a worker that has `waiting` calls, the running one included. `running_for_s`:
-    age of the call it runs, None when the one it began last has been reported. `still_for_s`: time since it
-    last began or reported a call, or was given one while idle.
+    """Return the action for a worker that has `waiting` calls, including the running one.
 
-    `kill_call`: the running call is past its deadline. `kill_stuck`: the worker begins no call, so none can
-    be blamed. `recall`: take back what waits behind a slow call."""
+    `running_for_s` is the age of its running call, or None if the last begun call has been reported.
+    `still_for_s` is the time since it last began or reported a call, or got a call while idle.
+
+    - `kill_call`: the running call is past its deadline.
+    - `kill_stuck`: the worker begins no call, so no call is to blame.
+    - `recall`: take back the calls behind a slow call.
+    """
     if running_for_s is not None:
         if running_for_s > limit_s:
             return "kill_call"

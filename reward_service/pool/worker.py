@@ -1,10 +1,10 @@
-"""A worker process of a reward pool: loads rewards, runs units one at a time, reports their verdicts.
+"""A worker process of a reward pool: it loads rewards, runs units one at a time and reports verdicts.
 
-Promises: every unit that returns or raises gives exactly one verdict for each of its inputs, validated and of
-bounded size; what a reward prints never reaches the protocol; the process dies with its pool. Does not
-promise to survive what a reward may do to its process, nor to end a unit in time: the pool kills the group.
+Promises: every unit that returns or raises gives exactly one verdict per input, validated and of bounded
+size. A reward's output never reaches the protocol. The process dies with its pool. A reward may crash or
+block the process, and the pool then kills the group.
 
-Started by the pool as `python -m reward_service.pool.worker`. It must stay light: no torch, no numpy.
+The pool starts it as `python -m reward_service.pool.worker`. It must stay light: no torch, no numpy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from reward_service.pool.protocol import (
 )
 from reward_service.sdk import MARK, Mark, RewardInput, RewardLoadError, deadline_in, load_reward
 
-FLUSH_AFTER_S = 0.005  # Verdicts wait at most so long for company in one report, unless a unit takes longer
+FLUSH_AFTER_S = 0.005  # longest time that verdicts wait for others in one report, unless a unit takes longer
 
 
 class UnitRunner:
@@ -53,7 +53,7 @@ class UnitRunner:
         self._orders = msgspec.msgpack.Decoder(WorkerOrder)
 
     def serve(self) -> None:
-        """Run what the pool sends, until it closes its end."""
+        """Run the pool's units until the pool closes its end."""
         while (payload := self._link.read()) is not None:
             match self._orders.decode(payload):
                 case Assignment(units):
@@ -103,13 +103,13 @@ class UnitRunner:
         try:
             self._link.send(payload)
         except OSError:
-            # The pool has gone, or one of these units broke the link; the last one is not to be blamed.
+            # The pool has ended, or one of these units broke the link. The last unit is not to blame.
             self._marker.begin(0, time.monotonic_ns())
             raise
 
 
 class LoadedReward:
-    """A loaded reward: encoded inputs in, one verdict for each out, whatever it returns or raises."""
+    """A loaded reward. It takes encoded inputs and returns one verdict for each, for any result or error."""
 
     def __init__(self, function: Callable[..., Any], mark: Mark) -> None:
         self.mark = mark
@@ -117,14 +117,14 @@ class LoadedReward:
         self._inputs = msgspec.msgpack.Decoder(RewardInput)
 
     def __call__(self, encoded: list[msgspec.Raw]) -> tuple[list[Verdict], bool]:
-        """The verdicts, and whether the invocation as a whole failed."""
+        """Return the verdicts, and whether the invocation as a whole failed."""
         try:
             return self.verdicts(encoded), False
-        except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward are its errors too
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward are also its errors
             return [Failure("exception", describe(error))] * len(encoded), True
 
     def verdicts(self, encoded: Sequence[bytes | msgspec.Raw]) -> list[Verdict]:
-        """Raises what the reward raises."""
+        """Return the verdicts. Raises the reward's errors."""
         if self.mark.takes_list:
             inputs = [self._inputs.decode(one) for one in encoded]
             return as_verdicts(self._result(inputs), inputs)
@@ -137,7 +137,7 @@ class LoadedReward:
 
 
 def load(order: LoadReward) -> LoadedReward:
-    """The reward that is ordered, with its arguments filled in. Raises `RewardLoadError`."""
+    """Return the ordered reward with its arguments. Raises `RewardLoadError`."""
     if order.worker_class:
         module, _, name = order.worker_class.partition(":")
         made = getattr(importlib.import_module(module), name)(**order.args)
@@ -163,8 +163,8 @@ def load(order: LoadReward) -> LoadedReward:
 
 @functools.cache
 def event_loop() -> Any:
-    """The one loop of this process, made when the first asynchronous reward runs."""
-    import asyncio  # heavy, and only asynchronous rewards need it
+    """Return the event loop of this process. The first asynchronous reward creates it."""
+    import asyncio  # slow to import, and only asynchronous rewards need it
 
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
@@ -176,12 +176,12 @@ def main() -> None:
     parser.add_argument("--link-fd", type=int, required=True)
     parser.add_argument("--marker-fd", type=int, required=True)
     options = parser.parse_args()
-    # A reward's crash is a verdict, not a core file; its dump of the stack goes into the pool's log.
+    # A reward's crash is a verdict, not a core file. The stack dump goes to the pool's log.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
     os.set_inheritable(options.marker_fd, False)
     UnitRunner(FrameLink(options.link_fd), Marker(options.marker_fd)).serve()
-    # Threads and exit handlers that a reward left behind must not keep the process.
+    # Threads and exit handlers of a reward must not keep the process alive.
     os._exit(0)
 
 

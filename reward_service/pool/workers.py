@@ -1,8 +1,8 @@
 """The workers of a pool: started, replaced when they die, renewed when they have grown.
 
-Promises: a place whose process died is filled again, at growing intervals while that fails; a worker is
-renewed between its calls, one at a time; a reward that was loaded before is tried
-again before it is given up.
+Promises: a dead process is replaced, with growing pauses while starts fail. Workers are renewed between
+calls, one at a time. If a reward was loaded before and then fails to load, loading is tried again before the
+pool gives up.
 """
 
 from __future__ import annotations
@@ -33,44 +33,43 @@ from reward_service.processes import WorkerProcess
 
 log = get_logger("pool")
 
-MAX_FAILED_STARTS = 4  # Starts in a row that do not get ready before the pool gives up
+MAX_FAILED_STARTS = 4  # consecutive failed starts before the pool gives up
 FIRST_PAUSE_S = 0.2
 SOFT_SHARE = 0.75
-"""Share of the memory limit beyond what loading took: a worker that has grown so far is renewed between
-calls."""
+"""Share of the memory limit, above the use after loading. A larger worker is renewed between calls."""
 
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """Limits of a worker while it loads and as it grows."""
+    """Limits of a worker during loading and growth."""
 
-    memory_bytes: int = 0  # Killed beyond this; 0: no limit
+    memory_bytes: int = 0  # the worker is killed above this; 0: no limit
     start_s: float = 60.0
     look_s: float = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class WorkerSlot:
-    """One worker, and what is known of it. After its death another one takes its place."""
+    """One worker and its state. After its death another worker takes its place."""
 
     loading: set[int]
-    """Rewards that it was told to load and has said nothing about yet."""
+    """Rewards that it must load and has not reported yet."""
     failed_starts: int = 0
     process: WorkerProcess = field(init=False)
     started_s: float = field(default_factory=time.monotonic)
-    loaded: bool = False  # It has loaded every reward that it was started with
-    doomed: bool = False  # It was killed, or has ended
-    leaving: bool = False  # It gets nothing more; once it has nothing left, another one takes the place
+    loaded: bool = False  # it has loaded every reward of its start
+    doomed: bool = False  # it was killed or has ended
+    leaving: bool = False  # it gets no more work; once it has none left, another worker replaces it
     inflight: dict[int, Invocation] = field(default_factory=dict)
-    """Invocations that it was given and has not reported, by the number of its unit."""
+    """Invocations that it has and has not reported, by the number of the unit."""
     inflight_bytes: int = 0
     expected_s: float = 0.0
     last_number: int = 0
     seen: int = 0
-    moved_s: float = 0.0  # When it was last seen to begin or report a unit, or was given one while idle
-    overdue: int | None = None  # The unit that it was killed for; -1 when it began none
+    moved_s: float = 0.0  # last time that it began or reported a unit, or got one while idle
+    overdue: int | None = None  # the unit for which it was killed; -1 if it began none
     over_memory: bool = False
-    trouble: str = ""  # Why it was killed while it loaded a reward
+    trouble: str = ""  # reason why it was killed while it loaded a reward
     loaded_bytes: int = 0
 
     @property
@@ -79,7 +78,7 @@ class WorkerSlot:
 
     @property
     def taken(self) -> bool:
-        """It runs something that must have the worker for itself; it has nothing else then."""
+        """Whether it runs a call that needs the worker for itself. It then has no other call."""
         return len(self.inflight) == 1 and next(iter(self.inflight.values())).suspect
 
     def order(self, order: WorkerOrder) -> None:
@@ -99,13 +98,13 @@ class WorkerSlot:
         return invocation
 
     def kill(self, overdue: int | None = None) -> None:
-        """Kill it, for the unit `overdue` that it runs for too long, if any; for -1 it began none."""
+        """Kill the worker. `overdue` is the unit that ran too long, or -1 if it began none."""
         self.doomed, self.overdue = True, self.overdue if overdue is None else overdue
         self.process.kill()
 
 
 class PoolOwner(Protocol):
-    """The pool as its workers see it."""
+    """The pool's interface for its workers."""
 
     def on_ready(self) -> None: ...
     def on_finished(self, slot: WorkerSlot, units: list[FinishedUnit]) -> None: ...
@@ -114,15 +113,14 @@ class PoolOwner(Protocol):
 
 
 class Workers:
-    """Keeps `count` places filled with processes that have the pool's rewards loaded. All methods belong to
-    one event loop."""
+    """A set of `count` workers with the pool's rewards loaded. All methods belong to one event loop."""
 
     def __init__(
         self, count: int, rewards: Mapping[int, PooledReward], limits: WorkerLimits, owner: PoolOwner
     ) -> None:
         self.count = count
         self.slots: list[WorkerSlot] = []
-        self.changed = asyncio.Event()  # Set whenever a process became ready or ended
+        self.changed = asyncio.Event()  # set whenever a process becomes ready or ends
         self._rewards = rewards
         self._limits = limits
         self._owner = owner
@@ -138,8 +136,8 @@ class Workers:
         return sum(slot.ready for slot in self.slots)
 
     async def start(self) -> None:
-        """Start every worker, and wait until all are ready or one cannot be. Raises TimeoutError after
-        the limit."""
+        """Start every worker, and wait until all are ready or one fails. Raises `TimeoutError` after the
+        limit."""
         for _ in range(self.count):
             self.slots.append(self._start())
         async with asyncio.timeout(self._limits.start_s):
@@ -149,14 +147,14 @@ class Workers:
         self._started = True
 
     def halt(self) -> None:
-        """Start no process any more."""
+        """Stop starting processes."""
         self._closed = True
         self.changed.set()
         for task in list(self._restarts):
             task.cancel()
 
     def stop(self) -> None:
-        """Kill every process and start none any more."""
+        """Kill every process and stop starting processes."""
         self.halt()
         for slot in self.slots:
             slot.kill()
@@ -167,7 +165,7 @@ class Workers:
             await slot.process.ended.wait()
 
     def look_after(self, now_s: float) -> None:
-        """End what loads for too long, and renew what is due; to be called often."""
+        """End workers that load too long, and renew workers that have grown. Must be called often."""
         for slot in self.slots:
             if not slot.loaded and now_s - slot.started_s > self._limits.start_s:
                 slot.kill()
@@ -180,7 +178,7 @@ class Workers:
     # --- a worker's life -----------------------------------------------------------------------------
 
     def _start(self, failed_starts: int = 0) -> WorkerSlot:
-        """Start a process. Raises OSError."""
+        """Start a process. Raises `OSError`."""
         slot = WorkerSlot(set(self._rewards), failed_starts)
         slot.process = WorkerProcess(partial(self._on_frame, slot), partial(self._on_exit, slot))
         for reward in self._rewards.values():
@@ -221,7 +219,7 @@ class Workers:
         if slot.doomed:
             return
         if self._started and reward.loaded_once and slot.failed_starts < MAX_FAILED_STARTS - 1:
-            # It may pass: what it imports may be half saved, or memory short.
+            # The error may pass: a file that it imports may be half saved, or memory may be short.
             log.warning("a reward was not loaded and is tried again", reward=reward.spec.name, cause=message)
             slot.trouble = message
             slot.kill()
@@ -260,7 +258,7 @@ class Workers:
     # --- renewal -------------------------------------------------------------------------------------
 
     def end_if_done(self, slot: WorkerSlot) -> None:
-        """End the process of a slot that is to leave and has nothing left to do."""
+        """End a worker that must leave and has no work left."""
         if slot.leaving and not slot.inflight and not slot.doomed:
             slot.kill()
 

@@ -1,7 +1,8 @@
-"""Whether rewards can be loaded, as a scoring process loads them: `python -m reward_service.tools.loads`.
+"""A check whether rewards can be loaded, as a scoring process loads them: `python -m
+reward_service.tools.loads`.
 
-Reads a `RewardTrial` from standard input and prints one line: a JSON list with what is wrong with each, empty
-texts where nothing is. What a reward's file prints while it is imported goes to standard error.
+It reads a `RewardTrial` from standard input and prints one line: a JSON list with the problem of each reward,
+or an empty text. Output of a reward's file during import goes to standard error.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from reward_service.sdk import RewardLoadError
 
 
 def problem_of(spec: RewardSpec) -> str:
-    """Return why the reward cannot be loaded; empty if it can."""
+    """Return the reason why the reward cannot be loaded, or an empty text."""
     try:
         load(PooledReward(0, spec).load_order())
     except RewardLoadError as error:
         return "" if error.may_pass else str(error)
-    except BaseException as error:  # a file may raise anything, SystemExit too
+    except BaseException as error:  # a file may raise anything, including SystemExit
         return f"the reward {spec.name!r} cannot be loaded: {type(error).__name__}: {error}"
     return ""
 
@@ -34,7 +35,7 @@ def main() -> None:
     answer = os.dup(1)
     os.dup2(2, 1)
     os.write(answer, msgspec.json.encode([problem_of(spec) for spec in trial.rewards]) + b"\n")
-    os._exit(0)  # threads that a file has started must not keep the process
+    os._exit(0)  # threads of a file must not keep the process alive
 
 
 if __name__ == "__main__":

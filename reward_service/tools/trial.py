@@ -1,6 +1,6 @@
 """`areal-async reward test`: one reward, or all of a job, over answers of a task file.
 
-Everything runs as in the service: the same worker processes, deadlines and verdicts.
+Worker processes, deadlines and verdicts are the same as in the service.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ from reward_service.processes import on_print
 from reward_service.sdk import RewardInput
 
 COMMAND_LINE = "the command line"
-OF_JOB = "reward."  # Before these fields in a job file; it may be left out here
+OF_JOB = "reward."  # prefix of these fields in a job file; optional here
 KINDS = ("score", "timeout", "error", "abstain")
 STYLES = {"timeout": "bold red", "error": "bold red", "abstain": "yellow"}
 MOST_SHOWN = 8
-MOST_COMPONENTS = 4  # Columns beside an answer; the table of components has all of them
+MOST_COMPONENTS = 4  # columns beside an answer; the table of components has all of them
 
 
 class SamplesError(ArealError):
-    """There is nothing to judge: the text says what is missing."""
+    """There is no answer to judge. The text says what is missing."""
 
 
 class AnswerSample(msgspec.Struct, frozen=True):
-    """One answer to the task in row `row` of its file. Those of one row are one group."""
+    """One answer to the task in row `row` of its file. Answers to one row form one group."""
 
     row: int
     given: RewardInput
 
 
 class JudgedAnswer(msgspec.Struct, frozen=True):
-    """An answer, what the reward made of it, and how long its call took."""
+    """An answer with its verdict and the duration of its call."""
 
     sample: AnswerSample
     verdict: Verdict
@@ -107,7 +107,7 @@ def answer_of(one: JudgedAnswer) -> dict[str, Any]:
 
 
 def target(request: TrialRequest) -> tuple[RewardSection, Path]:
-    """Return the reward that is tried, and the task file. Raises `ConfigError`."""
+    """Return the tested reward and the task file. Raises `ConfigError`."""
     content: dict[str, Any] = {"name": request.reward}
     data = request.data or ""
     if request.reward.endswith((".yaml", ".yml")):
@@ -135,7 +135,7 @@ def target(request: TrialRequest) -> tuple[RewardSection, Path]:
 
 
 def _here(mistakes: Sequence[Mistake]) -> Iterator[Mistake]:
-    """Yield mistakes with fields as this command takes them, without the section of the job file."""
+    """Yield mistakes with the fields of this command, without the section of the job file."""
     own = re.compile(rf"\b{re.escape(OF_JOB)}(?=({'|'.join(RewardSection.model_fields)})\b)")
     for each in as_typed(mistakes, "{}=VALUE".format):
         field, problem, fix = (own.sub("", text) for text in (each.field, each.problem, each.fix))
@@ -143,8 +143,11 @@ def _here(mistakes: Sequence[Mistake]) -> Iterator[Mistake]:
 
 
 def read_samples(tasks: Path, column: str, limit: int) -> tuple[list[AnswerSample], str]:
-    """Return answers to at most `limit` tasks, drawn from the file at random, and where they come from: the
-    column, or the ground truth without a column `response`. Raises `SamplesError`, `TaskFileError`."""
+    """Return answers to at most `limit` tasks, drawn from the file at random, and their source.
+
+    The source is the column, or the ground truth if there is no column `response`. Raises `SamplesError`,
+    `TaskFileError`.
+    """
     table = read_tasks(tasks, extra=[column])
     rows = drawn(range(len(table)), limit)
     answers = {row: table.extra(row, column) for row in rows}
@@ -176,7 +179,7 @@ def _as_text(value: Any) -> str:
 
 
 async def judge(section: RewardSection, samples: Sequence[AnswerSample]) -> list[JudgedAnswer]:
-    """Each answer judged once, in order. Raises `RewardLoadError`."""
+    """Judge each answer once and return the results in order. Raises `RewardLoadError`."""
     async with LocalScorer(section) as scorer:
         given, groups = [sample.given for sample in samples], [sample.row for sample in samples]
         with progress("judging", len(given)) as judged:
@@ -186,7 +189,7 @@ async def judge(section: RewardSection, samples: Sequence[AnswerSample]) -> list
 
 @contextmanager
 def shown_prints() -> Iterator[None]:
-    """Show what rewards print on standard error, and nothing of the log: the page says the rest."""
+    """Show rewards' output on standard error and hide the log, because the page has its content."""
     logger = logging.getLogger("areal")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -215,7 +218,8 @@ def why_it_fails(judged: Sequence[JudgedAnswer]) -> list[str]:
 
 
 def by_source(judged: Sequence[JudgedAnswer]) -> Table:
-    """Show verdicts and scores of each data source, and of all if there are several."""
+    """Return the table of verdicts and scores by data source, with all sources together if there are
+    several."""
     verdicts: dict[str, list[Verdict]] = defaultdict(list)
     for one in judged:
         verdicts[one.sample.given.data_source].append(one.verdict)
@@ -232,7 +236,7 @@ def by_source(judged: Sequence[JudgedAnswer]) -> Table:
 
 
 def _figures(values: Sequence[float]) -> list[str]:
-    """Return the mean, the lowest and the highest value as texts; nothing if there is none."""
+    """Return the mean, the lowest and the highest value as texts, or an empty list without values."""
     found = (math.fsum(values) / len(values), min(values), max(values)) if values else ()
     return [f"{one:.4g}" for one in found]
 
@@ -243,7 +247,7 @@ def components_of(one: JudgedAnswer) -> dict[str, float]:
 
 
 def components(judged: Sequence[JudgedAnswer]) -> Table:
-    """Show each component of the reward, over the scores that have it."""
+    """Return the table of the reward's components, over the scores that have them."""
     values: dict[str, list[float]] = defaultdict(list)
     for name, value in (pair for one in judged for pair in components_of(one).items()):
         values[name].append(value)
@@ -254,7 +258,7 @@ def components(judged: Sequence[JudgedAnswer]) -> Table:
 
 
 def shown(judged: Sequence[JudgedAnswer]) -> Table:
-    """Show the verdicts on the first answers, with the components of each score."""
+    """Return the table of the first answers' verdicts, with the components of each score."""
     first = judged[:MOST_SHOWN]
     names = list(dict.fromkeys(name for one in first for name in components_of(one)))[:MOST_COMPONENTS]
     table = _table("row", "verdict", *map(short, names), "answer")
@@ -268,8 +272,10 @@ def shown(judged: Sequence[JudgedAnswer]) -> Table:
 
 
 def remarks(judged: Sequence[JudgedAnswer]) -> Table:
-    """Show verdicts that are no score, answers at fault and details of scores, by kind, with the first of
-    each."""
+    """Return the table of remarks by kind: verdicts without a score, answers at fault and details of scores.
+
+    Each kind has its first occurrence.
+    """
     found: dict[tuple[str, str], list[JudgedAnswer]] = defaultdict(list)
     for one in judged:
         match one.verdict:
@@ -298,7 +304,7 @@ def _table(*titles: str) -> Table:
 
 
 def short(text: str, most: int = 60) -> str:
-    """One line of a text that somebody else wrote, safe to print."""
+    """Return one line of an untrusted text, safe to print."""
     line = plain(" ".join(text.split()))
     return line if len(line) <= most else line[: most - 1] + "…"
 

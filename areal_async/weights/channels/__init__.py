@@ -1,18 +1,19 @@
-"""Weights channels: how the files of a snapshot get from the publisher to the hosts of its receivers.
+"""Weights channels, which bring the files of a snapshot from the publisher to the hosts of its receivers.
 
-`weights.channel` names one: `shm`, `zmq`, `disk` or `nccl`, an entry point of another package in the group
-`areal_async.channels`, or `path.py:name` (see `areal_async/config/registry.py`). A channel is a class with
-the members of `Channel`, usually derived from it. It is never instantiated; it makes two ends:
+`weights.channel` names a channel: `shm`, `zmq`, `disk` or `nccl`, an entry point of another package in the
+group `areal_async.channels`, or `path.py:name` (see `areal_async/config/registry.py`). A channel is a class
+with the members of `Channel` and is usually derived from `Channel`. It is never instantiated. It makes two
+ends:
 
     PublishingEnd   in the trainer, driven by `Publisher`: `start`, then for each version `offer`, `add` and,
-                    once it is retired, `remove`; and `close`. `start`, `answer` and `close` run on the
-                    publisher's event loop, `offer` and `remove` on the trainer's thread, `add` on the one
-                    that publishes.
+                    once the version is retired, `remove`; at the end `close`. `start`, `answer` and `close`
+                    run on the publisher's event loop, `offer` and `remove` on the trainer's thread, `add` on
+                    the thread that publishes.
     ReceivingEnd    in each process that serves or evaluates, driven by `Receiver` on its event loop: `bring`,
-                    then `served` or `distrust`; and `close`.
+                    then `served` or `distrust`; at the end `close`.
 
-The base classes are the ends of a channel whose files every receiver can read where the trainer wrote them.
-No end decides that a snapshot is true: `open_snapshot` hashes what `bring` returned, whatever the channel.
+The base classes are the ends of a channel whose receivers read the files where the trainer wrote them. No
+channel end verifies a snapshot. `open_snapshot` hashes the files that `bring` returned, for every channel.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def channel_of(job: JobConfig) -> type[Channel]:
-    """Return the channel that the job names. Raises `PartError`; runs the file of one of the user's own."""
+    """Return the channel that the job names. Raises `PartError`. Executes the file of a user's channel."""
     channel: type[Channel] = load_part(job, "weights.channel")
     return channel
 
@@ -51,27 +52,29 @@ def makes_deltas(job: JobConfig) -> bool:
 
 
 class SharedCopies(NamedTuple):
-    """Largest number of copies of what a job publishes (the model in `trainer.dtype`, or its adapters) in the
-    shared memory of the trainer's host."""
+    """Largest numbers of copies in the shared memory of the trainer's host.
+
+    One copy is the model in `trainer.dtype`, or its adapters.
+    """
 
     snapshots: int
-    """Kept snapshots, and the one that is being written."""
+    """Kept snapshots and the snapshot in progress."""
     evaluated: int
-    """Other snapshots, which evaluations hold."""
+    """Other snapshots that evaluations hold."""
     deltas: int
-    """A delta, and the snapshot that it changes."""
+    """A delta and the snapshot that it changes."""
     merged: int
-    """Whole models, each of a snapshot of adapters: for engines that read a directory."""
+    """Whole models merged from adapter snapshots, for engines that read a directory."""
 
 
 def shared_copies(job: JobConfig) -> SharedCopies:
-    """Raises `PartError`."""
+    """Return the largest numbers of copies that the job needs. Raises `PartError`."""
     from areal_async.weights.channels.host_cache import KEPT
 
     engines = {job.rollout.engine} | ({evaluation_engine(job)} if job.tasks.evaluation else set())
     merges = job.trainer.lora.rank > 0 and any(engine_part(name).needs == "directory" for name in engines)
-    merged = KEPT + 1 if merges else 0  # the next is made before the oldest goes
-    if channel_of(job).directory(job) is not None:  # then snapshots lie there
+    merged = KEPT + 1 if merges else 0  # the next is made before the oldest is removed
+    if channel_of(job).directory(job) is not None:  # then snapshots are in that directory
         return SharedCopies(0, 0, 0, merged)
     return SharedCopies(
         snapshots=job.weights.keep + 1,
@@ -82,7 +85,7 @@ def shared_copies(job: JobConfig) -> SharedCopies:
 
 
 class Shm(Channel):
-    """Channel `shm`: receivers on the trainer's host read where the trainer wrote, in shared memory."""
+    """Channel `shm`: receivers on the trainer's host read the trainer's files in shared memory."""
 
     one_host = True
 
@@ -95,15 +98,15 @@ class Shm(Channel):
 
 
 class Disk(Channel):
-    """Channel `disk`: the trainer writes to a directory that all hosts see, and receivers read there."""
+    """Channel `disk`: the trainer writes to a directory that all hosts share, and receivers read it there."""
 
     class Arguments(Section):
         directory: Path
-        """Directory that all hosts share. Snapshots lie in `<directory>/<job>`."""
+        """Directory that all hosts share. Snapshots are in `<directory>/<job>`."""
 
     @staticmethod
     def check_files(arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        directory = Path(arguments.get("directory") or ".")  # that there is none is said elsewhere
+        directory = Path(arguments.get("directory") or ".")  # `check_job` reports a missing directory
         if not (directory.is_dir() and os.access(directory, os.W_OK | os.X_OK)):
             problem = f"{directory} is no directory that can be written to"
             yield Mistake(f"{field}.directory", problem, "Make it, or give another that all hosts share")
@@ -114,22 +117,22 @@ class Disk(Channel):
 
 
 class Zmq(Channel):
-    """Channel `zmq`: receivers on other hosts fetch snapshots in chunks, and hand chunks on to each other."""
+    """Channel `zmq`: receivers on other hosts fetch snapshots in chunks and relay chunks to each other."""
 
     deltas = True
 
     class Arguments(Section):
         relay_fan_out: int = Field(default=1, ge=0)
-        """Receivers that one receiver hands chunks on to: 1 is a chain, 0 has all fetch from the trainer."""
+        """Number of receivers to which one receiver relays chunks. 1 makes a chain. With 0 all fetch from the
+        trainer."""
         patience_s: float = Field(default=5.0, gt=0)
-        """A source that has not sent a chunk so many seconds after it was asked for is left for another."""
+        """Seconds without a requested chunk after which a receiver switches to another source."""
         give_up_s: float = Field(default=60.0, gt=0)
-        """A fetch that has received nothing for so many seconds fails; what is verified is kept for the
-        next."""
+        """Seconds without any data after which a fetch fails. The next fetch reuses the verified chunks."""
 
     @staticmethod
     def publishing_end(ctx: ServiceContext) -> PublishingEnd:
-        """Raises `EndpointError`."""
+        """Return the trainer's end. Raises `EndpointError`."""
         from areal_async.weights.channels.serving import SnapshotServer
 
         arguments = Zmq.Arguments.model_validate(ctx.job.weights.channel_args)
@@ -137,7 +140,7 @@ class Zmq(Channel):
 
     @staticmethod
     def receiving_end(ctx: ServiceContext, name: str) -> ReceivingEnd:
-        """Raises `EndpointError`."""
+        """Return the end of receiver `name`. Raises `EndpointError`."""
         from areal_async.rpc.client import Client
         from areal_async.weights.channels.fetching import SnapshotFetcher
         from areal_async.weights.channels.serving import ChunkServer
@@ -154,16 +157,18 @@ class Zmq(Channel):
 
 
 class Nccl(Channel):
-    """Channel `nccl`: the trainer sends the tensors from its own device to SGLang servers that serve already.
-    Beside it snapshots go as by `shm` where one host has all of the job, else as by `zmq`. The servers' side
-    is `rollout_service/engines/sglang/weights.py`."""
+    """Channel `nccl`: the trainer sends tensors from its own device to running SGLang servers.
+
+    Snapshots are also published, by `shm` if the whole job runs on one host, else by `zmq`. The servers' side
+    is `rollout_service/engines/sglang/weights.py`.
+    """
 
     from_device = True
 
     class Arguments(Zmq.Arguments):
         give_up_s: float = Field(default=60.0, gt=0)
-        """Longest time for a group to form, or for 512 MB to be taken; then the engine loads the snapshot. As
-        with `zmq`, a fetch of a snapshot that has received nothing for so long fails."""
+        """Longest time in seconds to form a group, or to transfer 512 MB. After that the engine loads the
+        snapshot. As with `zmq`, a fetch of a snapshot fails after this time without data."""
 
     @staticmethod
     def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
@@ -207,23 +212,25 @@ class Nccl(Channel):
 
     @staticmethod
     def receiving_end(ctx: ServiceContext, name: str) -> ReceivingEnd:
-        """Raises `EndpointError`."""
+        """Return the end of receiver `name`. Raises `EndpointError`."""
         return (Zmq if _several_hosts(ctx) else Channel).receiving_end(ctx, name)
 
 
 class Auto(Channel):
-    """Channel `auto`: the launcher puts `shm` in its place where one host has all of the job, else `zmq` with
-    these arguments."""
+    """Channel `auto`: the launcher replaces it by `shm` if the whole job runs on one host, else by `zmq`.
+
+    `zmq` gets the arguments of this channel.
+    """
 
     class Arguments(Zmq.Arguments):
         pass
 
 
 def _several_hosts(ctx: ServiceContext) -> bool:
-    """Return whether the run has several hosts. All count: a restarted process may be on any of them."""
+    """Return whether the run has several hosts. A restarted process may be on any of them."""
     return len(ctx.topology.hosts) > 1
 
 
 def _listen(ctx: ServiceContext) -> str:
-    """Return a port of the interface at which other hosts reach this one."""
+    """Return an endpoint with a free port on the interface at which other hosts reach this host."""
     return ctx.place.chunks or f"tcp://{ctx.host.address}:0"

@@ -1,4 +1,4 @@
-"""Base classes of a weights channel and of its two ends; the package docstring has the rules."""
+"""Base classes of a weights channel and of its two ends. The package docstring has the rules."""
 
 from __future__ import annotations
 
@@ -22,85 +22,96 @@ if TYPE_CHECKING:
 
 
 class PublishingEnd:
-    """The trainer's end. This one leaves the files where they are."""
+    """The trainer's end. This base class leaves the files in place."""
 
     node_id = ""
     """Name of the trainer's host."""
     takes_tensors = False
-    """Whether `offer` is called, which takes a trainer of one rank: it wants all tensors at once."""
+    """Whether `offer` is called. It needs a trainer of one rank, because it takes all tensors at once."""
 
     async def start(self) -> None:
         """Begin to serve. Raises `ArealError`."""
 
     async def close(self) -> None:
-        """Leave no thread and no socket behind."""
+        """Stop serving and end all threads and sockets."""
 
     def offer(self, tag: VersionTag, tensors: Mapping[str, torch.Tensor]) -> None:
-        """These tensors, on the trainer's device, are about to be published as `tag`; they may change as soon
-        as this returns."""
+        """Announce that these tensors, on the trainer's device, are about to be published as `tag`.
+
+        The tensors may change as soon as this method returns.
+        """
 
     def add(self, directory: Path, manifest_hash: str) -> None:
-        """Serve the complete `directory`, of a snapshot or of a delta, from now on."""
+        """Serve the complete `directory` of a snapshot or a delta from now on."""
 
     def remove(self, manifest_hash: str) -> bool:
-        """Serve it no more; return whether its files may be overwritten, since nobody reads them."""
+        """Stop serving the snapshot. Return whether its files have no reader and may be overwritten."""
         return True
 
     async def answer(self, message: Message) -> Answer | None:
-        """Return the answer to a receiver; None for a message that is not for this channel. Raises
-        `FaultError`."""
+        """Return the answer to a receiver, or None for a message that this channel does not handle.
+
+        Raises `FaultError`.
+        """
         return None
 
 
 class ReceivingEnd:
-    """The end of one receiver. This one reads where the trainer wrote."""
+    """The end of one receiver. This base class reads the files where the trainer wrote them."""
 
     makes_deltas = False
-    """Whether the snapshot that was brought last is held here, so that the next can be made of it."""
+    """Whether this end keeps the last snapshot, so that the next can be made from a delta."""
 
     async def bring(self, notice: SnapshotNotice, publisher: Client) -> Path:
-        """Return the path of the announced snapshot on this host. `publisher` is the receiver's connection to
-        it. Raises `SnapshotError` for what cannot be brought."""
+        """Return the path of the announced snapshot on this host.
+
+        `publisher` is the receiver's connection to the publisher. Raises `SnapshotError` if the snapshot
+        cannot be brought.
+        """
         return Path(notice.path)
 
     def served(self, tag: VersionTag, *, failed: bool = False) -> None:
-        """Note that the receiver uses `tag` now, or `failed` to: files that it no longer needs may go."""
+        """Note that the receiver now uses `tag`, or `failed` to use it. Unneeded files may be removed."""
 
     def distrust(self, notice: SnapshotNotice) -> None:
-        """Forget the files that were brought, which did not open: the next try must not find them."""
+        """Remove brought files that could not be opened, so that the next try does not find them."""
 
     async def close(self) -> None:
-        """Leave no socket behind."""
+        """Close all sockets."""
 
 
 class Channel:
-    """Declarations of a channel, and its ends. All members are static; the module that holds it must not
-    import torch, since a job file is checked with it."""
+    """Declarations of a channel, and its ends.
+
+    All members are static. The channel's module must not import torch, because it is used to check a job
+    file.
+    """
 
     class Arguments(Section):
-        """The arguments of the channel, which the job file has in `weights.channel_args`."""
+        """The arguments of the channel: `weights.channel_args` of the job file."""
 
     deltas = False
-    """Whether `weights.codec: auto` makes deltas: only where they save the bytes of a network."""
+    """Whether `weights.codec: auto` makes deltas. They pay off only if they save network traffic."""
     one_host = False
-    """Whether it reaches none but the processes of the trainer's host."""
+    """Whether the channel reaches only processes of the trainer's host."""
     from_device = False
-    """Whether `offer` wants the tensors on the trainer's device."""
+    """Whether `offer` needs the tensors on the trainer's device."""
 
     @staticmethod
     def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """Yield the mistakes of a job that uses this channel with these arguments, which stand in `field`."""
+        """Yield the mistakes of a job that uses this channel with these arguments. `field` names the
+        arguments."""
         yield from ()
 
     @staticmethod
     def check_files(arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """Yield the mistakes in the files that the arguments name."""
+        """Yield the mistakes in files that the arguments name."""
         yield from ()
 
     @staticmethod
     def directory(job: JobConfig) -> Path | None:
-        """Return the folder of snapshots, which is emptied at the end; None for the shared memory of the
-        run."""
+        """Return the folder of snapshots, or None for the shared memory of the run. The folder is emptied at
+        the end."""
         return None
 
     @staticmethod
@@ -109,5 +120,5 @@ class Channel:
 
     @staticmethod
     def receiving_end(ctx: ServiceContext, name: str) -> ReceivingEnd:
-        """`name` is that of the receiver."""
+        """Return the end of receiver `name`."""
         return ReceivingEnd()

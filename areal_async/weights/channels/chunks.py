@@ -1,13 +1,15 @@
-"""A snapshot directory in chunks: how it is cut, the hash of every piece, and the pieces that are here.
+"""A snapshot directory in chunks: its division, the hash of every chunk, and the chunks on this host.
 
-A `ChunkTable` names one directory by the hash of its manifest. Chunks are numbered through all files in the
-order of the table, the manifest's own come last; each is `chunk_bytes` long but for the last of a file.
+A `ChunkTable` names one directory by the hash of its manifest. Chunks are numbered across all files in the
+order of the table. The manifest's chunks come last. Each chunk has `chunk_bytes`, except for the last chunk
+of a file.
 
-Chunks are read from a `ChunkStore`, which is a complete directory, or a `PartialDownload`, a directory that
-is being filled under a hidden name beside its final one. Promises of the latter:
-- A chunk is readable only after its bytes, whose hash matched, are in the file.
-- `resume` hashes everything that an interrupted download left, and keeps the chunks that match.
-- The directory gets its name by one rename, when every chunk is there and the manifest is the announced one.
+Chunks are read from a `ChunkStore`. It is a complete directory or a `PartialDownload`, a directory that is
+filled under a hidden name beside its final name. Promises of a `PartialDownload`:
+- A chunk is readable only after its bytes are in the file and its hash matched.
+- `resume` hashes all data of an interrupted download and keeps the chunks that match.
+- One rename gives the directory its name. Before that, every chunk is present and the manifest is the
+  announced manifest.
 """
 
 from __future__ import annotations
@@ -34,14 +36,17 @@ DIGEST_BYTES = 32
 MIN_CHUNK_BYTES = 256 << 10
 MAX_CHUNK_BYTES = 4 << 20
 WANTED_CHUNKS = 256
-"""Chunks of a snapshot: so many that a chain of receivers costs little more than one transfer, so few that
-each is worth its message."""
+"""Number of chunks of a snapshot.
+
+With this many chunks, a chain of receivers takes little longer than one transfer. A chunk is still large
+compared with its message.
+"""
 MAX_CHUNKS = 1 << 26
 PARTIAL_PREFIX = ".partial-"
 
 
 class ChunkTable(msgspec.Struct, frozen=True):
-    """Files with their sizes in bytes, and the BLAKE3 digests of all chunks one after another."""
+    """Files with their sizes in bytes, and the concatenated BLAKE3 digests of all chunks."""
 
     schema: int
     manifest_hash: str
@@ -51,7 +56,7 @@ class ChunkTable(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """The size of all files together."""
+        """Return the size of all files together."""
         return sum(size for _, size in self.files)
 
 
@@ -62,13 +67,13 @@ class ChunkLayout:
         self.table = table
         counts = [count_chunks(size, table.chunk_bytes) for _, size in table.files]
         *self._first, self.n_chunks = accumulate(counts, initial=0)
-        """The number of the first chunk of each file, and how many there are."""
+        """number of the first chunk of each file, and the number of chunks"""
 
     def chunk(self, number: int) -> tuple[int, int, int]:
-        """Return the file of a chunk (index into the table's files), its offset there and its size, in
+        """Return the file of a chunk (index into the table's files), its offset in the file and its size, in
         bytes."""
         file = bisect_right(self._first, number) - 1
-        while self.table.files[file][1] == 0:  # an empty file has no chunk, and starts where the next does
+        while self.table.files[file][1] == 0:  # an empty file has no chunk and starts with the next file
             file -= 1
         offset = (number - self._first[file]) * self.table.chunk_bytes
         return file, offset, min(self.table.chunk_bytes, self.table.files[file][1] - offset)
@@ -81,7 +86,7 @@ class ChunkLayout:
 
 
 class ChunkStore:
-    """The chunks of a complete directory. Files are mapped when they are first read."""
+    """The chunks of a complete directory. Each file is mapped at its first read."""
 
     def __init__(self, directory: Path, table: ChunkTable) -> None:
         self.directory = directory
@@ -91,11 +96,14 @@ class ChunkStore:
         self._lock = threading.Lock()
 
     async def when_here(self, number: int) -> None:
-        """Return once chunk `number` can be read. Raises `SnapshotError` when it never will be."""
+        """Wait until chunk `number` can be read. Raises `SnapshotError` if the chunk cannot arrive any
+        more."""
 
     def data(self, number: int) -> memoryview:
-        """Return the bytes of a chunk that is here, mapped, not copied. Raises `SnapshotError` once closed,
-        or when the directory is gone."""
+        """Return the bytes of a present chunk, mapped and not copied.
+
+        Raises `SnapshotError` if the store is closed or the directory no longer exists.
+        """
         file, offset, size = self.layout.chunk(number)
         with self._lock:
             if self._closed:
@@ -109,8 +117,10 @@ class ChunkStore:
         return [map_file(self.directory / name, size) for name, size in self.layout.table.files]
 
     def close(self) -> bool:
-        """Give out no more; whether nobody, a socket included, still reads what was given out. The files may
-        be overwritten only then. They may be removed in either case."""
+        """Stop giving out chunks. Return whether no reader, including sockets, still uses a chunk.
+
+        Only then may the files be overwritten. They may be removed in either case.
+        """
         with self._lock:
             self._closed = True
             maps, self._maps = [m for m in self._maps or () if isinstance(m, mmap.mmap)], None
@@ -118,14 +128,16 @@ class ChunkStore:
         for mapped in maps:
             try:
                 mapped.close()
-            except BufferError:  # a view of it lives; the mapping goes with the last one
+            except BufferError:  # a view is still in use; the mapping closes with the last view
                 quiet = False
         return quiet
 
 
 class PartialDownload(ChunkStore):
-    """A directory under way to `final`, all of whose files have their full size and its room. Belongs to one
-    event loop, but for `resume` and `put`, which any thread may call."""
+    """A directory in download that becomes `final`. All its files already have their full size on disk.
+
+    The object belongs to one event loop. Any thread may call `resume` and `put`.
+    """
 
     def __init__(self, final: Path, table: ChunkTable) -> None:
         digest = table.manifest_hash.removeprefix(HASH_PREFIX)[:16]
@@ -133,20 +145,20 @@ class PartialDownload(ChunkStore):
         self.final = final
         self._fds: list[int] = []
         self._here = bytearray(self.layout.n_chunks)
-        self._arrivals: dict[int, asyncio.Future[None]] = {}  # Chunks that somebody waits for
+        self._arrivals: dict[int, asyncio.Future[None]] = {}  # chunks that a caller awaits
 
     @property
     def missing(self) -> list[int]:
-        """Numbers of the chunks that are not here."""
+        """Return the numbers of the missing chunks."""
         return [number for number, here in enumerate(self._here) if not here]
 
     @property
     def progress(self) -> float:
-        """Share of the chunks that are here, 0 to 1."""
+        """Return the share of present chunks, 0 to 1."""
         return sum(self._here) / len(self._here)
 
     def resume(self) -> None:
-        """Make the files, or take over those of an interrupted download. Raises `SnapshotError`."""
+        """Make the files, or reuse the files of an interrupted download. Raises `SnapshotError`."""
         try:
             begun = self.directory.exists()
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -161,18 +173,19 @@ class PartialDownload(ChunkStore):
                 self._here[number] = self.layout.matches(number, self.data(number))
         except OSError as error:
             self.abandon()
-            shutil.rmtree(self.directory, ignore_errors=True)  # What it holds is what there is no room for
+            shutil.rmtree(self.directory, ignore_errors=True)  # its old data takes the room that is needed
             raise SnapshotError(f"{self.directory} cannot be filled: {error}") from error
 
     def _mapped(self) -> list[mmap.mmap | bytes]:
         if not self._fds:
             return super()._mapped()
-        # What is put later shows through these, and all of it has room.
+        # The mappings show later writes, and the files already have all their room.
         files = zip(self._fds, self.layout.table.files, strict=True)
         return [mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else b"" for fd, (_, size) in files]
 
     def put(self, number: int, data: memoryview) -> bool:
-        """Take chunk `number` if its hash is right. Raises `SnapshotError` when it cannot be written."""
+        """Store chunk `number` and return whether its hash is right. Raises `SnapshotError` if it cannot be
+        written."""
         if not self.layout.matches(number, data):
             return False
         file, at, _ = self.layout.chunk(number)
@@ -186,7 +199,7 @@ class PartialDownload(ChunkStore):
         return True
 
     def announce(self, number: int) -> None:
-        """Wake those who wait for chunk `number` that it was put."""
+        """Wake the callers that wait for chunk `number`, which is now stored."""
         if (arrival := self._arrivals.pop(number, None)) is not None:
             arrival.set_result(None)
 
@@ -196,7 +209,8 @@ class PartialDownload(ChunkStore):
             await asyncio.shield(self._arrivals.setdefault(number, loop.create_future()))
 
     def finish(self) -> None:
-        """Give the directory its name. Raises `SnapshotError` unless it is the announced one."""
+        """Give the directory its final name. Raises `SnapshotError` unless its manifest is the announced
+        one."""
         manifest = self.layout.table.files[-1][0]
         try:
             sealed = (self.directory / manifest).read_bytes()
@@ -210,12 +224,13 @@ class PartialDownload(ChunkStore):
         self._close_files()
 
     def abandon(self) -> None:
-        """End without having finished; what was put stays for `resume`. Nobody may be in `put`."""
+        """Stop before the download is complete. Stored chunks stay for `resume`. No thread may be in
+        `put`."""
         self._close_files()
         self.close()
         for arrival in self._arrivals.values():
             arrival.set_exception(SnapshotError(f"the download of {self.final.name} was ended"))
-            arrival.exception()  # marks it as seen: who waited may have gone
+            arrival.exception()  # marks the error as seen: its waiter may have left
         self._arrivals.clear()
 
     def _close_files(self) -> None:
@@ -236,9 +251,10 @@ def chunk_bytes_for(size_bytes: int) -> int:
 
 
 def build_table(directory: Path, manifest_hash: str) -> ChunkTable:
-    """Read and hash every file of a published directory, once. Lets go of the interpreter while it hashes.
+    """Read and hash every file of a published directory, once. Hashing releases Python's lock.
 
-    Raises `SnapshotError` when its manifest is another, or when it is gone."""
+    Raises `SnapshotError` if the directory has another manifest or no longer exists.
+    """
     try:
         names = sorted(name for name in os.listdir(directory) if name != MANIFEST_FILE)
         if hash_of((directory / MANIFEST_FILE).read_bytes()) != manifest_hash:
@@ -256,8 +272,8 @@ def build_table(directory: Path, manifest_hash: str) -> ChunkTable:
 
 
 def map_file(path: Path, size: int) -> mmap.mmap | bytes:
-    """Return a file of `size` bytes mapped for reading. Raises `SnapshotError` if it has another size or is
-    gone."""
+    """Return a file of `size` bytes mapped for reading. Raises `SnapshotError` for another size or a missing
+    file."""
     try:
         mapped = map_path(path)
     except OSError as error:
@@ -272,7 +288,7 @@ def encode_table(table: ChunkTable) -> bytes:
 
 
 def decode_table(data: bytes | memoryview) -> ChunkTable:
-    """Raises `SnapshotError` for anything that `build_table` cannot have made."""
+    """Return the chunk table. Raises `SnapshotError` for data that `build_table` cannot have made."""
     try:
         table = msgspec.msgpack.decode(data, type=ChunkTable)
     except (msgspec.MsgspecError, ValueError) as error:

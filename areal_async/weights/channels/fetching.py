@@ -1,16 +1,17 @@
 """A receiver's end of channel `zmq`: from a notice to a complete directory on this host.
 
-`Download` brings one directory, chunk by chunk, from one source at a time: the first of the list that was not
-left in this round. A source is left when it has sent nothing for the patience, does not have the snapshot or
-cannot be reached. When all were left, a new round begins with all of them, and with twice the patience: the
-link may be slower than was thought. A chunk whose hash is wrong is fetched again from the publisher. With
-nothing from anybody for `give_up_s` the download fails; what was verified stays on disk for the next. At most
-`window_bytes` are asked for and not received: that is all that a source ever queues for a receiver.
+`Download` fetches one directory, chunk by chunk, from one source at a time. It uses the first source in the
+list that did not fail in this round. A source fails if it sends nothing for the patience, lacks the snapshot
+or cannot be reached. After all sources have failed, a new round begins with all of them and twice the
+patience, because the link may be slower than assumed. A chunk with a wrong hash is fetched again from the
+publisher. The download fails after `give_up_s` without data from any source. Verified chunks stay on disk for
+the next download. At most `window_bytes` are requested and not yet received, so a source never queues more
+than that for a receiver.
 
 Promises:
-- One process per host fetches a snapshot (`host_cache.py`); the others wait for it, with a deadline.
-- A fetch whose process dies is gone on with by another, with the chunks that were verified.
-- What was brought stays until a later snapshot was acknowledged, here and by everybody else who holds it.
+- One process per host fetches a snapshot (`host_cache.py`). Other processes wait for it, with a deadline.
+- If the fetching process dies, another process continues with the verified chunks.
+- A brought snapshot stays until all its users on this host have acknowledged a later one.
 """
 
 from __future__ import annotations
@@ -44,17 +45,19 @@ from areal_async.weights.manifest import DELTA_SUFFIX
 log = get_logger("weights")
 
 MAX_PATIENCE_S = 60.0
-ROUND_PAUSE_S = 0.25  # Between two rounds: with no source that answers there is nothing to hurry for
-VERIFY_THREADS = 2  # Threads that verify and write chunks: one alone is slower than what a socket delivers
-STARVED_S = 3.0  # Without a chunk for so long, it is said what is waited for
+ROUND_PAUSE_S = 0.25  # pause between two rounds, because no source answers
+VERIFY_THREADS = 2  # threads that verify and write chunks: one thread is slower than the socket
+STARVED_S = 3.0  # after this time without a chunk, the wait is reported
 TABLE_S = 120.0
-"""Longest wait for the answer with a chunk table: the publisher reads the whole snapshot for it, once."""
+"""Longest wait for a chunk table. The publisher reads the whole snapshot once to make it."""
 MAKING_PREFIX = ".making-"
 
 
 class Download:
-    """Fills `partial` from `sources` (endpoints, best first); `origin` is the publisher's among them.
-    `client(endpoint)` makes the clients that it asks with."""
+    """Fills `partial` from `sources` (endpoints, best first).
+
+    `origin` is the publisher's endpoint in `sources`. `client(endpoint)` makes the clients for the requests.
+    """
 
     def __init__(
         self,
@@ -82,17 +85,18 @@ class Download:
 
     @property
     def starved_s(self) -> float:
-        """Seconds since the last chunk came."""
+        """Return the seconds since the last chunk arrived."""
         return time.monotonic() - self._fed_s
 
     @property
     def state(self) -> str:
-        """Progress, and what it waits for, in words."""
+        """Return a text with the progress and the cause of the wait."""
         share = f"{100 * self.partial.progress:.0f} % of {self.partial.final.name} are here"
         return f"{share}; {self._active or 'no source'} has sent nothing for {self.starved_s:.0f} s"
 
     async def run(self) -> Path:
-        """Download what is missing; the directory's path once it is complete. Raises `SnapshotError`."""
+        """Download the missing chunks and return the path of the complete directory. Raises
+        `SnapshotError`."""
         began_s = self._fed_s = time.monotonic()
         async with AsyncExitStack() as stack:
             stack.callback(self._end)
@@ -116,7 +120,7 @@ class Download:
         return self.partial.final
 
     async def _take_from(self, source: str, patience_s: float, pool: ThreadPoolExecutor) -> None:
-        """Take chunks until none is missing, or the source is to be left."""
+        """Take chunks until none is missing or the source fails."""
         self._active = source
         wanted = iter(self.partial.missing)
         reason = f"it has sent nothing for {patience_s:g} s"
@@ -137,7 +141,7 @@ class Download:
         finally:
             self._active = ""
         log.warning("source left", source=source, snapshot=self.partial.final.name, reason=reason)
-        # What it was asked for it need not send any more.
+        # The source need not send the remaining requested chunks.
         if source in self._clients:
             await self._clients.pop(source).close()
 
@@ -150,7 +154,7 @@ class Download:
         patience_s: float,
         pool: ThreadPoolExecutor,
     ) -> None:
-        """Take one chunk after the other, with one credit."""
+        """Take one chunk after another, with one credit."""
         loop = asyncio.get_running_loop()
         for number in wanted:
             data = await self._chunk(client, number, source)
@@ -217,7 +221,7 @@ class SnapshotFetcher(ReceivingEnd):
         self._give_up_s = give_up_s
         self._serving = False
         self._shared: dict[str, str] = {}
-        """Directories whose chunks are served, with the hashes of their manifests."""
+        """Directories whose chunks are served, and the hashes of their manifests."""
 
     async def bring(self, notice: SnapshotNotice, publisher: Client) -> Path:
         self.makes_deltas = False
@@ -249,7 +253,7 @@ class SnapshotFetcher(ReceivingEnd):
             await self._fetch(notice.tag.label, notice.manifest_hash, publisher)
 
     async def _make_of_delta(self, notice: SnapshotNotice, publisher: Client) -> bool:
-        """Return whether the snapshot could be made from its difference to one that is here."""
+        """Try to make the snapshot from a delta and a snapshot on this host. Return whether it worked."""
         if notice.delta is None:
             return False
         cache, name, base = self._cache, notice.tag.label, notice.delta.base.label
@@ -310,7 +314,7 @@ class SnapshotFetcher(ReceivingEnd):
         self._shared[name] = manifest_hash
 
     async def _follow(self, download: Download) -> None:
-        """Wait for the end of the download, and tell what it waits for when nothing comes."""
+        """Wait for the end of the download. If no data arrives, report the cause of the wait."""
         running = asyncio.ensure_future(download.run())
         told = ""
         try:
@@ -325,7 +329,7 @@ class SnapshotFetcher(ReceivingEnd):
 
 
 def _tell(before: str, now: str) -> str:
-    """Report a wait; the metric has one series while there is one."""
+    """Report a wait. The metric has one series during a wait."""
     if before != now:
         board.waits("weights", now)
         if before:

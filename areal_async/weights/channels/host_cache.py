@@ -1,13 +1,13 @@
-"""The snapshots of one host, shared by the processes on it: complete directories `e<epoch>-v<version>`.
+"""The snapshots of one host, shared by its processes: complete directories `e<epoch>-v<version>`.
 
 Promises:
-- One process makes a snapshot, whoever claims it first; the others wait for it, with a deadline, and find it.
-  A claim ends with its process, and another goes on with what is there.
-- Kept are the newest `KEPT` and whatever a process holds (a hold, too, ends with its process). The rest, and
-  what was left unfinished, goes at the next `sweep`.
+- The first process that claims a snapshot makes it. Other processes wait for it, with a deadline. A claim
+  ends with its process, and another process continues from the existing data.
+- The newest `KEPT` snapshots and all held snapshots stay. A hold ends with its process. The next `sweep`
+  removes other snapshots and unfinished data.
 
-Claims and holds are `flock`s on hidden files beside the directories. All methods but `obtain` are quick. One
-thread at a time may call them.
+Claims and holds are `flock`s on hidden files beside the directories. All methods except `obtain` are quick.
+One thread at a time may call them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from areal_async.weights.manifest import MANIFEST_FILE, hash_of
 KEPT = 2
 CLAIM_PREFIX = ".claim-"
 HOLD_PREFIX = ".hold-"
-LOOK_S = 0.02  # Seconds between two looks whether another process has made it
+LOOK_S = 0.02  # seconds between checks for a snapshot that another process makes
 _NAME = re.compile(rf"({POLICY_NAME}-e\d+-v\d+)(\.delta)?")
 
 
 class HostCache:
-    """`root` is the folder of this host's snapshots. It is made with the first of them."""
+    """The snapshots of this host, in folder `root`. The first snapshot creates the folder."""
 
     def __init__(self, root: Path, *, wait_s: float = 600.0) -> None:
-        """`wait_s` is the longest wait for another process of this host that makes a snapshot."""
+        """Create the cache. `wait_s` is the longest wait for another process of this host that makes a
+        snapshot."""
         self.root = root
         self._wait_s = wait_s
         self._holds: dict[str, int] = {}
@@ -47,8 +48,10 @@ class HostCache:
         return self.root / name
 
     async def obtain(self, name: str, manifest_hash: str, make: Callable[[], Awaitable[object]]) -> Path:
-        """Return the directory `name` with this manifest, which is held from now on; `make` puts it at its
-        path where it is missing. Raises `SnapshotError`, and whatever `make` does."""
+        """Return the directory `name` with this manifest, and hold it from now on.
+
+        `make` creates a missing directory at its path. Raises `SnapshotError` and all errors of `make`.
+        """
         self.hold(name)
         deadline_s = time.monotonic() + self._wait_s
         try:
@@ -74,7 +77,8 @@ class HostCache:
             raise
 
     def find(self, name: str, manifest_hash: str) -> Path | None:
-        """Return the directory, when it is there with this manifest. One of another manifest is removed."""
+        """Return the directory if it exists with this manifest. A directory with another manifest is
+        removed."""
         path = self.path(name)
         try:
             if hash_of((path / MANIFEST_FILE).read_bytes()) == manifest_hash:
@@ -85,7 +89,7 @@ class HostCache:
         return None
 
     def hold(self, name: str) -> None:
-        """Keep it, once it is there, until `free`, or until this process ends."""
+        """Keep the directory, once it exists, until `free` or until this process ends."""
         if name not in self._holds:
             self.root.mkdir(parents=True, exist_ok=True)
             fd = lock_file(self.root / f"{HOLD_PREFIX}{name}", fcntl.LOCK_SH)
@@ -97,7 +101,7 @@ class HostCache:
             os.close(self._holds.pop(name))
 
     def served(self, name: str, *, failed: bool = False) -> None:
-        """Free what is older than `name`, which this process serves now; if it `failed` to, free `name`
+        """Free all snapshots older than `name`, which this process now serves. If `failed`, free `name`
         alone."""
         for held in self.held:
             if held == name if failed else held != name and _tag_of(held) <= _tag_of(name):
@@ -105,16 +109,17 @@ class HostCache:
 
     @property
     def held(self) -> list[str]:
-        """Names of what this process holds."""
+        """Return the names of the snapshots that this process holds."""
         return [*self._holds]
 
     def claim(self, name: str) -> int | None:
-        """Return the right to make `name`, until `os.close`; None while another process has it."""
+        """Return the claim to make `name`, valid until `os.close`, or None while another process has the
+        claim."""
         self.root.mkdir(parents=True, exist_ok=True)
         return lock_file(self.root / f"{CLAIM_PREFIX}{name}", fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def discard(self, name: str) -> None:
-        """Remove a directory that is not what it should be: the next try must not find it."""
+        """Remove a wrong directory, so that the next try does not find it."""
         doomed = self.root / f"{PARTIAL_PREFIX}{name}-discarded"
         try:
             os.rename(self.path(name), doomed)
@@ -123,7 +128,7 @@ class HostCache:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Remove what nobody needs."""
+        """Remove all snapshots that no process needs."""
         names = [path.name for path in self.root.iterdir() if _NAME.fullmatch(path.name)]
         kept = sorted({_tag_of(name) for name in names})[-KEPT:]
         for name in names:
@@ -131,7 +136,7 @@ class HostCache:
                 self._remove(name)
         for path in self.root.glob(f"{PARTIAL_PREFIX}*"):
             name = path.name.removeprefix(PARTIAL_PREFIX).rpartition("-")[0]
-            if (claim := self.claim(name)) is not None:  # otherwise somebody is filling it
+            if (claim := self.claim(name)) is not None:  # otherwise another process is filling it
                 shutil.rmtree(path, ignore_errors=True)
                 _end(self.root / f"{CLAIM_PREFIX}{name}", claim)
 
@@ -156,7 +161,8 @@ def _tag_of(name: str) -> VersionTag:
 
 
 def lock_file(path: Path, how: int) -> int | None:
-    """Return a descriptor with the `flock` on the file that is at `path` now; None when another has it."""
+    """Return a descriptor with the `flock` on the file that is now at `path`, or None if the lock is
+    taken."""
     while True:
         with ExitStack() as stack:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -165,7 +171,7 @@ def lock_file(path: Path, how: int) -> int | None:
                 fcntl.flock(fd, how)
             except BlockingIOError:
                 return None
-            # A file removed between our open and our lock: the lock is on nothing.
+            # If the file was removed between open and lock, the lock has no effect.
             with suppress(FileNotFoundError):
                 if os.fstat(fd).st_ino == os.stat(path).st_ino:
                     stack.pop_all()
@@ -173,6 +179,6 @@ def lock_file(path: Path, how: int) -> int | None:
 
 
 def _end(path: Path, fd: int) -> None:
-    """Remove a lock's file and let go of the lock, in this order: whoever waits for it looks again."""
+    """Remove a lock's file and then release the lock. In this order, each waiter checks the path again."""
     path.unlink(missing_ok=True)
     os.close(fd)

@@ -1,14 +1,14 @@
-"""Serving snapshots to receivers on other hosts, and saying who fetches them from whom.
+"""Serving of snapshots to receivers on other hosts, and assignment of receivers to sources.
 
-`ChunkServer` serves the chunks of directories that are here, or on their way here: the publisher has one, and
-every receiver. `SnapshotServer` is the publisher's end of channel `zmq`. It makes the chunk table of a
-snapshot once, as soon as that is published, in a thread of its own.
+`ChunkServer` serves the chunks of directories on this host, complete or in download. The publisher and every
+receiver have a `ChunkServer`. `SnapshotServer` is the publisher's end of channel `zmq`. It makes the chunk
+table of a snapshot once, right after publication, in a thread of its own.
 
 Promises:
-- Only who has the keys (or, on loopback, the secret of the run) is answered; see `rpc/server.py`.
-- A chunk that is not here yet is sent as soon as it is; a snapshot that is not here at all is waited for
-  `EARLY_S`, since the sender's own download may begin later than that of whoever asks.
-- A receiver has at most `MAX_ASKED` chunks under way; a slow one holds up nobody else.
+- The server answers only clients with the keys (or, on loopback, with the run's secret). See `rpc/server.py`.
+- A missing chunk of a download is sent as soon as it arrives. A request for an unknown snapshot waits up to
+  `EARLY_S`, because this host's own download may begin later than the client's.
+- A receiver has at most `MAX_ASKED` chunks in flight. A slow receiver does not delay other receivers.
 - Bytes are sent from the mapped file, without a copy.
 """
 
@@ -31,20 +31,21 @@ from areal_async.weights import metrics
 from areal_async.weights.channels.channel import PublishingEnd
 from areal_async.weights.channels.chunks import ChunkStore, build_table, encode_table
 
-MAX_ASKED = 64  # Chunks that one receiver may have asked for and not received
+MAX_ASKED = 64  # most chunks that one receiver may have requested and not received
 MAX_ASKED_BYTES = 4096
-"""Longest frame that a server takes, handshakes included; a longer one ends the connection."""
+"""Longest frame that a server accepts, including handshakes. A longer frame closes the connection."""
 EARLY_S = 2.0
-MAX_WAIT_S = 10.0  # Longest wait of one request for its chunk; who still wants it asks again
-MAX_SOURCES = 16  # Sources that one receiver is told of
+MAX_WAIT_S = 10.0  # longest wait of one request for its chunk; the client then retries
+MAX_SOURCES = 16  # most sources that are named to one receiver
 MAX_MEMBERS = 4096
 
 
 class ChunkServer:
-    """Serve at `listen` (tcp; port 0 picks one, see `endpoint`) the chunks of every store that was added.
+    """Serve the chunks of every added store at `listen` (tcp; port 0 picks a free port, see `endpoint`).
 
-    `source` is what this process is for metrics: "publisher" or "peer". Belongs to one event loop, but for
-    `add` and `remove`, which any thread may call."""
+    `source` is this process's role in metrics: "publisher" or "peer". The object belongs to one event loop.
+    Any thread may call `add` and `remove`.
+    """
 
     def __init__(self, listen: str, *, job: str, source: str, access: Access) -> None:
         self.bytes_sent = 0
@@ -60,7 +61,7 @@ class ChunkServer:
             access=access,
             identity=CHUNKS,
             handler=self._handle,
-            # Asking twice for a chunk does no harm, and remembered replies would keep files.
+            # A repeated request for a chunk is harmless, and cached replies would keep files open.
             limits=ServerLimits(in_flight=MAX_ASKED, cached_replies=0, part_bytes=MAX_ASKED_BYTES),
         )
 
@@ -80,13 +81,14 @@ class ChunkServer:
             self.remove(manifest_hash)
 
     def add(self, store: ChunkStore) -> None:
-        """Serve its chunks from now on."""
+        """Serve the chunks of `store` from now on."""
         self._stores[store.layout.table.manifest_hash] = store
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._wake)
 
     def remove(self, manifest_hash: str) -> bool:
-        """Serve the snapshot no more; whether its files may be overwritten, since no socket reads them."""
+        """Stop serving the snapshot. Return whether no socket reads its files, so that they may be
+        overwritten."""
         store = self._stores.pop(manifest_hash, None)
         return store is None or store.close()
 
@@ -103,8 +105,11 @@ class ChunkServer:
             raise FaultError("stale", str(error)) from error
 
     async def chunk(self, message: GetChunk) -> Answer:
-        """Return the chunk that `message` asks for. Raises `SnapshotError` where the snapshot is not here,
-        and `FaultError`: "unavailable" while the chunk is still to come."""
+        """Return the chunk that `message` requests.
+
+        Raises `SnapshotError` if the snapshot is not on this host, and `FaultError` "unavailable" if the
+        chunk has not arrived.
+        """
         store = await self._store(message.manifest_hash)
         if not 0 <= message.number < store.layout.n_chunks:
             raise FaultError("invalid", f"the snapshot has {store.layout.n_chunks} chunks")
@@ -130,20 +135,22 @@ class ChunkServer:
 
 
 class RelayTree:
-    """Who fetches a snapshot from whom. Pure.
+    """The assignment of sources to the receivers of a snapshot. Pure.
 
-    Receivers stand in line in the order in which they asked. The first fetches from the origin (the trainer),
-    each other from one before it: with a fan-out of 1 they form a chain, with k a tree in which each serves k
-    others. The origin sends every byte once, however many receive. In a chain every link carries it once,
-    too; chunks are passed on as they come, so n receivers take the time of one and n - 1 chunks more. A
-    fan-out of 0 has everyone fetch from the origin."""
+    Receivers form a line in the order of their first requests. The first receiver fetches from the origin
+    (the trainer), and each other receiver fetches from an earlier one. With a fan-out of 1 they form a chain.
+    With k they form a tree in which each receiver serves k others. The origin sends every byte once for any
+    number of receivers. In a chain every link also carries each byte once. Chunks are relayed as they arrive,
+    so n receivers take the time of one plus n - 1 chunks. With a fan-out of 0 all receivers fetch from the
+    origin.
+    """
 
     def __init__(self, fan_out: int) -> None:
         self._fan_out = fan_out
         self._lines: dict[str, list[str]] = {}
 
     def join(self, snapshot: str, endpoint: str, origin: str) -> list[str]:
-        """Return the sources of `endpoint`, best first; it takes its place in line at the first call."""
+        """Return the sources of `endpoint`, best first. The first call puts the endpoint into the line."""
         line = self._lines.setdefault(snapshot, [])
         if endpoint not in line:
             if len(line) >= MAX_MEMBERS:
@@ -156,9 +163,12 @@ class RelayTree:
 
 
 def sources(line: Sequence[str], me: int, origin: str, fan_out: int) -> list[str]:
-    """Return the sources of member `me` of `line` (endpoints, in order), best first: its parent, its parent's
-    parents, the origin, then everybody else. Whoever is gone is stepped over, and receivers that hold all
-    chunks between them complete each other without an origin."""
+    """Return the sources of member `me` of `line` (endpoints, in order), best first.
+
+    The order is the parent, the parent's ancestors, the origin, then all other members. A member skips
+    sources that have left. If the members together hold all chunks, they complete each other without the
+    origin.
+    """
     if fan_out < 1:
         return [origin]
     ancestors: list[str] = []
@@ -166,14 +176,14 @@ def sources(line: Sequence[str], me: int, origin: str, fan_out: int) -> list[str
     while at > 0:
         at = (at - 1) // fan_out
         ancestors.append(line[at])
-    # The first in line are the first to be complete.
+    # The first members of the line complete first.
     others = [member for member in line if member not in {*ancestors, line[me]}]
     nearest = ancestors[: MAX_SOURCES - 1]
     return [*nearest, origin, *others[: MAX_SOURCES - 1 - len(nearest)]]
 
 
 class SnapshotServer(PublishingEnd):
-    """Serves chunks at `listen` for a publisher, on whose event loop it runs."""
+    """Serves chunks at `listen` for a publisher, on the publisher's event loop."""
 
     def __init__(
         self,
@@ -187,7 +197,7 @@ class SnapshotServer(PublishingEnd):
         self.chunks = server(listen, job=job, source="publisher", access=access)
         self._tree = RelayTree(fan_out)
         self._tables: dict[str, Future[bytes]] = {}
-        """The chunk table of what is given out, by the hash of its manifest."""
+        """The chunk tables of the served snapshots, by the hash of their manifests."""
         self._lock = threading.Lock()
         self._hasher = ThreadPoolExecutor(1, "weights-hash")
 
@@ -206,13 +216,13 @@ class SnapshotServer(PublishingEnd):
         with self._lock:
             table = self._tables.pop(manifest_hash, None)
             self._tree.forget(manifest_hash)
-        # A table that is being made reads the files, too.
+        # A table in progress also reads the files.
         quiet = table is None or table.cancel() or table.done()
         return self.chunks.remove(manifest_hash) and quiet
 
     async def answer(self, message: Message) -> Answer | None:
-        """Sources and chunk table for a receiver. Raises `FaultError("stale")` for a snapshot that is not
-        served any more."""
+        """Return sources and chunk table for a receiver. Raises `FaultError("stale")` for a snapshot no
+        longer served."""
         if not isinstance(message, FindSources):
             return None
         gone = "the snapshot is not given out any more: ask for the newest"

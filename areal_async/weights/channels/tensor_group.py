@@ -1,13 +1,13 @@
-"""The trainer's place in a process group with several engines: how it is formed, sent to, and given up.
+"""The trainer's rank in a process group with several engines: forming, sending and giving up.
 
 Promises:
-- Members keep step: nobody is told to take a bucket before all are ready for it. So a member that failed,
-  or was lost, between two buckets keeps none of the others inside a broadcast.
-- What fails breaks the group, once and for good: who waits is told so, and whoever is still at the meeting
-  point loses it. The trainer waits for no member longer than `limit_s`.
+- Members proceed in step. No member starts a bucket before all members are ready for it. A member that fails
+  between two buckets therefore does not block the others in a broadcast.
+- A failure breaks the group permanently. Waiting members get the reason, and members at the meeting point
+  lose their connection. The trainer waits at most `limit_s` for a member.
 
-A member that stops in the middle of a broadcast may keep those inside that it would have handed the bytes on
-to, until its connections close.
+A member that stops during a broadcast may block the members to which it would have relayed bytes, until its
+connections close.
 """
 
 from __future__ import annotations
@@ -33,33 +33,35 @@ T = TypeVar("T")
 
 
 class TensorGroup:
-    """Rank 0 of a group with `members`: ranks by engine, in the order of their places. One thread at a time
-    sends through it; any thread may say that a member is ready, or break it. Raises `OSError` where nothing
-    can be listened on."""
+    """Rank 0 of a group with `members`: ranks by engine, in rank order.
+
+    One thread at a time sends. Any thread may report a member as ready, or break the group. Raises `OSError`
+    if no port can be opened.
+    """
 
     def __init__(
         self, name: str, members: Mapping[str, int], *, device: torch.device, limit_s: float, host: str
     ) -> None:
         self.name, self.host = name, host
         self.members = dict(members)
-        *firsts, self.size = accumulate(members.values(), initial=1)  # The trainer is rank 0
+        *firsts, self.size = accumulate(members.values(), initial=1)  # the trainer is rank 0
         self.first_rank = dict(zip(members, firsts, strict=True))
         self.kind: Literal["nccl", "gloo"] = "nccl" if device.type == "cuda" else "gloo"
         self.busy = False
         self.broken = ""
-        """Why it is of no use any more."""
+        """The reason why the group is broken, or an empty text."""
         self._device = device
         self._limit_s = limit_s
         self._backend: Any = None
-        """torch's `ProcessGroupGloo` or `ProcessGroupNCCL`: its types name no common base with
+        """torch's `ProcessGroupGloo` or `ProcessGroupNCCL`. torch's types have no common base with
         collectives."""
         self._changed = threading.Condition()
         self._tag: VersionTag | None = None
-        self._ready: dict[str, int] = {}  # The bucket that each member is ready for
+        self._ready: dict[str, int] = {}  # the bucket for which each member is ready
         self._last = self._released = 0
         self._waiting: list[tuple[int, asyncio.Future[str]]] = []
-        # A store left to itself listens on every interface, and asks nobody who they are. Each group has one
-        # of its own: with it goes whoever still waits there.
+        # By default a store listens on every interface and authenticates no client. Each group has its own
+        # store. Closing the store disconnects all members that still wait there.
         with socket.create_server((host, 0), backlog=128) as listening:
             self.port: int = listening.getsockname()[1]
             self._meeting: dist.TCPStore | None = self._store(True, master_listen_fd=listening.detach())
@@ -71,7 +73,7 @@ class TensorGroup:
         )
 
     def begin(self, tag: VersionTag, n_buckets: int) -> None:
-        """Note that `tag` is sent next: nobody has taken anything of it."""
+        """Prepare to send `tag`. No member has taken any bucket of it."""
         with self._changed:
             self.busy, self._tag, self._last, self._released = True, tag, n_buckets, JOIN - 1
             self._ready = dict.fromkeys(self.members, JOIN - 1)
@@ -79,8 +81,11 @@ class TensorGroup:
     # --- the members' side: from an event loop -------------------------------------------------------
 
     async def ready(self, engine: str, tag: VersionTag, number: int, wait_s: float) -> bool | str:
-        """Return whether `engine` may take bucket `number` now: False if not all were ready within `wait_s`;
-        a text is the reason why nothing comes any more."""
+        """Return whether `engine` may take bucket `number` now.
+
+        False means that not all members were ready within `wait_s`. A text is the reason why nothing more
+        will come.
+        """
         future = asyncio.get_running_loop().create_future()
         with self._changed:
             if self.broken or tag != self._tag or engine not in self._ready:
@@ -100,7 +105,7 @@ class TensorGroup:
                 self._waiting = [entry for entry in self._waiting if entry[1] is not future]
 
     def break_up(self, reason: str) -> None:
-        """End the use of the group. Members that wait for the others hear the reason."""
+        """Stop using the group. Members that wait for others get the reason."""
         with self._changed:
             if self.broken:
                 return
@@ -112,20 +117,26 @@ class TensorGroup:
         settle((future for _, future in waiting), reason)
 
     def part(self) -> None:
-        """Close the meeting point of a broken group: whoever waits there for a member that does not come
-        loses the connection. One that comes now tries for minutes to connect, so those told to join get a
-        moment."""
+        """Close the meeting point of a broken group, so that members that wait there lose the connection.
+
+        A member that arrives later tries for minutes to connect. Members that were told to join therefore get
+        a moment first.
+        """
         self._meeting = None
 
     # --- the trainer's side: on a thread that may wait -----------------------------------------------
 
     def meet(self) -> None:
-        """Form it, as SGLang's `init_custom_process_group` does; return once all are there. Raises
-        `RuntimeError`."""
+        """Form the group as SGLang's `init_custom_process_group` does, and return when all members have
+        joined.
+
+        Raises `RuntimeError`.
+        """
         if self._backend is not None:
             return
         self.wait_for(JOIN)
-        # A connection of its own: the listening one would be waited for by whoever breaks the group.
+        # This store needs a connection of its own, because breaking the group would wait for the listening
+        # one.
         store: dist.Store = self._store(False)
         place = "cuda" if self.kind == "nccl" else "cpu"
         for prefix in (self.name, f"{self.name}/", f"{place}/"):
@@ -138,7 +149,7 @@ class TensorGroup:
         self._backend = dist.ProcessGroupNCCL(store, 0, self.size, options)
 
     def wait_for(self, number: int) -> None:
-        """Return when all are ready for bucket `number`, and have been told to take it. Raises
+        """Wait until all members are ready for bucket `number` and were told to take it. Raises
         `RuntimeError`."""
         with self._changed:
             self._changed.wait_for(lambda: self.broken or self._all_ready(number), self._limit_s)
@@ -152,7 +163,7 @@ class TensorGroup:
         settle(waiting, "")
 
     def broadcast(self, data: torch.Tensor) -> None:
-        """Send `data`, u8 [bytes]. Raises `RuntimeError` when the others have not taken it within the
+        """Send `data`, u8 [bytes]. Raises `RuntimeError` if the members have not taken it within the
         limit."""
         how = dist.BroadcastOptions()
         how.rootRank = 0
@@ -162,7 +173,7 @@ class TensorGroup:
         with torch.cuda.device(self._device):
             work = self._backend.broadcast([data], how)
         until_s = time.monotonic() + self._limit_s
-        # NCCL's own wait orders streams and returns at once: whether the bytes left is asked.
+        # NCCL's own wait only orders streams and returns at once, so this loop polls for completion.
         while not work.is_completed():
             if self.broken or time.monotonic() > until_s:
                 self._backend.abort()
@@ -170,8 +181,10 @@ class TensorGroup:
             time.sleep(POLL_S)
 
     def end(self) -> None:
-        """Note that the thread is through with it. The connections of a broken one close, so that the other
-        sides need not wait for their own time limits."""
+        """Note that the thread no longer uses the group.
+
+        The connections of a broken group close, so that other members need not wait for their own timeouts.
+        """
         with self._changed:
             self.busy = False
             if self.broken:
@@ -182,7 +195,7 @@ class TensorGroup:
 
 
 def settle(futures: Iterable[asyncio.Future[T]], value: T) -> None:
-    """Give futures their result, from any thread; those that nobody awaits any more are left alone."""
+    """Set the result of futures, from any thread. Futures without a waiter are ignored."""
 
     def give(future: asyncio.Future[T]) -> None:
         if not future.done():
@@ -191,5 +204,5 @@ def settle(futures: Iterable[asyncio.Future[T]], value: T) -> None:
     for future in futures:
         try:
             future.get_loop().call_soon_threadsafe(give, future)
-        except RuntimeError:  # its loop has ended, and with it who asked
+        except RuntimeError:  # the loop of the waiter has ended
             continue

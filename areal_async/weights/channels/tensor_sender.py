@@ -1,23 +1,23 @@
-"""The trainer's end of the channel `nccl`: tensors from its own device, straight into engines that serve.
+"""The trainer's end of channel `nccl`: it sends tensors from its own device directly to running engines.
 
-The engines that ask for a version within a short window are one process group with the trainer
-(`tensor_group.py`): NCCL between GPUs, gloo between CPUs. Each byte is sent once. An engine drives its own
-part: it asks once it is paused, is told the group and the order of the tensors, and says when it is ready for
-a bucket.
+Engines that request a version within a short window form one process group with the trainer
+(`tensor_group.py`). The group uses NCCL between GPUs and gloo between CPUs. Each byte is sent once. An engine
+drives its own part. It sends a request once it is paused, gets the group and the order of the tensors, and
+reports when it is ready for a bucket.
 
 Promises:
-- What is sent as a version is that version: a private copy, which no training step changes; an engine that
-  asks for any other version than the newest is sent nothing.
-- Training never waits for an engine. A send is on a thread of its own, makes progress or ends within
+- Engines get exactly the requested version: a private copy that no training step changes. Only the newest
+  version is sent.
+- Training never waits for an engine. A send runs on its own thread. It makes progress or ends within
   `limit_s` for each bucket.
-- A failure costs its group the update under way: all members take the snapshot. The next group is of those
-  who ask then. One in which anything failed is never used again.
-- An engine that asks late keeps nobody waiting: it takes the snapshot, and is waited for the next time.
-- Nothing is hashed on the way. The snapshot with the hashes is published all the same, at an end of its own
-  (`snapshots`), whoever reads it.
+- After a failure all members of the group load the snapshot instead. The next group consists of the engines
+  that request then. A group with a failure is never reused.
+- A late engine delays no other engine. It loads the snapshot, and the next send waits for it.
+- The sent tensors are not hashed. The snapshot with the hashes is always published as well, at its own end
+  (`snapshots`).
 
-The meeting point and the group's own connections are at the address `host` of this machine, by default
-loopback: then members are processes of this host. They ask nobody who they are, and are not encrypted.
+The meeting point and the group's connections use the address `host` of this machine. The default is loopback,
+and then members are processes of this host. The connections are neither authenticated nor encrypted.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ from areal_async.weights.channels.channel import PublishingEnd
 from areal_async.weights.channels.tensor_group import TensorGroup, settle
 
 BUCKET_BYTES = 512 << 20
-"""Bytes sent under one request: an engine's server holds so much beside its weights."""
+"""Bytes per request. An engine's server needs this much memory beside its weights."""
 WINDOW_S = 0.5
-"""Time from the first engine that asks for a version to the start, unless all of the last time are there."""
-MAX_SENDS = 64  # Under way at once. More only pile up where members of dead groups have not timed out yet
+"""Seconds from an engine's first request for a version to the send. It starts early if all last members
+ask."""
+MAX_SENDS = 64  # most sends at once; more accumulate only if members of broken groups have not timed out yet
 CLOSE_S = 2.0
-PART_S = 2.0  # Time for those who were told to join a group to reach its meeting point, after it broke
+PART_S = 2.0  # seconds in which invited members can reach the meeting point of a broken group
 
 log = get_logger("weights")
 
@@ -70,7 +71,7 @@ Plan = SendsTensors | SendsNothing
 
 @dataclass(eq=False)
 class _Copy:
-    """The newest version, in memory of its own: each bucket's bytes, u8. `users` are reading it."""
+    """The newest version, in memory of its own: the bytes of each bucket, u8. `users` are its readers."""
 
     tag: VersionTag
     buckets: list[TensorBucket]
@@ -80,15 +81,17 @@ class _Copy:
 
 @dataclass(eq=False)
 class _Gathering:
-    """Engines that ask for one version, by name."""
+    """Engines that request one version, by name."""
 
     copy: _Copy
     asked: dict[str, tuple[AskTensors, asyncio.Future[Plan]]] = field(default_factory=dict)
 
 
 class TensorSender(PublishingEnd):
-    """Sends from `device`, the trainer's, under one request at most `bucket_bytes` (or one tensor), to at
-    most `max_sends` groups at once; each must take a bucket within `limit_s`."""
+    """Sends tensors from the trainer's `device`, with at most `bucket_bytes` (or one tensor) per request.
+
+    It serves at most `max_sends` groups at once. Each group must take a bucket within `limit_s`.
+    """
 
     takes_tensors = True
 
@@ -115,15 +118,18 @@ class TensorSender(PublishingEnd):
         self._lock = threading.Lock()
         self._copy: _Copy | None = None
         self._gathering: _Gathering | None = None
-        self._begun: VersionTag | None = None  # The last version that was begun to be sent
-        self._expected: set[str] = set()  # Engines to wait for
+        self._begun: VersionTag | None = None  # last version whose send has begun
+        self._expected: set[str] = set()  # engines to wait for
         self._group: TensorGroup | None = None
         self._sends: dict[threading.Thread, TensorGroup] = {}
         self._closing = False
 
     async def start(self) -> None:
-        """Raises `SnapshotError` where torch lacks the backend, and `EndpointError` where no interface has
-        `host` or the snapshots' end cannot serve."""
+        """Start the snapshots' end.
+
+        Raises `SnapshotError` if torch lacks the backend. Raises `EndpointError` if no interface has `host`
+        or the snapshots' end cannot serve.
+        """
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         if not dist.is_backend_available(backend):
             raise SnapshotError(
@@ -132,8 +138,7 @@ class TensorSender(PublishingEnd):
                 "to auto"
             )
         if backend == "nccl":
-            # NCCL's watchdog would end the trainer when an engine dies: the group looks after that itself,
-            # and ends alone.
+            # NCCL's watchdog would end the trainer when an engine dies. The group handles this case itself.
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         os.environ.setdefault(f"{backend.upper()}_SOCKET_IFNAME", interface_of(self._host))
         await self._snapshots.start()
@@ -145,14 +150,14 @@ class TensorSender(PublishingEnd):
         return self._snapshots.remove(manifest_hash)
 
     def offer(self, tag: VersionTag, tensors: Mapping[str, torch.Tensor]) -> None:
-        """`tag` is sent from now on, and nothing else."""
+        """Send only `tag` from now on."""
         buckets = list(in_buckets(tensors, self._bucket_bytes))
         with self._lock:
             last, self._copy = self._copy, None
         if last is not None and not last.users and last.buckets == buckets:
             data = last.data
         else:
-            last = None  # its memory may go first
+            last = None  # frees the old memory first
             sizes = [sum(tensors[name].nbytes for name in bucket.names) for bucket in buckets]
             data = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
         for bucket, run in zip(buckets, data, strict=True):
@@ -162,14 +167,14 @@ class TensorSender(PublishingEnd):
                 run[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
                 at += tensor.nbytes
         if self._device.type == "cuda":
-            # Threads that send do so on streams of their own.
+            # Sending threads use streams of their own.
             torch.cuda.current_stream(self._device).synchronize()
         with self._lock:
             self._copy = _Copy(tag, buckets, data)
 
     async def answer(self, message: Message) -> Answer | None:
-        """Begin to send once those who ask are together, if that version is there to be sent; and keep the
-        members of a group in step."""
+        """Collect the engines that request the newest version and start the send. Keep members of a group in
+        step."""
         if isinstance(message, AskTensors):
             return await self._asked(message)
         if not isinstance(message, TakeBucket | BreakGroup):
@@ -189,7 +194,7 @@ class TensorSender(PublishingEnd):
         return Ok() if may else NoNews()
 
     async def close(self) -> None:
-        """Send nothing more. What is under way gets a moment; engines load the snapshot otherwise."""
+        """Stop sending. Sends in progress get a moment, and other engines load the snapshot."""
         with self._lock:
             self._closing = True
             gathering, sends = self._gathering, dict(self._sends)
@@ -245,7 +250,7 @@ class TensorSender(PublishingEnd):
         return ""
 
     def _begin(self, gathering: _Gathering) -> None:
-        """Send to those who have asked, once."""
+        """Start one send to the engines that have requested it."""
         copy = gathering.copy
         with self._lock:
             asked, gathering.asked = gathering.asked, {}
@@ -270,7 +275,10 @@ class TensorSender(PublishingEnd):
             settle([future], plans[engine])
 
     def _group_of(self, asked: Sequence[AskTensors]) -> TensorGroup | str:
-        """Return the group of exactly those who ask, the last one if it is whole; or why there is none."""
+        """Return the last group if it is intact and has exactly these engines, else a new group.
+
+        A text is the reason why there is no group.
+        """
         members, last = {message.engine: message.ranks for message in asked}, self._group
         if last is not None:
             same = last.members == members and {message.group for message in asked} == {last.name}
@@ -321,8 +329,10 @@ class TensorSender(PublishingEnd):
 
 
 def in_buckets(tensors: Mapping[str, torch.Tensor], limit_bytes: int) -> Iterator[TensorBucket]:
-    """Yield the tensors in order, in runs of at most `limit_bytes` of data (or one tensor); within a run the
-    wider dtypes come first."""
+    """Yield the tensors in order, in buckets of at most `limit_bytes` of data (or one tensor).
+
+    Within a bucket, wider dtypes come first.
+    """
     run: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors.items():
