@@ -131,7 +131,7 @@ def _explained(ranks: Ranks) -> Iterator[None]:
 def _newest(
     ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend
 ) -> tuple[Checkpoint | None, Checkpoint | None]:
-    """The checkpoint to go on from, and a later state that a trainer of this run left in memory."""
+    """Return the newest checkpoint, and a later state that a trainer of this run left in memory."""
 
     def reads(files: Collection[str]) -> Collection[str]:
         return {*backend.reads(files), *({OBJECTIVE_FILE} & {*files})}

@@ -133,7 +133,7 @@ class MachineError(ArealError):
 
     @classmethod
     def of(cls, error: BaseException, *, then: str = "do the same again") -> MachineError | None:
-        """Return what `error`, or what it came from, says of this machine; None if it says nothing of it."""
+        """Return the machine error (disk, limit) that `error` or one of its causes stands for, or None."""
         for cause in causes_of(error):
             if (number := errno_of(cause)) is None:
                 continue
@@ -163,7 +163,7 @@ def errno_of(error: BaseException) -> int | None:
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and what it came from, the newest first."""
+    """Yield an error and its causes, the newest first."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause

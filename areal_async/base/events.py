@@ -92,7 +92,7 @@ _spent_dir: Path | None = None
 
 
 def arm(spec: str, run_dir: Path | None = None) -> None:
-    """Replace what is armed. Raises ValueError for what is no such list."""
+    """Replace the armed failpoints. Raises ValueError if the list is invalid."""
     global _spent_dir
     points = {}
     for entry in filter(None, (part.strip() for part in spec.split(","))):

@@ -69,7 +69,8 @@ class HttpLimits:
     header_s: float = 10.0
     """Longest time from the first byte of a request, or the connection, to the end of the headers."""
     body_s: float = 20.0
-    """Longest time for a body to arrive or an answer to be taken, beyond what they need at `LEAST_RATE`."""
+    """Longest time in seconds to receive a body or to send an answer, in addition to their time at
+    `LEAST_RATE`."""
     answer_s: float = 120.0  # Longest time from the end of the headers to the end of the answer
     idle_s: int = 5  # Between an answer and the next request
     unread_s: float = 5.0
@@ -382,7 +383,8 @@ class Connection(H11Protocol):
 
     @property
     def worth(self) -> int | None:
-        """A connection of the least worth is closed first where places are short; None: it never is."""
+        """Return the worth of a connection. When places are short, the connection of the least worth is
+        closed first; one with None is never closed."""
         if self.phase == "answer":
             return None
         return 2 if self.phase == "body" or self._stuck_s is not None else int(self.trusted)
@@ -506,7 +508,7 @@ class Faults:
 
 
 class _Counting:
-    """A logger for uvicorn that counts what it would log for each client."""
+    """A logger for uvicorn that counts log lines per client instead of writing them."""
 
     level = logging.WARNING
 

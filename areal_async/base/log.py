@@ -95,7 +95,7 @@ def end_logging() -> None:
 
 @dataclass
 class _RepeatedLine:
-    """A line that was written, and what came of it since."""
+    """A line that was written, and the count of its repetitions since."""
 
     record: logging.LogRecord  # The newest like it, without what an exception holds on to
     due_s: float  # When the next may be written

@@ -12,7 +12,7 @@ from areal_async.base.errors import ArealError
 MOST_MISTAKES = 100
 """Mistakes of one file that are put into words."""
 MOST_CHARS = 2000
-"""Longest text of a mistake: what it quotes may be anything."""
+"""Longest text of a mistake, because quoted values may be of any length."""
 ADD_IT = "Add it"  # The fix for a field that is missing
 WHOLE_FILE = "file"
 """Field of a mistake in a file as a whole."""
@@ -69,8 +69,8 @@ def in_words(
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing that is wrong: the dotted field it sits in, what is wrong, and what to do about it, each cut
-    at `MOST_CHARS`."""
+    """A mistake in a configuration: the dotted field, the problem and the remedy, each cut at
+    `MOST_CHARS`."""
 
     field: str
     problem: str
@@ -91,7 +91,7 @@ class Mistake:
 
 
 def as_typed(mistakes: Iterable[Mistake], form: Callable[[str], str]) -> Iterator[Mistake]:
-    """Yield mistakes with what is to be added in the `form` in which the command at hand takes a field."""
+    """Yield mistakes whose remedy names a field in the `form` that the current command accepts."""
     for each in mistakes:
         added = each.fix == ADD_IT or each.fix.startswith(f"{ADD_IT}. ")
         yield replace(each, fix=f"Add {form(each.field)}{each.fix.removeprefix(ADD_IT)}") if added else each

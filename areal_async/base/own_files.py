@@ -37,8 +37,8 @@ class NotOurs(ArealError):
 
 
 def open_regular(path: Path) -> int:
-    """Return a descriptor to read the regular file at `path`, or where its links lead. Raises OSError, also
-    for what is no regular file: opening a pipe would wait for its writer."""
+    """Return a descriptor to read the regular file at `path`; links are followed. Raises OSError, also for a
+    file that is not regular, since opening a pipe would wait for its writer."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

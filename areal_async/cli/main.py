@@ -323,8 +323,8 @@ def objectives(
     name: Annotated[str | None, Argument(metavar="NAME", help="A preset or a part.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the parts of objectives and the presets, or print what a preset sets in a job file and what the
-    parts of that name do."""
+    """List the parts of objectives and the presets. With a name, print the fields that a preset sets, or
+    describe the parts of that name."""
     with readable_errors():
         from areal_async.base.mistakes import ConfigError
         from areal_async.config.presets import PRESETS, unknown_preset

@@ -48,7 +48,7 @@ State = Annotated[str | None, Option(metavar="STATE", help="Only groups in this 
 
 
 class ToolRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of the requests. What is not given is None."""
+    """Base of the requests. A field that is not given is None."""
 
     as_json: AsJson = False
 
@@ -153,7 +153,7 @@ class PlanRequest(ToolRequest, frozen=True):
 
 
 class SimulateRequest(ToolRequest, frozen=True):
-    """Predict how a job would run: steps per second, staleness, who idles, what is wasted."""
+    """Predict steps per second, staleness, idle times and wasted work of a job."""
 
     job_file: JobFile
     overrides: Overrides = None
@@ -167,7 +167,8 @@ class SimulateRequest(ToolRequest, frozen=True):
 
 
 class AdviseRequest(ToolRequest, frozen=True):
-    """Say what holds a run up, and what would balance it, by simulating it and its alternatives."""
+    """Name the bottleneck of a run, and changes that would remove it, by simulating the run and its
+    alternatives."""
 
     run: RunArgument
     steps: Annotated[int, Option(min=1, help="Steps of each simulation, after a warm-up.")] = 100

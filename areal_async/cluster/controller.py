@@ -194,7 +194,7 @@ class Controller:
     # --- own actions -------------------------------------------------------------------------------
 
     def reconcile(self) -> None:
-        """Make the processes match the store, and store what has happened. It takes long only for a dead run,
+        """Make the processes match the store, and store the changes. This takes long only for a dead run,
         whose processes must be ended first."""
         for job in self.store.in_states(ACTIVE):
             self._follow(job)
@@ -235,7 +235,7 @@ class Controller:
                 self._move(job, RunEnded("failed", f"its process cannot be started: {error}"))
 
     def _move(self, job: StoredJob, event: JobEvent, **changes: Any) -> StoredJob:
-        """Write what the event changes, and return the job as it stands then."""
+        """Write the changes of the event, and return the updated job."""
         if (move := decide(job.standing, event, self._clock())) is None:
             return job
         after = self.store.move(job, move, **changes)

@@ -84,7 +84,7 @@ class JobFolder:
         return tail_of(self.output, LAST_WORDS_BYTES)
 
     def waits(self) -> str:
-        """Return what its run waits for if that is the last line of its output."""
+        """Return the reason that its run waits for, if the last line of its output has one."""
         said = self.said().rpartition("\n")[2]
         return said if said.startswith(WAITS) else ""
 

@@ -59,7 +59,7 @@ def held_groups(job: JobConfig) -> int:
 
 
 def _beside(job: JobConfig) -> int:
-    """Return the steps' worth of groups held beside those of one checkpoint interval."""
+    """Return the number of steps whose groups the buffer holds in addition to one checkpoint interval."""
     eta = job.buffer.max_staleness
     return eta + 1 + (eta if job.buffer.max_reuse > 1 else 0)
 

@@ -151,7 +151,7 @@ def flag_name(given: str) -> str:
 
 
 OFF = frozenset({"", "none", "null", "auto", "off", "false", "0", "0.0", "-1"})
-"""Values of a flag, in lower case, that leave out what it switches on."""
+"""Values of a flag, in lower case, that switch the flag off."""
 
 
 UNQUANTISED = frozenset({"bfloat16", "bf16", "float16", "half", "float32", "float"})

@@ -123,7 +123,8 @@ def _vocabulary(tokenizer: Any) -> Any:
 
 
 def model_mistakes(model: Path, config: object, field: str) -> Iterator[Mistake]:
-    """Yield what a Hugging Face model directory lacks; `config` is the content of config.json, or None."""
+    """Yield an entry for each missing part of a Hugging Face model directory. `config` is the content of
+    config.json, or None."""
     if config is None:
         readable = "readable " if (model / "config.json").exists() else ""
         problem = f"{model} has no {readable}config.json"

@@ -482,7 +482,7 @@ class JobConfig(Section):
 
     @property
     def evaluation_sampling(self) -> SamplingSection:
-        """The sampling parameters of the evaluation, with those of the rollout for unset ones."""
+        """Return the sampling parameters of the evaluation. Unset ones are taken from the rollout."""
         section = self.evaluation.sampling.model_dump()
         section["max_new_tokens"] = section["max_new_tokens"] or self.rollout.sampling.max_new_tokens
         return SamplingSection(**section)

@@ -51,8 +51,8 @@ class NamedPart:
         return self.name not in self.registry.names and ".py:" in self.name
 
     def mistakes(self, job: JobConfig, *, run_own: bool = False) -> Iterator[Mistake]:
-        """Yield the mistakes in the part's arguments, or if there are none, those in `job`. A file of the
-        user's is run only with `run_own`; otherwise its text is checked."""
+        """Yield the mistakes in the part's arguments or, if there are none, the mistakes in `job`. A file of
+        the user is executed only with `run_own`; otherwise its text is checked."""
         fields = {"field": self.field, "args_field": self.args_field}
         broken = list(self.registry.mistakes(self.name, self.arguments, **fields, run_own=run_own))
         if broken and (meant := self._meant()):
@@ -66,8 +66,8 @@ class NamedPart:
                 yield from check_job(job, self.arguments, self.args_field)
 
     def _mistakes_of_backend(self, job: JobConfig, backend: Any) -> Iterator[Mistake]:
-        """Check what a back end declares: `axes`; `trains_adapters`, with which it takes `lora` and `seed`;
-        and `replays_routes`, with which it reads `MicroBatch.routes`."""
+        """Check the declarations of a back end: `axes`; `trains_adapters`, which requires `lora` and `seed`;
+        and `replays_routes`, which requires reading `MicroBatch.routes`."""
         yield from parallel_mistakes(job.trainer, getattr(backend, "axes", ("shard",)))
         named = f"trainer.backend {self.name}"
         if job.trainer.lora.rank and not getattr(backend, "trains_adapters", False):

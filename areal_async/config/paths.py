@@ -52,9 +52,11 @@ def resolve_paths(content: dict[str, Any], base: Path, *, seen_from: Path | None
 def _resolve_part(
     kind: Registry, section: dict[str, Any], name: str, args: str, base: Path, seen_from: Path | None
 ) -> None:
-    """Resolve the paths of a part: that of its file, and those among its arguments.
+    """Resolve the path of a part's file, and the paths among its arguments.
 
-    A `FolderOrName` that is no folder beside the job file, and is not written as a path, stays as it is."""
+    A `FolderOrName` stays unchanged if it is not written as a path and there is no such folder beside the job
+    file.
+    """
     if isinstance(section.get(name), str) and ".py:" in section[name]:
         section[name] = _resolved(section[name], base, seen_from)
     if not isinstance(section.get(args), dict):

@@ -55,7 +55,7 @@ from areal_async.config.base import Section
 
 
 class PartError(ArealError):
-    """A named part cannot be found or loaded. The text names the part, what is wrong and what to do."""
+    """A named part cannot be found or loaded. The text names the part, the problem and the remedy."""
 
     restart_helps = False
 

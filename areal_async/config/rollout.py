@@ -146,5 +146,5 @@ class RolloutSection(Section):
 
     @property
     def greedy_sample(self) -> int | None:
-        """The number in its group of the episode that is sampled greedily, or None."""
+        """Return the number of the greedily sampled episode in its group, or None."""
         return 0 if self.greedy_baseline else None

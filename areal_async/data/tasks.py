@@ -94,8 +94,7 @@ class TaskTable:
 
 
 def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
-    """Read and check a whole task file, with the columns of `extra` beside those of a task. Raises
-    `TaskFileError`."""
+    """Read and check a whole task file. `extra` names further columns to read. Raises `TaskFileError`."""
     columns = frozenset((*COLUMNS, *extra))
     rows, path = [], task_file(path)
     for where, row in task_rows(path, columns):
@@ -216,7 +215,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _without_dictionaries(path: Path, batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the batch with its dictionaries decoded, so that its size is what its rows take."""
+    """Return the batch with its dictionaries decoded, so that its size is the size of its rows."""
     from pyarrow.types import is_dictionary
 
     for index, field in enumerate(batch.schema):
@@ -347,7 +346,7 @@ def check_values(row: Mapping[str, Any], where: str) -> None:
 
 def chat_messages(value: Any, column: str, where: str) -> list[Message]:
     """Return the messages of a column without their null fields, each with a content. Raises `TaskFileError`
-    for what is no list of messages of text."""
+    if the value is not a list of text messages."""
     found = value if isinstance(value, list) else []
     if not found or not all(isinstance(each, dict) and each.get("role") is not None for each in found):
         raise TaskFileError(f"{where}: column `{column}` {_NO_TEXT}; found {value!r:.80}.")
@@ -365,8 +364,8 @@ def chat_messages(value: Any, column: str, where: str) -> list[Message]:
 
 
 def present(message: Mapping[str, Any]) -> Message:
-    """Return a message, or a call in it, without the fields that are null. What a call's arguments hold is
-    data, and stays."""
+    """Return a message, or a tool call of a message, without its null fields. The arguments of a call are
+    data and stay unchanged."""
     made = {name: value for name, value in message.items() if value is not None}
     for name in ("function", "function_call"):
         if isinstance(inner := made.get(name), Mapping):
@@ -401,7 +400,7 @@ def check_message(message: Mapping[str, Any], column: str, where: str) -> None:
 
 
 def check_text(text: Any, column: str, where: str) -> None:
-    """Raise `TaskFileError` for what is no text alone; `where` names the row."""
+    """Raise `TaskFileError` if the content is not plain text. `where` names the row."""
     if not isinstance(text, str) or PLACEHOLDER in text:
         found = f"has {PLACEHOLDER}"
         if not isinstance(text, str):

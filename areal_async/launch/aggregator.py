@@ -279,7 +279,7 @@ class _Service:
 
 
 class StatusAggregator:
-    """Collects what is known of a run. Times `now_s` are of one monotonic clock."""
+    """A collector of the status of a run. Times `now_s` are of one monotonic clock."""
 
     def __init__(self, job: JobConfig, service_names: Sequence[str], started_s: float) -> None:
         self._job = job
@@ -291,7 +291,7 @@ class StatusAggregator:
         self._message: tuple[float, str] | None = None  # When it came, and its text
         self._trainer_busy_s = -1.0
         self._computed_s: float | None = None
-        """When the trainer was last seen to compute; None before it has served."""
+        """Time at which the trainer last computed; None before it is ready."""
         self.stopping = False
 
     def set_phases(self, phases: Mapping[str, str]) -> None:

@@ -159,8 +159,8 @@ def fetch_buffer(run_dir: Path, pull: Callable[[dict[str, int]], list[FileNews]]
 
 
 def append_rest(run_dir: Path, part: Part, pull: Callable[[dict[str, int]], list[FileNews]]) -> bool:
-    """Append to the files of a part what was written after their last bytes came home, and return whether
-    there was any. Raises as `fetch_buffer` does."""
+    """Append the bytes that were written to a part's files since the last copy to the home host. Return
+    whether there were any. Raises the errors of `fetch_buffer`."""
     paths = [path for path in (run_dir / part).glob("*") if path.is_file()]
     have = {f"{part}/{path.name}": path.stat().st_size for path in paths}
     return _append_pieces(run_dir, f"{part}/", part, have, pull)
@@ -196,7 +196,7 @@ def forget_at_home(run_dir: Path) -> None:
 
 
 def expect_loss(run_dir: Path, node: BufferNode) -> None:
-    """Have the next buffer report as lost what the one on `node` had confirmed."""
+    """Make the next buffer report the writes that the buffer on `node` had confirmed as lost."""
     write_confirmed(run_dir, node.confirmed)
     log.error(
         "the files of the buffer cannot be reached, and the run goes on from its newest checkpoint",

@@ -80,9 +80,11 @@ class FleetChange:
 
 
 class ControlSocket(ControlServer):
-    """`start`, then `carry_out` what is asked as often as the supervisor looks, then `stop`.
+    """The socket of the supervisor for control requests. Call `start`, then `carry_out` in each round of the
+    supervisor, then `stop`.
 
-    A buffer that does not answer within `buffer_wait_s` is not told of workers that leave."""
+    If a buffer does not answer within `buffer_wait_s`, it is not told which workers leave.
+    """
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class ControlSocket(ControlServer):
         )
 
     def carry_out(self, begin: Callable[[WorkersRequest], FleetChange]) -> None:
-        """Have `begin` begin what was asked since the last look."""
+        """Call `begin` for each request that arrived since the last round."""
         with suppress(queue.Empty):
             while True:
                 request, begun = self._asked.get_nowait()

@@ -100,7 +100,7 @@ class RunFolders(OnHost):
         return self.run_dir / TOPOLOGY
 
     def release(self) -> None:
-        """Remove what is volatile and give up the lock."""
+        """Remove the volatile files and release the lock."""
         for folder in (self.socket_dir, self.shm_dir):
             shutil.rmtree(folder, ignore_errors=True)
         if self.snapshots is not None:

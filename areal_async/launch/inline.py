@@ -227,7 +227,7 @@ class InlineRun:
             signal.pthread_kill(self._main_thread, CANCEL)
 
     def _listen(self, signals: int) -> None:
-        """Take signals, also while the main thread computes, and refuse what is asked of the supervisor."""
+        """Handle signals, also while the main thread computes, and refuse requests to the supervisor."""
         last_s = -SAME_INTERRUPT_S
         while not self._over.is_set():
             self._socket.carry_out(_refuse)

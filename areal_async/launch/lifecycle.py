@@ -211,7 +211,7 @@ class Lifecycle:
         del self.states[name]
 
     def interrupt(self, now_s: float) -> list[Action]:
-        """A request to stop. A second one, during the stop, kills what is left at once."""
+        """Stop the run. A second call during the stop kills the remaining processes at once."""
         if self.stopping:
             return [Action("kill", name) for name in self.alive()]
         return self._stop(Ending("interrupted"), now_s)

@@ -177,7 +177,7 @@ class LocalLauncher:
         return []
 
     def close(self) -> None:
-        """End every process: the services, what they detached, and the spares."""
+        """End every process: the services, the processes that they detached, and the spares."""
         self._spares.close()
         for child in self._children.values():
             child.kill()

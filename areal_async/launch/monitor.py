@@ -142,8 +142,8 @@ class LoadLog:
 
 
 def _cpu_s(pids: set[int]) -> dict[int, float]:
-    """CPU seconds of these processes and their children, those that have ended too, from one look at all that
-    run here. Raises `KeyError` where one does not."""
+    """Return the CPU seconds of these processes and their children, ended ones included, from one listing of
+    the machine's processes. Raises `KeyError` if one of these processes is not running."""
     spent_s: dict[int, float] = {}
     children: dict[int, list[int]] = defaultdict(list)
     for process in psutil.process_iter(["ppid", "cpu_times"]):

@@ -62,8 +62,8 @@ def services_of(job: JobConfig, modules: Mapping[Role, str] = MODULES) -> list[S
 
 
 def with_channel(job: JobConfig, *, several_hosts: bool) -> JobConfig:
-    """Return `job` with the channel that `weights.channel: auto` stands for: `zmq` on several hosts.
-    Beside `nccl` snapshots are brought in the same way, and with the same codec."""
+    """Return `job` with `weights.channel: auto` resolved: `zmq` on several hosts, else `shm`. With `nccl` on
+    several hosts, the codec `auto` becomes `delta`."""
     channel = job.weights.channel
     if channel == "auto" and several_hosts:
         return with_fields(job, "weights", channel="zmq")

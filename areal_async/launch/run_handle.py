@@ -1,8 +1,9 @@
-"""Runs for Python and the tools: find them by folder or job file, ask, resume and wait for them.
+"""Handles of runs for Python and the tools. They find a run by folder or job file, query it, resume it and
+wait for it.
 
-Files that the job of a run names (model, tasks, reward) need not exist any more. A resumed run goes on with
-the job recorded in its folder, not with the job file as it is now: the batches of the redo log were made
-under the recorded one.
+Files that the job of a run names (model, tasks, reward) need not exist any more. A resumed run continues with
+the job recorded in its folder, not with the current job file, because the batches of the redo log were made
+under the recorded job.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ LOOK_S = 0.1  # How often a run is looked at that is waited for
 
 @dataclass
 class Run:
-    """A run, alive or not: its folder, its job, and what it says of itself.
+    """A run, alive or not: its folder, its job, and its status.
 
     `areal_async.run(job)` starts one and returns it; `Run.open(path)` finds one. Its methods may be called
     from any thread, in a script and in a notebook.

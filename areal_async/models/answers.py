@@ -42,14 +42,14 @@ def end_sources(tokenizer: Any, folder: Path | None = None) -> dict[str, frozens
 
 
 def turn_closing(tokenizer: Any) -> str | None:
-    """Return the text that the chat template puts after what an assistant said; None where there is no
-    template, or it does not show such a chat."""
+    """Return the text that the chat template puts after an assistant's message. None if there is no template,
+    or if it rejects such a chat."""
     return _after_answer(tokenizer)
 
 
 def turn_end(tokenizer: Any) -> int | None:
-    """Return the token with which the chat template ends an assistant's turn; None where that is no token of
-    its own: nothing, or characters that the model writes elsewhere too."""
+    """Return the token with which the chat template ends an assistant's turn. None if the template adds no
+    token, or characters that the model may also write elsewhere."""
     return _first_mark(tokenizer, turn_closing(tokenizer))
 
 

@@ -65,7 +65,7 @@ _read_parts = msgspec.msgpack.Decoder(list[FilePart | None]).decode
 
 
 def write_parts(parts: Sequence[FilePart | None]) -> bytes:
-    """Return the frame that says where attachments lie; None for those that follow as frames."""
+    """Return the frame with the places of the attachments, or None if they follow as frames."""
     return _encode(parts)
 
 
@@ -114,7 +114,8 @@ class ServerFiles:
         return filed
 
     def sweep(self) -> None:
-        """Remove what dead clients have left: what is still there `STALE_S` after it was first seen."""
+        """Remove files of dead clients, which are the files that still exist `STALE_S` after they were first
+        seen."""
         now_s, before = time.monotonic(), self._seen_s
         names = {entry.name for entry in os.scandir(self._incoming)} - {TOKEN}
         self._seen_s = {name: before.get(name, now_s) for name in names}

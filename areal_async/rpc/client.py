@@ -190,7 +190,7 @@ class Client:
         return reply, received  # type: ignore[return-value]
 
     async def close(self) -> None:
-        """Fail what is under way with `PeerGone` and leave no socket or task behind."""
+        """Fail the calls in flight with `PeerGone`, and end every socket and task."""
         if self._socket is None or self._context is None or self._monitor is None:
             return
         if self._link is _Link.UP:
@@ -297,7 +297,7 @@ class Client:
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
 
     def _redial(self) -> None:
-        """Go on with the server where it is found now; what is unanswered is asked there."""
+        """Connect to the server's current address and send the unanswered calls there."""
         if self._socket is not None and self._connected_to != self.endpoint:
             self._link = _Link.DOWN
             self._socket.redial(self._connected_to, self.endpoint)

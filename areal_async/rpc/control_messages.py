@@ -37,7 +37,7 @@ class ServiceStatus(Message, frozen=True):
     pid: int
     state: ServiceState
     waiting_for: dict[str, str]
-    """Descriptions of what it waits for, by subject; empty when it waits for nothing."""
+    """Descriptions of the things it waits for, by subject; empty if it does not wait."""
     busy_s: dict[str, float]  # Seconds spent in each activity
     figures: ServiceFigures
     notice: str = ""
@@ -49,7 +49,7 @@ class ServiceStatus(Message, frozen=True):
 
 
 class Status(Request[ServiceStatus], frozen=True):
-    """Ask any service, or the supervisor, at its own endpoint, what it says of itself."""
+    """Request the status of a service or of the supervisor, at its own endpoint."""
 
     threads: int = 0
     """CPU threads that it is to compute with from its next step on; 0: as many as it has."""
@@ -93,8 +93,8 @@ class WorkersChanged(Message, frozen=True):
 
 
 class DrainWorker(Request[WorkersChanged], frozen=True):
-    """Have one worker finish what it has within `limit_ms`, hand back the rest, and end. `outside`: a worker
-    that the supervisor has not started, and cannot wait for."""
+    """Tell one worker to finish its episodes within `limit_ms`, hand back the rest, and exit. `outside` marks
+    a worker that the supervisor did not start and cannot wait for."""
 
     worker: str
     limit_ms: int

@@ -45,7 +45,7 @@ _TAKEN = struct.Struct("=120xQ")  # Linux' `struct tcp_info` up to `tcpi_bytes_a
 _EVENT = struct.Struct("=hi")
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_FRAMES_BEFORE = 6
-"""Frames before what the client shows: version, request, domain, address, identity, mechanism."""
+"""Frames before the client's credentials: version, request, domain, address, identity, mechanism."""
 ZAP_FRAMES = ZAP_FRAMES_BEFORE + 2
 ANYBODY = "known"  # The user of a peer whose role is not told apart
 

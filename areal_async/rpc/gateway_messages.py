@@ -12,7 +12,7 @@ from areal_async.trajectory.layout import FinishReason, Sampling
 
 
 class OpenSession(Request[Ok], frozen=True):
-    """Let in who shows the key with this digest. Opening what is open changes nothing."""
+    """Admit a client whose key has this digest. Opening an open session changes nothing."""
 
     key: bytes
     episode: int
@@ -28,7 +28,8 @@ class ServeAgents(Request[Ok], frozen=True):
 
 
 class EndSession(Request[Ok], frozen=True):
-    """End the calls of a session; what its agent was sent has been recorded when this is answered."""
+    """End the calls of a session. When this is answered, everything that was sent to its agent is
+    recorded."""
 
     key: bytes
 
@@ -76,7 +77,7 @@ class Sample(Request[Sampled | SampleRefused], frozen=True):
     root: Literal["", "new", "history", "template"] = ""
     """Why a path begins, where one does."""
     stream: bool = False
-    """Keep what is sampled on its way for `TakePieces`."""
+    """Keep sampled units for `TakePieces` while the call runs."""
 
 
 class Pieces(Message, frozen=True):
@@ -93,8 +94,8 @@ class TakePieces(Request[Pieces], frozen=True):
 
 
 class RecordCall(Request[Ok], frozen=True):
-    """The agent was sent all answers of a call: they are part of the episode. `prompt` is the text of the
-    conversation, `responses` what the answers say."""
+    """Record that the agent has received all answers of a call, so that they become part of the episode.
+    `prompt` is the text of the conversation, `responses` the texts of the answers."""
 
     key: bytes
     call: int

@@ -17,7 +17,8 @@ class HomeFiles(Message, frozen=True):
 
 
 class ListHome(Request[HomeFiles], frozen=True):
-    """The files at and below `path`: `files/…` is what the job names, `run/…` the run's folder."""
+    """List the files at and below `path`. `files/…` are the files that the job names, `run/…` is the run's
+    folder."""
 
     path: str
 
@@ -31,8 +32,8 @@ class ReadHome(Request[Ok], frozen=True):
 
 
 class WriteHome(Request[Ok], frozen=True):
-    """The attachment belongs at `offset` of a file that gets its name, `path`, with the `last` request of the
-    same `upload`. Writing the same again changes nothing."""
+    """Write the attachment at `offset` of the file of this `upload`. The `last` request gives the file its
+    name, `path`. A repeated request changes nothing."""
 
     path: str
     upload: str
@@ -41,6 +42,6 @@ class WriteHome(Request[Ok], frozen=True):
 
 
 class RemoveHome(Request[Ok], frozen=True):
-    """Remove a file or, of a folder, all below it. What is not there is as good as removed."""
+    """Remove a file, or all files below a folder. A missing file is not an error."""
 
     path: str

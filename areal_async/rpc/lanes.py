@@ -28,8 +28,8 @@ class Lane:
 
 
 class Lanes(Generic[T]):
-    """The requests that wait, by the name of their lane. Of the lanes that could go on, the one goes that is
-    furthest behind its share, the heavier first where they are level (smooth weighted round robin)."""
+    """Queues of waiting requests, one per lane. The next request comes from the lane that is furthest behind
+    its share; among equals, from the lane of the larger share (smooth weighted round robin)."""
 
     def __init__(self, lanes: Mapping[str, Lane], lane_of: Callable[[Any], str] = lambda _: "all") -> None:
         """`lane_of` names the lane of a request."""

@@ -36,7 +36,7 @@ class LeasedGroup(Record, frozen=True):
 
 
 class Leases(Message, frozen=True):
-    """The granted groups; when empty, `reason` says what the worker waits for. `drain`: as in
+    """The granted groups. If there are none, `reason` says why the worker waits. `drain` is as in
     `HeartbeatAck`."""
 
     groups: list[LeasedGroup]
@@ -55,8 +55,8 @@ class Lease(Request[Leases], frozen=True):
 
 
 class HeartbeatAck(Message, frozen=True):
-    """`lost` are leases the worker no longer holds: it must abort their episodes. `drain`: it will get no
-    more, and is to finish what it has or hand it back."""
+    """An answer to a heartbeat. `lost` has the leases that the worker no longer holds; it must abort their
+    episodes. `drain` means that it gets no more leases and must finish its episodes or hand them back."""
 
     lost: list[str]
     drain: bool = False
@@ -79,15 +79,14 @@ class Drain(Request[Ok], frozen=True):
 
 
 class Release(Request[Ok], frozen=True):
-    """Hand a lease back before its deadline. What is stored stays; the missing samples are re-queued. With
-    the reason `drained` it is handed over by a worker that stops as planned, which says nothing against the
-    task."""
+    """Hand a lease back before its deadline. Stored samples stay; missing samples are queued again. The
+    reason `drained` marks a worker that stops as planned, so the lease does not count against the task."""
 
     worker: str
     lease_id: str
     reason: str
     failed: bool = False
-    """Episodes of it failed with that reason, by what they do and not by the engine."""
+    """Reason why its episodes failed, if their own code and not the engine failed."""
 
 
 class Refusal(Record, frozen=True):
@@ -220,7 +219,7 @@ class BatchGroup(Record, frozen=True):
 
 
 class Batch(Message, frozen=True):
-    """The manifest of a step: what is trained, in order. Bytes are fetched by id."""
+    """The manifest of a step: its groups, in order. Bytes are fetched by id."""
 
     policy: str
     epoch: int

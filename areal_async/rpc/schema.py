@@ -55,8 +55,9 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class FilesHere(Record, frozen=True):
-    """Folders of a server that clients of its host may use for attachments (`by_file.py`): those of its
-    clients, and those of its own. `token` is what a file of the first one says. `flush`: to disk."""
+    """Folders of a server that clients of its host may use for attachments (`by_file.py`): one for the
+    clients, one for the server. `token` is the content of a file in the first one. `flush` means to write to
+    disk."""
 
     incoming: str
     held: str

@@ -227,7 +227,8 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         write_private(path, msgspec.json.encode(self))
 
     def token(self, server: str) -> str:
-        """As `RunSecret.token`. Raises `EndpointError` where the server does not concern this role."""
+        """Return the token as `RunSecret.token` does. Raises `EndpointError` if this role may not talk to the
+        server."""
         try:
             return self.tokens[server]
         except KeyError:

@@ -67,7 +67,7 @@ class PolledSocket:
         return True
 
     def redial(self, old: str, new: str) -> None:
-        """Be connected to `new` instead of to `old`. What was sent to that and not taken is lost."""
+        """Connect to `new` instead of `old`. Messages that were sent to `old` and not received are lost."""
         with suppress(zmq.ZMQError):  # it was not connected
             self._sock.disconnect(old)
         self._sock.connect(new)

@@ -30,8 +30,8 @@ SERVED_VARIABLE = "AREAL_ASYNC_SERVED_BEFORE"
 class ServiceContext(OnHost):
     """The job of a service and its place in the run.
 
-    `stop` and `stopping` are one signal, for coroutines and for threads: once set, the service finishes
-    what is short, closes its sockets and returns within a few seconds.
+    `stop` and `stopping` are one signal, for coroutines and for threads. Once it is set, the service finishes
+    short work, closes its sockets and returns within a few seconds.
     """
 
     job: JobConfig

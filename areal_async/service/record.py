@@ -221,7 +221,7 @@ class Tail:
         self._offset = 0
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """All whole lines up to the end that are JSON objects."""
+        """Return all complete lines up to the end that are JSON objects."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
             for line in file:

@@ -130,8 +130,8 @@ def _thin(place: Path, keep: Path) -> None:
 
 
 def sample_files(folder: Path) -> list[tuple[SampleKind, int, Path]]:
-    """The files of samples in the folder of a run or a policy: their kind, step or version, and path, in
-    the order of steps; none where there are none yet."""
+    """Return the kind, step or version, and path of each file of samples in the folder of a run or a policy,
+    in the order of steps. The list is empty if there are none."""
     place, found = folder / FOLDER, []
     for path in place.iterdir() if place.is_dir() else ():
         if match := NAME.fullmatch(path.name):
@@ -141,7 +141,7 @@ def sample_files(folder: Path) -> list[tuple[SampleKind, int, Path]]:
 
 
 def read_samples(path: str | Path) -> list[dict[str, Any]]:
-    """Return the episodes of a file of samples. Raises `RunFolderError` for what is none."""
+    """Return the episodes of a file of samples. Raises `RunFolderError` if the file is not one."""
     try:
         return [msgspec.json.decode(line, type=dict) for line in Path(path).read_bytes().splitlines() if line]
     except (OSError, TypeError, ValueError) as error:

@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def show_as(command: list[str]) -> None:
-    """Let the process's command line be this one; what has no room is cut off."""
+    """Set the process's command line to this text, cut off if it does not fit."""
     fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()  # from the third on
     begin, end = (int(fields[number - 3]) for number in (ARG_START, ARG_END))
     text = b"\0".join(map(os.fsencode, command))[: end - begin - 1]

@@ -74,7 +74,8 @@ class PlainLines:
         every_s: float = PLAIN_EVERY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`policy` is the first one, whose pace tells what is left of the `steps`."""
+        """Create the view. `policy` is the first policy; its pace predicts the time for the remaining
+        `steps`."""
         self._console = console
         self._policy, self._steps = policy, steps
         self._progress = Progress(policy)

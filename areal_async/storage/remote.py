@@ -192,7 +192,8 @@ class Remote:
             self._ask("remove", self._named(name), delete)
 
     def each(self, work: Callable[[T], object], items: Iterable[T]) -> None:
-        """Call `work` for each item, a few at once. Raises the first error after all running calls."""
+        """Call `work` for each item, a few at once. If calls fail, wait for the running ones and raise the
+        first error."""
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="storage") as pool:
             for _ in pool.map(work, items):  # which cancels the rest after an error
                 pass

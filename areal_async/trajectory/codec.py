@@ -111,7 +111,7 @@ def _episode_of(view: memoryview, spans: Sequence[tuple[int, int]], limits: Epis
 
 
 def _parts_of(episode: Episode, limits: EpisodeLimits) -> list[bytes | NDArray]:
-    """The frames as what `bytes.join` takes, in order."""
+    """Return the frames in order, as input for `bytes.join`."""
     segments, units = episode.segments, episode.units
     columns = {name: column for name, column in units.columns.items() if name != ROUTES}
     specs = [(n, _DTYPE_NAMES[c.dtype], c.shape[1] if c.ndim == 2 else 0) for n, c in columns.items()]

@@ -158,7 +158,7 @@ def _check_units(units: Units) -> tuple[int, int, int]:
 
 
 def _check_segments(segments: Segments, n_units: int, versions: bytes, n_agents: int) -> list[int]:
-    """The sampled segments. `versions` are the bytes of that column, none of them below -1."""
+    """Check the sampled segments. `versions` are the bytes of that column, none of them below -1."""
     sampled = []
     end = 0
     rows = zip(*segments.table.tolist(), strict=True)

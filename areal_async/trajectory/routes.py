@@ -30,17 +30,17 @@ Routes = NDArray[np.uint8] | NDArray[np.uint16]
 
 
 def route_type(experts: int) -> np.dtype:
-    """The smallest type that holds the ids of so many experts, and none."""
+    """Return the smallest integer type for the ids of this many experts and the value for "no route"."""
     return COLUMN_DTYPES["u8" if experts < 256 else "u16"]
 
 
 def no_route(dtype: np.dtype) -> int:
-    """The value that means none."""
+    """Return the value that means "no route"."""
     return int(np.iinfo(dtype).max)
 
 
 def stored_routes(ids: NDArray, experts: int) -> Routes:
-    """[T, L * K] of expert ids [T, L, K] of any integer type; what is no id of an expert is none."""
+    """Return [T, L * K] of expert ids [T, L, K] of any integer type. Invalid ids become "no route"."""
     dtype = route_type(experts)
     flat = ids.reshape(len(ids), -1)
     found: Routes = np.where((flat >= 0) & (flat < experts), flat, no_route(dtype)).astype(dtype)
@@ -53,7 +53,7 @@ def routes_of(episode: Episode) -> Routes | None:
 
 
 def pack_routes(episode: Episode) -> bytes | None:
-    """The routes of an episode as bytes of their own; None where it has none."""
+    """Return the routes of an episode as separate bytes; None if it has none."""
     routes = routes_of(episode)
     if routes is None:
         return None

@@ -44,7 +44,7 @@ class Row:
 
 
 def seen_by(episode: Episode, policy: str) -> Episode:
-    """The episode as the trainer of `policy` sees it: what other policies sampled is context (mask 0)."""
+    """Return the episode as the trainer of `policy` sees it: units of other policies are context (mask 0)."""
     if episode.versions.keys() <= {policy}:
         return episode
     header, segments, units = episode.header, episode.segments, episode.units

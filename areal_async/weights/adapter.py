@@ -114,9 +114,11 @@ class BaseWeights:
         }
 
     def merged(self, adapter: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the base by name, those that `adapter` changes merged with it, one at a time.
+        """Yield every tensor of the base by name, one at a time. Tensors that `adapter` changes are merged
+        with it.
 
-        `adapter` has peft's names. Raises `SnapshotError` where it changes what the base does not have."""
+        `adapter` has peft's names. Raises `SnapshotError` if it changes a tensor that the base does not have.
+        """
         import torch
 
         targets = self._targets(adapter)

@@ -326,7 +326,8 @@ class DeltaPublisher:
         return self._offers.pop(tag, None)
 
     def close(self) -> None:
-        """Wait until nothing is written any more; what is half made is not finished. Not under the lock."""
+        """Wait until no delta is being written. Unfinished deltas are not completed. Do not call this with
+        the lock."""
         self._stop.set()
         self._pool.shutdown()
 

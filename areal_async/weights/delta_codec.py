@@ -36,7 +36,7 @@ Elements = npt.NDArray[Any]
 
 
 class Reader:
-    """Bytes in memory, read from the front; `at` counts what was read."""
+    """A reader of bytes in memory, from the front. `at` is the number of bytes read."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data)

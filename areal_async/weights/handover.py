@@ -49,7 +49,7 @@ class StagedPieces:
     is pinned."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
-        """`boxes` are what the rank has said that it holds."""
+        """Create the object. `boxes` are the boxes that the rank has declared."""
         self._boxes = boxes
         self._known = {_key(box) for box in boxes}
         self._copies: dict[bytes, Tensor] = {}
@@ -81,8 +81,8 @@ class StagedPieces:
 def receive(
     group: ByteCollectives, mapped: MappedFile, layout: Layout, held: Mapping[int, Sequence[Box]]
 ) -> None:
-    """Write what the ranks of `held` hand over into the file. Raises the group's error where one does not
-    come."""
+    """Write the pieces that the ranks of `held` hand over into the file. Raises the group's error if one rank
+    does not arrive."""
     buffer = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
     each_of = [_messages(rank, boxes) for rank, boxes in held.items()]
     for rank, piece in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*each_of))):

@@ -47,8 +47,9 @@ FILE_DTYPES: dict[str, str] = {f"torch.{name}": dtype for dtype, name in TORCH_N
 """Name in safetensors by what torch prints of the dtype (`torch.bfloat16`)."""
 HEADER_ALIGN_BYTES = 64
 PART_BYTES = 16 << 20
-"""Bytes of the rows that are hashed as one: few enough that threads share even one tensor, so many that the
-manifest of a large model stays small. Part of what a manifest means: another value is another schema."""
+"""Bytes of the rows that are hashed together. It is small enough that threads share even one tensor, and
+large enough that the manifest of a large model stays small. It is part of the schema: another value needs
+another schema."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,8 +120,8 @@ class Layout:
 
 
 def plan_layout(held: Sequence[Iterable[Box]], file: str) -> Layout:
-    """Return the layout of `file` for what each rank holds. Raises `SnapshotError` unless their boxes cover
-    each tensor exactly once."""
+    """Return the layout of `file` for the boxes that each rank holds. Raises `SnapshotError` unless their
+    boxes cover each tensor exactly once."""
     by_tensor: defaultdict[str, list[tuple[int, Box]]] = defaultdict(list)
     for rank, boxes in enumerate(held):
         for box in boxes:

@@ -153,7 +153,8 @@ def name_of(manifest: Manifest) -> str:
 
 
 def remove_snapshots(root: Path) -> None:
-    """Remove what a publisher wrote into `root`, whole or not, and leave the rest. Raises `OSError`."""
+    """Remove the snapshots that a publisher wrote into `root`, complete or not, and leave other files. Raises
+    `OSError`."""
     for path in root.iterdir():
         if _OURS.fullmatch(path.name):
             if path.is_dir():

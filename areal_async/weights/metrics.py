@@ -25,4 +25,4 @@ FETCH_SECONDS = Histogram(
     buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0),
 )
 WAITS = Gauge("areal_weights_waits", "1 while a snapshot is on its way here and nothing comes.", ["what"])
-"""`what` says in words what it waits for."""
+"""Gauge of waits; `what` describes the awaited thing in words."""

@@ -38,7 +38,7 @@ MOST_NAMED = 5  # Largest number of tensors that an error names
 
 
 class NamesMismatch(ArealError):
-    """Files whose tensors are not those of the model. The message says what about them: `lacks …`."""
+    """Files whose tensors are not the tensors of the model. The message gives the difference: `lacks …`."""
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,8 @@ class Publisher(PieceWriter):
         return written
 
     def _make_room(self) -> None:
-        """Retire what is not needed, but for as many model files as the next snapshots will fill."""
+        """Retire snapshots that are not needed, except for the model files that the next snapshots will
+        overwrite."""
         if self._taken is not None:  # by a publication that failed
             spare_file(self._root, self._taken).unlink(missing_ok=True)
             self._taken = None

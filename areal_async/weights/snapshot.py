@@ -255,8 +255,8 @@ def read_manifest(path: Path, manifest_hash: str | None = None) -> Manifest:
 
 
 def check_files(path: Path, manifest: Manifest, *, sealed: bool = True) -> None:
-    """Exactly the files of the manifest are there (itself too, once `sealed`), and those that travel along
-    are what it says. Raises `SnapshotError` and `OSError`."""
+    """Check that exactly the files of the manifest exist (and the manifest, once `sealed`), and that
+    companion files match it. Raises `SnapshotError` and `OSError`."""
     expected = {entry.file for entry in files_of(manifest)} | ({MANIFEST_FILE} if sealed else set())
     found = set(os.listdir(path))
     if found != expected:

@@ -73,13 +73,13 @@ class MappedFile:
             np.copyto(self.view(at, at + n), np.frombuffer(data, np.uint8))
 
     def view(self, begin: int, end: int) -> npt.NDArray[np.uint8]:
-        """These bytes of the file, writable. Must be let go before `close`."""
+        """Return a writable view of these bytes of the file. Release it before `close`."""
         return (
             np.frombuffer(self._map, np.uint8, end - begin, begin) if end > begin else np.empty(0, np.uint8)
         )
 
     def flush(self) -> None:
-        """Flush what was written, so that other hosts read it too. Costs nothing in shared memory."""
+        """Flush written data, so that other hosts can read it. In shared memory this costs nothing."""
         with self.path.open("r+b") as file:
             # Not the mapping's own flush, which would hold Python's lock while a disk works.
             os.fdatasync(file.fileno())

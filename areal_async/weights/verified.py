@@ -71,8 +71,9 @@ class HostRecords:
         verify: Callable[[], T],
         look: Callable[[], Sequence[FileIdentity]],
     ) -> T | None:
-        """Return the result of `verify`, or None where a process of this host has verified these files for
-        this manifest already. `look` finds them as they are afterwards. Raises what `verify` raises."""
+        """Return the result of `verify`, or None if a process of this host has already verified these files
+        for this manifest. `look` returns the state of the files after verification. Raises the errors of
+        `verify`."""
         record = _Record(manifest_hash, [*files])
         if not self._usable():
             return verify()

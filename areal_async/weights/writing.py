@@ -122,10 +122,11 @@ class PieceWriter:
         self._touching = ThreadPoolExecutor(1, "weights-touch")
 
     def prepare(self, pieces: Iterable[TensorPiece]) -> None:
-        """Plan the file for what all ranks hold, and have files made and touched in the background. Of the
-        pieces only names, shapes and dtypes are looked at. Nothing happens where they are as planned.
+        """Plan the file for the pieces of all ranks, and create and touch the files in the background. Only
+        the pieces' names, shapes and dtypes are used. Nothing happens if the plan is unchanged.
 
-        Raises `SnapshotError`, on all ranks alike, for what cannot be stored."""
+        Raises `SnapshotError`, on all ranks alike, for pieces that cannot be stored.
+        """
         self._wait_for_last()
         held = describe(self._group, pieces, self._tied)
         if self._layout is not None and held == self._held:
@@ -172,7 +173,7 @@ class PieceWriter:
         return self._last
 
     def close(self) -> None:
-        """Wait for what is under way, and let go of the files, which stay."""
+        """Wait for running work and close the files. The files stay."""
         self._touching.shutdown()
         self._writing.shutdown()
         self._drop(self._mapped)
@@ -315,8 +316,8 @@ def spare_file(root: Path, number: int) -> Path:
 
 
 def describe(group: ByteCollectives, pieces: Iterable[TensorPiece], left_out: Set[str]) -> list[list[Box]]:
-    """Return what each rank holds, on all ranks. Raises `SnapshotError` on all of them where one cannot
-    say."""
+    """Return the pieces that each rank holds, on all ranks. Raises `SnapshotError` on all ranks if one rank
+    cannot describe its pieces."""
     boxes: list[Box] = []
     problem = _each(pieces, left_out, lambda piece: boxes.append(box_of(piece)))
     shared = _share(group, msgspec.msgpack.encode(boxes), problem)

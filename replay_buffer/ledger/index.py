@@ -252,7 +252,8 @@ def has_place(group: GroupRecord, policy: str) -> bool:
 
 
 def _oldest(group: GroupRecord) -> int:
-    """The smallest version that any of its policies holds in it: what is likely to be needed first."""
+    """Return the smallest version that any policy has in the group. Groups with small versions are likely to
+    be needed first."""
     return min((training.min_version for training in group.training.values()), default=NO_VERSION)
 
 

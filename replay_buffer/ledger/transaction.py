@@ -322,7 +322,8 @@ def _masked(episode: EpisodeRecord) -> EpisodeRecord:
 
 
 def counted(rules: Rules, consumer: Consumer, held: Versions) -> int:
-    """The version as which the oldest unit of an episode counts for a consumer."""
+    """Return the version that the staleness of an episode is computed from: its oldest unit's, or the known
+    version that replaces an abandoned one."""
     if not rules.abandoned_trains:
         return held.oldest
     known = counted_as(consumer.lineage, consumer.v_train, held.epoch, held.oldest)

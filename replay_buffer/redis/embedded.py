@@ -101,8 +101,8 @@ class EmbeddedRedis:
             raise StoreUnavailable(str(trouble), "disk") from error
 
     async def _end_if_hung(self) -> bool:
-        """Kill the running server if it has answered nothing for `HANG_S`, and return whether it was killed.
-        With tier `memory` its death would cost what it holds, so it is waited for."""
+        """Kill the running server if it has not answered for `HANG_S`, and return whether it was killed. With
+        tier `memory` a kill would lose all data, so the server is given more time."""
         now_s = asyncio.get_running_loop().time()
         try:
             (await RedisConnection.open(self.url)).close()

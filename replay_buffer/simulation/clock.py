@@ -53,7 +53,7 @@ class Clock:
         heapq.heappush(self._works, (work_ms, next(self._order), event))
 
     def demand(self, change: int) -> None:
-        """So many pieces of work more, or fewer, go on from now."""
+        """Add `change` to the number of running pieces of work and update their speed."""
         self._at_ms, self._at_work_ms = self.now_ms, self.work_ms
         self._demand += change
         self._rate = min(1.0, self._cores / self._demand) if self._demand else 1.0

@@ -71,7 +71,7 @@ class Prediction:
     running: float
     """Mean episodes that run at once, on all engines."""
     steps: int
-    """That were simulated, without the warm-up."""
+    """Number of simulated steps, without the warm-up."""
     events: int
 
 

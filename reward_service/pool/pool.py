@@ -57,7 +57,7 @@ class WorkerPool:
         self, specs: Sequence[RewardSpec], *, workers: int, limits: WorkerLimits | None = None
     ) -> None:
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
-        """Done when the pool has given up; every call is then a `Failure`."""
+        """A future that is done when the pool has given up; from then on every call is a `Failure`."""
         self.capacity = workers
         self._call_s = 0.001
         self._specs = list(specs)

@@ -1,13 +1,13 @@
-"""Equality of two formulas in LaTeX by value: read into sympy's terms, then computed and compared.
+"""Equality of two LaTeX formulas by value. Both are converted to sympy expressions, evaluated and compared.
 
 Rational numbers are compared exactly. Other numbers are computed with more and more digits until they differ
 or until no more digits can tell them apart. Formulas with unknowns are the same when they have the same value
-at every sample point where both are defined as real numbers. A formula that cannot be read is the same as
-nothing.
+at every sample point where both are defined as real numbers. A formula that cannot be parsed is equal to no
+other formula.
 
-Formulas that would cost too much are not compared: `TooCostly`, before sympy computes anything. The limits
-are for what would not stay in Python code or in memory; the caller bounds the time that the rest takes. The
-libraries are imported at the first comparison that needs them, or by `preload`.
+Formulas that would cost too much raise `TooCostly` before sympy computes anything. These limits guard against
+long calls into C code and against large memory; the caller limits the time of everything else. The libraries
+are imported at the first comparison that needs them, or by `preload`.
 """
 
 from __future__ import annotations

@@ -380,7 +380,8 @@ def _is_a_thing(word: str) -> bool:
 
 
 def unit_of(words: str, power: str | None = None) -> MeasureUnit:
-    """The unit that `words` name (`square meters`, `km/h`, `apples`); of no kind when it is none we know."""
+    """Return the unit that `words` name (`square meters`, `km/h`, `apples`). An unknown unit has an empty
+    kind."""
     words = " ".join(words.replace(" per ", "/").replace("²", "^2").replace("³", "^3").split()).strip(". ")
     for prefix, exponent in (("square ", "2"), ("sq ", "2"), ("sq. ", "2"), ("cubic ", "3"), ("cu ", "3")):
         if words.startswith(prefix):

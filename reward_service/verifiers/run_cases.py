@@ -55,8 +55,8 @@ class SandboxArguments(Section):
     """The sandbox of programs, and their limits."""
 
     sandbox: Level = "isolated"
-    """`isolated` (docs/sandbox.md): the job is refused where programs cannot be isolated. `none`: they are
-    plain child processes of the service, free to do what it may: no protection."""
+    """With `isolated` the job is refused if programs cannot be isolated (docs/sandbox.md). With `none`
+    programs are plain child processes of the service and have all its rights."""
     cpu_s: float = Field(default=2.0, gt=0)
     """CPU time of one case, in seconds."""
     wall_s: float = Field(default=5.0, gt=0)

@@ -145,8 +145,8 @@ class EngineStats:
     busy_s: float
     """Seconds with at least one request being computed."""
     passes: tuple[float, ...] = ()
-    """Sums over the engine's passes from which their cost is worked out (`with_pass` of the local engine);
-    empty where it does not see them."""
+    """Sums over the engine's passes from which the cost of a pass is computed (`with_pass` of the local
+    engine). Empty if the engine does not measure its passes."""
     decoded: int = 0
     """A count that moves on when units are sampled of which `tokens_total` knows nothing yet, because their
     answer is under way. Only its movement means anything."""

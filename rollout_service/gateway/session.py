@@ -116,8 +116,7 @@ class AgentCalls:
         return StreamedText(template, stop, MARKERS[template.format] if asked.parse_tools else ())
 
     async def pieces(self, call: RunningCall) -> list[tuple[int, Ids]]:
-        """Return the units of a streamed call that were sampled since the last time, with the index of their
-        answer."""
+        """Return the newly sampled units of a streamed call, each with the index of its answer."""
         taken, (ids, *_) = await self._exchange(
             TakePieces(self.opened.key, call.number, PIECES_WAIT_MS), timeout_s=WORKER_GRACE_S
         )

@@ -225,8 +225,8 @@ class Context:
         )
 
     async def ask(self, policy: str, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
-        """Have the engine of a policy answer: the only way to it. Notes what is not the episode's own
-        fault."""
+        """Send a request to the engine of a policy. All requests of an episode pass here. Failures that are
+        not the episode's own fault are noted in `trouble`."""
         began_s = self._asked_s[request.request_id] = time.monotonic()
         engine = self.engines[policy].engine
         try:

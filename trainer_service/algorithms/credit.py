@@ -53,7 +53,7 @@ class Samples:
 
     @property
     def size(self) -> Tensor:
-        """f64 [N]: samples in the group of each."""
+        """f64 [N]: number of samples in the group of each sample."""
         return self.sum(torch.ones_like(self.reward))
 
     def mean(self, values: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Advantages of units and of segments, from what comes after each of them in its sequence: what one agent
-did in one episode, in the order of time. Prompts, answers of tools and masked units between do not count: the
-next unit is the next one that is trained."""
+"""Advantages of units and of segments, computed from the later units of the same sequence. A sequence has the
+units of one agent in one episode, in the order of time. Prompts, tool answers and masked units are skipped,
+so the next unit is the next trained unit."""
 
 from __future__ import annotations
 

@@ -71,8 +71,9 @@ def _room(tokens: int, units: int, fed: int) -> int:
 def plant(
     rows: Sequence[TrainingRow], groups: NDArray[np.int64], budget: int, cost: RowCost = TOKENS_ALONE
 ) -> list[Tree]:
-    """The rows as trees of at most `budget` tokens and units each, or of one row; `groups` i64 [E] is of the
-    batch's episodes. Where a tree would be larger, its prefix is repeated in the next one."""
+    """Return the rows as trees. A tree has at most `budget` tokens and units each, or one single row.
+    `groups` i64 [E] has the group of each episode. If a tree would be larger, it is split and its prefix is
+    repeated in the next one."""
     if not rows:
         return []
     group = [int(groups[row.episode]) for row in rows]

@@ -1,11 +1,11 @@
 """Training from files: one loop for supervised, preference and reward-model training.
 
-What is learned from an example is a loss of `algorithms.sequence_losses`; how a file's rows become examples
-is in `data.lessons`. The reference of a preference loss is the model as it was at the start: its numbers for
-every example that the steps to come draw are computed before the first, so it takes no memory beside them.
+`data.lessons` turns the rows of a file into examples, and `algorithms.sequence_losses` has the losses. The
+reference of a preference loss is the initial model. Its log-probs for all examples of the run are computed
+before the first step, so it takes no memory during training.
 
-The order of the examples follows from the seed and the step alone, so a trainer that goes on from a
-checkpoint does what one that never stopped would have done, bit for bit on the same number of ranks.
+The order of the examples follows from the seed and the step alone, so a resumed training gives the same
+result as an uninterrupted one, bit for bit on the same number of ranks.
 """
 
 from __future__ import annotations

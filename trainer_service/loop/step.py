@@ -226,10 +226,10 @@ class StepInputs:
     sampled: Collection[int] = ()
     """Indices of the episodes whose advantages the result has."""
     on_fault: Callable[[int], str | None] = lambda number: None
-    """Called on every rank with the number of a minibatch, while the weights are as before it, if an
-    advantage, the loss, a gradient, or the log-prob or value of a unit is not finite there, or if nothing is
-    to be learned and that ends the job. The process reward model is trained after the last minibatch. What it
-    returns ends the error."""
+    """Called on every rank with the number of the minibatch, before that minibatch changes the weights. The
+    reason is a value that is not finite (advantage, loss, gradient, log-prob or value), or a step without
+    anything to learn if that ends the job. The process reward model is trained after the last minibatch. The
+    returned text is appended to the error."""
 
 
 @dataclass(frozen=True)

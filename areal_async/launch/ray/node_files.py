@@ -61,7 +61,7 @@ class NodeFiles:
         return True
 
     def recover(self, topology: Path | None) -> None:
-        """Bring home what the run before, whose supervisor was killed, has left on its nodes: the files of
+        """Copy the files that the previous run, whose supervisor was killed, left on its nodes: the files of
         its buffer and, given its topology, the end of its event logs. Raises `RunError`."""
         node = BufferNode.read(self._run_dir)
         if (

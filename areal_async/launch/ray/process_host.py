@@ -180,8 +180,8 @@ class ProcessHost:
         return ProcessStarted(self._child.pid, lines.meeting)
 
     def _bring(self, order: StartOrder) -> Topology:
-        """Copy what the job names to this host, from the home host or from stores, and return the topology
-        with the job's paths on this host. Raises `ArealError`."""
+        """Copy the files that the job names to this host, from the home host or from stores. Return the
+        topology with the job's paths on this host. Raises `ArealError`."""
         topology = msgspec.json.decode(order.topology, type=Topology)
         address = Address(topology.control, "supervisor")
         keys, name = self._order.keys, self._order.place.name

@@ -31,9 +31,9 @@ class ListedJobs(NamedTuple):
 def write_files(
     folder: Path, run_dirs: Sequence[Path], prometheus_url: str, listed: ListedJobs | None = None
 ) -> list[Path]:
-    """Write into `folder` dashboards, rules, provisioning and `prometheus.yaml`, which scrapes the jobs whose
-    `run_dir` is one of `run_dirs` and those of a controller. Returns the files, in order. Raises
-    `ConfigError` where it cannot."""
+    """Write dashboards, rules, provisioning and `prometheus.yaml` into `folder`. `prometheus.yaml` scrapes
+    the jobs whose `run_dir` is one of `run_dirs`, and the jobs of a controller. Returns the files, in order.
+    Raises `ConfigError` on failure."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for part in PARTS:

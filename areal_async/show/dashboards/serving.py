@@ -56,9 +56,9 @@ def serve(
     listed: ListedJobs | None = None,
     jobs: int = 0,
 ) -> None:
-    """Write the files into `folder`, start what is installed, `tell` where it is, and return after a signal.
-    `listed` is the controller whose jobs are shown too, `jobs` how many of them run. Raises
-    `DashboardsError`."""
+    """Write the files into `folder`, start the installed programs, report their addresses with `tell`, and
+    return after a signal. `listed` is a controller whose jobs are shown too, `jobs` the number of its running
+    jobs. Raises `DashboardsError`."""
     prometheus = shutil.which("prometheus")
     if prometheus is None:
         raise DashboardsError(NO_PROMETHEUS)

@@ -66,12 +66,12 @@ class WeightsAndBiases:
         self._run.log({"steps": steps, f"samples/{kind}": table})
 
     def flush(self) -> None:
-        """Its own process has what `log` was given."""
+        """Do nothing, because wandb's own process already has everything that was given to `log`."""
 
     def close(self, ending: str) -> None:
         """Return once every figure is in the files. `finish` alone returns before wandb's service process has
-        written the end of an offline run, so the last of them to close waits until that process has exited,
-        unless a run that is not ours uses it."""
+        written the end of an offline run. The last logger to close therefore waits until that process has
+        exited, unless a run of another program uses it."""
         import wandb
 
         self._run.finish(exit_code=0 if ending == "finished" else 1)

@@ -51,8 +51,8 @@ def makes_deltas(job: JobConfig) -> bool:
 
 
 class SharedCopies(NamedTuple):
-    """Largest number of copies of what a job publishes (the model in `trainer.dtype`, or its adapters) in the
-    shared memory of the trainer's host."""
+    """Largest number of copies of the published weights (the model in `trainer.dtype`, or its adapters) in
+    the shared memory of the trainer's host."""
 
     snapshots: int
     """Kept snapshots, and the one that is being written."""
@@ -124,8 +124,8 @@ class Zmq(Channel):
         patience_s: float = Field(default=5.0, gt=0)
         """A source that has not sent a chunk so many seconds after it was asked for is left for another."""
         give_up_s: float = Field(default=60.0, gt=0)
-        """A fetch that has received nothing for so many seconds fails; what is verified is kept for the
-        next."""
+        """Seconds without any received data after which a fetch fails. Verified data is kept for the next
+        fetch."""
 
     @staticmethod
     def publishing_end(ctx: ServiceContext) -> PublishingEnd:

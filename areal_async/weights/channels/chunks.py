@@ -34,8 +34,8 @@ DIGEST_BYTES = 32
 MIN_CHUNK_BYTES = 256 << 10
 MAX_CHUNK_BYTES = 4 << 20
 WANTED_CHUNKS = 256
-"""Chunks of a snapshot: so many that a chain of receivers costs little more than one transfer, so few that
-each is worth its message."""
+"""Intended number of chunks in a snapshot. With many chunks a chain of receivers costs little more than one
+transfer; with too many the messages would cost more than their contents."""
 MAX_CHUNKS = 1 << 26
 PARTIAL_PREFIX = ".partial-"
 
@@ -109,8 +109,8 @@ class ChunkStore:
         return [map_file(self.directory / name, size) for name, size in self.layout.table.files]
 
     def close(self) -> bool:
-        """Give out no more; whether nobody, a socket included, still reads what was given out. The files may
-        be overwritten only then. They may be removed in either case."""
+        """Serve no more chunks, and return whether nobody, a socket included, still reads a served chunk.
+        Only then may the files be overwritten. They may be removed in either case."""
         with self._lock:
             self._closed = True
             maps, self._maps = [m for m in self._maps or () if isinstance(m, mmap.mmap)], None
@@ -210,7 +210,7 @@ class PartialDownload(ChunkStore):
         self._close_files()
 
     def abandon(self) -> None:
-        """End without having finished; what was put stays for `resume`. Nobody may be in `put`."""
+        """End an unfinished download. Chunks that were put stay for `resume`. No thread may be in `put`."""
         self._close_files()
         self.close()
         for arrival in self._arrivals.values():

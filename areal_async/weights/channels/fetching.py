@@ -87,12 +87,13 @@ class Download:
 
     @property
     def state(self) -> str:
-        """Progress, and what it waits for, in words."""
+        """Return the progress, and the reason of a wait, in words."""
         share = f"{100 * self.partial.progress:.0f} % of {self.partial.final.name} are here"
         return f"{share}; {self._active or 'no source'} has sent nothing for {self.starved_s:.0f} s"
 
     async def run(self) -> Path:
-        """Download what is missing; the directory's path once it is complete. Raises `SnapshotError`."""
+        """Download the missing chunks and return the path of the complete directory. Raises
+        `SnapshotError`."""
         began_s = self._fed_s = time.monotonic()
         async with AsyncExitStack() as stack:
             stack.callback(self._end)
@@ -116,7 +117,7 @@ class Download:
         return self.partial.final
 
     async def _take_from(self, source: str, patience_s: float, pool: ThreadPoolExecutor) -> None:
-        """Take chunks until none is missing, or the source is to be left."""
+        """Take chunks until none is missing or another source is to be used."""
         self._active = source
         wanted = iter(self.partial.missing)
         reason = f"it has sent nothing for {patience_s:g} s"
@@ -316,7 +317,7 @@ class SnapshotFetcher(ReceivingEnd):
         self._shared[name] = manifest_hash
 
     async def _follow(self, download: Download) -> None:
-        """Wait for the end of the download, and tell what it waits for when nothing comes."""
+        """Wait for the end of the download, and report the reason while nothing arrives."""
         running = asyncio.ensure_future(download.run())
         told = ""
         try:

@@ -97,15 +97,15 @@ class HostCache:
             os.close(self._holds.pop(name))
 
     def served(self, name: str, *, failed: bool = False) -> None:
-        """Free what is older than `name`, which this process serves now; if it `failed` to, free `name`
-        alone."""
+        """Free the snapshots older than `name`, which this process serves now. If it `failed` to serve it,
+        free `name` only."""
         for held in self.held:
             if held == name if failed else held != name and _tag_of(held) <= _tag_of(name):
                 self.free(held)
 
     @property
     def held(self) -> list[str]:
-        """Names of what this process holds."""
+        """Return the names of the snapshots that this process holds."""
         return [*self._holds]
 
     def claim(self, name: str) -> int | None:
@@ -114,7 +114,7 @@ class HostCache:
         return lock_file(self.root / f"{CLAIM_PREFIX}{name}", fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def discard(self, name: str) -> None:
-        """Remove a directory that is not what it should be: the next try must not find it."""
+        """Remove an invalid directory, so that the next try does not find it."""
         doomed = self.root / f"{PARTIAL_PREFIX}{name}-discarded"
         try:
             os.rename(self.path(name), doomed)

@@ -41,10 +41,12 @@ MAX_MEMBERS = 4096
 
 
 class ChunkServer:
-    """Serve at `listen` (tcp; port 0 picks one, see `endpoint`) the chunks of every store that was added.
+    """A server at `listen` for the chunks of every added store. TCP port 0 picks a free port (see
+    `endpoint`).
 
-    `source` is what this process is for metrics: "publisher" or "peer". Belongs to one event loop, but for
-    `add` and `remove`, which any thread may call."""
+    `source` is the role of this process in metrics: "publisher" or "peer". The server belongs to one event
+    loop. Any thread may call `add` and `remove`; all else must be called on the loop.
+    """
 
     def __init__(self, listen: str, *, job: str, source: str, access: Access) -> None:
         self.bytes_sent = 0
@@ -187,7 +189,7 @@ class SnapshotServer(PublishingEnd):
         self.chunks = server(listen, job=job, source="publisher", access=access)
         self._tree = RelayTree(fan_out)
         self._tables: dict[str, Future[bytes]] = {}
-        """The chunk table of what is given out, by the hash of its manifest."""
+        """The chunk table of each served snapshot, by the hash of its manifest."""
         self._lock = threading.Lock()
         self._hasher = ThreadPoolExecutor(1, "weights-hash")
 

@@ -189,7 +189,7 @@ class TensorSender(PublishingEnd):
         return Ok() if may else NoNews()
 
     async def close(self) -> None:
-        """Send nothing more. What is under way gets a moment; engines load the snapshot otherwise."""
+        """Stop sending. A transfer in flight gets a moment to finish; otherwise engines load the snapshot."""
         with self._lock:
             self._closing = True
             gathering, sends = self._gathering, dict(self._sends)
@@ -270,7 +270,8 @@ class TensorSender(PublishingEnd):
             settle([future], plans[engine])
 
     def _group_of(self, asked: Sequence[AskTensors]) -> TensorGroup | str:
-        """Return the group of exactly those who ask, the last one if it is whole; or why there is none."""
+        """Return the group of exactly the engines that ask, reusing the last one if it is intact. If there is
+        no such group, return the reason."""
         members, last = {message.engine: message.ranks for message in asked}, self._group
         if last is not None:
             same = last.members == members and {message.group for message in asked} == {last.name}

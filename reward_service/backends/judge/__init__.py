@@ -84,8 +84,8 @@ class JudgeArguments(Section):
     """The reward that several votes give."""
     temperature: float = Field(default=0.0, ge=0)
     seed: int | None = None
-    """Seed of the first vote; the following ones count up. None: none is sent, and a request that is repeated
-    may be answered otherwise."""
+    """Seed of the first vote; each further vote adds 1. With None no seed is sent, and a repeated request may
+    get another reply."""
     max_tokens: int = Field(default=512, ge=1)
     """Longest reply."""
     extra_body: dict[str, Any] = Field(default_factory=dict)

@@ -262,8 +262,8 @@ class RemoteServer:
 
 
 def read_answer(answer: HttpAnswer, kind: type[T]) -> T:
-    """Return the content of an answer, which is a `kind`. Raises `RemoteError` for a refusal, which a body of
-    the protocol says better than the status, and for what is neither."""
+    """Return the content of an answer of the type `kind`. Raises `RemoteError` for a refusal, and for an
+    answer that is neither. The body of a refusal is preferred to its HTTP status."""
     status, headers, content = answer
     asked_s = retry_after_s(headers) or 0.0
     try:

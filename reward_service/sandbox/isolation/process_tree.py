@@ -193,8 +193,8 @@ def threads_of_user(uid: int) -> int:
 
 
 def remove(folder: str) -> None:
-    """`folder` with all in it, however deep: what lies in folders in it is moved up first. What cannot be
-    removed stays."""
+    """Remove `folder` and all its contents at any depth. Contents of inner folders are moved up first. Files
+    that cannot be removed stay."""
     moved, prefix = 0, f".{os.urandom(8).hex()}"
     progress = True
     while progress:

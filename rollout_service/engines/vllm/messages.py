@@ -149,8 +149,8 @@ def tag_of(text: str, owner: str) -> VersionTag:
 
 
 def parse(answer: Answer, owner: str, *, logprobs_of: LogprobsOf) -> GenerateResult:
-    """Return what was sampled, without its text. Raises `EngineError` for an answer that is not whole,
-    `EngineLost` as `tag_of`."""
+    """Return the sampled units, without their text. Raises `EngineError` for an incomplete answer, and
+    `EngineLost` for unknown weights (`tag_of`)."""
     choice = answer.only()
     details = answer.usage.prompt_tokens_details if answer.usage is not None else None
     units = [

@@ -207,7 +207,7 @@ class MemoryOptions:
         return self.grid.shard * self.grid.sequence
 
     def of(self, name: str, use: ModelUse) -> MemoryOptions:
-        """Return the options of one model: the policy alone has adapters."""
+        """Return the options of one model. Only the policy has adapters."""
         return replace(
             self,
             lora_rank=self.lora_rank if name == TRAINED_MODEL else 0,
