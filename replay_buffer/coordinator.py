@@ -128,8 +128,8 @@ class Coordinator:
         self._fire()
 
     async def stop(self) -> None:
-        """Write what is decided, and the hour: a planned stop is an outage from here on only. Then let go of
-        Redis."""
+        """Write the decided changes and the time of the planned stop, so that an outage counts from here
+        only. Then disconnect from Redis."""
         self.stop_waiting()
         if self.index is not None:
             self._take(self.index, KeepAlive())
@@ -236,8 +236,8 @@ class Coordinator:
     async def blobs(
         self, wanted: Sequence[tuple[str, int]], *, by_file: bool = False
     ) -> list[Bytes | FilePart | None]:
-        """Episode bytes by (group id, sample); `by_file`: of those in files where they lie. Raises
-        `FaultError("unavailable")`."""
+        """Return episode bytes by (group id, sample). With `by_file`, episodes in files are returned as their
+        places. Raises `FaultError("unavailable")`."""
         try:
             return await self._store.blobs(wanted, by_file=by_file)
         except StoreUnavailable as error:
@@ -246,7 +246,8 @@ class Coordinator:
     async def routes(
         self, wanted: Sequence[tuple[str, int]], *, by_file: bool = False
     ) -> list[memoryview | FilePart | None]:
-        """Routes by (group id, sample), as `blobs` has episodes; None for those that there are none of."""
+        """Return routes by (group id, sample), in the same form as `blobs`; None for episodes without
+        routes."""
         if self._store.routes is None:
             return [None] * len(wanted)
         return await self._store.routes.read(wanted, by_file=by_file)
@@ -370,7 +371,7 @@ class Coordinator:
         )
 
     def _on_failure(self, error: StoreError) -> None:
-        """A write was not confirmed: nothing that was decided on top of it is true."""
+        """Discard every decision that was based on a write that was not confirmed."""
         self.index = None
         self._note(error)
         self._fire()
@@ -544,7 +545,7 @@ def _named(index: Index, what: Any, policy: str) -> Any:
 
 
 def _standing(group: GroupRecord | None, policy: str) -> tuple[str, int]:
-    """The state of a group as a policy sees it, and its step; ("", -1) where it is not there."""
+    """Return the state and step of a group as a policy sees it; ("", -1) if there is no such group."""
     if group is None or policy not in group.training:
         return "", -1
     return GroupState(group.state_for(policy)).name, group.training[policy].step

@@ -73,16 +73,18 @@ class BufferCollector(Collector):
         self._stats, self._lost_writes = stats, lost_writes
 
     def figures(self) -> ServiceFigures:
-        """Return what the buffer says to whoever asks for its status, and what it waits for."""
+        """Return the buffer's status, including the reason of a wait."""
         silent_s = self.unconfirmed_s()
         unconfirmed = f"no write confirmed for {silent_s:.0f} s" if silent_s > SILENT_S else ""
         board.waits("redis", WAITS[self._trouble] if self._trouble is not None else unconfirmed)
         return ServiceFigures(buffer=self._stats)
 
     def unconfirmed_s(self) -> float:
-        """Seconds, at least, that Redis has confirmed nothing of what it was sent; 0 when there is nothing.
+        """Return the minimum number of seconds for which Redis has confirmed nothing; 0 if nothing is
+        pending.
 
-        Writes are confirmed in order, so one that was not yet sent at the last look says nothing new."""
+        Writes are confirmed in order, so a write that was not yet sent at the last look does not count.
+        """
         if self._awaited is not None and not self._awaited[0].done():
             return self._clock() - self._awaited[1]
         write = self._last_write()

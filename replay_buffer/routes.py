@@ -51,7 +51,7 @@ class RouteFiles:
         self._removing: dict[str, asyncio.TimerHandle] = {}
 
     async def open(self, groups: Collection[str]) -> None:
-        """Take in what is there, and remove those of other `groups`. May be called again."""
+        """Load the existing files, and remove files of groups outside `groups`. May be called again."""
         self._stop_removing()
         self._held = await asyncio.to_thread(self._found, frozenset(groups))
 
@@ -75,7 +75,7 @@ class RouteFiles:
         self._remove(gone)
 
     def free(self, freed: Mapping[str, Sequence[int] | None]) -> None:
-        """The bytes of these groups' samples, None for all, are freed."""
+        """Free the bytes of these groups' samples, or of all samples with None."""
         for group_id, samples in freed.items():
             held = self._held.get(group_id, {})
             gone = [held.pop(sample, None) for sample in (list(held) if samples is None else samples)]
@@ -84,15 +84,15 @@ class RouteFiles:
             self._remove([file.name for file in gone if file is not None])
 
     async def read(self, wanted: Sequence[Place], *, by_file: bool) -> list[memoryview | FilePart | None]:
-        """The routes of these episodes, read from their files, or `by_file` where they lie; None for one that
-        has none."""
+        """Return the routes of these episodes, read from their files, or with `by_file` their places; None
+        for an episode without routes."""
         files = [self._held.get(group_id, {}).get(sample) for group_id, sample in wanted]
         if by_file:
             return [None if file is None else FilePart(*file) for file in files]
         return await asyncio.to_thread(lambda: [file and self._bytes(file) for file in files])
 
     def close(self) -> None:
-        """Remove what is left to remove: nobody asks for it any more."""
+        """Remove the rest of the freed files. Nobody may read after this."""
         for name in self._stop_removing():
             self._unlink(name)
 

@@ -78,7 +78,8 @@ LANES = {
     "lease": Lane(2, most_waiting=4096),
     "put": Lane(1, most_waiting=4096, most_bytes=256 << 20, most_running=PUTS_RUNNING),
 }
-"""Who is served before whom: what is scored and trained makes room, what is put takes it."""
+"""Priority of requests. Scoring and training come first because they make room, and puts later because they
+use it."""
 LANE_OF: dict[type[Message], str] = {
     Claim: "score",
     PutVerdicts: "score",
@@ -93,7 +94,8 @@ log = get_logger("buffer")
 
 
 def lane_of(request: Message) -> str:
-    """The trainer's lane is that of all that is not named: few and cheap requests."""
+    """Return the lane of a request. Requests that are not listed are few and cheap and share the trainer's
+    lane."""
     return LANE_OF.get(type(request), "train")
 
 
@@ -110,7 +112,7 @@ class BufferServer:
         self._store = store
         self._redis_bytes = 0
         self._lease_waits: dict[str, asyncio.Event] = {}
-        """Worker → what has its newest lease request look again."""
+        """Worker → function that makes its newest lease request look again."""
         self.handlers: dict[type[Request[Any]], Handler] = {
             **dict.fromkeys((asked for asked in DECIDES if issubclass(asked, Request)), self._execute),
             Lease: self._lease,
@@ -272,7 +274,7 @@ class BufferServer:
 
 
 def read_arrival(job: str, group_id: str, sample: int, blob: memoryview) -> Arrival:
-    """Return what a blob says of itself, checked against what its sender says of it."""
+    """Return the facts in a blob, checked against the sender's statement."""
     try:
         episode = unpack(blob)
         versions = {
@@ -319,7 +321,8 @@ async def _keep_swept(files: ServerFiles) -> None:
 
 
 async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> None:
-    """The service's process: Redis, coordinator, server; ends when told to, or raises why it cannot go on."""
+    """Run the service: Redis, coordinator and server. Returns when told to stop, and raises on a fatal
+    error."""
     job = ctx.job
     rules, tasks, clock = Rules.of(job), TaskOrder.of(job), LedgerClock()
     embedded = None

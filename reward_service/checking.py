@@ -38,8 +38,8 @@ class NoVerdict(Exception):
 
 
 def as_verdict(result: object, given: RewardInput | None = None) -> Verdict:
-    """The verdict for what a reward returned about `given`: a score only if every number in it is real and
-    finite and every part is one of the episode. `Failure` and `Timeout` may be returned as they are."""
+    """Return the verdict for the result of a reward on `given`. It is a score only if every number is real
+    and finite and every part is one of the episode. `Failure` and `Timeout` may be returned as they are."""
     try:
         match result:
             case Score():

@@ -13,10 +13,12 @@ from reward_service.sdk import RewardInput
 
 
 class LocalScorer(Router):
-    """`async with LocalScorer(job.reward, workers=1) as scorer: verdicts = await scorer.score(inputs)`.
+    """A scorer for scripts: `async with LocalScorer(job.reward, workers=1) as scorer: verdicts = await
+    scorer.score(inputs)`.
 
-    Entering starts what the rewards need and raises `RewardLoadError` when one cannot be loaded; leaving ends
-    it. `workers` defaults to the section's. Verdicts are not retried."""
+    Entering starts the rewards' processes and raises `RewardLoadError` if a reward cannot be loaded; leaving
+    ends them. `workers` defaults to the section's. Verdicts are not retried.
+    """
 
     async def score(
         self, inputs: Sequence[RewardInput], groups: Sequence[Hashable] | None = None

@@ -21,7 +21,7 @@ OF_TASK = ("ground_truth", "data_source", "ability", "reward_style", "extra_info
 
 
 class RewardInput(msgspec.Struct, kw_only=True, dict=True):
-    """An answer to a task, and what is known of its episode: the argument of a reward function."""
+    """An answer to a task, and the known facts of its episode: the argument of a reward function."""
 
     prompt: str = ""
     """The prompt as the model saw it, as text."""

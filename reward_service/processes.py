@@ -79,7 +79,7 @@ class WorkerProcess:
         self._life = asyncio.create_task(self._live(), name=f"process {self.pid}")
 
     def send(self, payload: bytes) -> None:
-        """Send a frame without waiting; what the socket does not take yet is kept and sent later."""
+        """Send a frame without waiting. Bytes that the socket does not accept yet are kept and sent later."""
         waiting = bool(self._unsent)
         self._unsent += framed(payload)
         if not waiting:
@@ -110,7 +110,7 @@ class WorkerProcess:
             self._loop.remove_writer(self._link)
 
     def _read(self) -> bool:
-        """Take what has arrived. False when there is no more, now or ever."""
+        """Read the available bytes. Return False at the end of the stream."""
         try:
             data = self._link.recv(READ_BYTES)
         except BlockingIOError:

@@ -38,12 +38,15 @@ LOOK_S = 0.25
 
 
 class Router:
-    """`async with Router(job.reward) as router: await router.submit(spec, calls, on_verdicts)`.
+    """A router of calls: `async with Router(job.reward) as router: await router.submit(spec, calls,
+    on_verdicts)`.
 
-    Entering starts what is needed and raises `RewardLoadError` when a reward cannot be loaded."""
+    Entering starts the back ends and raises `RewardLoadError` if a reward cannot be loaded.
+    """
 
     def __init__(self, section: RewardSection, workers: int | None = None, *, inline: bool = False) -> None:
-        """`inline`: functions run in this process, and what they raise ends it (`pool/inline.py`)."""
+        """Create the router. With `inline`, functions run in this process, and their errors end it
+        (`pool/inline.py`)."""
         self.routing = Routing(section)
         self.specs = self.routing.specs
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
@@ -159,7 +162,8 @@ def _sendable(given: RewardInput) -> RewardInput:
 
 
 def _failed(given: RewardInput) -> Verdict | None:
-    """The verdict on an episode that ended early by the fault of its answers; None for any other."""
+    """Return the verdict on an episode that ended early through the fault of its answers; None for any
+    other."""
     kind, _, message = given.fault.partition(": ")
     return Failure(kind, message, fault=FaultOf.ANSWER) if given.fault else None
 
@@ -178,7 +182,7 @@ class OpenCall:
 
 
 class WatchedBackend:
-    """A backend, and the deadlines of what it was given."""
+    """A backend, with the deadlines of its calls."""
 
     def __init__(self, spec: RewardSpec, backend: ScoringBackend, *, grace_s: float = GRACE_S) -> None:
         self.backend = backend

@@ -67,8 +67,8 @@ MARK = "__areal_reward__"
 
 
 class RewardLoadError(ArealError):
-    """A reward cannot be loaded: the text says what is missing and what to do. `may_pass`: what it needs is
-    away, and may come back without anybody's correcting the job."""
+    """A reward cannot be loaded. The text names the missing thing and the remedy. `may_pass` means that a
+    needed service is away and may come back without a change to the job."""
 
     def __init__(self, message: str, *, may_pass: bool = False) -> None:
         super().__init__(message)

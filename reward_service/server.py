@@ -261,7 +261,8 @@ class RewardServer:
                 self._idle.set()
 
     async def _wait_out(self, error: RpcTimeout | FaultError, what: str) -> None:
-        """Return after a pause for what may pass (the buffer is away, busy, or restarts), else raise."""
+        """Return after a pause if the error may pass (the buffer is away, busy, or restarts); else raise
+        it."""
         if isinstance(error, FaultError) and error.kind in ("schema", "invalid", "fenced"):
             raise error
         log.warning("buffer does not answer", call=what, error=str(error))
@@ -276,7 +277,8 @@ def _as_event(item: EpisodeVerdict) -> list[str | float | None]:
 def _calls(
     items: list[ClaimedEpisode], blobs: Sequence[memoryview]
 ) -> Iterator[list[tuple[ClaimedEpisode, memoryview]]]:
-    """The episodes that are judged together: one by one, or those of one claim under scope `group`."""
+    """Return the groups of episodes that are judged together: single episodes, or the episodes of one claim
+    under scope `group`."""
 
     def call(pair: tuple[ClaimedEpisode, memoryview]) -> str | int:
         return pair[0].claim_id if pair[0].scope == "group" else id(pair[0])
@@ -316,7 +318,7 @@ def portion(waiting: Sequence[EpisodeVerdict]) -> int:
 
 
 def _size_bytes(item: EpisodeVerdict) -> int:
-    """About: what can be large is counted."""
+    """Return the approximate size. Only parts that can be large are counted."""
     parts = item.verdict.parts if isinstance(item.verdict, Score) else None
     values = 0 if parts is None else len(parts.units) + 2 * (len(parts.segments) + len(parts.agents))
     return len(item.episode_id) + len(item.claim_id) + VALUE_BYTES * values

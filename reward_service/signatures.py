@@ -102,7 +102,8 @@ async def _awaited(result: Awaitable[Any], outcomes: Callable[[Any], Any]) -> An
 
 
 def _of_list(results: Any, wanted: int, called: str) -> list[Any]:
-    """Return what a reward of TRL gave each completion. Raises ValueError for what is no list of as many."""
+    """Return the value that a reward of TRL gave each completion. Raises ValueError if it is not a list of
+    the same length."""
     is_list = isinstance(results, list | tuple)
     if not is_list or len(results) != wanted:
         got = f"{len(results)} scores" if is_list else f"{results!r:.80}, which is no list"
@@ -113,7 +114,7 @@ def _of_list(results: Any, wanted: int, called: str) -> list[Any]:
 
 
 def _outcome(result: Any) -> Any:
-    """Return what a reward of ours returns, for a number, None, or verl's mapping with a `score`."""
+    """Return the outcome of a number, None, or verl's mapping with a `score`."""
     if result is None:
         return Abstain("the reward returned None")
     if not isinstance(result, Mapping):

@@ -86,7 +86,7 @@ class Release(Request[Ok], frozen=True):
     lease_id: str
     reason: str
     failed: bool = False
-    """Reason why its episodes failed, if their own code and not the engine failed."""
+    """True if its episodes failed with `reason` by their own doing, not because of the engine."""
 
 
 class Refusal(Record, frozen=True):

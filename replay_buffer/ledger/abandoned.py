@@ -38,8 +38,8 @@ def on_lineage(tx: Transaction, policy: str, group: GroupRecord) -> bool:
 
 
 def is_on_lineage(rules: Rules, consumer: Consumer, episode: EpisodeRecord, policy: str) -> bool:
-    """Whether every unit of `policy` in the episode was sampled from weights that count; or, where what is
-    abandoned is trained, from such that it is known as which version they count."""
+    """Return whether every unit of `policy` in the episode was sampled from weights that count. If abandoned
+    weights are trained, return whether the version that they count as is known."""
     held = episode.versions.get(policy)
     if held is None or accepts(consumer.lineage, held.epoch, held.oldest, held.newest):
         return True
@@ -48,8 +48,8 @@ def is_on_lineage(rules: Rules, consumer: Consumer, episode: EpisodeRecord, poli
 
 
 def recounted(tx: Transaction, policy: str, group: GroupRecord, leased_at_most: int) -> None:
-    """Count the units of a group anew, after versions were abandoned: what a worker that leased it may still
-    bring is no newer than `leased_at_most`."""
+    """Recompute the versions of a group's units after versions were abandoned. Units that a worker may still
+    deliver are no newer than `leased_at_most`."""
     training = group.training[policy]
     oldest = tx.oldest(policy, group.episodes)
     leased = min(training.leased_version, leased_at_most)

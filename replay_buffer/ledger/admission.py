@@ -66,7 +66,7 @@ def allowed(demand: Demand, v_serving: int) -> int:
 
 
 def steps_allowed(demand: Demand, v_serving: int) -> int:
-    """The same in steps: those from the next one on that may train what a worker begins now."""
+    """Return the number of future steps, counted from the next one, that may train a group leased now."""
     lag = max(0, demand.v_train - v_serving)
     return max(0, min(demand.max_staleness + 1 - lag, demand.steps - demand.v_train))
 

@@ -92,8 +92,8 @@ def _only_after_commit(index: Index, policy: str, step: int) -> Waiting | None:
 
 
 def refused(index: Index, policy: str, epoch: int) -> Decision | None:
-    """The answer to a message of trainer epoch `epoch` that does not come from the running trainer of a
-    policy of the job; None when it does."""
+    """Return the refusal of a message of trainer epoch `epoch` that does not come from the running trainer of
+    a policy of the job; None if it does."""
     if policy not in index.consumers:
         return fault("invalid", f"this job trains {', '.join(index.consumers)}, and no policy {policy!r}")
     running = index.consumer(policy)
@@ -173,7 +173,8 @@ class _Assembly:
         self.tx.set_consumer(self.policy, pace=pace)
 
     def _still_on_lineage(self, plan: BatchPlan | None) -> list[GroupRecord]:
-        """The groups of a batch that is run again, less those that abandoned weights had a part in."""
+        """Return the groups of a batch that is trained again, without those that contain units from abandoned
+        weights."""
         good = []
         for group in self.tx.groups(plan.group_ids if plan is not None else ()):
             if not has_place(group, self.policy):
@@ -190,8 +191,8 @@ class _Assembly:
         self.tx.drop_for(group.group_id, self.policy, reason)
 
     def _drop_stale(self) -> None:
-        """Drop what is too old for the step. What is merely leased at such a version is judged by the
-        versions it arrives with."""
+        """Drop the groups that are too old for the step. A leased group is judged by the versions of its
+        episodes when they arrive."""
         for group in self._aged(self.rules.lowest_version(self.step) - 1):
             if too_old(self.tx.rules, group, self.policy, self.step):
                 self._drop(group, "stale")
@@ -209,7 +210,8 @@ class _Assembly:
         return group.state_for(self.policy)
 
     def _chosen(self, most: int) -> Chosen:
-        """The first `most` scored groups in the order of training: new ones, then those to be used again."""
+        """Return the first `most` scored groups in the order of training, new groups before groups to be
+        reused."""
         new = self._new(most)
         return new + self._used_before(most - len(new))
 
@@ -229,7 +231,8 @@ class _Assembly:
         return [(groups[place], "due" if place in due else "") for place in places]
 
     def _used_before(self, most: int) -> Chosen:
-        """All that is missing or nothing: a step that has to wait anyway waits for new groups."""
+        """Return enough reused groups to fill the batch, or none. A step that has to wait anyway waits for
+        new groups."""
         if most <= 0 or len(self.mine.reusable) < most:
             return []
         eta, size = self.rules.max_staleness, self.rules.batch_groups
@@ -238,7 +241,7 @@ class _Assembly:
         return [(group, "reuse") for group in self._scored(self.mine.reusable, most)]
 
     def _under_way(self) -> list[int]:
-        """The oldest versions that unfinished groups hold or may come to hold."""
+        """Return the oldest versions that unfinished groups have or may still get."""
         groups = map(self.tx.index.groups.__getitem__, self.mine.aging)
         return [group.oldest_version(self.policy) for group in groups if group.state in UNFINISHED]
 
@@ -260,8 +263,8 @@ class _Assembly:
         return groups
 
     def _wait_for_overtaken(self, chosen: list[GroupRecord]) -> Waiting | None:
-        """Whether the step waits. Where all of `chosen` are new and as old as what is overtaken, there is no
-        place for another, and waiting would be in vain."""
+        """Return whether the step waits for overtaken groups. If all of `chosen` are new and as old as the
+        overtaken groups, there is no place for another group, and the step does not wait."""
         tx, step = self.tx, self.step
         limit = self.rules.lowest_version(step)
         overtaken = [group for group in self._aged(limit) if group.state in UNFINISHED]
@@ -287,7 +290,8 @@ class _Assembly:
         return None
 
     def _drop_left_behind(self) -> None:
-        """Drop what is too old for the next step: this one's batch is made, so it can be trained no more."""
+        """Drop the groups that are too old for the next step. The batch of this step is complete, so they
+        cannot be trained any more."""
         for group in self._aged(self.rules.lowest_version(self.step)):
             if too_old(self.tx.rules, group, self.policy, self.step + 1):
                 finished = group.state in (GroupState.SCORED, GroupState.QUEUED)
@@ -407,8 +411,8 @@ def lease_wait(index: Index) -> str:
 
 
 def batch_wait(index: Index, policy: str) -> str:
-    """Return what the next step of `policy` waits for; empty when its batch can be made, or is, or no step is
-    left."""
+    """Return the reason why the next step of `policy` waits. It is empty if the batch can be made, exists
+    already, or no step is left."""
     rules, step = index.rules.consumers[policy], index.consumer(policy).v_train
     ready = index.consumers[policy].group_counts[GroupState.SCORED]
     batched = index.consumers[policy].batched.get(step, 0)  # fewer than a batch where some of it was dropped
@@ -426,7 +430,7 @@ Plans = dict[str, list[int]]
 
 
 def masked_below(rules: Rules, policy: str, step: int) -> int:
-    """The version below which the trainer of `policy` masks units in `step`; 0 where it masks none."""
+    """Return the version below which the trainer of `policy` masks units in `step`; 0 if it masks none."""
     return max(0, rules.consumers[policy].lowest_version(step)) if rules.overtaken_masks else 0
 
 
@@ -443,17 +447,17 @@ def too_old(rules: Rules, group: GroupRecord, policy: str, step: int) -> bool:
 
 
 def newest_of(group: GroupRecord, policy: str) -> int:
-    """The newest version of `policy` in a group; -1 for none."""
+    """Return the newest version of `policy` in a group; -1 if there is none."""
     return max((newest_version(episode, policy) for episode in group.episodes), default=NO_VERSION)
 
 
 def newest_version(episode: EpisodeRecord, policy: str) -> int:
-    """The newest version of `policy` in an episode; -1 for none."""
+    """Return the newest version of `policy` in an episode; -1 if there is none."""
     return episode.versions[policy].newest if policy in episode.versions else NO_VERSION
 
 
 def plans_from(index: Index, policy: str, step: int) -> Plans:
-    """Return what the redo log of `policy` has: empty unless its trainer is redoing steps."""
+    """Return the entries of the redo log of `policy`; empty unless its trainer is redoing steps."""
     plans: defaultdict[str, list[int]] = defaultdict(list)
     for number, plan in index.plans(policy, step).items():
         for group_id in plan.group_ids:
@@ -467,7 +471,7 @@ def may_be_used(rules: Rules, group: GroupRecord, policy: str, step: int) -> boo
 
 
 def trained_in(tx: Transaction, group: GroupRecord, policy: str, step: int, plans: Plans) -> None:
-    """A BATCHED group was trained in `step`; `plans` are those of the steps after it."""
+    """Mark a BATCHED group as trained in `step`. `plans` are the plans of the steps after it."""
     steps = (*group.training[policy].steps, step)
     group = tx.train(group, policy, GroupState.TRAINED, steps=steps)
     if later := plans.get(group.group_id):

@@ -33,8 +33,8 @@ from replay_buffer.ledger.transaction import Decision, Transaction, fault
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """The ledger inside a checkpoint: the figures, and every group that a step to come may train. What is
-    TRAINED for good is in the checkpoint's weights; its bytes and the rest stay in Redis."""
+    """The ledger inside a checkpoint: the figures, and every group that a future step may train. Finally
+    TRAINED groups are in the checkpoint's weights; their bytes and the rest stay in Redis."""
 
     schema: int
     meta: LedgerMeta
@@ -42,10 +42,12 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 def commit(index: Index, message: Commit, now_ms: int) -> Decision:
-    """Step `step` is trained and published: its groups are TRAINED, those that may be used again SCORED.
-    Committing it again changes nothing.
+    """Record that step `step` is trained and published. Its groups become TRAINED, or SCORED again if they
+    may be reused. A repeated commit changes nothing.
 
-    Where an earlier epoch had published another version `step + 1`, what came of its later weights ends."""
+    If an earlier epoch had published another version `step + 1`, episodes sampled from its later weights are
+    abandoned.
+    """
     policy, step = message.policy, message.step
     if (refusal := refused(index, policy, message.epoch)) is not None:
         return refusal
@@ -122,8 +124,8 @@ def export(index: Index, message: ExportLedger, now_ms: int) -> Decision:
 
 
 def checkpointed(index: Index, message: Checkpointed, now_ms: int) -> Decision:
-    """The checkpoint after `step` steps is on disk: what was trained for the last time before it is
-    COMMITTED, its bytes freed, and its part of the redo log forgotten."""
+    """Record that the checkpoint after `step` steps is on disk. Groups trained for the last time before it
+    become COMMITTED, their bytes are freed, and their part of the redo log is removed."""
     if (refusal := refused(index, message.policy, message.epoch)) is not None:
         return refusal
     done = index.consumer(message.policy).v_train

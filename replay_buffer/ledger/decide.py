@@ -42,7 +42,7 @@ from replay_buffer.ledger.transaction import Decision, Transaction, forget_failu
 
 @dataclass(frozen=True)
 class ExpireDeadlines:
-    """Time has passed: end what has reached its deadline."""
+    """A tick of time, which ends everything that has reached its deadline."""
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,12 @@ DRAINED = "drained"  # The reason with which a worker that stops as planned give
 
 
 def end_lease(tx: Transaction, group: GroupRecord, reason: str) -> None:
-    """A live lease ends with samples missing. What is stored stays; a new lease names only the rest.
+    """End a live lease that has missing samples. Stored samples stay, and a new lease names only the missing
+    ones.
 
-    After `MAX_LEASES` of them no other is tried: what is missing does not come. A lease that was handed over
-    (`drained`) is none of these."""
+    After `MAX_LEASES` leases the missing samples are given up. A lease that was handed over (`drained`) does
+    not count.
+    """
     tx.set_lease(group.leases[-1], None)
     handed_over = group.handed_over + (reason == DRAINED)
     group = tx.move(group, GroupState.QUEUED, reason, handed_over=handed_over)

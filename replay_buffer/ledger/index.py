@@ -152,7 +152,8 @@ class Index:
 
     @property
     def overtaken_due_ms(self) -> int | None:
-        """When the first of the trainers' waits for overtaken groups ends; None while there is none."""
+        """Return the time at which the first wait of a trainer for overtaken groups ends; None if no trainer
+        waits."""
         waits = [consumer.overtaken for consumer in self.meta.consumers.values()]
         since_ms = min((wait.since_ms for wait in waits if wait is not None), default=None)
         return None if since_ms is None else since_ms + self.rules.overtaken_ms
@@ -160,7 +161,7 @@ class Index:
     # --- changes ---
 
     def apply(self, writes: WriteSet) -> set[Edge]:
-        """Make `writes` true; returns what may now be possible that was not."""
+        """Apply `writes` to the index and return what has become possible by them."""
         self.revision += 1
         before = self.meta
         self.meta = writes.meta
@@ -258,7 +259,7 @@ def _oldest(group: GroupRecord) -> int:
 
 
 def due_ms(rules: Rules, group: GroupRecord) -> int | None:
-    """The group's own deadline, while samples are missing. None for never."""
+    """Return the group's own deadline while samples are missing; None if it has no deadline."""
     if rules.group_deadline_ms is None or not group.begun_ms or group.state not in UNGENERATED:
         return None
     return group.begun_ms + rules.group_deadline_ms

@@ -55,7 +55,7 @@ FRESH_PART = 8
 
 
 def demand_of(index: Index, policy: str) -> Demand:
-    """Return what the admission formula knows of a policy."""
+    """Return the inputs of the admission formula for a policy."""
     rules, mine = index.rules.consumers[policy], index.consumers[policy]
     v_train = whole = index.consumer(policy).v_train
     while mine.batched.get(whole, 0) >= rules.batch_groups:
@@ -88,8 +88,8 @@ def pace_of(index: Index, policy: str) -> Pace | None:
 
 
 def space(index: Index) -> tuple[int, float, str]:
-    """Return how many groups may be new to the buffer, what they may weigh in bytes, and, where either is 0,
-    why. When it is full, generation waits; what is generated is never turned away."""
+    """Return the number of groups that may be added, their size in bytes, and the reason if either is 0. A
+    full buffer stops new generation, but accepts everything that was generated."""
     rules, waiting = index.rules, index.group_counts[GroupState.TRAINED]
     for_checkpoint = f"; {waiting} of its groups wait for a checkpoint" if waiting else ""
     if (groups := rules.max_groups - len(index.groups)) <= 0:
@@ -236,7 +236,7 @@ def heartbeat(index: Index, message: Heartbeat, now_ms: int) -> Decision:
 
 
 def drain(index: Index, message: Drain, now_ms: int) -> Decision:
-    """Lease the worker nothing more. What it holds it may finish, or hand back."""
+    """Lease the worker nothing more. It may finish its leases or hand them back."""
     tx = Transaction(index, now_ms)
     if message.worker not in index.meta.draining:
         names = [*index.meta.draining.items(), (message.worker, message.reason or "it was told to")]
@@ -267,8 +267,8 @@ def release(index: Index, message: Release, now_ms: int) -> Decision:
 
 
 def arrived(index: Index, message: Arrived, now_ms: int) -> Decision:
-    """A process that died has come back by the same name: nobody works on what it held, and what drained
-    was its predecessor."""
+    """Register a process that restarted under the same name. Its old leases end, and a drain of its
+    predecessor does not apply to it."""
     tx = Transaction(index, now_ms)
     if message.name in index.meta.draining:
         tx.set_meta(draining={n: why for n, why in index.meta.draining.items() if n != message.name})

@@ -130,8 +130,8 @@ def _same_ledger(index: Index, copy: Copy | None) -> bool:
 
 
 def _rewind(tx: Transaction, policy: str, step: int, *, on_disk: bool) -> None:
-    """Back to `step` by the redo log: what was trained from there on is BATCHED again, for the same steps.
-    What was trained before is COMMITTED where the state of `step` is on disk."""
+    """Rewind to `step` by the redo log. Groups trained later are BATCHED again for the same steps. Groups
+    trained earlier become COMMITTED if the state of `step` is on disk."""
     plans = plans_from(tx.index, policy, step)
     groups = [group for group in tx.index.groups.values() if policy in group.training]
     undone = sum(rewound(tx, group, policy, step, plans.get(group.group_id)) for group in groups)
@@ -142,7 +142,8 @@ def _rewind(tx: Transaction, policy: str, step: int, *, on_disk: bool) -> None:
 
 
 def _adopt(tx: Transaction, policy: str, copy: Copy) -> None:
-    """The copy wins. Epochs and ids go on from the larger of both, so that nothing is given out twice."""
+    """Replace the ledger by the copy. Epochs and ids continue from the larger value of both, so that none is
+    used twice."""
     index, now = tx.index, tx.index.meta
     tx.set_meta(
         **{name: getattr(copy.meta, name) for name in LedgerMeta.__struct_fields__ if name not in KEPT},
@@ -175,8 +176,8 @@ def _adopt(tx: Transaction, policy: str, copy: Copy) -> None:
 
 
 def _adopted(tx: Transaction, policy: str, each: str, copy: Copy) -> Consumer:
-    """The figures of a consumer as a copy has them. Any trainer but that of `policy` which opens now is
-    fenced out by one more epoch: it must come back at the step of the copy."""
+    """Return the figures of a consumer from a copy. Every trainer but the one of `policy`, which opens now,
+    is fenced out by a higher epoch and has to return at the copy's step."""
     now, then = tx.index.consumer(each), copy.meta.consumer(each)
     epoch = max(now.epoch, then.epoch)
     if each != policy:
@@ -241,7 +242,7 @@ def _adopt_group(tx: Transaction, group: GroupRecord, held: GroupRecord | None) 
 
 
 def _refreshed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Batch again what was in a batch; what was trained is covered by the checkpoint."""
+    """Batch again the groups that were in a batch. Trained groups are covered by the checkpoint."""
     training = {}
     for policy, each in fields["training"].items():
         if each.state == GroupState.TRAINED:

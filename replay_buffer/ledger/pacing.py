@@ -102,7 +102,7 @@ def enough(
 
 
 def anew(pace: Pace) -> Pace:
-    """The pace of a trainer that comes back: what it waits for at first says nothing."""
+    """Return a fresh pace for a restarted trainer, whose first waits must not count."""
     return replace(pace, waits_for=-1, supplied=-1, held_back=-1, lately=0.0, spares=())
 
 

@@ -42,12 +42,12 @@ GIVEN_UP = (EpisodeState.ABSENT, EpisodeState.MASKED)
 
 
 class LedgerRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of what is stored."""
+    """Base of the stored records."""
 
 
 class StoredParts(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """The rewards of parts of an episode. `units` are little-endian float32: what they are trained in, at
-    less than half of what numbers of msgpack take."""
+    """The rewards of parts of an episode. `units` are little-endian float32, the type used in training, which
+    needs less than half the space of msgpack numbers."""
 
     segments: dict[int, float] = {}
     agents: dict[str, float] = {}
@@ -129,11 +129,13 @@ class GroupRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     leases: tuple[str, ...] = ()  # Ids of all leases it had; the last one is live iff the state is LEASED
     size_bytes: int = 0
     begun_ms: int = 0
-    """When it was first leased, moved on by outages: what its deadline counts from. 0 before."""
+    """Time of the first lease, moved on by outages. The group's deadline counts from it. 0 before the first
+    lease."""
     handed_over: int = 0  # Number of `leases` that a worker handed over as it stopped
 
     def state_for(self, policy: str) -> int:
-        """Its `GroupState` as the trainer of `policy`, one of those that train it, sees it."""
+        """Return its `GroupState` as the trainer of `policy` sees it. `policy` must be one of those that
+        train the group."""
         return self.state if self.state < GroupState.SCORED else self.training[policy].state
 
     @property
@@ -161,7 +163,8 @@ class GroupRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
         return sum(episode.state == state for episode in self.episodes)
 
     def oldest_version(self, policy: str) -> int:
-        """The oldest version of `policy` it holds or, while it is leased, may come to hold; -1 for none."""
+        """Return the oldest version of `policy` that the group has or, while it is leased, may still get; -1
+        if there is none."""
         held = self.training[policy].min_version
         if self.state != GroupState.LEASED:
             return held

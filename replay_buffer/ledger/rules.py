@@ -146,7 +146,7 @@ class Rules:
         return tuple(self.consumers if self.uses is None else self.uses(task))
 
     def on(self, kind: VerdictKind) -> VerdictPolicy:
-        """Return what is done about a verdict of a kind that is no score."""
+        """Return the reaction to a verdict of a kind without a score."""
         return {"timeout": self.on_timeout, "error": self.on_error, "abstain": self.on_abstain}[kind]
 
     def scope(self, task: Task) -> Scope:

@@ -77,9 +77,11 @@ def choose(
 
 
 def overtaken_by_reuse(unfinished: Iterable[int], *, step: int, eta: int, batch_groups: int) -> int:
-    """Return how many groups under way would lose their place if `step` took none of them.
+    """Return how many groups in flight would lose their place if `step` took none of them.
 
-    Those of version `step − η` or older are left out: whether a step waits for them is `on_overtaken`'s."""
+    Groups of version `step − η` or older are not counted, because `on_overtaken` decides whether a step waits
+    for them.
+    """
     held = Counter(version for version in unfinished if version > step - eta)
     return max((n for _, n in _must_go(held, step=step, eta=eta, batch_groups=batch_groups)), default=0)
 

@@ -16,9 +16,11 @@ from replay_buffer.ledger.transaction import Decision, Transaction
 
 
 def claim(index: Index, message: Claim, now_ms: int) -> Decision:
-    """Hand out stored episodes, those of the oldest versions first; one claim id per group.
+    """Hand out stored episodes, oldest versions first, with one claim id per group.
 
-    A group that is scored as one is handed out whole, and however large it is, if it is the first."""
+    A group that is scored as one is handed out whole, and as the first group even if it is larger than the
+    limit.
+    """
     tx = Transaction(index, now_ms)
     renew(tx, message.scorer)
     if message.holds is not None:
@@ -91,7 +93,7 @@ def _claim_group(
 
 
 def end_claim(tx: Transaction, claim_id: str, reason: str) -> None:
-    """Let others claim what it holds."""
+    """End a claim, so that others can claim its episodes."""
     claim = tx.index.claims[claim_id]
     tx.set_claim(claim_id, None)
     group = tx.group(claim.group_id)
@@ -125,8 +127,8 @@ LARGEST_UNIT = 3.4028234e38  # The largest float32
 
 
 def checked(verdict: Verdict, episode: EpisodeRecord) -> Verdict:
-    """A score whose numbers are numbers, and no more of them than the episode has parts. One that is not so
-    is an error of the reward, never a 0."""
+    """Return the score if all its numbers are finite and it has no more parts than the episode. Otherwise
+    return an error of the reward, never a score of 0."""
     if not isinstance(verdict, Score):
         return verdict
     if not math.isfinite(verdict.value):
@@ -139,7 +141,7 @@ def checked(verdict: Verdict, episode: EpisodeRecord) -> Verdict:
 
 
 def _problem(parts: Parts, episode: EpisodeRecord) -> Failure | None:
-    """Return what is wrong with the rewards of parts; None when nothing is."""
+    """Return the problem with the rewards of parts; None if there is none."""
     what = ""
     if len(parts.units) not in (0, episode.n_units):
         what = f"{len(parts.units)} rewards of units for an episode of {episode.n_units} units"

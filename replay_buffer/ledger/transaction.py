@@ -130,7 +130,7 @@ class Transaction:
         self._writes.blobs.setdefault(group_id, {})[sample] = attachment
 
     def free(self, group_id: str, samples: tuple[int, ...] | None = None) -> None:
-        """Free the bytes of a group, those of `samples` or all, beside what was freed of it before."""
+        """Free the bytes of a group, or of its `samples`. Bytes freed before stay freed."""
         before = self._writes.freed.get(group_id, ())
         self._writes.freed[group_id] = None if samples is None or before is None else (*before, *samples)
         self._writes.blobs.pop(group_id, None)
@@ -140,8 +140,8 @@ class Transaction:
         return f"{kind}{self.index.nonce}.{self.meta.ids:x}"
 
     def note_no_score(self, kind: str, message: str, episode_id: str) -> None:
-        """Keep what a person wants to know of a verdict that was no score. Of the kinds, those that came
-        last are kept."""
+        """Keep details of a verdict without a score for `buffer stats`. Only the most recent kinds are
+        kept."""
         notes = dict(self.meta.no_scores)
         known = notes.pop(kind, None)
         count = 1 if known is None else known.count + 1
@@ -155,8 +155,8 @@ class Transaction:
     def new_group(
         self, row: int, pass_index: int, attempt: int, policies: tuple[str, ...] = ()
     ) -> GroupRecord:
-        """A task is QUEUED, for `policies`; where none is named, for all that train it. An attempt for fewer
-        of them bears their names, so that no other attempt has its id."""
+        """Add a QUEUED group for a task. It is for `policies`, or for all that train the task. The id of an
+        attempt for some policies contains their names, so that no other attempt has the same id."""
         task = self.index.tasks.task(row, pass_index)
         whole = self.rules.policies_of(task)
         policies = policies or whole
@@ -222,10 +222,11 @@ class Transaction:
             self.new_group(group.row, group.pass_index, group.attempt + 1, tuple(group.training))
 
     def drop_for(self, group_id: str, policy: str, reason: str) -> None:
-        """`policy` cannot train the group. Where no other has begun to, it is dropped as a whole.
+        """Record that `policy` cannot train the group. If no other policy has begun to train it, the whole
+        group is dropped.
 
-        A training that is in the weights cannot be dropped any more: it stays TRAINED, and is not used
-        again."""
+        A training that is in the weights cannot be dropped. It stays TRAINED, and the group is not reused.
+        """
         group = self.group(group_id)
         if group is None or (training := group.training[policy]).has_ended:
             return
@@ -245,7 +246,7 @@ class Transaction:
         return self.new_group(dropped.row, dropped.pass_index, dropped.attempt + 1, dropped.policies)
 
     def forget(self, group: GroupRecord) -> None:
-        """Delete the record of a group, what it holds, and its bytes."""
+        """Delete the record of a group, its episodes, and their bytes."""
         self._writes.groups[group.group_id] = None
         if group.state == L:
             self.set_lease(group.leases[-1], None)
@@ -283,7 +284,8 @@ class Transaction:
         }
 
     def oldest(self, policy: str, episodes: Iterable[EpisodeRecord]) -> int:
-        """The version as which the oldest units of `policy` in some episodes count; -1 for none."""
+        """Return the version that counts for the oldest units of `policy` in some episodes; -1 if there is
+        none."""
         consumer = self.consumer(policy)
         held = [episode.versions[policy] for episode in episodes if policy in episode.versions]
         return min((counted(self.rules, consumer, each) for each in held), default=NO_VERSION)
@@ -311,7 +313,7 @@ def _with(group: GroupRecord, changed: dict[int, EpisodeRecord]) -> tuple[Episod
 
 
 def _masked(episode: EpisodeRecord) -> EpisodeRecord:
-    """Return what is kept of an episode: enough to answer a repeated put or verdict."""
+    """Return the rest of an episode that is needed to answer a repeated put or verdict."""
     return EpisodeRecord(
         state=int(EpisodeState.MASKED),
         lease=episode.lease,
@@ -358,8 +360,8 @@ WORDS = {
 
 
 def try_succeeded(tx: Transaction, what: What) -> None:
-    """A try has succeeded: there was no fault that every episode meets. An outage that several tasks met says
-    nothing against those that it cost."""
+    """Record a success, which ends a streak of failures. After an outage over several tasks, the failed
+    attempts do not count against those tasks."""
     streak: Streak = getattr(tx.meta, what)
     if streak.succeeded and not streak.count:
         return
@@ -416,8 +418,9 @@ def note_given_up(tx: Transaction, group: GroupRecord, reason: str) -> None:
 
 
 def take_back(tx: Transaction, has_room: Callable[[Iterable[str]], bool]) -> GroupRecord | None:
-    """A new attempt at a task that a streak over several tasks gave up, whose policies have room: where no
-    others are left, only another try shows whether anything succeeds. None where there is none."""
+    """Return a new attempt at a task that a streak over several tasks gave up, if its policies have room. It
+    is needed if no other tasks are left, because only another try shows whether anything succeeds. None if
+    there is no such task."""
     for what in WORDS:
         streak: Streak = getattr(tx.meta, what)
         fitting = [entry for entry in streak.given_up if has_room(_policies(tx, entry))]
@@ -433,7 +436,7 @@ def take_back(tx: Transaction, has_room: Callable[[Iterable[str]], bool]) -> Gro
 
 
 def forget_failures(tx: Transaction) -> None:
-    """The job is resumed: what failed before says nothing of what it does now."""
+    """Forget the failures before a resume."""
     tx.set_meta(generating=Streak(), scoring=Streak(), answering=Streak())
 
 

@@ -76,7 +76,8 @@ def _taken(
 
 
 def _note_score(tx: Transaction, group: GroupRecord, score: Score, episode_id: str) -> None:
-    """A score of an answer at fault says nothing of the reward, which was not able to judge it."""
+    """Record a score, unless the answer was at fault: such a score says nothing about the reward, which did
+    not judge it."""
     if not score.at_fault:
         try_succeeded(tx, "scoring")
         try_succeeded(tx, "answering")

@@ -1,4 +1,4 @@
-"""Address and login of a job's Redis, and what can go wrong between the buffer and it."""
+"""Address and login of a job's Redis, and errors between the buffer and Redis."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ class StoreError(ArealError):
 
 
 class StoreUnavailable(StoreError):
-    """Redis does not answer, or refused a write. What was not acknowledged may or may not be written; after
-    a rebuild of the index the same message can be asked again."""
+    """Redis does not answer, or refused a write. An unacknowledged write may or may not have happened. After
+    a rebuild of the index the same message can be sent again."""
 
     restart_helps = True
 
@@ -110,7 +110,7 @@ class StoreFenced(StoreError):
 
 
 class StoreUnusable(StoreError):
-    """This Redis cannot hold the ledger as configured, or what it holds is not this job's."""
+    """This Redis cannot hold the ledger as configured, or contains a ledger that is not this job's."""
 
 
 REFUSALS: tuple[tuple[str, Trouble, str], ...] = (

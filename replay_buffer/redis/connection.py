@@ -101,12 +101,12 @@ class RedisConnection(asyncio.Protocol):
         return checked(await self.call(*command))
 
     async def info(self, *sections: str) -> dict[str, str]:
-        """Return what the server says of itself, by field."""
+        """Return the server's `INFO`, by field."""
         lines = (await self.ask("INFO", *sections)).decode().splitlines()
         return {name: value for name, found, value in (line.partition(":") for line in lines) if found}
 
     def close(self) -> None:
-        """End the connection; what has no answer yet fails."""
+        """Close the connection. Pending commands fail."""
         self._end("the connection was closed")
 
     # --- asyncio.Protocol ---
@@ -194,7 +194,7 @@ def _pieces(command: Sequence[Argument]) -> list[bytes | memoryview]:
 
 
 def checked(answer: Any) -> Any:
-    """An answer of Redis; raises what it means when it is an error."""
+    """Return an answer of Redis, or raise the error that it stands for."""
     if isinstance(answer, hiredis.ReplyError):
         raise refusal(str(answer))
     return answer
@@ -219,7 +219,7 @@ def in_words(error: BaseException) -> str:
 
 
 def greetings(place: RedisAddress) -> list[Sequence[Argument]]:
-    """The commands that make a new connection the one that is wanted."""
+    """Return the commands that prepare a new connection."""
     commands: list[Sequence[Argument]] = []
     if password := place.password():
         user = place.url.username

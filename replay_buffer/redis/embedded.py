@@ -40,9 +40,11 @@ NEVER_S = 10 * 365 * 24 * 3600
 
 
 class EmbeddedRedis:
-    """`start`, use `url`, `stop`. `start` again after the server died starts it anew on the same files.
+    """An embedded Redis server. Call `start`, use `url`, call `stop`. After the server died, `start` starts
+    it again on the same files.
 
-    `password`: what its clients show; where none is given, one is made up, which only `url` tells."""
+    `password` is the clients' password. Without one, a random password is made, and only `url` contains it.
+    """
 
     def __init__(
         self,

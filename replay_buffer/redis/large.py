@@ -102,7 +102,7 @@ class Large:
         return [self._keys.chunk(ref.name, ref.at + i) for i in range(ref.chunks)]
 
     def prepare(self, writes: WriteSet, attachments: Sequence[Bytes | BlobRef]) -> PreparedWrite:
-        """Make `writes` into commands, with what is large in places of its own, and take note of it."""
+        """Convert `writes` into commands. Large values are stored separately and noted."""
         parcel = PreparedWrite(Commands(self._keys))
         freed = self._free(writes)
         staged, ahead, kept = self._place(writes, attachments)
@@ -198,7 +198,7 @@ class BlobFiles:
         self._removing: dict[str, asyncio.TimerHandle | None] = {}
 
     async def open(self, refs: Iterable[tuple[EpisodeKey, BlobRef]]) -> list[EpisodeKey]:
-        """Remove what is left over; return the episodes of `refs` whose bytes are not there (any more)."""
+        """Remove leftovers. Return the episodes of `refs` whose bytes are missing."""
         by_name: dict[str, list[tuple[EpisodeKey, BlobRef]]] = {}
         for place, ref in refs:
             by_name.setdefault(ref.name, []).append((place, ref))
@@ -259,7 +259,7 @@ class BlobFiles:
             self.remove([name], at_once=True)
 
     async def read(self, refs: Sequence[BlobRef]) -> list[memoryview | None]:
-        """The episodes' bytes, as maps of their files; None for one that is gone."""
+        """Return the bytes of the episodes as memory maps of their files; None for a missing file."""
         return await asyncio.to_thread(lambda: [self._map(ref) for ref in refs])
 
     def remove(self, names: Sequence[str], *, at_once: bool = False) -> None:
@@ -274,7 +274,7 @@ class BlobFiles:
                 self._removing[name] = loop.call_later(self._grace_s, late)
 
     def close(self) -> None:
-        """Stop removing; the next `open` removes what is left."""
+        """Stop removing files. The next `open` removes the rest."""
         for handle in self._removing.values():
             if handle is not None:
                 handle.cancel()

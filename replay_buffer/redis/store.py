@@ -51,8 +51,8 @@ class Opened:
 
 
 class Store:
-    """One job in the Redis at an address. `max_bytes`: what its episodes may weigh, 0 for not known.
-    `confirmed`: the revision that an earlier front is known to have seen there."""
+    """One job in the Redis at an address. `max_bytes` limits the size of its episodes, 0 if unknown.
+    `confirmed` is the revision that an earlier front is known to have seen in this Redis."""
 
     def __init__(
         self,
@@ -83,7 +83,8 @@ class Store:
         self._writer: LedgerWriter | None = None
         self._confirmed = confirmed
         self._owner = secrets.token_hex(8)
-        """Which front holds the ledger, in Redis: epochs alone do not tell a front from its successor."""
+        """Id of the front that owns the ledger, as stored in Redis. Epochs alone do not distinguish a front
+        from its successor."""
         self._sha = ""
 
     @property
@@ -116,8 +117,8 @@ class Store:
                 writes.close()
 
     async def place_large(self, blobs: Sequence[Bytes]) -> tuple[list[Bytes | BlobRef], str]:
-        """Put what is large enough into a file, if there is a folder for that. Returns what to give to
-        `submit`, and a name to give to `settled` after it. Raises OSError when the disk is full."""
+        """Put large values into a file, if there is a folder for them. Returns the value for `submit`, and a
+        name for `settled` afterwards. Raises OSError if the disk is full."""
         if self._files is None:
             return list(blobs), ""
         if isinstance(blobs, Filed):
@@ -148,8 +149,8 @@ class Store:
     async def blobs(
         self, wanted: Sequence[EpisodeKey], *, by_file: bool = False
     ) -> list[Bytes | FilePart | None]:
-        """The codec blobs of (group id, sample), in order; None for one that is not held. `by_file`: of what
-        lies in files only where."""
+        """Return the codec blobs of (group id, sample), in order; None for a missing one. With `by_file`,
+        blobs in files are returned as their places."""
         reads = self._connected
         refs = {place: ref for place in wanted if (ref := self._large.ref(*place)) is not None}
         small: dict[str, list[int]] = {}
@@ -190,7 +191,7 @@ class Store:
         return int(memory["used_memory"])
 
     async def close(self) -> None:
-        """Write what is queued, and disconnect."""
+        """Write the queued commands, and disconnect."""
         await self._let_go()
         if self._files is not None:
             self._files.close()
@@ -214,7 +215,8 @@ class Store:
     # --- large episodes ---
 
     async def _open_large(self) -> tuple[EpisodeKey, ...]:
-        """Load where large episodes lie and remove what a crash left over. Returns those without bytes."""
+        """Load the places of large episodes and remove leftovers of a crash. Returns the episodes without
+        bytes."""
         ask = self._connected.ask
         self._large.load(table(await ask("HGETALL", self._keys.large)), self.front_epoch)
         for staged in await ask("SMEMBERS", self._keys.staged):
@@ -243,8 +245,9 @@ class Store:
     async def _settle(self) -> None:
         """Connect to the server, and check that it may be used.
 
-        What is wrong there is final for a store that has not been open yet. For one that was, the server was
-        changed under the job: it waits for somebody to put that right."""
+        For a store that was never open, a wrong setting is a final error. For an open store, the server was
+        changed during the job, so the buffer waits until the setting is corrected.
+        """
         try:
             self._connection = await RedisConnection.open(self.address)
             await check_keys(self._connection, self.address, self._keys)
@@ -306,9 +309,11 @@ def _joined(chunks: list[bytes | None]) -> bytes | None:
 async def read_ledger(
     redis: RedisConnection, keys: Keys, url: str, *, transaction: bool
 ) -> tuple[dict[bytes, bytes], LedgerRecords]:
-    """The meta hash and all records; in a `transaction` as of one moment. Changes nothing.
+    """Return the meta hash and all records, with `transaction` as of one moment. Changes nothing.
 
-    Raises `StoreUnusable` for none or one of another schema, `StoreUnavailable` where nobody answers."""
+    Raises `StoreUnusable` if there is no ledger or one of another schema, and `StoreUnavailable` if the
+    server does not answer.
+    """
     looks = [("HGETALL", key) for key in (keys.meta, keys.groups, keys.leases, keys.claims, keys.batches)]
     commands = [("MULTI",), *looks, ("EXEC",)] if transaction else looks
     answers = [checked(one) for one in await asyncio.gather(*[redis.call(*command) for command in commands])]
@@ -338,9 +343,10 @@ OLDEST = (6, 0)
 async def check_redis(
     redis: RedisConnection, place: RedisAddress, durability: str, *, max_bytes: int = 0
 ) -> None:
-    """Raise `StoreUnusable` naming the setting to change; `StoreUnavailable` for what passes by itself.
+    """Raise `StoreUnusable` with the setting to change, or `StoreUnavailable` for a temporary problem.
 
-    `max_bytes`: what the job may hold."""
+    `max_bytes` limits the size of the job's episodes.
+    """
     info = await redis.info()
     _check_server(info, place, max_bytes)
     if durability != "memory":
@@ -395,7 +401,7 @@ async def _check_persistence(
 
 
 async def _setting(redis: RedisConnection, name: str) -> str | None:
-    """A configuration value, or None where this server does not tell."""
+    """Return a configuration value, or None if this server hides it."""
     try:
         answer: list[bytes] = await redis.ask("CONFIG", "GET", name)
     except StoreUnavailable as error:

@@ -84,7 +84,7 @@ class LedgerWriter:
         return future
 
     async def close(self) -> None:
-        """Wait until what was sent is answered and whoever waits for it was told; then disconnect."""
+        """Wait until all sent commands are answered and their callers notified. Then disconnect."""
         if self.tail is not None:
             await asyncio.wait([self.tail], timeout=CLOSE_LIMIT_S)
         self._failure = self._failure or StoreUnavailable("the buffer stops")
@@ -228,7 +228,7 @@ class Commands:
         self._number: dict[str, int] = {keys.meta: 1}
 
     def add(self, name: str, key: str, arguments: Sequence[Argument] = ()) -> None:
-        """A command on a key; as several of its kind where it has very many arguments."""
+        """Add a command on a key, split into several if it has very many arguments."""
         number = self._number.get(key)
         if number is None:
             self.keys.append(key)
@@ -242,7 +242,7 @@ class Commands:
         self.arguments[:0] = (name, 1, len(arguments), *arguments)
 
     def table(self, key: str, records: Mapping[Any, Any]) -> None:
-        """The records of one hash: those to set and those to delete."""
+        """Add the records of one hash to set and to delete."""
         gone = [name for name, record in records.items() if record is None]
         held: list[Argument] = []
         for name, record in records.items():
@@ -256,8 +256,9 @@ class Commands:
     def add_writes(
         self, writes: WriteSet, attachments: Sequence[Any], elsewhere: Container[tuple[str, int]]
     ) -> None:
-        """Blobs are taken from the message's attachments, but for those (group id, sample) that are kept
-        `elsewhere`. What frees memory comes first: a Redis at its limit then lets the whole script pass."""
+        """Add writes. Blobs are taken from the message's attachments, except the (group id, sample) pairs
+        kept `elsewhere`. Commands that free memory come first, so that a Redis at its limit accepts the whole
+        script."""
         for group_id, samples in writes.freed.items():
             if samples is None:
                 self.add("UNLINK", self._keys.blobs(group_id))

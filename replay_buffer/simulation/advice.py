@@ -21,7 +21,7 @@ SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)  # Of the GPUs, that could g
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant of a job, over all seeds. `change` is what is other in it: a part, or overrides."""
+    """One variant of a job, over all seeds. `change` is the difference to the job: a part, or overrides."""
 
     change: str
     steps_per_s: float
@@ -44,7 +44,7 @@ class Advice:
 
     @property
     def bottleneck(self) -> str:
-        """The part that holds the job up; empty where no part by itself does."""
+        """Return the part that limits the job; empty if no single part does."""
         first = self.parts[0]
         return first.change if self.gain(first) > self.noise else ""
 
@@ -66,8 +66,8 @@ class Advice:
 
 
 def advise(rules: Rules, shape: Shape, costs: Costs, *, steps: int, off: float = 0.0) -> Advice:
-    """Simulate the job, its parts and its alternatives. `off`: by how much, relatively, the simulation misses
-    what the job really does: differences smaller than that are not trusted."""
+    """Simulate the job, its parts and its alternatives. `off` is the relative error of the simulation against
+    the real run; smaller differences are ignored."""
 
     def outcome(
         change: str, rules: Rules, shape: Shape, costs: Costs, seeds: tuple[int, ...] = SEEDS

@@ -11,9 +11,9 @@ Event = Callable[[], object]
 
 
 class Clock:
-    """Holds what is to happen, in its order. `cores` is how many pieces of work can go on at full speed at
-    once; more than that slow each other down evenly, as an operating system's scheduler has it. Times are
-    milliseconds."""
+    """A queue of simulated events, in order of time. `cores` is the number of pieces of work that run at full
+    speed at once. More pieces slow each other down evenly, as under an operating system's scheduler. Times
+    are milliseconds."""
 
     def __init__(self, cores: float = math.inf, start_ms: float = 0.0) -> None:
         self.now_ms = start_ms

@@ -17,7 +17,7 @@ DONE = 1e-6  # Tokens by which a request may be short of its last and has it all
 
 @dataclass(slots=True)
 class SimulatedAnswer:
-    """A request: tokens that it samples, those of its prompt, and what is called when it has them."""
+    """A request: the number of tokens to sample, the number in its prompt, and the callback for its end."""
 
     tokens: float
     prompt: float

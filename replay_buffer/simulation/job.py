@@ -57,7 +57,7 @@ class SimulatedWorld(Protocol):
         """Make the group's episodes with the weights of `version`, then call `SimulatedJob.generated`."""
 
     def score(self, group_id: str) -> None:
-        """Score what was generated, then call `SimulatedJob.scored`."""
+        """Score a generated group, then call `SimulatedJob.scored`."""
 
     def train(self, step: int, group_ids: Sequence[str]) -> None:
         """Train a step, then call `SimulatedJob.trained`."""
@@ -171,7 +171,7 @@ class SimulatedJob:
         self._send(OpenedWith(self.policy, "trainer", 0))
 
     def run(self, steps: int, warm_up: int) -> Figures:
-        """Until `warm_up + steps` steps are committed, or nothing more can happen."""
+        """Run until `warm_up + steps` steps are committed, or no event is left."""
         collecting = gc.isenabled()
         gc.disable()  # The records hold no cycles
         try:
@@ -230,7 +230,7 @@ class SimulatedJob:
         return START_MS + int(self.clock.now_ms)
 
     def _let_go_on(self) -> None:
-        """Whoever waits for what has become possible asks again, as after an edge of the front."""
+        """Repeat the requests of everyone who waits for something that has become possible."""
         while self._edges:
             edges, self._edges = self._edges, set()
             if "batch" in edges:
@@ -243,8 +243,8 @@ class SimulatedJob:
     # --- workers ---
 
     def _lease_all(self) -> None:
-        """Whoever has most room was the first to wait. What one worker is refused, no other that serves the
-        same weights or older ones is given."""
+        """Lease to the worker with the most room first. If one worker is refused, every other worker that
+        serves the same or older weights is refused too."""
         self._refused = [False] * len(self.serving)
         rooms = [self._world.room(worker, self.v_train) for worker in range(len(self.serving))]
         for worker in sorted(range(len(rooms)), key=lambda w: -rooms[w]):
@@ -270,7 +270,7 @@ class SimulatedJob:
             self._world.generate(worker, lease.group_id, version)
 
     def generated(self, group_id: str) -> None:
-        """The group's last episode is there."""
+        """Handle the end of the group's last episode."""
         lease, worker, first = self._leases.pop(group_id)
         epoch = self.index.consumer(self.policy).epoch
         versions = {self.policy: Versions(first, max(first, self.serving[worker]), epoch)}
@@ -314,7 +314,7 @@ class SimulatedJob:
             self.clock.after(max(1, due_ms - self._now_ms), self._ask)
 
     def trained(self) -> None:
-        """The trainer has done its step; it is published when the one before is."""
+        """Handle the end of a training step. It is published after the previous publication."""
         if self._step == self.v_train:
             self._publish(self._step)
         else:

@@ -1,4 +1,4 @@
-"""Workers, rewards and a trainer of which is known what they cost."""
+"""Workers, rewards and a trainer with known costs."""
 
 from __future__ import annotations
 

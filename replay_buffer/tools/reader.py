@@ -84,7 +84,7 @@ class LedgerReader:
         )
 
     async def blobs(self, group: GroupRecord) -> dict[int, bytes]:
-        """The codec blobs of a group by sample; what is not held is missing."""
+        """Return the existing codec blobs of a group by sample."""
         names = [f"{group.group_id}.{sample}" for sample in range(len(group.episodes))]
         held = table(await self._redis.ask("HGETALL", self._keys.blobs(group.group_id)))
         refs = await self._redis.ask("HMGET", self._keys.large, *names)
@@ -144,8 +144,8 @@ def _from_file(path: Path, ref: BlobRef) -> bytes | None:
 
 @contextlib.asynccontextmanager
 async def open_reader(run: Run) -> AsyncIterator[LedgerReader | BufferReader]:
-    """A reader of the run's ledger. Raises `RunFolderError` when there is none (any more), `TaskFileError`
-    when the task file is gone, `WireError` where a buffer on another host does not answer."""
+    """Return a reader of the run's ledger. Raises `RunFolderError` if there is no ledger, `TaskFileError` if
+    the task file is gone, and `WireError` if a buffer on another host does not answer."""
     tasks = TaskOrder.of(run.job)
     async with contextlib.AsyncExitStack() as stack:
         if run.job.buffer.redis != "embedded":

@@ -52,7 +52,7 @@ class ScoringBackend(Protocol):
 
     @property
     def alive(self) -> int:
-        """The part of `capacity` that is ready now; 0 means that nothing can be scored at present."""
+        """Return the part of `capacity` that is ready now; 0 if no answer can be scored at present."""
 
     @property
     def call_seconds(self) -> float:
@@ -67,15 +67,16 @@ class ScoringBackend(Protocol):
 
 
 class BackendReward:
-    """A reward that no process of the pool computes, as the registry knows it: what it takes, and what scores
-    it. Subclasses are parts of the job file; the implementation is imported where episodes are scored."""
+    """A reward that is computed outside the pool, as the registry knows it: its arguments and its backend.
+    Subclasses are parts of the job file. The implementation is imported only in the process that scores
+    episodes."""
 
     Arguments: ClassVar[type[Section]]
     scopes: ClassVar[tuple[str, ...]] = ("episode",)
     implementation: ClassVar[str]
     """`module:Class` of the `ScoringBackend`, which is made with `(spec, section)`."""
     worker_class: ClassVar[str] = ""
-    """`module:Class` of what a pool's worker makes, where the backend is a pool: see `LoadReward`."""
+    """`module:Class` that a pool's worker creates, if the backend is a pool: see `LoadReward`."""
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
@@ -134,8 +135,8 @@ class MissingText(ValueError):
 
 
 def fill(template: str, given: RewardInput) -> str:
-    """`template` with its placeholders replaced, in one pass: what a response contains is never taken for a
-    placeholder, and braces that are none of ours stay. Raises `MissingText`."""
+    """Return `template` with its placeholders replaced in one pass. Text of a response is never treated as a
+    placeholder, and other braces stay. Raises `MissingText`."""
 
     def text(match: re.Match[str]) -> str:
         name = match.group(1)

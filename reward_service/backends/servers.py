@@ -142,7 +142,7 @@ class ServerState:
         self.in_flight += 1
 
     def answered(self, now_s: float) -> None:
-        """A request ended with what was asked for, or with a refusal that has to do with it alone."""
+        """Record that a request ended with a result, or with a refusal that concerns this request only."""
         self.in_flight -= 1
         self.answered_s = now_s
         self.failures = 0
@@ -177,8 +177,8 @@ class ServerState:
 
 
 def choose(servers: Sequence[ServerState], now_s: float) -> ServerState | float | None:
-    """The server for a request that begins now, the one with the fewest under way; or, if none may take it,
-    the seconds until one may; or None, when that depends on the answers to requests under way."""
+    """Return the server with the fewest running requests for a new request. If none may take it, return the
+    seconds until one may, or None if that depends on running requests."""
     ready = [server for server in servers if server.takes(now_s)]
     if ready:
         # One that failed and has rested goes first: it gets this one request to show that it is back.

@@ -39,7 +39,7 @@ class InlinePool:
 
     def __init__(self, specs: Sequence[RewardSpec]) -> None:
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
-        """Never done: what a reward raises is raised by `submit`."""
+        """Never done: errors of a reward are raised by `submit`."""
         self.busy = self.queued = 0
         self._specs = specs
         self._rewards: dict[str, tuple[LoadedReward, LatencyEstimate]] = {}
@@ -62,7 +62,7 @@ class InlinePool:
             _loaded.pop(key, None)
 
     async def submit(self, calls: Sequence[Call], on_verdicts: OnVerdicts, *, spec: RewardSpec) -> None:
-        """Run calls of `spec` in their turn. Raises what the reward raises."""
+        """Run calls of `spec` in order. Raises the errors of the reward."""
         reward, latency = self._rewards[spec.key]
         size = reward.mark.batch or 1
         self.queued += len(calls)

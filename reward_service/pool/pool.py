@@ -255,7 +255,7 @@ class WorkerPool:
             self._again(call)
 
     def _again(self, call: QueuedCall) -> None:
-        """A call that was with a worker is to go to one again, before those that never were."""
+        """Queue a call again that was with a worker, before calls that never were."""
         if self._open():
             self._queue.push(call, front=True)
         else:

@@ -63,7 +63,8 @@ class FinishedUnit(msgspec.Struct, array_like=True):
 
 
 class RewardLoaded(msgspec.Struct, array_like=True, tag="loaded"):
-    """The reward is there. `batch`: inputs that it takes at a time; 0: one, or those of a group."""
+    """The reward is loaded. `batch` is the number of inputs per call; 0 means one input, or all inputs of a
+    group."""
 
     reward: int
     batch: int
@@ -132,7 +133,7 @@ LENGTH = struct.Struct("<I")
 
 
 class FrameError(ValueError):
-    """The other side does not speak our frames, or not what is expected in them."""
+    """The other side sent an invalid or unexpected frame."""
 
 
 def framed(payload: bytes) -> bytes:
@@ -174,7 +175,7 @@ class FrameLink:
         self._incoming = self._socket.makefile("rb")
 
     def read(self) -> bytes | None:
-        """The next payload; None once the owner has closed its end."""
+        """Return the next payload; None once the owner has closed its end."""
         head = self._incoming.read(LENGTH.size)
         if len(head) < LENGTH.size:
             return None

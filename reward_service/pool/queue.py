@@ -54,10 +54,11 @@ class LatencyEstimate:
 
 
 class PooledReward:
-    """One reward of a pool: how its workers load it, what waits for it, what it costs.
+    """One reward of a pool: how its workers load it, its waiting calls, and its costs.
 
-    The text of a reward of one's own is kept: every worker runs the same, also one that is started after the
-    file was changed, broken or deleted."""
+    The source text of a user's reward is kept, so that every worker runs the same code, even if it starts
+    after the file was changed, broken or deleted.
+    """
 
     def __init__(self, number: int, spec: RewardSpec) -> None:
         """`number` is what workers know it by. Raises `RewardLoadError` for a file that is not there."""
@@ -138,7 +139,7 @@ class FairQueue:
         self.length += 1
 
     def next(self) -> PooledReward | None:
-        """The reward whose turn it is; None when nothing waits."""
+        """Return the next reward to serve; None if no call waits."""
         waiting = [reward for reward in self._rewards.values() if reward.waiting]
         if not waiting:
             return None

@@ -53,7 +53,7 @@ class UnitRunner:
         self._orders = msgspec.msgpack.Decoder(WorkerOrder)
 
     def serve(self) -> None:
-        """Run what the pool sends, until it closes its end."""
+        """Run the pool's calls until it closes its end."""
         while (payload := self._link.read()) is not None:
             match self._orders.decode(payload):
                 case Assignment(units):
@@ -117,14 +117,14 @@ class LoadedReward:
         self._inputs = msgspec.msgpack.Decoder(RewardInput)
 
     def __call__(self, encoded: list[msgspec.Raw]) -> tuple[list[Verdict], bool]:
-        """The verdicts, and whether the invocation as a whole failed."""
+        """Return the verdicts, and whether the whole invocation failed."""
         try:
             return self.verdicts(encoded), False
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward are its errors too
             return [Failure("exception", describe(error))] * len(encoded), True
 
     def verdicts(self, encoded: Sequence[bytes | msgspec.Raw]) -> list[Verdict]:
-        """Raises what the reward raises."""
+        """Return the verdicts. Raises the errors of the reward."""
         if self.mark.takes_list:
             inputs = [self._inputs.decode(one) for one in encoded]
             return as_verdicts(self._result(inputs), inputs)
@@ -163,7 +163,7 @@ def load(order: LoadReward) -> LoadedReward:
 
 @functools.cache
 def event_loop() -> Any:
-    """The one loop of this process, made when the first asynchronous reward runs."""
+    """Return the single event loop of this process, created when the first asynchronous reward runs."""
     import asyncio  # heavy, and only asynchronous rewards need it
 
     loop = asyncio.new_event_loop()

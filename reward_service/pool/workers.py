@@ -51,7 +51,7 @@ class WorkerLimits:
 
 @dataclass(slots=True, eq=False)
 class WorkerSlot:
-    """One worker, and what is known of it. After its death another one takes its place."""
+    """The place of one worker, and its state. If the worker dies, another one takes the place."""
 
     loading: set[int]
     """Rewards that it was told to load and has said nothing about yet."""
@@ -167,7 +167,7 @@ class Workers:
             await slot.process.ended.wait()
 
     def look_after(self, now_s: float) -> None:
-        """End what loads for too long, and renew what is due; to be called often."""
+        """End workers that load for too long, and replace workers that are due. Call it often."""
         for slot in self.slots:
             if not slot.loaded and now_s - slot.started_s > self._limits.start_s:
                 slot.kill()

@@ -190,8 +190,8 @@ class Confinement(NamedTuple):
 
 
 def find(launcher: LauncherClient) -> Confinement:
-    """The first way to be isolated that works here. Raises CannotIsolate, with why none does and what to
-    change."""
+    """Return the first isolation method that works on this machine. Raises CannotIsolate with the reason why
+    each fails and the setting to change."""
     offered, _ = launcher.ask({"probe": True}, b"", 5.0)
     missing = "bwrap is not installed" if shutil.which("bwrap") is None else offered["no_filter"]
     reasons: list[str] = []

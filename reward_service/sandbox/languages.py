@@ -23,8 +23,8 @@ COMPILE_LIMITS = RunLimits(
     wall_s=40.0, cpu_s=30.0, address_space=False, processes=64, open_files=512, output_kb=64
 )
 HARNESS_PYTHON = "harness-python"
-"""The interpreter of Python programs for our own `sandbox.harness`: it imports nothing from the folder of the
-run, and runs nothing of what is installed beside it before it begins."""
+"""The interpreter of Python programs that runs our own `sandbox.harness`. It imports nothing from the folder
+of the run, and runs no installed code before it begins."""
 
 
 OFFERED = ("numpy",)

@@ -83,8 +83,7 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Time in which the program could have run and the machine did something else, as far as the kernel says
     so and no other thread of the program ran meanwhile."""
     spent_ms: float = 0.0
-    """Time that the program is charged with, compiling included: without what it waited, at least its CPU
-    time."""
+    """Time charged to the program, compiling included and waiting excluded, but at least its CPU time."""
     cpu_ms: float = 0.0
     peak_mb: float = 0.0
     """Most memory of all processes together, with files in memory. Where it is held by looking (`memory sum`,

@@ -51,8 +51,8 @@ class Sandbox:
 
     @classmethod
     def at(cls, level: Level, launcher: LauncherClient | None = None) -> Sandbox:
-        """A sandbox of this level, which closes `launcher`. Raises CannotIsolate where this machine cannot
-        isolate programs; it says what to change."""
+        """Return a sandbox of this level, which closes `launcher`. Raises CannotIsolate, with the setting to
+        change, if this machine cannot isolate programs."""
         launcher = launcher or LauncherClient()
         try:
             return cls(Confinement("none") if level == "none" else find(launcher), launcher)
@@ -108,7 +108,8 @@ class Sandbox:
             return self._pair(orders)
 
     def _read(self, program: Program) -> tuple[Language, dict[str, bytes], RunLimits]:
-        """The language of a program (of a command: one that only runs it), its files and its limits."""
+        """Return the language of a program (for a command, a language that only runs it), its files and its
+        limits."""
         for name in (*program.files, *program.collect):
             check_name(name)
         if program.command:

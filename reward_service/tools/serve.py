@@ -39,7 +39,7 @@ def main(request: ServeRequest) -> None:
 
 
 async def serve(request: ServeRequest) -> None:
-    """Serve until SIGTERM or SIGINT. Raises `ArealError` for what is wrong before anything is served."""
+    """Serve until SIGTERM or SIGINT. Raises `ArealError` for a problem before the start."""
     wants: tuple[Extra, ...] = ("blob",) if request.episodes else ()
     args = arguments_in(request.args)
     offers = read_offers(request.rewards, wants, args, request.timeout_s)
@@ -106,7 +106,7 @@ TOKEN = "\n      token_env: REWARD_TOKEN   # or token_file: an absolute path"
 
 
 def announce(offers: Sequence[ServedReward], url: str, workers: int, *, guarded: bool) -> None:
-    """Print what is served, and the lines of a job file that use it."""
+    """Print the offered rewards, and the lines of a job file that use them."""
     each = f"{workers} worker{'s' if workers > 1 else ''}"
     versions = [(one.name, one.spec.name, version_of(one.spec.name)) for one in offers]
     served = (f"reward {name} ({target}), version {version}, {each}" for name, target, version in versions)
@@ -116,7 +116,7 @@ def announce(offers: Sequence[ServedReward], url: str, workers: int, *, guarded:
 
 
 def token_in(path: Path) -> str:
-    """The token in the file at `path`, made where there is none. Raises ValueError."""
+    """Return the token in the file at `path`, and create the file if it is missing. Raises ValueError."""
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32) + "\n")

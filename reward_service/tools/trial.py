@@ -51,7 +51,7 @@ MOST_COMPONENTS = 4  # Columns beside an answer; the table of components has all
 
 
 class SamplesError(ArealError):
-    """There is nothing to judge: the text says what is missing."""
+    """There is nothing to judge. The text names the missing thing."""
 
 
 class AnswerSample(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class AnswerSample(msgspec.Struct, frozen=True):
 
 
 class JudgedAnswer(msgspec.Struct, frozen=True):
-    """An answer, what the reward made of it, and how long its call took."""
+    """An answer, the reward's verdict, and the duration of its call."""
 
     sample: AnswerSample
     verdict: Verdict

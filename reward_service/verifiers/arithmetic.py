@@ -51,7 +51,7 @@ def arithmetic(given: RewardInput, _: NoArguments) -> float:
 
 
 def final_number(response: str) -> str | None:
-    """The text of the number that ends the response, or nothing."""
+    """Return the text of the number that ends the response, or None."""
     tail = folded(response.rstrip()[-LAST_CHARACTERS:])
     match = ANSWER.search(tail)
     if match is None:
@@ -62,7 +62,8 @@ def final_number(response: str) -> str | None:
 
 
 def parse_number(text: str) -> tuple[Fraction, bool] | None:
-    """The exact value, and whether it was written as a decimal; nothing for what is no number."""
+    """Return the exact value, and whether it was written as a decimal. Return None if the text is not a
+    number."""
     text = folded(text)
     if len(text) > LONGEST_NUMBER or not re.fullmatch(NUMBER, text):
         return None

@@ -64,7 +64,7 @@ class Cases(msgspec.Struct, frozen=True):
 
 
 def read_cases(truth: Any) -> Cases:
-    """Raises ValueError for what is none of the forms: the task is wrong, not the model."""
+    """Return the cases. Raises ValueError for an unknown form, since the task and not the model is wrong."""
     truth = _result(truth)
     if isinstance(truth, str):
         return code_cases([truth])
@@ -258,8 +258,8 @@ class Names(NamedTuple):
 
 
 def names_of(texts: Iterable[str], declared: str = "") -> Names:
-    """`declared`: the entry point, which is the program's whatever else has that name. Raises ValueError for
-    what is not Python."""
+    """Return the names of a program. `declared` is the entry point, which belongs to the program even if
+    something else has that name. Raises ValueError if the text is not Python."""
     used: dict[str, None] = {}
     bound: set[str] = set(dir(builtins)) - {declared}
     star = False
@@ -286,8 +286,8 @@ def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 
 
 def needs_live_objects(texts: Iterable[str], entries: Iterable[str]) -> bool:
-    """Return whether tests do with a result of the program what no plain data lets them: set an attribute,
-    get one that plain data does not have, call it, take its items one by one."""
+    """Return whether tests use a result of the program in a way that plain data does not allow: set an
+    attribute, get one that plain data lacks, call it, or take its items one by one."""
     uses = _Uses(set(entries) - {"Solution"})
     for text in texts:
         uses.visit(ast.parse(text))
@@ -334,8 +334,8 @@ class _Uses(ast.NodeVisitor):
 
 
 def marked(text: str) -> str:
-    """`text`, with every call that is a statement of its own marked as one (`examiner.in_place`). Raises
-    ValueError for what is nested too deeply."""
+    """Return `text` with every call that is a statement marked (`examiner.in_place`). Raises ValueError if it
+    is nested too deeply."""
     try:
         tree = _Statements().visit(ast.parse(text))
         return ast.unparse(ast.fix_missing_locations(tree))

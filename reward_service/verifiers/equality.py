@@ -81,7 +81,7 @@ OPENING, CLOSING = "([{", ")]}"
 
 
 class Bracketed(NamedTuple):
-    """A bracketed or listed text: its brackets (`\\{`, `(`, `[`, or nothing) and what the commas part."""
+    """A bracketed or listed text: its brackets (`\{`, `(`, `[`, or nothing) and its comma-separated items."""
 
     opening: str
     closing: str
@@ -256,7 +256,7 @@ def _matrices(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool 
 
 
 def _cells(text: str) -> tuple[str, list[list[str]]] | None:
-    """The kind of a matrix (with round or square brackets it is none of its own), and its cells."""
+    """Return the kind of a matrix (empty with round or square brackets), and its cells."""
     match = MATRIX.fullmatch(text.strip())
     if match is None or r"\begin" in match[4]:
         return None
@@ -276,7 +276,7 @@ class Region(NamedTuple):
 
 
 def _region(text: str) -> Region | None:
-    """The region that a text names; None where it has neither unknown nor union."""
+    """Return the region that a text names; None if it has neither an unknown nor a union."""
     text = text.strip()
     if match := BUILDER.fullmatch(text):
         unknown, rest = match[1], match[3].strip()
@@ -420,7 +420,7 @@ def _at_commas(text: str) -> list[str]:
 
 
 def _as_words(text: str) -> str:
-    """The letters of an answer in words, without case; nothing for what is maths."""
+    """Return the letters of an answer in words, in one case; empty if the answer is a formula."""
     words = IN_WORDS.sub(r"\1", text).strip()
     bare = words.strip("() .")
     lengths = {min(len(word), 2) for word in bare.split()}

@@ -45,7 +45,7 @@ NAME = re.compile(
     r"|\\(?:text|begin|end)\s*\{[^{}]*\}|_\s*\{[^{}]*\}|\\[a-zA-Z]+"
     r"|(?P<word>[a-zA-Z]{4,})|(?P<capitals>[A-Z](?:\s*[A-Z])+)"
 )
-"""Letters in an order (`\\angle ABC`, `AB`, `left`), and what is passed over in looking for them."""
+"""A sequence of letters (`\angle ABC`, `AB`, `left`), and the commands to skip when looking for one."""
 CROSS = re.compile(r"\\vec\s*\{([a-zA-Z]+)\}\s*\\times\s*\\vec\s*\{([a-zA-Z]+)\}")
 
 NESTED_CROSS = re.compile(r"\\vec\s*\{[a-zA-Z]+\}\s*\\times|\\times\s*\\vec")
@@ -359,8 +359,8 @@ def _agree(wanted: Any, given: Any, point: dict[Any, Any], slack: Fraction = Fra
 
 
 def _value(formula: Any, point: dict[Any, Any], digits: int) -> Any:
-    """The value to 15 digits, worked out with as many as that takes; 0 where `digits` cannot tell it from 0,
-    and None where it is not defined."""
+    """Return the value to 15 digits, computed with as many digits as needed; 0 if `digits` cannot distinguish
+    it from 0, and None if it is undefined."""
     import sympy
 
     try:

@@ -64,7 +64,7 @@ def math(given: RewardInput, arguments: MathArguments) -> Score | Abstain:
 
 
 def find(response: str, where: Where = "any") -> str | None:
-    """The answer in a response, tidied; None when there is none."""
+    """Return the tidied answer in a response; None if there is none."""
     tail = spoken(response)[-LAST_CHARACTERS:]
     last = last_match(BOX, tail)
     if last is not None and tail[last.end()] == "{" and closing(tail, last.end()) is None:

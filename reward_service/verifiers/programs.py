@@ -22,7 +22,7 @@ CONTAINER = r"(?P<before>[ \t]*+(?:(?:>|(?:[-*+]|\d{1,9}[.)])[ \t])[ \t]*+)*+)"
 OPENING = re.compile(
     rf"^{CONTAINER}(?P<fence>`{{3,}}+|~{{3,}}+)[ \t]*+(?P<tag>[A-Za-z0-9_+#.-]*+)[^<`\n]*+$", re.MULTILINE
 )
-"""Possessive throughout: what one part has taken no other tries again, so a line is read once."""
+"""Pattern with possessive quantifiers throughout, so that a line is read only once."""
 IN_LINE = re.compile(r"(?<=\S)[ \t]++(```[A-Za-z0-9_+#.-]++)$", re.MULTILINE)
 """A fence behind text of its line, where models do not write it on a line of its own."""
 LONGEST = 200_000  # Characters of a response in which blocks are looked for, from its end
@@ -122,7 +122,7 @@ def _active(text: str, language: str) -> bool:
 
 
 def looks_like(text: str, language: str) -> bool:
-    """Return whether a text may be a program in `language`, and not what one prints or how it is started."""
+    """Return whether a text may be a program in `language`, rather than its output or its command line."""
     if language != "python" or not _active(text, language):
         return _active(text, language)
     try:

@@ -121,8 +121,8 @@ class Budget:
         self._ends_s = time.monotonic() + min(time_left_s() - GRACE_S, LONGEST_S)
 
     def limits(self, run: int, *, cases: int = 1, output_bytes: int = 0) -> RunLimits:
-        """Return the limits of a run of `cases` cases together, the first of which has the number `run`, that
-        prints so much when it is right. Raises Overloaded where the deadline of the call has come."""
+        """Return the limits of a joint run of `cases` cases. `run` is the number of the first one. A correct
+        program prints the given amount. Raises Overloaded if the deadline of the call has passed."""
         arguments, clock_s = self._arguments, self._ends_s - time.monotonic()
         if clock_s < LEAST_RUN_S:
             raise self.overloaded(run)
@@ -157,9 +157,9 @@ def run_cases(
     compare: Compare = "tokens",
     tolerance: float = 1e-6,
 ) -> Result:
-    """All cases, or until the first that fails unless `partial`. Raises SandboxError (Overloaded where the
-    deadline of the call came first), CompilerMissing, and ValueError for tests that fail or end before they
-    have asked anything of the program."""
+    """Run all cases or, unless `partial`, the cases up to the first failure. Raises SandboxError (Overloaded
+    if the deadline of the call came first), CompilerMissing, and ValueError for tests that fail or end before
+    they have called the program."""
     sandbox = runner(arguments.sandbox)
     tests = len(cases.calls) + len(cases.codes)
     budget = Budget(arguments, len(cases.stdio) + tests)
@@ -318,7 +318,7 @@ def answers(outcome: RunOutcome) -> list[dict[str, Any]]:
 
 
 def same_output(got: bytes, expected: str, *, compare: Compare, tolerance: float) -> bool:
-    """Return whether a program's output is what was expected, as `CodeStdioArguments.compare` describes
+    """Return whether a program's output equals the expected output, as `CodeStdioArguments.compare` describes
     it."""
     if compare == "exact":
         return got == expected.encode("utf-8", "replace")

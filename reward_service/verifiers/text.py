@@ -212,7 +212,7 @@ def choice(given: RewardInput, arguments: ChoiceArguments) -> float:
 
 
 def chosen(stated: str, options: dict[str, str], letters: str = LETTERS) -> str | None:
-    """The letter that a stated answer chooses; None for none, or for more than one."""
+    """Return the letter that a stated answer chooses; None for no letter, or for more than one."""
     plain = DECORATION.sub(r"\1", folded(stated[:LONGEST])).strip().strip("*$ ").strip()
     for letter, text in options.items():
         if _plain(plain) == _plain(text) != "":

@@ -97,7 +97,7 @@ class Judge:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Ends what is under way; every call left gets its verdict."""
+        """End the running requests; every call left gets its verdict."""
         self._closed = True
         for runner in self._runners:
             runner.cancel()

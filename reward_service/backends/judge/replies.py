@@ -1,5 +1,5 @@
-"""One request to an OpenAI-compatible server, and what its reply is worth: from texts to votes, from votes to
-a verdict."""
+"""One request to an OpenAI-compatible server, and the evaluation of its reply: texts become votes, and votes
+become a verdict."""
 
 from __future__ import annotations
 
@@ -124,10 +124,12 @@ class NoGrade(ValueError):
 
 
 class Parser:
-    """`Parser(pattern, scale, grades)(reply)` is the vote in a reply; see `JudgeArguments`.
+    """A parser of votes: `Parser(pattern, scale, grades)(reply)` is the vote in a reply; see
+    `JudgeArguments`.
 
-    The grade is one field of the reply: `grade` of one JSON object, or its last line. What else the reply
-    says, and what it quotes of the answer, is not looked at."""
+    The grade is one field of the reply: `grade` of one JSON object, or its last line. The rest of the reply,
+    including quotes of the answer, is ignored.
+    """
 
     def __init__(self, pattern: str, scale: tuple[float, float], grades: Mapping[str, float]) -> None:
         self._low, self._high = low, high = scale
@@ -235,7 +237,8 @@ def verdict_of(
 
 
 def quoted(response: str, how: Quote) -> str:
-    """A response as the judge is shown it, so that nothing in it can pass for a part of the template."""
+    """Return a response in the form shown to the judge. No text in it can look like a part of the
+    template."""
     if how == "none":
         return response
     if how == "json":

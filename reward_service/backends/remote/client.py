@@ -176,7 +176,7 @@ class RemoteBackend:
     # --- calls ---------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        """Hand out what waits whenever there is room; end what has waited too long."""
+        """Send waiting calls while there is room, and end calls that have waited too long."""
         while True:
             self._news.clear()
             now_s = time.monotonic()
@@ -226,7 +226,7 @@ class RemoteBackend:
         return batch, inputs
 
     async def _request(self, replica: RemoteServer, batch: list[Pending], inputs: list[msgspec.Raw]) -> None:
-        """One request, and what its end means for each of its calls."""
+        """Send one request and settle each of its calls."""
         began_s = time.monotonic()
         try:
             answered = await replica.score(inputs)
@@ -335,8 +335,8 @@ def _with_answers(call: Pending, response: str) -> list[msgspec.Raw]:
 
 
 def _read_verdict(raw: msgspec.Raw, given: RewardInput) -> Verdict:
-    """Return a verdict, checked as those of the pool are. One that is none is an error of the kind `remote`,
-    and spoils no other."""
+    """Return a verdict, checked like verdicts of the pool. An invalid one is an error of the kind `remote`
+    and does not affect the others."""
     try:
         return as_verdict(VERDICT_DECODER.decode(raw), given)
     except (ValueError, RecursionError) as error:

@@ -55,7 +55,7 @@ GATEWAY_STATUSES = (502, 503, 504)  # What a proxy says when the server behind i
 LOOK_S = 2.0  # Between two looks at a server that answers: it may be about to end, or another one by now
 ASK_LIMIT_S = 5.0
 NOTICE_S = 0.5
-"""Time beyond an input's deadline in which the server ends what is late and starts what waited behind it."""
+"""Time beyond an input's deadline in which the server ends late calls and starts the waiting ones."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0  # Between two looks at a server that does not answer
 OUTCOMES = ("gone", "late", "broken")  # Kinds of a `RemoteError` that is no refusal

@@ -1,8 +1,8 @@
-"""The reward protocol: what a client and a reward server say to each other.
-docs/reward-service.md#serve-a-reward-over-http explains it.
+"""The reward protocol between a client and a reward server. See
+docs/reward-service.md#serve-a-reward-over-http.
 
-A message is a JSON object; the path says what is asked. Readers ignore fields that they do not know, so
-fields may be added within one protocol version.
+A message is a JSON object, and the path names the request. Readers ignore unknown fields, so fields may be
+added within one protocol version.
 """
 
 from __future__ import annotations

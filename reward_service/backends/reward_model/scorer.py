@@ -80,7 +80,8 @@ class ModelScorer:
         self.max_tokens = min(limit for limit in limits if isinstance(limit, int) and limit > 0)
 
     def tokenize(self, texts: Sequence[tuple[str, str] | Failure]) -> list[TokenizedText | Failure]:
-        """The tokens of each text: of prompt and response for a chat template, else of all and nothing."""
+        """Return the tokens of each text: of prompt and response for a chat template, else of the whole text
+        and an empty response."""
         return [text if isinstance(text, Failure) else self._row(*text) for text in texts]
 
     def score(self, rows: Sequence[TokenizedText | Failure]) -> list[Verdict]:
@@ -223,7 +224,7 @@ class ModelFunction:
         ]
 
     def _blamed(self, failure: Failure, given: RewardInput) -> Failure:
-        """The failure of a text, with whose fault it is. What a device could not compute is tried once
+        """Return the failure of a text, and who is at fault. Work that failed on a device is tried once
         more."""
         if failure.kind == "model" and isinstance(self._alone(given), Score):
             return failure

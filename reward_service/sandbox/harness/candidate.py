@@ -67,7 +67,7 @@ class Candidate:
         return reply
 
     def changed(self, argument: Any) -> Any:
-        """The argument as it is now, where a caller can see a change."""
+        """Return the current value of the argument, if a caller can see a change."""
         if type(argument).__name__ not in CHANGEABLE:
             return None
         try:
@@ -136,7 +136,7 @@ class Callback:
 
 
 def raised(error: BaseException) -> dict[str, Any]:
-    """The nearest of Python's own exceptions, which is what tests know."""
+    """Return the nearest built-in exception, because tests know only these."""
     kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
     try:
         arguments = encode(list(error.args), lambda _, __: None)

@@ -53,8 +53,8 @@ def main() -> None:
 def run(
     request: dict[str, Any], body: bytes, control: int, inputs: Sequence[int], link: Sequence[int]
 ) -> None:
-    """Start the program with each input in turn, wait for its end, kill what it left behind, and report;
-    until one run fails."""
+    """Start the program with each input in turn, wait for its end, kill its remaining processes, and report.
+    Stop when a run fails."""
     _lay_out(request, body)
     prctl(PR_SET_DUMPABLE, 0)  # no program of the same user may look into this process
     if request["level"] != "isolated":

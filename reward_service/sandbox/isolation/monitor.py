@@ -282,8 +282,8 @@ class RunMonitor:
         return None
 
     def _keep(self, fd: int, data: bytes) -> bool:
-        """Keep what the limit allows, the beginning of the output and the end of the errors; True when more
-        has come than a program should print."""
+        """Keep the beginning of the output and the end of the errors, within the limit. Return True if the
+        program has printed more than allowed."""
         kept, most = self._output[fd], self._limits["output_kb"] << 10
         self._printed[fd] += len(data)
         if fd == self._streams[0]:
@@ -294,7 +294,7 @@ class RunMonitor:
         return self._printed[fd] > most * ERRORS_FACTOR
 
     def _drain(self) -> None:
-        """Take what was printed and told before the end."""
+        """Take the output and messages that were sent before the end."""
         self._drain_streams()
         while select.select([self._control], [], [], 0)[0] and self._told():
             pass

@@ -66,7 +66,8 @@ def read_offers(
     args: Mapping[str, Any] | None = None,
     timeout_s: float = 10.0,
 ) -> list[ServedReward]:
-    """The offers that the command line names; `args` are those of the only one. Raises `RewardLoadError`."""
+    """Return the offers that the command line names. `args` are the arguments if there is only one. Raises
+    `RewardLoadError`."""
     if args and len(targets) > 1:
         raise RewardLoadError("--args are those of one reward: serve the others by a server of their own")
     offers: dict[str, ServedReward] = {}
@@ -139,7 +140,7 @@ class ScoringService:
         return Health(status, self._in_flight, self._max_waiting)
 
     async def drain(self, limit_s: float) -> None:
-        """Take nothing more, and wait for what is under way, at most `limit_s`."""
+        """Refuse new calls, and wait at most `limit_s` for the running ones."""
         self._draining = True
         await set_within(self._idle, limit_s)
 
