@@ -367,9 +367,8 @@ async def follow(
     retry_pause_s: float = RETRY_PAUSE_S,
     give_up_s: float = GIVE_UP_S,
 ) -> None:
-    """Evaluate what is pinned, in order, until the final snapshot is done or none will come. Raises
-    `EvaluationError` when the publisher was not heard of for `give_up_s`, `ReplicaGone` when the engine
-    died."""
+    """Evaluate pinned snapshots in order, until the final one is evaluated or none will come. Raises
+    `EvaluationError` if the publisher was silent for `give_up_s`, and `ReplicaGone` if the engine died."""
     after: VersionTag | None = None
     heard_s = time.monotonic()
     while True:
@@ -464,7 +463,7 @@ def is_done(records: RunRecords, steps: int) -> bool:
 
 
 async def main(ctx: ServiceContext) -> None:
-    """The process. Raises `ArealError` for what makes going on pointless."""
+    """Run the evaluator's process. Raises `ArealError` for an error that makes continuing pointless."""
     job = ctx.job
     if job.tasks.evaluation is None:
         raise EvaluationError("there is nothing to evaluate on: set tasks.evaluation in the job file")

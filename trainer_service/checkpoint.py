@@ -275,7 +275,7 @@ class Checkpoints:
         self._work.check()
 
     def prune(self) -> None:
-        """Remove what is not kept any more; for rank 0, while nothing is written."""
+        """Remove checkpoints that are no longer kept. Called on rank 0, while none is being written."""
         keep, best = self._keep, self._keep.best
         # In this order: an evaluation that ends in between is in one of the two.
         pending = keep.pending() if best else ()
@@ -449,12 +449,12 @@ class CheckpointReader:
     policy: str
     ranks: Ranks = field(default_factory=partial(join_ranks, 0, 1))
     reads: Callable[[Collection[str]], Collection[str]] | None = None
-    """Returns the files that this rank reads, of those of a checkpoint; None: it reads all."""
+    """Returns the files of a checkpoint that this rank reads; None means all."""
 
     def newest_of_all(self, root: Path, store: CheckpointStore | None) -> Checkpoint | None:
-        """`newest`, also of those in `store`: one of more steps is brought to this host first, by each rank
-        to its own, and one that the store lacks is put there. If ranks are on several hosts, only those in
-        the store count."""
+        """Return the `newest` checkpoint, also among those in `store`. A newer one in the store is first
+        copied to each rank's host; one that the store lacks is uploaded. If ranks are on several hosts, only
+        checkpoints in the store count."""
         if store is None:
             return self.newest(root)
         ranks = self.ranks
@@ -559,8 +559,8 @@ class CheckpointReader:
 
 
 def _brought(store: CheckpointStore, step: int, folder: Path) -> str:
-    """Bring a checkpoint from the store. Returns what is wrong with it, or nothing: all ranks pass over a
-    checkpoint that one finds damaged."""
+    """Copy a checkpoint from the store. Return the reason if it is damaged, else None. If one rank finds it
+    damaged, all ranks skip it."""
     try:
         store.bring(step, folder)
     except CheckpointError as error:

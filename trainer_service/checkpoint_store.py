@@ -45,7 +45,7 @@ def name_of(step: int) -> str:
 
 
 def epoch_in(manifest: bytes) -> int:
-    """The epoch that a checkpoint's manifest names; 0 where it cannot be read."""
+    """Return the epoch in a checkpoint's manifest; 0 if it cannot be read."""
     try:
         return msgspec.json.decode(manifest, type=_ManifestFiles).epoch
     except msgspec.DecodeError:
@@ -63,7 +63,7 @@ class CheckpointStore:
 
     @classmethod
     def of(cls, job: JobConfig) -> CheckpointStore | None:
-        """The store of a job; None where it has none."""
+        """Return the store of a job; None if it has none."""
         url = store_url(job)
         return cls(joined(url, "checkpoints")) if url is not None else None
 
@@ -80,7 +80,7 @@ class CheckpointStore:
         log.info("checkpoint stored", step=step, url=self.url_of(step))
 
     def whole(self) -> list[int]:
-        """The steps of the checkpoints that are there."""
+        """Return the steps of the complete checkpoints."""
         return sorted(step for step, names in self._steps().items() if MANIFEST in names)
 
     def bring(self, step: int, folder: Path) -> None:
@@ -104,7 +104,8 @@ class CheckpointStore:
         return {step: epoch_in(self._remote.read(f"{name_of(step)}/{MANIFEST}")) for step in self.whole()}
 
     def went_on_from(self, restored: int) -> dict[int, int]:
-        """Remove what is later than step `restored` or has not become a checkpoint; `epochs` of the rest."""
+        """Remove files later than step `restored` and incomplete checkpoints. Return the `epochs` of the
+        rest."""
         for step, names in self._steps().items():
             if step > restored or MANIFEST not in names:
                 self.remove(step)

@@ -18,8 +18,8 @@ class FatalError(TrainerError):
 
 
 class RankError(TrainerError):
-    """Another rank of the trainer failed, or did not come to a collective; the message names it. The group is
-    started again as a whole. `late` are those that have not started."""
+    """Another rank of the trainer failed, or did not join a collective; the message names it. The whole group
+    is restarted. `late` are the ranks that have not started."""
 
     restart_helps = True
 
@@ -37,7 +37,7 @@ class BatchError(TrainerError):
 
 
 class UntrainableEpisode(BatchError):
-    """Units that were not sampled from what is trained. Fatal: the buffer should have refused them."""
+    """Units were not sampled from the trained policy. Fatal, because the buffer should have refused them."""
 
     restart_helps = False
 
@@ -81,8 +81,7 @@ class NothingToLearn(FatalError):
 
 
 class DiskFull(FatalError):
-    """No room for what had to be written, or a disk that takes no writes. Starting again at once would only
-    train the same steps again."""
+    """The disk is full or accepts no writes. An immediate restart would only train the same steps again."""
 
 
 class CheckpointError(FatalError):

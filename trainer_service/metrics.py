@@ -59,8 +59,8 @@ SELF_CHECK = _gauge(
 
 
 def set_last_step(policy: str, step: int, tokens: int, figures: Mapping[str, Any]) -> None:
-    """Report that `step` steps are finished, the last one with these tokens and figures, those that are None
-    or have no series left out."""
+    """Report that `step` steps are finished, and the tokens and figures of the last one. Figures that are
+    None or have no series are left out."""
     STEP.labels(policy).set(step)
     TOKENS.labels(policy).inc(tokens)
     for name, gauge in LAST_STEP.items():

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class _NoPeers(dist.ProcessGroup):
-    """The group of one rank: it opens no socket, and a collective hands back what it is given."""
+    """The group of one rank. It opens no socket, and a collective returns its input."""
 
     def __init__(self, options: Any, _: object) -> None:
         rank_and_size: Any = (options.group_rank, options.group_size)
@@ -109,8 +109,8 @@ class Ranks:
     """Seconds that a collective waits for all ranks."""
     store: dist.Store = field(default_factory=dist.HashStore, repr=False, compare=False)
     hosts: tuple[str, ...] = ()
-    """Node id of each rank's host. Ranks of one host share its disk and its memory, those of several nothing.
-    Empty: all are on one."""
+    """Node id of each rank's host. Ranks of one host share its disk and memory; ranks of different hosts
+    share nothing. Empty means that all are on one host."""
 
     @property
     def first(self) -> bool:
@@ -182,8 +182,8 @@ class Ranks:
         return whole.numpy()
 
     def side(self) -> SideGroup:
-        """Collectives for one background thread, beside those of the main one. All ranks make as many, in the
-        same order."""
+        """Return collectives for one background thread, separate from the main thread's. All ranks make
+        equally many, in the same order."""
         if self.world == 1:
             return SideGroup(0, 1, None)
         limit = timedelta(seconds=self.timeout_s)

@@ -49,10 +49,11 @@ DISK_SHARE, MEMORY_SHARE = 0.01, 0.02
 """Most of a rank's time that checkpoints on disk may take where `checkpoint.every_steps` is `auto`, and
 states in memory: the step's standing still for the copy, and the CPU time of writing."""
 DISK_LEAST_S = 5.0
-"""Least time between two on disk: each also has the buffer copy its ledger and free what it covers."""
+"""Least time between two states on disk. For each state, the buffer also copies its ledger and frees covered
+groups."""
 FORGET = 0.25  # A cheaper one counts so much in what is expected of the next; a dearer one counts at once
 STATE_BYTES_PER_WEIGHT_BYTE = 6
-"""Upper bound for what is not known yet: bf16 weights on disk, fp32 weights and two moments in a state."""
+"""Upper bound for an unknown size: bf16 weights on disk, fp32 weights and two moments in a state."""
 SPARE_SHARE = 0.1  # Of shared memory, what must stay free beside two states
 
 Place = Literal["disk", "memory"]
@@ -84,7 +85,8 @@ class Cadence:
 
 
 def has_room(state_bytes: int, *, free_bytes: int, total_bytes: int, available_bytes: int) -> bool:
-    """Whether two states fit into shared memory of `total_bytes`, and into what the machine has to give."""
+    """Return whether two states fit into shared memory of `total_bytes` and into the machine's available
+    memory."""
     return 2 * state_bytes <= min(free_bytes - SPARE_SHARE * total_bytes, available_bytes / 2)
 
 
@@ -178,7 +180,7 @@ class States:
         )
 
     def went_on_from(self, restored: Checkpoint) -> None:
-        """Count what is there: the trainer goes on from `restored`."""
+        """Count the existing states. The trainer continues from `restored`."""
         for checkpoints in filter(None, (self.disk, self.memory)):
             checkpoints.went_on_from(restored)
         if self._ranks.many_hosts:
@@ -228,7 +230,7 @@ class States:
         into.begin(state)
 
     def wait(self) -> None:
-        """Wait until nothing is being written, on any rank. Raises what a checkpoint has failed with."""
+        """Wait until no rank is writing. Raises the error of a failed checkpoint."""
         self._settle_memory()
         self.disk.wait()
 
@@ -247,7 +249,7 @@ class States:
             self.memory = None
 
     def _learn(self) -> None:
-        """Take in what the newest has cost, once."""
+        """Record the cost of the newest state, once."""
         place, self._newest = self._newest, None
         written = self.memory if place == "memory" else self.disk
         if place is not None and written is not None:

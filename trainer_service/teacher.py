@@ -30,7 +30,7 @@ PASSING = (408, 425, 429, 500, 502, 503, 504)  # Statuses after which it is
 
 
 class TeacherError(ArealError):
-    """The teacher cannot be asked; says what it answered, or that it did not."""
+    """The teacher cannot be used. The text has its answer, or says that it did not answer."""
 
 
 class TeacherServers:

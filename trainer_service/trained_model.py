@@ -28,8 +28,8 @@ MODEL_CONFIGS = ("config.json", "generation_config.json")
 def companions_of(
     job: JobConfig, backend: TrainingBackend, files: Files, *, identified: bool = True
 ) -> dict[str, bytes | Path]:
-    """The files beside published weights: `files`, and where adapters are trained their configuration (see
-    `adapter_config`)."""
+    """Return the files beside published weights: `files` and, if adapters are trained, their configuration
+    (see `adapter_config`)."""
     lora = job.trainer.lora
     if not lora.rank:
         return dict(files)
@@ -44,7 +44,7 @@ def companions_of(
 
 
 def write_trained(out: Path, job: JobConfig, backend: TrainingBackend, ranks: Ranks, files: Files) -> None:
-    """Write what was trained into the folder `out`: `model`, as `write_whole` does, and where adapters were
+    """Write the trained model into the folder `out`: `model`, as `write_whole` does, and if adapters were
     trained also `adapter`, in peft's form. All ranks call it. Raises `DiskFull`."""
     with room_for("the trained model", out):
         write_whole(out / MODEL_DIR, job, backend, files, ranks)
@@ -53,8 +53,8 @@ def write_trained(out: Path, job: JobConfig, backend: TrainingBackend, ranks: Ra
 
 
 def write_adapter(folder: Path, job: JobConfig, backend: TrainingBackend, files: Files, ranks: Ranks) -> None:
-    """Write the trained adapter in peft's form, with those of `files` beside it that are not of a whole
-    model. All ranks call it."""
+    """Write the trained adapter in peft's form, with those `files` beside it that do not belong to a whole
+    model only. All ranks call it."""
     beside = companions_of(job, backend, files, identified=False)
     adapter = {name: content for name, content in beside.items() if name not in MODEL_CONFIGS}
     write_model(folder, partial(backend.export, TRAINED_MODEL), adapter, ranks, weights_file=ADAPTER_FILE)

@@ -76,8 +76,8 @@ def _taken(
 
 
 def _note_score(tx: Transaction, group: GroupRecord, score: Score, episode_id: str) -> None:
-    """Record a score, unless the answer was at fault: such a score says nothing about the reward, which did
-    not judge it."""
+    """Record a score. If the answer was at fault, the reward did not judge it, so the score is not a success of
+    the reward."""
     if not score.at_fault:
         try_succeeded(tx, "scoring")
         try_succeeded(tx, "answering")

@@ -43,8 +43,8 @@ class EngineError(ArealError):
 
 
 class EngineLost(EngineError):
-    """The engine, or the server behind it, is gone, and with it what it was computing. A request may be sent
-    again, elsewhere or after a restart."""
+    """The engine, or the server behind it, is gone, together with the requests that it computed. A request
+    may be sent again, elsewhere or after a restart."""
 
 
 class DeadlinePassed(EngineError):
@@ -84,12 +84,12 @@ class GenerateRequest:
     session: str = ""
     """The episode, or whatever else shares prefixes: one session stays on one replica."""
     began: tuple[int, int] | None = None
-    """Epoch and version that sampled the session's first unit. In mode `session` its KV is cached under them;
-    None, before there is a unit, stands for what is served."""
+    """Epoch and version that sampled the session's first unit. In mode `session` its KV is cached under them.
+    None, before the first unit, stands for the served version."""
     priority: int = 0
     """Smaller goes first where requests wait."""
     routes_from: int | None = None
-    """First token of the prompt of which the routes are wanted too; None where none are."""
+    """First token of the prompt whose routes are requested too; None if no routes are requested."""
     deadline_s: float | None = None
     """The time on `time.monotonic`'s clock past which the request ends with `DeadlinePassed`: `ReplicaSet`
     sees to that and cancels the call, so an engine need not."""
@@ -186,13 +186,13 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """End these requests now: they return what they have, with finish reason `abort`."""
+        """End these requests now. They return their units so far, with finish reason `abort`."""
         ...
 
     def stats(self) -> EngineStats: ...
 
     async def stop(self) -> None:
-        """End the engine; what is in flight raises `EngineError`."""
+        """Stop the engine. Requests in flight raise `EngineError`."""
         ...
 
 

@@ -149,8 +149,8 @@ class Gateway:
 
     @asynccontextmanager
     async def session(self, episode: Context) -> AsyncIterator[Session]:
-        """Access for an episode, until the block ends. Raises `GatewayError` when the port is taken, when the
-        gateway cannot be started, and when what the agent was sent is not what was recorded."""
+        """Give access for an episode, until the block ends. Raises `GatewayError` if the port is taken, if
+        the gateway cannot be started, and if the record differs from what the agent was sent."""
         await self._up()
         session = Session(episode, self._record_of(episode.builder), self._setup.job, self.address)
         self._sessions[session.digest] = session

@@ -22,8 +22,8 @@ from rollout_service.workflows.turns import RenderedPrompt, SampledText
 
 Key = bytes
 Root = Literal["new", "history", "template"]
-"""Why a path begins: a conversation that goes on with nothing we said; messages that we did not say so;
-the template renders what we said in another way now."""
+"""Reason of a new path: a conversation that continues none of our answers; messages that differ from our
+answers; a template that now renders our answers in another way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def chain(asked: Conversation) -> tuple[Key, ...]:
 
 def linked(before: Key, message: Message) -> Key:
     """Return the key after `message`. The white space around a text, the spelling of arguments and the ids of
-    tool calls are left out: clients differ in what they keep of them."""
+    tool calls are ignored, because clients change them."""
     calls = [
         [call["function"]["name"], _arguments(call["function"]["arguments"])]
         for call in message.get("tool_calls", ())

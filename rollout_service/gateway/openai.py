@@ -69,7 +69,8 @@ class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Asks the provider for valid arguments: here the agent sees what the model wrote."""
+    """Asks the provider for valid arguments. It has no effect here: the agent sees the text that the model
+    wrote."""
 
 
 class DeclaredTool(msgspec.Struct):
@@ -197,8 +198,8 @@ class ChatCall:
 
 
 def read(given: Mapping[str, Any]) -> ChatBody:
-    """A field that is null is not there; those of `HARMLESS` say nothing about the answer; those of `NEUTRAL`
-    may have these values, which ask for nothing. Raises `ApiError` with the field that is to blame."""
+    """Parse a request. Fields that are null count as absent, fields in `HARMLESS` do not affect the answer,
+    and fields in `NEUTRAL` may only have their neutral values. Raises `ApiError` with the invalid field."""
     kept = {}
     for name, value in given.items():
         if value is None or name in HARMLESS:

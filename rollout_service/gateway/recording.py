@@ -132,7 +132,8 @@ class Session:
             self.drop(number)
 
     def interrupted(self, why: Exception) -> None:
-        """The gateway was away while the agent might have called: what it failed by is not its own fault."""
+        """Note that the gateway was away while the agent might have called, so that a failure of the agent is
+        not counted as its own fault."""
         self._episode.trouble = self._episode.trouble or why
 
     # --- a call --------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ class Session:
         return requests
 
     def drop(self, number: int) -> None:
-        """Forget a call, and abort what is still sampled for it."""
+        """Forget a call, and abort its requests in flight."""
         call = self.open.pop(number, None)
         if call is not None and call.work is not None:
             call.work.cancel()

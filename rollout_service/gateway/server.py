@@ -311,6 +311,6 @@ async def _gone(request: Request) -> None:
 
 
 def route(request: Request) -> str:
-    """The path, if it can hold no key: keys stay out of logs and errors."""
+    """Return the path, if it cannot contain a key. Keys stay out of logs and errors."""
     path = request.url.path
     return path if path.startswith("/v1/") else "this path"

@@ -253,7 +253,8 @@ class AgentCalls:
 
 
 def _check_trainable(changes: dict[str, Any]) -> None:
-    """An importance ratio compares the policy with what was sampled from: at a temperature, untruncated."""
+    """Check that a call can be trained. An importance ratio needs the log-probs of the sampling distribution,
+    so the call needs a temperature above 0 and no truncation."""
     good = {"temperature": lambda v: v > 0, "top_p": lambda v: v == 1, "top_k": lambda v: v == 0}
     for name, value in changes.items():
         if not good[name](value):

@@ -84,8 +84,8 @@ MARKERS: dict[Format, tuple[str, ...]] = {
 
 
 def parse(text: str, family: Format, tools: Tools = (), *, opened: bool = False) -> ParsedText:
-    """Return what the model said and which tools it called. `tools` give the types of `xml` parameters;
-    `opened`: the prompt has opened a thought."""
+    """Return the model's text and its tool calls. `tools` give the types of `xml` parameters. `opened` means
+    that the prompt has opened a thought."""
     if family == "none":
         return ParsedText(text)
     read = partial(_READERS[family], ScannedText(text), tools)
@@ -168,8 +168,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 def json_block(source: ScannedText, at: int) -> tuple[Any, str, int]:
-    """Return the value of the `<tool_call>` block at `at`, what is wrong with it, and where it ends. Without
-    either it is a mention. A block that the text ends in need not be closed."""
+    """Return the value of the `<tool_call>` block at `at`, its error, and its end. Without value and error it
+    is only a mention. A block at the end of the text need not be closed."""
     text, body = source.text, at + len(OPEN)
     begin, end = source.past_blanks(body), source.find(CLOSE, body)
     if not text.startswith("{", begin) and end >= source.find(OPEN, body) and begin < len(text):

@@ -127,8 +127,8 @@ class StallDetector:
     _looked_s: float = 0.0
 
     def look(self, *, tokens: int, requests: int, running: int, paused: bool) -> float | None:
-        """Return the seconds without progress once they are too many, else None. `tokens` and `requests`
-        count what the engine has done so far; any change of them is progress."""
+        """Return the seconds without progress if there are too many, else None. `tokens` and `requests` are
+        the engine's counts so far; any change of them is progress."""
         now_s, done = self.clock(), (tokens, requests)
         gap_s, self._looked_s = now_s - self._looked_s, now_s
         if done != self._done or not running or paused:
@@ -464,7 +464,7 @@ class ReplicaSet:
     # --- deaths --------------------------------------------------------------------------------------
 
     def _was_lost(self, replica: EngineReplica, engine: Engine, error: EngineError) -> bool:
-        """Return whether `error` means that `engine` is gone, so that what it was doing may be done again."""
+        """Return whether `error` means that `engine` is gone, so that its work may be repeated."""
         if self._stopping or self._failed is not None:
             return False
         if replica.engine is not engine or not replica.serves:
@@ -505,7 +505,7 @@ class ReplicaSet:
         self._admit_waiting()
 
     async def _catch_up(self, replica: EngineReplica) -> None:
-        """Have a restarted engine serve, once it has what the set serves or newer weights."""
+        """Let a restarted engine serve once it has the weights of the set or newer ones."""
         async with self._updating:
             while replica.engine.version < self._served().tag:
                 # Fetched: what the set serves was acknowledged, so its files may be filled again.

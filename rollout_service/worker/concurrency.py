@@ -26,8 +26,9 @@ log = get_logger("rollout")
 
 LOOK_S = 0.5  # Seconds between two changes at least
 SETTLE_S = 2.0
-"""After a fall the next one waits so long: what runs must first end. After an exchange of weights a queue
-counts again: what was taken out of the batch must first be back in it, and be seen there."""
+"""Seconds between two decreases of the limit, so that running episodes can end first. After a weight update,
+a queue counts again only after this time, because requests must return to the batch and to its metrics
+first."""
 START_SHARE = 0.5
 STEP_SHARE = 1 / 32
 FALL = 0.8

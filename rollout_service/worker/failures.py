@@ -23,15 +23,15 @@ T = TypeVar("T")
 log = get_logger("rollout")
 
 MAX_FAILURES = 8
-"""Failures in a row, with no episode succeeding in between, that end the worker. What had begun when an
-episode failed counts as the same failure: a step of the engine that fails takes all its requests along."""
+"""Failures in a row, without a success between them, that end the worker. Episodes that had begun when
+another failed count as the same failure, because a failed step of the engine fails all its requests."""
 OWN_FAULT_S = 20.0
 """Least seconds of failures caused by the episodes themselves before the worker ends: a fresh process might
 do better, but whether anything succeeds anywhere is for the buffer to see."""
 MOST_TOLD = 1000  # Characters of a fault that an episode keeps
 LET_DOWN = (InfrastructureFault, WireError, GatewayError, EpisodeAborted, TurnError, CallsBusy)
-"""Errors that are never an answer's fault, beside those of engines. A template that cannot go on is the
-job's."""
+"""Errors that are never an answer's fault, in addition to errors of engines. A template that cannot continue
+is the job's fault."""
 HOST_ERRORS = frozenset((ENOSPC, EDQUOT, EMFILE, ENFILE, ENOMEM, ENOBUFS, ESTALE, EAGAIN, EIO, EROFS))
 NO_THREAD = "can't start new thread"  # Python's word for a host without room for one
 FIRST_PAUSE_S = 0.05
@@ -76,8 +76,8 @@ def _lets_down(error: BaseException) -> bool:
 async def run_episode(
     ctx: Context, work: Awaitable[None], limit_s: float | None, *, debug: bool = False
 ) -> tuple[Episode, bytes]:
-    """Return the episode that `work` makes, and its blob. An episode that its answers brought to an early end
-    says so (`EpisodeHeader.fault`) and holds what was sampled. Raises every other error of `work`; with
+    """Return the episode that `work` makes, and its blob. If its answers ended the episode early,
+    `EpisodeHeader.fault` says so and the sampled units are kept. Raises every other error of `work`; with
     `debug` also errors of user code, for a debugger."""
     builder = ctx.builder
     try:
@@ -104,7 +104,7 @@ def _packed(builder: EpisodeBuilder) -> tuple[Episode, bytes]:
 
 
 def is_its_own(error: BaseException) -> bool:
-    """Whether an episode failed by what it does, and not by the engine or for want of time."""
+    """Return whether an episode failed by its own doing, and not because of the engine or a lack of time."""
     return not isinstance(error, EngineError | EpisodeTimeout)
 
 

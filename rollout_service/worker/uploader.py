@@ -225,7 +225,7 @@ class Uploader:
         self._wake.set()
 
     async def run(self) -> None:
-        """Send what is due, and end the leases of which nothing more will come, until cancelled."""
+        """Send due messages, and end leases that will get no more samples, until cancelled."""
         while True:
             self._wake.clear()
             self._send(time.monotonic(), MAX_PUTS)
@@ -244,14 +244,14 @@ class Uploader:
                 self.on_progress()
 
     def _send(self, now_s: float, most: float = math.inf) -> bool:
-        """Send what is due, with at most so many calls in flight; return whether any is."""
+        """Send due messages with at most this many calls in flight. Return whether any call is in flight."""
         while len(self._calls) < most and (batch := self.queue.take(now_s)):
             self._calls.add(asyncio.ensure_future(self._put(batch)))
         return bool(self._calls)
 
     async def close(self, reason: str) -> None:
-        """Send what there is, for a limited time, then hand back every lease that is not whole, with the
-        `reason` where it has none of its own."""
+        """Send pending messages for a limited time. Then hand back every incomplete lease, with `reason` if
+        it has none of its own."""
         try:
             async with asyncio.timeout(self.flush_s):
                 while self._send(math.inf):

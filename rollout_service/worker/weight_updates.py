@@ -62,7 +62,8 @@ class WeightUpdates:
                 return notice.tag
 
     async def run(self) -> None:
-        """Serve each newer snapshot as it comes. Ends only by cancellation, or with what no retry cures."""
+        """Serve each newer snapshot when it arrives. Ends only by cancellation, or with an error that no
+        retry can fix."""
         while True:
             notice = await self._next()
             if (snapshot := await self._open(notice)) is not None:
@@ -87,7 +88,8 @@ class WeightUpdates:
                 await asyncio.sleep(self.finished_pause_s)
 
     async def _open(self, notice: SnapshotNotice) -> Weights | None:
-        """The verified snapshot; None, and an acknowledgement that says why, when it is not usable."""
+        """Return the verified snapshot, or None if it is not usable; the acknowledgement then gives the
+        reason."""
         self._offered = notice.tag
         try:
             return await self.source.open(notice)

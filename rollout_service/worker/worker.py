@@ -150,8 +150,8 @@ class Worker:
         self._wake_heart.set()
 
     async def run(self, stop: asyncio.Event, *others: Coroutine[Any, Any, None]) -> None:
-        """Work until `stop` is set, or until what was there when the buffer said to drain is done; `others`
-        run beside. Raises what makes going on pointless."""
+        """Work until `stop` is set, or until a drain has finished the running episodes. `others` run
+        concurrently. Raises errors that make continuing pointless."""
         loops = [
             self._lease(),
             self.uploader.run(),
@@ -378,7 +378,7 @@ class Worker:
         self._wake_drain.set()
 
     async def _until_drained(self) -> None:
-        """Return once the buffer has said to drain, and what was there then is done."""
+        """Return once the buffer has requested a drain and the episodes running then are finished."""
         while not self.draining or self.running or self._asking or not self.uploader.idle:
             self._wake_drain.clear()
             await first_of([], self._wake_drain)
@@ -421,7 +421,7 @@ class Worker:
             log.info("the buffer was not told", error=str(error))
 
     async def _wind_up(self) -> None:
-        """Give up what is unfinished, send what is finished, hand back every lease; all within seconds."""
+        """Abandon unfinished episodes, send finished ones and hand back every lease, within seconds."""
         tasks = [task for lease in self.leases.values() for task in lease.episodes.values()]
         for task in tasks:
             task.cancel()

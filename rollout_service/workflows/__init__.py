@@ -52,7 +52,8 @@ FIELD = "rollout.workflow_args"
 
 
 class WorkflowError(ArealError):
-    """A workflow cannot be loaded, or makes no episodes: the text says what is missing and what to do."""
+    """A workflow cannot be loaded, or cannot make episodes. The text names the missing thing and the
+    remedy."""
 
 
 F = TypeVar("F", bound=Callable[..., Awaitable[None]])
@@ -79,8 +80,8 @@ single_turn.records_reward = lambda arguments: False  # type: ignore[attr-define
 
 
 def workflow_of(job: JobConfig) -> Workflow:
-    """Return the job's workflow. Raises `WorkflowError`, and what its tools, environment or verifier
-    raise."""
+    """Return the job's workflow. Raises `WorkflowError`, and the errors of its tools, environment or
+    verifier."""
     section = job.rollout
     return load_workflow(section.workflow, section.workflow_args, max_model_len=section.max_model_len)
 

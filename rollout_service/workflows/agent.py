@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 MAX_OUTPUT_BYTES = 1 << 20  # Most bytes of a command's answer
 LET_DOWN = os.EX_TEMPFAIL  # Status of a command that something else than the answers made fail
 LONG_WAIT_SHARE = 0.5
-"""Part of an agent's time for which it may have waited for one answer that did not come: beyond it the
-engine is to blame for what is late."""
+"""Share of an agent's time that it may have waited for a single missing answer. Above it, the engine is at
+fault if the agent is late."""
 MAX_COMPLAINTS_BYTES = 16 << 20
 LOOK_S = 0.1  # Time between two looks at how much a command has printed
 TOLD_CHARS = 2000  # How much of a failed command's complaints its error shows
@@ -50,16 +50,16 @@ class AgentError(ArealError):
 
 
 class AgentWorkflow:
-    """Runs the agent; what it returns or prints is the episode's response."""
+    """Runs the agent; its return value or output is the episode's response."""
 
     class Arguments(Section):
         """`agent`: an existing agent that reaches the policy over HTTP. One of `agent` and `command`."""
 
         agent: str | None = Field(default=None, pattern=r"^.+\.py:.+$")
-        """`path.py:name` of an `async def agent(session, task)`, run in the worker's process; what it returns
-        is the episode's response."""
+        """`path.py:name` of an `async def agent(session, task)`, run in the worker's process. Its return
+        value is the episode's response."""
         command: tuple[str, ...] | None = Field(default=None, min_length=1)
-        """A program and its arguments, started once an episode; what it prints is the episode's response."""
+        """A program and its arguments, started once per episode. Its output is the episode's response."""
         cwd: Path | None = None
         """Folder in which `command` runs; the worker's own when it is left out."""
         timeout_s: float = Field(default=600.0, gt=0)

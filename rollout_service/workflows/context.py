@@ -59,7 +59,7 @@ def call_seed(group_seed: int, sample: int, attempt: int, call: int) -> int:
 
 
 class EpisodeAborted(ArealError):
-    """The engine ended a request before its answer was complete, so the episode is not what was asked for."""
+    """The engine ended a request before its answer was complete, so the episode is invalid."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Context:
 
     @property
     def sampling(self) -> Sampling:
-        """The parameters with which the first policy answers, where a call names none."""
+        """Return the default sampling parameters of the first policy."""
         return self.engines[self.policies[0]].sampling
 
     @sampling.setter
@@ -322,9 +322,9 @@ class Context:
         rewritten: Rewritten = "error",
         policy: str | None = None,
     ) -> int:
-        """Add what no policy sampled (a tool's answer, an environment's); returns its segment. See
-        `generate` for `content`, `tools` and `rewritten`. What begins a path is in the tokens of `policy`, by
-        default the agent's."""
+        """Add content that no policy sampled (a tool's answer, an environment's) and return its segment. See
+        `generate` for `content`, `tools` and `rewritten`. The first content of a path is tokenized for
+        `policy`, by default the agent's."""
         if parent is None:
             _, policy = self.speaker(agent, policy)
             chat = Chat(tuple(content), tuple(tools)) if is_chat(content) else None

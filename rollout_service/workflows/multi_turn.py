@@ -117,9 +117,9 @@ def check_format(text: str, *names: str) -> str:
 
 
 class MultiTurn:
-    """Shows what the environment shows and takes each reply as an action, until it is over, `max_turns` are
-    made, or the path has no room left. Each turn's reward is its reply's segment's; the episode's is their
-    sum, or the last one's."""
+    """Shows the environment's observations and takes each reply as an action, until the environment is done,
+    `max_turns` are made, or the path has no room left. Each turn's reward goes to its reply's segment. The
+    episode's reward is their sum, or the last one."""
 
     class Arguments(Section):
         """`multi_turn`: a policy in an environment."""
@@ -137,7 +137,7 @@ class MultiTurn:
         turn: str = "{observation}"
         """Format of the text that it sees after each reply."""
         stop: tuple[str, ...] = ()
-        """Texts that end a reply, beside those of `rollout.sampling.stop`."""
+        """Texts that end a reply, in addition to those of `rollout.sampling.stop`."""
         timeout_s: float = Field(default=30.0, gt=0)
         """Deadline of one call of the environment; past it the episode ends, and is scored
         `reward.on_fault.score` if an action brought that about."""

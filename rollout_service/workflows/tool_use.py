@@ -56,7 +56,7 @@ class ToolUse:
         """Format of calls. `plain`: `name(text)` ends a reply; `json`: `<tool_call>{"name": …,
         "arguments": {…}}</tool_call>`."""
         max_calls: int = Field(default=8, ge=0)
-        """Calls in one episode; what the model says after the last one is its answer."""
+        """Calls in one episode. The model's text after the last call is its answer."""
         answer: str = "={answer}\n"
         """Format of a tool's answer in the plain format."""
         error: str = "error: {error}"
@@ -166,7 +166,7 @@ async def _generate(ctx: Context, segment: int, turn: int, *, plain: bool, opene
 
 @dataclass(frozen=True)
 class RequestedCall:
-    """A call of a tool in what a model said. `problem` says why it cannot be made, and is empty otherwise."""
+    """A tool call in a model's reply. `problem` is the reason why it cannot run, empty if it can."""
 
     name: str
     arguments: str | Mapping[str, Any]

@@ -128,7 +128,7 @@ class Tool:
     inline: bool = False
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """The function itself, so that a test of it needs nothing of ours."""
+        """Call the function itself, so that its test needs nothing of this project."""
         return self.function(*arguments, **named)
 
     @property
@@ -160,7 +160,7 @@ def tool(function: Callable[..., Any], /) -> Tool: ...
 @overload
 def tool(*, name: str = "", inline: bool = False) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(function: Callable[..., Any] | None = None, /, *, name: str = "", inline: bool = False) -> Any:
-    """Make a function a tool. Its docstring and type hints are what a chat model is told of it."""
+    """Make a function a tool. A chat model sees its docstring and type hints."""
 
     def mark(marked: Callable[..., Any]) -> Tool:
         if not callable(marked):

@@ -41,7 +41,7 @@ class TurnError(ArealError):
 
 
 class TemplateRewrites(TurnError):
-    """The template renders what was said before otherwise than the model saw and said it."""
+    """The template renders earlier turns differently from what the model saw and wrote."""
 
 
 # --- going on after an answer --------------------------------------------------------------------------

@@ -52,8 +52,8 @@ def reinforce_pp_baseline(samples: Samples) -> Tensor:
 
 @advantage(needs_group=2, needs_greedy=True)
 def remax(samples: Samples) -> Tensor:
-    """A = R - R of the greedy answer to the same task: f64 [N]. A group whose greedy answer is missing gives
-    0: there is nothing to compare with. Source: Li et al. 2023, "ReMax"."""
+    """Return A = R - R of the greedy answer to the same task: f64 [N]. If a group's greedy answer is missing,
+    A is 0, because there is no baseline. Source: Li et al. 2023, "ReMax"."""
     greedy = samples.baseline.double()
     found = samples.reward - samples.sum(samples.reward * greedy) / samples.sum(greedy).clamp(min=1)
     return found.masked_fill(samples.baseline | (samples.sum(greedy) == 0), 0.0)
@@ -61,9 +61,9 @@ def remax(samples: Samples) -> Tensor:
 
 @advantage(needs_group=2)
 def opo(samples: Samples) -> Tensor:
-    """A = R - Σ_g l R / Σ_g l, with l the trained units of a sample: the baseline that makes the variance
-    least where the gradient grows with the length. f64 [N]. Source: Hao et al. 2025, "On-policy RL with
-    optimal reward baseline"."""
+    """Return A = R - Σ_g l R / Σ_g l, where l is the number of trained units of a sample: f64 [N]. This
+    baseline gives the smallest variance if the gradient grows with the length. Source: Hao et al. 2025,
+    "On-policy RL with optimal reward baseline"."""
     return samples.centred(samples.reward, samples.length.double())
 
 

@@ -30,7 +30,7 @@ class Samples:
     """N samples of a step, alike on every rank."""
 
     reward: Tensor
-    """f64 [N]: what the sample earned, less the KL penalty where that is in the reward."""
+    """f64 [N]: reward of the sample, minus the KL penalty if the penalty is part of the reward."""
     group: Tensor
     """i64 [N]: samples with equal numbers are compared."""
     length: Tensor
@@ -40,7 +40,7 @@ class Samples:
     components: Mapping[str, Tensor] = field(default_factory=dict)
     """f64 [N] by name, NaN where there is none: the components of the episode's reward."""
     sequence: Tensor | None = None
-    """i64 [N]: of turns, what they are turns of; the later ones come later."""
+    """i64 [N]: sequence that each turn belongs to; later turns come later."""
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -153,8 +153,8 @@ def samples_of_segments(segments: SegmentTable, group_by: str, *, turn_discount:
 
 
 def _of_team(segments: SegmentTable) -> Tensor:
-    """f64 [G]: what each segment earned for all agents together: what was given to it, and the last segment
-    of the last turn what else the episode earned."""
+    """Return f64 [G]: the reward of each segment, summed over all agents. It is the reward given to the
+    segment; the last segment of the last turn also gets the rest of the episode's reward."""
     turns = InTime.of(segments.episode, keys(segments.turn, segments.index))
     left = segments.episodes.reward.index_add(0, segments.episode, segments.given, alpha=-1)
     last = turns.order[torch.cat((~turns.follows, torch.ones(len(segments), dtype=torch.bool)[:1]))]
@@ -179,8 +179,8 @@ def with_penalty(units: UnitTable, penalty: Tensor | None) -> SegmentTable:
 
 
 def unit_rewards(units: UnitTable, penalty: Tensor | None) -> Tensor:
-    """f64 [U]: what each unit earned: its own reward, and the last unit of a segment what else the segment
-    earned; each less its penalty [U]. All ranks call it."""
+    """Return f64 [U]: the reward of each unit, minus its penalty [U]. It is the unit's own reward; the last
+    unit of a segment also gets the rest of the segment's reward. All ranks call it."""
     segments = units.segments
     assert segments is not None, "rewards of units need the table of segments"
     own, segment = units["own_reward"], units["segment"]

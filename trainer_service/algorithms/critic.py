@@ -1,4 +1,4 @@
-"""Training the critic, whose column `value` says what is still to be earned at each unit."""
+"""Training of the critic, whose column `value` predicts the future reward at each unit."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Objective:
         self._check_parts()
 
     def _declare(self) -> None:
-        """Derive from the parts what the trainer has to do."""
+        """Derive the trainer's requirements from the parts."""
         section, advantage, loss, correction = self._section, self._advantage, self._loss, self._correction
         penalised = self.kl.coefficient > 0
         self._penalised = penalised and self.kl.place == "reward"
@@ -131,7 +131,8 @@ class Objective:
         """Whether a batch whose advantages are all 0 still has a gradient."""
 
     def _check(self, job: JobConfig) -> None:
-        """Ask the parts what they declare: the job file's check does not import those of a user's file."""
+        """Check the declarations of the parts, because the check of the job file does not import a user's
+        file."""
         for part in named_parts(job):
             if part.field.startswith("trainer.objective"):
                 for mistake in part.mistakes(job, run_own=True):
@@ -157,8 +158,8 @@ class Objective:
         return Path(name).name if ".py:" in name else ""
 
     def fill(self, units: UnitTable, step: int) -> UnitTable:
-        """The table with the columns `staleness`, `advantage`, and `correction` where that compares units.
-        `step` is the version that the step starts from. All ranks call it."""
+        """Return the table with the columns `staleness`, `advantage`, and `correction` if the correction
+        compares units. `step` is the version that the step starts from. All ranks call it."""
         units = units.with_columns(staleness=step - units.version)
         units = units.cleared()
         if self.prox == "behaviour":
@@ -217,7 +218,7 @@ class Objective:
         return of_shape(f"the advantage {name} is of each {of} and was to return", values, count)
 
     def statistic(self, logp: Tensor, units: UnitTable) -> Tensor | None:
-        """f32 [S]: what the loss needs the mean of over each episode; None where it needs none."""
+        """Return f32 [S]: the value whose mean over each episode the loss needs; None if it needs none."""
         if self._loss.statistic is None:
             return None
         logp, units = masked(logp.float(), units.mask), self._with_prox(logp, units.cleared())

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 TABLE_COLUMNS = ("behaviour", "version", "staleness", "episode", "group", "mask", "row_units")
 """Columns that every table has."""
 SEGMENT_COLUMNS = ("segment", "turn", "agent", "anchor", "unit", "truncated", "reward")
-"""Columns of a table that knows segments; `reward` f64 is what the unit earned (`credit.py`)."""
+"""Columns of a table with segments. `reward` f64 is the reward of the unit (`credit.py`)."""
 COMPUTED_COLUMNS = ("advantage", "return", "prox", "ref", "value", "teacher", "process", "entropy")
 """Columns that the trainer computes. All but the first two cost a forward pass over the step: by the policy
 (`prox`, `entropy`) or by another model."""
@@ -75,7 +75,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 @dataclass(frozen=True)
 class ObjectivePart:
-    """A function with what it declares. It is called like the function."""
+    """A function with its declarations. It is called like the function."""
 
     function: Callable[..., Any]
     _: KW_ONLY
@@ -83,8 +83,8 @@ class ObjectivePart:
     """Columns of the unit table that it reads."""
 
     def __call__(self, *inputs: Any, **arguments: Any) -> Any:
-        """Call the function. What it raises is raised with a note that names it, and ends the job: started
-        again, the trainer would meet it again."""
+        """Call the function. An error gets a note with the part's name and ends the job, because a restarted
+        trainer would raise it again."""
         try:
             return self.function(*inputs, **arguments)
         except Exception as error:
@@ -98,7 +98,8 @@ class ObjectivePart:
         return self.function
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """Yield what is wrong with a job that uses this part with `arguments`, which stand in `field`."""
+        """Yield the mistakes of a job that uses this part with `arguments`. `field` is the field with the
+        arguments."""
         if unknown := set(self.columns) - set(COLUMNS):
             yield Mistake(
                 field.removesuffix("_args"),
@@ -140,7 +141,7 @@ class Advantage(ObjectivePart):
     unpenalised: bool = False
     """Whether it reads no rewards that a KL penalty can be taken off: components, or other figures."""
     losses: tuple[str, ...] = ()
-    """Built-in losses with which its gradient is what it says; none means any."""
+    """Built-in losses for which its gradient is correct; none means any."""
 
     def __post_init__(self) -> None:
         if self.of not in get_args(Of):

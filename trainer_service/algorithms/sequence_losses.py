@@ -128,7 +128,7 @@ def regression(given: Sequences) -> Tensor:
 
 @dataclass(frozen=True)
 class SequenceLoss:
-    """A loss with what it needs. Called with `Sequences`, gives f64 [n]."""
+    """A loss with its requirements. Called with `Sequences`, it gives f64 [n]."""
 
     function: Callable[..., Tensor]
     arguments: Mapping[str, Any] = field(default_factory=dict)

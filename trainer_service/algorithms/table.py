@@ -102,7 +102,7 @@ class SegmentTable:
     given: Tensor
     """f64 [G]: what scoring or the workflow gave to the segment and to its units; 0 without."""
     reward: Tensor
-    """f64 [G]: its share of what its agent's sequence earned; see `credit.py`."""
+    """f64 [G]: the segment's share of the reward of its agent's sequence; see `credit.py`."""
 
     def __len__(self) -> int:
         return len(self.episode)
@@ -235,8 +235,8 @@ class UnitTable:
         return self.with_columns(**{name: masked(column, self.mask) for name, column in numbers.items()})
 
     def in_time(self) -> InTime:
-        """The unmasked units of each sequence, what one agent did in one episode, in the order of time. Of a
-        table whose episodes are whole on each rank."""
+        """Return the unmasked units of each sequence (one agent in one episode) in the order of time. The
+        table needs all units of an episode on one rank."""
         assert self.segments is not None, "the part does not declare that it needs segments"
         sequence = self.segments.sequence.to(self.mask.device)[self["segment"]]
         return InTime.of(sequence, self["unit"], self.mask)

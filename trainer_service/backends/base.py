@@ -72,8 +72,8 @@ class ModelUse:
 
 
 def models_of(job: JobConfig) -> dict[str, ModelUse]:
-    """The models that the trainer of a job holds, by name: the policy, and those that compute a column which
-    its objective needs. Raises `PartError` for a part that cannot be found."""
+    """Return the models that the trainer of a job holds, by name: the policy, and the models that compute
+    columns for its objective. Raises `PartError` if a part cannot be found."""
     section = job.trainer
     if job.kind != "rl":
         head: ModelHead = "value" if job.kind == "reward_model" else "tokens"
@@ -122,8 +122,8 @@ class RankPlace:
     reads: bool = True
     """Whether the rank is given the rows of its share; another one has micro-batches without rows."""
     owns: bool = True
-    """Whether the columns of its share come out here: on exactly one rank of each `data_rank`, which reads
-    too, since what is called with the columns looks at the rows."""
+    """True if this rank returns the columns of its share. That is exactly one rank of each `data_rank`. It
+    must also read the rows, because the code that uses the columns needs them."""
 
     def __post_init__(self) -> None:
         if self.owns and not self.reads:
@@ -145,8 +145,8 @@ class TrainingBackend(Protocol):
 
     @property
     def adapted(self) -> Sequence[str]:
-        """The layers of the policy that have an adapter: with some, adapters are what is trained, exported
-        (under peft's names) and saved. Asked for only with `trainer.lora`."""
+        """Return the layers of the policy that have an adapter. If there are some, only adapters are trained,
+        exported (under peft's names) and saved. Called only with `trainer.lora`."""
 
     def evaluate(self, model: str, batches: Batches, fn: OfColumns[T], *, columns: Names = LOGP) -> list[T]:
         """Return the result of `fn(index, columns)` for each micro-batch, in their order, without gradients;
@@ -164,16 +164,16 @@ class TrainingBackend(Protocol):
         trained together are checked before either changes. Raises `GradientNotFinite` likewise."""
 
     def optimizer_step(self, model: str = TRAINED_MODEL) -> float:
-        """Clip, update, clear gradients; returns the gradient's norm before clipping. Raises
-        `GradientNotFinite` where that is not finite: the gradients are cleared, nothing else has changed, and
-        training may go on. Raises `DivergenceError` where what the weights become is not finite."""
+        """Clip, update and clear gradients, and return the gradient's norm before clipping. Raises
+        `GradientNotFinite` if the norm is not finite: gradients are then cleared, nothing else has changed,
+        and training may continue. Raises `DivergenceError` if the new weights are not finite."""
 
     def discard(self, model: str = TRAINED_MODEL) -> None:
         """Clear gradients without an update."""
 
     def follow(self, model: str, source: str, share: float) -> None:
-        """Move the weights of `model` to (1 - share) of themselves + `share` of those of `source`. Raises
-        `ModelError` where the models are not of one shape."""
+        """Move the weights of `model` to (1 - share) of themselves + `share` of the weights of `source`.
+        Raises `ModelError` if the models have different shapes."""
 
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
         """The weights under the names of the model's files, in the job's dtype, aliases left out: the boxes
@@ -192,12 +192,12 @@ class TrainingBackend(Protocol):
         call: the writing must be over."""
 
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
-        """Restore what `save` wrote when `updates` was as given, on any number of ranks; without any, the
-        weights alone of what is trained, to be given out. Raises `CheckpointError`."""
+        """Restore the state that `save` wrote at these `updates`, on any number of ranks. Without `updates`,
+        restore only the trained weights, for publication. Raises `CheckpointError`."""
 
     def reads(self, files: Collection[str]) -> Collection[str]:
-        """Of the names of all files that `save` wrote, on all ranks, those that `load` reads on this one.
-        Asked where ranks are on several hosts: a host needs no files but these."""
+        """Return the files that `load` reads on this rank, from the names of all files that `save` wrote on
+        all ranks. Called if ranks are on several hosts, since a host then fetches only these files."""
 
 
 def learning_rate(section: OptimizerSection, update: int, total_updates: int) -> float:

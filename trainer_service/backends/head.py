@@ -38,8 +38,8 @@ ALIGNED = 64
 
 @dataclass(frozen=True)
 class Head:
-    """The output layer with what the model does to its product: logits are c · tanh(s · (h Wᵀ + b) / c), or
-    s · (h Wᵀ + b) without the cap c."""
+    """The output layer with the model's transformation of its product: logits are c · tanh(s · (h Wᵀ + b) /
+    c), or s · (h Wᵀ + b) without the cap c."""
 
     weight: Tensor
     """[V, H], or the rows that this rank has of it"""
@@ -54,7 +54,7 @@ class Head:
 
     @classmethod
     def of(cls, model: Any) -> Head:
-        """The head of a causal language model. Raises `ModelError` where it is not one linear layer."""
+        """Return the head of a causal language model. Raises `ModelError` if it is not one linear layer."""
         layer = model.get_output_embeddings()
         if not isinstance(layer, nn.Linear):
             raise ModelError(
@@ -204,7 +204,8 @@ def _of_all_ranks(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _within(target: Tensor, tile: slice) -> tuple[Tensor, Tensor]:
-    """The column of each target in a tile ([S, 1], any where it is elsewhere), and whether it is there."""
+    """Return the column of each target in a tile ([S, 1], arbitrary if the target is in another tile), and
+    whether it is in the tile."""
     inside = (target >= tile.start) & (target < tile.stop)
     return (target - tile.start).clamp_(0, tile.stop - tile.start - 1)[:, None], inside
 
@@ -248,9 +249,11 @@ def _at(states: Tensor, places: Tensor) -> Tensor:
 
 
 def columns_of_units(head: Head, hidden: Tensor, batch: MicroBatch, names: Sequence[str]) -> Columns:
-    """The columns `names` (see `backends.base`) of the S units whose hidden states are `hidden` [S, H].
+    """Return the columns `names` (see `backends.base`) of the S units whose hidden states are `hidden` [S,
+    H].
 
-    Raises `ValueError` for a name that is none."""
+    Raises `ValueError` for an unknown name.
+    """
     if unknown := set(names) - {"logp", "entropy", "greedy"}:
         raise ValueError(f"a back end has no column {', '.join(sorted(unknown))}")
     found: dict[str, Tensor] = {}

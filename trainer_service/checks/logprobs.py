@@ -72,7 +72,8 @@ class ComparedUnits:
 
     @property
     def difference(self) -> NDArray[np.float64]:
-        """The absolute difference, in nats; what is not finite counts as the largest float32."""
+        """Return the absolute difference, in nats. A value that is not finite counts as the largest
+        float32."""
         with np.errstate(invalid="ignore"):
             gap = np.abs(self.behaviour - self.trainer)
         return np.nan_to_num(gap, nan=np.inf).clip(max=float(np.finfo(np.float32).max))
@@ -215,7 +216,7 @@ class CheckOutcome:
         )
 
     def describe(self, compared: ComparedUnits, episode_ids: Sequence[str], step: int) -> str:
-        """Describe the failure, for a person who has to find what is wrong."""
+        """Describe the failure for a person who has to find the cause."""
         skipped = "; not compared: " + ", ".join(f"{n} {why}" for why, n in self.skipped.items())
         causes = " ".join(f"({number}) {cause}." for number, cause in enumerate(self.causes, start=1))
         at = int(compared.difference.argmax())

@@ -42,7 +42,7 @@ Temperature = float | dict[int, float]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeBytes:
-    """The bytes of an episode, and what is to be trained of it."""
+    """The bytes of an episode, and the units to train."""
 
     blob: Any
     entry: BatchEpisode
@@ -120,7 +120,7 @@ def rows_of_episodes(
 
 
 def placed(found: TrainingRow, row: Row, episode: Episode) -> TrainingRow:
-    """The row with the places of its units; `row` is what it was cut from."""
+    """Return the row with the places of its units. `row` is the row that it was cut from."""
     path = np.asarray(row.path, np.int64)
     ends = np.cumsum(row.lengths)
     step = np.searchsorted(ends, found.position, side="right")
@@ -140,13 +140,14 @@ def placed(found: TrainingRow, row: Row, episode: Episode) -> TrainingRow:
 
 
 def cut_off(segments: Segments) -> bool:
-    """Whether a limit of ours ended the episode, and not its environment: what the last flag says."""
+    """Return whether a limit of ours and not the environment ended the episode, as its last flag says."""
     flagged = np.flatnonzero(segments.flags)
     return bool(len(flagged) and segments.flags[flagged[-1]] & SegmentFlag.TRUNCATED)
 
 
 def _read(blob: Any, entry: BatchEpisode, policy: str) -> Episode:
-    """The episode of a blob, if it is the one of the manifest and was sampled from what is trained."""
+    """Return the episode of a blob, if it is the one of the manifest and was sampled from the trained
+    policy."""
     try:
         episode = seen_by(unpack(blob), policy)
     except TrajectoryError as error:
@@ -167,9 +168,9 @@ def _read(blob: Any, entry: BatchEpisode, policy: str) -> Episode:
 
 
 def routed(episode: Episode, routes: Any, mixture: Mixture) -> Episode:
-    """The episode with its routes, whose bytes are `routes`. Without them, and with bytes that are not its
-    own or name what is no expert of the model, it is trained as by the trainer's own routers: what is
-    replayed is counted in each step."""
+    """Return the episode with its routes, whose bytes are `routes`. If the routes are missing, belong to
+    another episode or name unknown experts, the trainer's own routers are used. Each step counts the replayed
+    tokens."""
     if routes is None:
         return episode
     try:
@@ -231,8 +232,8 @@ def _cut(
     temperatures: Sequence[Temperature],
     mixture: Mixture | None,
 ) -> list[TrainingRow | None]:
-    """Each row cut after its last unit that `keep` leaves, which is of all rows' tokens one after the other;
-    None for one without any. All units are cut out at once, and a row's arrays are views of that."""
+    """Return each row cut after its last unit that `keep` keeps; None for a row without any. `keep` covers
+    the tokens of all rows in sequence. All units are cut at once, and the arrays of a row are views."""
     if not rows:
         return []
     lengths = np.array([len(row.token_ids) for row in rows])

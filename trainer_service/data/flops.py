@@ -56,8 +56,8 @@ PEAKS = {
     "L4": 121e12,
     "RTX 4090": 165e12,
 }
-"""bf16 FLOP/s of dense matrix products by what a device's name holds, from the vendor's data sheets; of
-several that fit, the first."""
+"""bf16 FLOP/s of dense matrix products, from the vendor's data sheets, by a part of the device's name. The
+first match counts."""
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
@@ -74,8 +74,8 @@ TOKENS_ALONE = RowCost(1, 0, 0)
 
 
 def load_row_cost(model: Path) -> RowCost:
-    """The cost of rows of the model in a Hugging Face directory, `TOKENS_ALONE` where its config.json cannot
-    be read or lacks the dimensions: rows are then dealt by their lengths, and nothing else depends on it."""
+    """Return the cost of rows of the model in a Hugging Face directory. If its config.json cannot be read or
+    lacks the dimensions, return `TOKENS_ALONE`; rows are then balanced by length only."""
     try:
         return row_cost(AutoConfig.from_pretrained(model, local_files_only=True))
     except (OSError, ValueError, AttributeError):

@@ -58,8 +58,8 @@ def loss_of(job: JobConfig, form: str) -> SequenceLoss:
 
 
 def read_lessons(job: JobConfig, path: Path, tokenizer: Any) -> tuple[SequenceLoss, list[Lesson]]:
-    """The loss of a job and the lessons of one of its files. Raises `TaskFileError` for a row that is no
-    example, `BatchError` for one that makes no lesson."""
+    """Return the loss of a job and the lessons of one of its files. Raises `TaskFileError` for a row that is
+    not an example, and `BatchError` for a row that gives no lesson."""
     form, examples = read_examples(path, job.kind)
     loss, ends = loss_of(job, form), end_ids(tokenizer, job.model)
     found, too_long = [], 0
@@ -81,8 +81,8 @@ def read_lessons(job: JobConfig, path: Path, tokenizer: Any) -> tuple[SequenceLo
 
 
 def crossed(lessons: Sequence[Lesson]) -> list[Lesson]:
-    """The lessons, each with its prompt before the answer of the one half the file away. Which one does not
-    depend on the step, and neighbours, which may share a prompt, are not taken."""
+    """Return the lessons with prompts exchanged: each prompt is paired with the answer that is half the file
+    away. The pairs do not depend on the step. Neighbours may share a prompt and are therefore not paired."""
     away = max(1, len(lessons) // 2)
     made = []
     for index, lesson in enumerate(lessons):

@@ -48,13 +48,14 @@ class BatchLoader:
         check: Callable[[], None] = lambda: None,
         route_bytes: int = 0,
     ) -> None:
-        """`check` is called in every round of a wait, and ends it by what it raises. Routes of so many bytes
-        a unit are fetched too, where they are replayed."""
+        """Create the loader. `check` is called in every round of a wait, and its error ends the wait. If
+        routes are replayed, they are fetched too, with the given bytes per unit."""
         self._buffer, self._policy, self._ranks = buffer, policy, ranks
         self._stopping, self._check, self._route_bytes = stopping, check, route_bytes
 
     def next_batch(self, epoch: int, step: int) -> Batch | None:
-        """The manifest of `step`, the same on every rank; None when the trainer is told to stop first."""
+        """Return the manifest of `step`, the same on every rank; None if the trainer is told to stop
+        first."""
         begun_s = reported_s = time.monotonic()
         edge = ""
         while True:

@@ -53,8 +53,8 @@ class MicroBatch:
     episode: Tensor
     """i64 [S]: index into the step's episodes."""
     routes: Tensor | None = None
-    """i16 [L, T, K]: of each layer of experts the experts to which the engine sent the token; -1 where it
-    told none, as of an expert that was left out. None where all of it is the model's own choice."""
+    """i16 [L, T, K]: for each layer of experts, the experts that the engine chose for the token; -1 if the
+    route is unknown or the expert was dropped. None if the model chooses all experts itself."""
 
     @property
     def n_tokens(self) -> int:
@@ -102,9 +102,10 @@ def build_micro_batch(
     *,
     device: torch.device | str = "cpu",
 ) -> MicroBatch:
-    """Pack rows in the given order, each without what it shares with the row before it.
+    """Pack rows in the given order, each without the prefix that it shares with the previous row.
 
-    No rows make the pass of one token and no unit that a rank short of work runs."""
+    An empty list gives a pass of one token without units, for a rank that has run out of rows.
+    """
     shared = np.array([row.shared for row in rows] or [0])
     lengths = np.array([row.packed_length for row in rows] or [1]) - shared
     starts = np.cumsum(lengths) - lengths
@@ -135,7 +136,7 @@ def build_micro_batch(
 
 
 def _packed_routes(rows: Sequence[TrainingRow]) -> NDArray[np.int16] | None:
-    """i16 [L, T, K] of the tokens that the rows have in the pack, -1 for none; None where no row has any."""
+    """Return i16 [L, T, K] of the tokens in the pack, -1 for none; None if no row has routes."""
     like = next((row.routes for row in rows if row.routes is not None), None)
     if like is None:
         return None

@@ -43,7 +43,7 @@ Runs = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Rows with what they share; `rows[0].shared` is 0."""
+    """Rows with their shared prefixes; `rows[0].shared` is 0."""
 
     rows: list[TrainingRow]
 
@@ -250,8 +250,8 @@ def _branches(position: NDArray[np.int64]) -> Branches:
 
 
 def leaves_of(position: NDArray[np.int64]) -> NDArray[np.int64]:
-    """i64 [T]: for each token of a pack, from the positions [T], the first token after it that does not go on
-    from it, T where there is none. So token i sees token j exactly if j ≤ i < leaves_of(position)[j]."""
+    """Return i64 [T] from the positions [T]: for each token of a pack, the first later token that does not
+    continue it, T if there is none. Token i thus sees token j exactly if j ≤ i < leaves_of(position)[j]."""
     leaves = np.full(len(position), len(position))
     path = np.zeros(len(position), np.int64)  # By position the tokens that the last one goes on from
     depth = 0

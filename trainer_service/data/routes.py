@@ -56,8 +56,8 @@ class RouterRule:
 
 
 def rule_of(logits: Tensor, weights: Tensor, experts: Tensor) -> RouterRule | None:
-    """The rule of a router that gave these; None where it is none of them. Rules of which all agree (with one
-    expert a token) are alike."""
+    """Return the rule of a router that gave these; None if no rule fits. If several rules agree (with one
+    expert per token), any of them is returned."""
     for score in ("softmax", "sigmoid"):
         for normalise in (False, True):
             rule = RouterRule(score, normalise)
@@ -70,8 +70,8 @@ def rule_of(logits: Tensor, weights: Tensor, experts: Tensor) -> RouterRule | No
 
 
 def rules_of(model: Any) -> dict[type[nn.Module], RouterRule]:
-    """The rule of each kind of router of a transformers model. Raises `ModelError`, which names the kind,
-    where there is none, or none of the rules is theirs."""
+    """Return the rule of each kind of router of a transformers model. Raises `ModelError` with the kind if it
+    has no routers, or routers with an unknown rule."""
     kind, found = type(model).__name__, dict[type[nn.Module], RouterRule]()
     for router in routers_of(model):
         if type(router) in found:
@@ -90,9 +90,9 @@ def rules_of(model: Any) -> dict[type[nn.Module], RouterRule]:
 
 
 def mixture_to_replay(job: JobConfig) -> Mixture | None:
-    """Return the structure of the model whose routes the job's trainer replays; None if it replays none, as
-    with `auto` for a model whose routers have another rule. Raises `ModelError` if the routes of such a model
-    are to be replayed."""
+    """Return the structure of the model whose routes the job's trainer replays. Return None if it replays
+    none, as with `auto` for a model whose routers have another rule. Raises `ModelError` if the job requires
+    routes of such a model."""
     mixture = replayed_mixture(job)
     if mixture is None or not _has_rules(job.model, must=job.rollout.routes == "replay"):
         return None

@@ -37,7 +37,7 @@ class TrainingRow:
     version: NDArray[np.int32]
     """i32 [S]"""
     temperature: NDArray[np.float32]
-    """f32 [S]: what the logits are divided by before the softmax whose log-prob is trained."""
+    """f32 [S]: divisor of the logits before the softmax whose log-prob is trained."""
     places: NDArray[np.int64] | None = None
     """i64 [6, S]: of each unit the columns `PLACES`; None where they were not asked for."""
     segment_reward: NDArray[np.float32] | None = None

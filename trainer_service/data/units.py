@@ -85,8 +85,8 @@ def _segments(
     episodes: EpisodeTable,
     ranks: Collectives,
 ) -> tuple[SegmentTable, Array]:
-    """The segments of all ranks, and i64 [U]: of which of them each unit of this rank is. A segment is in one
-    row, so it comes from one rank."""
+    """Return the segments of all ranks, and i64 [U]: the segment of each unit of this rank. A segment is in
+    one row, so it comes from one rank."""
     begins = np.ones(len(episode), np.bool_)
     begins[1:] = (np.diff(episode) != 0) | (np.diff(held["segment"]) != 0)
     first = np.flatnonzero(begins)

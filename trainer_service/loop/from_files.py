@@ -56,10 +56,12 @@ class FileTrainer:
         self._held_refs: list[list[float]] | None = None
 
     def run(self, restored: Checkpoint | None = None) -> bool:
-        """Train until `trainer.steps`, the passes or the accuracy asked for; False when told to stop before.
+        """Train until `trainer.steps`, the passes or the requested accuracy; return False if told to stop
+        before.
 
-        `restored` is the checkpoint to go on from: what follows is what would have followed then. The model
-        is in `<run_dir>/model` afterwards."""
+        `restored` is the checkpoint to continue from, with the same results as without the interruption. The
+        model is in `<run_dir>/model` afterwards.
+        """
         begun = step = restored.manifest.step if restored is not None else 0
         if self._loss.referred and not self._refer(begun):
             return False
@@ -198,7 +200,7 @@ class FileTrainer:
         return self._ranks.share(self._stopping.is_set(), bool)
 
     def _write(self, step: int, **fields: float) -> None:
-        """A record of what is known; none when nothing is."""
+        """Write a record of the known figures; write nothing if there are none."""
         if self._run_log is not None and fields:
             self._run_log.write(self._job.kind, policy=self._job.policy, step=step, **fields)
         if "accuracy" in fields:

@@ -58,8 +58,9 @@ class Learner:
     def __init__(
         self, job: JobConfig, ranks: Ranks, backend: TrainingBackend, *, check: LogprobCheck | None = None
     ) -> None:
-        """Raises `ObjectiveError`, `PartError` for an objective that cannot be trained, and `ModelError` for
-        a mixture whose routes cannot be replayed, where they are to be."""
+        """Create the learner. Raises `ObjectiveError` and `PartError` for an objective that cannot be
+        trained, and `ModelError` if the job requires replayed routes and the mixture's routes cannot be
+        replayed."""
         self._job, self._ranks, self._backend = job, ranks, backend
         self._objective = Objective(job.trainer.objective, job, minibatches=job.trainer.minibatches)
         self._has_reference = REFERENCE in models_of(job)
@@ -87,9 +88,9 @@ class Learner:
             )
 
     def mfu(self, batch: Batch, result: StepResult, busy_s: float) -> float | None:
-        """The share of the peak of all devices that the policy's forward and backward passes took of a step's
-        `busy_s`; None where the peak or the model's dimensions are not known. What is recomputed, and passes
-        that only compute a column, do not count."""
+        """Return the share of all devices' peak FLOPs in a step's `busy_s` that the policy's forward and
+        backward passes used; None if the peak or the model's dimensions are unknown. Recomputation, and
+        passes that only compute a column, do not count."""
         peak = peak_flops(self._ranks.device, self._job.trainer.dtype)
         if peak is None or self._cost is TOKENS_ALONE or not busy_s:
             return None
@@ -103,7 +104,7 @@ class Learner:
         return self._objective.kl.coefficient
 
     def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
-        """As `TrainingBackend.save`, with what the objective has adapted."""
+        """Save as `TrainingBackend.save` does, together with the adapted values of the objective."""
         write, coefficient = self._backend.save(folder), self._objective.kl.coefficient
 
         def write_all() -> Mapping[str, FileEntry]:

@@ -320,7 +320,7 @@ class RlTrainer:
         return f"{where}: `areal-async buffer replay {run} --steps {steps}` trains on it again."
 
     def _check(self) -> None:
-        """Raise what a thread has failed with."""
+        """Raise the error of a failed thread."""
         self._finishing.check()
         for work in self._beside_steps:
             work.check()
@@ -409,7 +409,7 @@ class RlTrainer:
         board.figures = lambda: ServiceFigures(version)
 
     def _durable(self, step: int) -> None:
-        """The checkpoint has its name: the buffer may free what it covers."""
+        """Tell the buffer that the checkpoint is complete, so that it may free the covered groups."""
         self._note("saved", step=step)
         failpoint("trainer.after_checkpoint")
         self._buffer.call(Checkpointed(self._policy, self._epoch, step))
@@ -473,7 +473,7 @@ class RlTrainer:
 
 
 def was_evaluated(run_log: RunRecords, tag: VersionTag) -> bool:
-    """Whether the run log has an evaluation of what was published as `tag`."""
+    """Return whether the run log has an evaluation of the version published as `tag`."""
     return any(asdict(tag).items() <= record.items() for record in run_log.read("evaluation"))
 
 

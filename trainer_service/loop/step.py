@@ -197,7 +197,7 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """The mean over minibatches, those left out that have none."""
+        """Return the mean over minibatches that have a loss."""
         known = [loss for loss in self.losses if math.isfinite(loss)]
         return sum(known) / max(1, len(known))
 

@@ -32,8 +32,8 @@ from trainer_service.trained_model import write_adapter, write_whole
 
 
 def write_checkpoint_model(target: str | Path, step: str, out: Path, *, adapter: bool = False) -> int:
-    """Write the model, or its `adapter` alone, of the checkpoint `step` (a number, `newest` or `best`) of the
-    run at `target`; returns its step. Raises `ConfigError` for what is not there, `CheckpointError` for a
+    """Write the model, or only its `adapter`, of the checkpoint `step` (a number, `newest` or `best`) of the
+    run at `target`; return its step. Raises `ConfigError` for a missing checkpoint, `CheckpointError` for a
     damaged one."""
     run = find_run(target, kinds=("rl", *FILE_KINDS))
     if adapter and not run.job.trainer.lora.rank:

@@ -36,9 +36,11 @@ def longest_pass(job: JobConfig) -> int:
 
 
 def changes_that_fit(job: JobConfig, most_tokens: MostTokens) -> list[str]:
-    """The fewest changes that make the job's longest pass fit, each line enough; empty where none are.
+    """Return the smallest sets of changes that make the job's longest pass fit, one sufficient set per line;
+    empty if there are none.
 
-    Where each of these is `COSTLY`, lines of one change more are added."""
+    If each of them is `COSTLY`, sets with one more change are added.
+    """
 
     def fewer_tokens(job: JobConfig) -> Changed:
         row = job.rollout.max_model_len if job.kind == "rl" else 0

@@ -66,8 +66,8 @@ def main(request: ReplayRequest) -> None:
 
 
 def start_of(run: Run, recording: Recording, steps: Sequence[int]) -> Checkpoint | None:
-    """The newest checkpoint from which `steps` can be reached; None to begin with the model. Raises
-    `BatchError` when a step on the way is not recorded, `CheckpointError` for a damaged checkpoint."""
+    """Return the newest checkpoint from which `steps` can be reached; None to begin with the model. Raises
+    `BatchError` if a step on the way is not recorded, `CheckpointError` for a damaged checkpoint."""
     roots = (states_folder(run.folder), run.folder / "checkpoints")
     usable = [path for root in roots for path in named_checkpoints(root) if step_of(path) <= steps[0]]
     newest = max(usable, key=step_of, default=None)

@@ -226,8 +226,8 @@ def settings_of(
 
 
 def attached_url(job: JobConfig, place: ServiceContext | None, replica: int) -> str | None:
-    """Return the server to attach to; None when one is to be started. Raises `EngineError` when the job names
-    too few, or the worker's name does not say which."""
+    """Return the server to attach to; None if a new one is to be started. Raises `EngineError` if the job
+    names too few, or if the worker's name has no number."""
     urls = job.rollout.server.urls
     if not urls:
         return None
@@ -360,9 +360,9 @@ class ServerAdapter(ABC):
 
     @abstractmethod
     async def open(self, client: ServerClient, weights: Directory) -> str:
-        """Check a server that serves, and have it serve `weights`: one that was started does already, one
-        that is attached may hold any weights, and be paused. Returns its release. Raises `EngineError`,
-        naming what is missing."""
+        """Check a running server, and load `weights` into it. A started server already has them; an attached
+        one may have any weights, or be paused. Returns its release. Raises `EngineError`, which names the
+        missing feature."""
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -370,9 +370,9 @@ class ServerAdapter(ABC):
     def body(
         self, rid: str, prompt: list[int], request: GenerateRequest, room: int, tag: VersionTag
     ) -> dict[str, Any]:
-        """Return what is posted for at most `room` units after `prompt`, whose prefixes are shared with
-        requests of the same `tag` alone. The server knows the request as `rid`. Raises `RequestError` for
-        sampling values that this server alone cannot take."""
+        """Return the body of a request for at most `room` units after `prompt`. Only requests with the same
+        `tag` share its prefixes. The server knows the request as `rid`. Raises `RequestError` for sampling
+        values that this server cannot take."""
 
     @abstractmethod
     def heard(self, tell: Tell) -> Any:
@@ -382,18 +382,18 @@ class ServerAdapter(ABC):
 
     @abstractmethod
     def parse(self, answer: Any, sampling: Sampling) -> GenerateResult:
-        """Return what was sampled, without its text. Raises `EngineError` for an answer that does not account
-        for each of its units, and `EngineLost` where the weights are nobody knows whose."""
+        """Return the sampled units, without their text. Raises `EngineError` if the answer does not account
+        for each of its units, and `EngineLost` if the version of the weights is unknown."""
 
     def expert_ids(self, answer: Any) -> NDArray[np.integer] | None:
         """Return the experts of the tokens from `GenerateRequest.routes_from` on, of any integer type
-        [tokens, layers of the model, experts], with an id below 0 where there is none; None where the answer
-        has none. Raises `EngineError` for what is not of that form."""
+        [tokens, layers of the model, experts], with an id below 0 for "none". Return None if the answer has
+        no routes. Raises `EngineError` for any other form."""
         return None
 
     @abstractmethod
     async def abort(self, client: ServerClient, rid: str) -> None:
-        """End a request now, with what it has."""
+        """End a request now and return its units so far."""
 
     # --- weights -------------------------------------------------------------------------------------
 
@@ -412,8 +412,8 @@ class ServerAdapter(ABC):
 
     @abstractmethod
     async def load(self, client: ServerClient, weights: Directory) -> None:
-        """Have the paused server serve `weights`, as `prepare` returned it, and name its version. Raises
-        `EngineError`, after which nobody knows what the server holds."""
+        """Load `weights`, as `prepare` returned it, into the paused server, and set its version. Raises
+        `EngineError`, after which the server's weights are unknown."""
 
     async def restore(self, client: ServerClient, weights: Directory) -> None:
         """Load old weights again after a load that failed. Raises `EngineError`."""
@@ -425,14 +425,14 @@ class ServerAdapter(ABC):
     async def read_load(self, client: ServerClient) -> ServerLoad: ...
 
     async def close(self) -> None:  # noqa: B027 - there may be nothing
-        """Let go of what this replica has beside the server."""
+        """Release the resources of this replica outside the server."""
 
 
 def command_line(
     launch: Launch, start: Sequence[str], flags: Mapping[str, Flag], reserved: Mapping[str, str]
 ) -> list[str]:
-    """Return `start` and the flags, those of the job file in place of ours. `reserved` has the flags that a
-    job file may not give, each with why or what to do instead: `EngineError` for one of them."""
+    """Return `start` and the flags. Flags of the job file override ours. `reserved` has the flags that a job
+    file may not give, each with the reason or the alternative; any of them raises `EngineError`."""
     merged = dict(flags)
     for given, value in launch.settings.arguments.items():
         name = flag_name(given)
@@ -454,8 +454,8 @@ def command_line(
 def server_variables(
     launch: Launch, inherited: Mapping[str, str], dropped: frozenset[str] = frozenset()
 ) -> dict[str, str]:
-    """Return `inherited` without what is of our Python or `dropped`, with what every server needs. It sees
-    the settings' GPUs alone."""
+    """Return `inherited` without variables of our Python and without `dropped`, and with the variables that
+    every server needs. It lets the server see only the GPUs of the settings."""
     variables = {
         name: value for name, value in inherited.items() if name not in FOREIGN_VARIABLES | dropped
     } | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

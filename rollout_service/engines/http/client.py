@@ -68,9 +68,9 @@ def result_of(
     tag_of: Callable[[str], VersionTag] = parse_tag,
     cached_tokens: int | None = None,
 ) -> GenerateResult:
-    """Return what was sampled, without its text. `units` has each id with its log-prob in nats, NaN for one
-    that is not finite; `spans` are the versions. Raises `EngineError` where the three do not agree, and what
-    `tag_of` raises."""
+    """Return the sampled units, without their text. `units` has each id with its log-prob in nats, NaN if it
+    is not finite; `spans` are the versions. Raises `EngineError` if the three do not agree, and the errors of
+    `tag_of`."""
     if reason not in ("stop", "length", "abort"):
         raise EngineError(f"the server ended a request by {reason!r}")
     if [i for i, _ in units] != ids:

@@ -434,7 +434,7 @@ class HttpEngine:
             ) from error
 
     async def _watch(self, server: _Server) -> None:
-        """Keep the load known; when the server is gone, end what is in flight."""
+        """Update the load regularly. If the server is gone, end the requests in flight."""
         while True:
             await asyncio.sleep(self._adapter.watch_s)
             if server.liveness.ended():

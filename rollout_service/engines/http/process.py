@@ -76,8 +76,8 @@ class ServerProcess(ChildProcess):
             return log.read().decode(errors="replace")
 
     async def wait_ready(self, serves: Callable[[], Awaitable[bool]], ready_s: float) -> None:
-        """Return once `serves()` is true. Raises `EngineError` when the server ends or `ready_s` passes
-        first; what is left of it is killed then."""
+        """Return once `serves()` is true. Raises `EngineError` if the server ends or `ready_s` passes first;
+        the rest of the server is then killed."""
         until_s = time.monotonic() + ready_s
         server = self.name.removeprefix("the ")
         log.info("engine server loads", server=server)

@@ -40,7 +40,7 @@ class SlotKV:
         self.values: dict[int, Tensor] = {}
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` positions in every row; what is stored stays."""
+        """Make room for `length` positions in every row. Stored positions stay."""
         if length <= self.length:
             return
         grown = min(self.max_length, max(round_up(length), 2 * self.length))

@@ -117,7 +117,8 @@ def command(launch: Launch) -> list[str]:
 
 
 def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the server: `inherited`, without what would change the server under our feet."""
+    """Return the environment of the server: `inherited`, without variables that would change the server's
+    behaviour."""
     found = server_variables(launch, inherited, DROPPED_VARIABLES) | {
         # Each load would write a progress bar into the log.
         "TQDM_DISABLE": "1",
@@ -153,8 +154,8 @@ class Loads(msgspec.Struct):
 
     @property
     def decoded(self) -> int:
-        """Units sampled since the server started, but for the first one of an answer and those of a step that
-        took 2 s or more."""
+        """Return the number of units sampled since the server started, without the first unit of each answer
+        and the units of steps that took 2 s or more."""
         return int(sum(rank.decode_moments[-1] for rank in self.loads if rank.decode_moments))
 
 

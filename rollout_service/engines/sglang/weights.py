@@ -83,8 +83,8 @@ class Answered(msgspec.Struct):
 
 
 async def load_directory(client: ServerClient, snapshot: Directory, *, flush: bool, timeout_s: float) -> None:
-    """Have the paused server load `snapshot.path` and serve it as its tag; with `flush` no KV of other
-    weights is left in its cache. Raises `EngineError`, after which nobody knows what the server holds."""
+    """Load `snapshot.path` into the paused server and serve it as its tag. With `flush`, its cache has no KV
+    of other weights afterwards. Raises `EngineError`, after which the server's weights are unknown."""
     tag = snapshot.tag.label
     body = {
         "model_path": str(snapshot.path),
@@ -121,8 +121,8 @@ class TensorReceiver:
     _break: int = 0  # Updates that are still taken from the directory before the next try
 
     async def opened(self, client: ServerClient, python: Path | None) -> None:
-        """A server has started; `python` is its environment's, None for an attached one. Raises `EngineError`
-        for one that tensors cannot be sent into."""
+        """Prepare for a started server. `python` is the interpreter of its environment, None for an attached
+        server. Raises `EngineError` if the server cannot receive tensors."""
         sizes = await client.get("/server_info", Parallel)
         for flag, size in (("pp-size", sizes.pp_size), ("dp-size", sizes.dp_size)):
             if size > 1:
@@ -138,9 +138,11 @@ class TensorReceiver:
             await client.request("POST", "/end_weight_update", {})
 
     async def load(self, client: ServerClient, snapshot: Directory, *, flush: bool, timeout_s: float) -> None:
-        """Have the paused server serve `snapshot`, by its tensors if they can be had, else by its directory.
+        """Load `snapshot` into the paused server, from the trainer's tensors if possible, else from the
+        directory.
 
-        Raises `EngineError`, after which nobody knows what the server holds."""
+        Raises `EngineError`, after which the server's weights are unknown.
+        """
         if self._break:
             self._break -= 1
         else:
@@ -167,8 +169,8 @@ class TensorReceiver:
         await self.trainer.close()
 
     async def _take(self, client: ServerClient, snapshot: Directory, flush: bool) -> bool:
-        """Whether the trainer had the tensors. With an error the server holds what it held, or a mixture; the
-        group is gone and no session is open."""
+        """Return whether the trainer had the tensors. After an error the server has the old weights or a
+        mixture, the group is gone, and no session is open."""
         answer = await self._ask(AskTensors(self.name, self._group, snapshot.tag, self._ranks))
         if isinstance(answer, SendsNothing):
             log.info("snapshot is loaded", version=snapshot.tag.version, reason=answer.reason)

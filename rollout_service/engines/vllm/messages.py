@@ -36,7 +36,8 @@ class Logprobs(msgspec.Struct):
 
 
 class AnswerChoice(msgspec.Struct):
-    """An answer; of a stream, what is new in it, and at its end the spans of all of it."""
+    """An answer. In a stream, each one has the new units, and the last one has the version spans of all
+    units."""
 
     finish_reason: str | None
     token_ids: list[int]
@@ -238,9 +239,10 @@ class Checksums(msgspec.Struct):
 
 
 async def probe(client: ServerClient, *, max_model_len: int, tied: bool) -> str:
-    """Check a server and return its release. `tied` says that the model's output layer is its embedding.
+    """Check a server and return its release. `tied` means that the model's output layer is its embedding.
 
-    Raises `EngineError`, which says what is missing and with which flag or variable it is there."""
+    Raises `EngineError`, which names the missing feature and the flag or variable that enables it.
+    """
     release = (await client.get("/version", VllmRelease)).version
     if not release.startswith(RELEASES):
         raise EngineError(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Fsdp:
-    """The part; `backend.py` is what it makes."""
+    """The part. It makes the back end in `backend.py`."""
 
     trains_adapters = True
     replays_routes = True

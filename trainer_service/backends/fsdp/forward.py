@@ -117,7 +117,7 @@ def probe_packing(
 
 
 def _states(model: Any, batch: MicroBatch, part: SequencePart | None = None) -> Tensor:
-    """[T, H]: what the output layer gets for each token; [L, H] of the tokens of a `part`."""
+    """Return [T, H]: the input of the output layer for each token; [L, H] for the tokens of a `part`."""
     if model.base_model is model:
         raise UnfitModel("transformers names no module of it that gives hidden states without the logits")
     states: Tensor = model.base_model(**_inputs(batch, part)).last_hidden_state[0]

@@ -203,8 +203,8 @@ class _Plan:
 
 
 def _with_value_layer(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The tensors of files as those of a model with a value layer, which those of a causal language model
-    lack. Raises ValueError for a model whose classifier is another."""
+    """Return the tensors of files as those of a model with a value layer, which a causal language model
+    lacks. Raises ValueError for a model with another classifier."""
     layer = getattr(model, "score", None)
     if not isinstance(layer, nn.Linear) or layer.bias is not None:
         raise ValueError(f"{type(model).__name__} has no linear layer called score")
@@ -267,7 +267,7 @@ def _compute_rest(model: Any, stored: Collection[str]) -> None:
 
 @torch.no_grad()
 def _unequal(layer: Tensor) -> Tensor:
-    """A copy of a value layer with other values, of which none is 0."""
+    """Return a copy of a value layer with other values, none of them 0."""
     found = layer.detach().clone()
     assert isinstance(found, DTensor)
     found.to_local().copy_(torch.linspace(0.5, 1.5, layer.shape[1], device=layer.device))

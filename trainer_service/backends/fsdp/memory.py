@@ -275,7 +275,7 @@ class RankMemory:
     activations_per_token: int
     """Kept by all blocks until the backward pass."""
     passing_per_token: int
-    """Gradients of the block that is gone through backwards, and what it recomputes."""
+    """Gradients of the current block in the backward pass, and its recomputed activations."""
     moments: tuple[Moment, ...]
     """Candidates for the worst moment of a step."""
     sequence: int = 1
@@ -366,8 +366,8 @@ def planned(
     read: ReadShapes,
     memory_of: Callable[[ModelShape, MemoryOptions], RankMemory],
 ) -> tuple[dict[str, ModelShape], RankMemory]:
-    """Return the models of a job by name, and the memory of all of them on one rank: the state of all, and
-    what a pass of any of them adds."""
+    """Return the models of a job by name, and their memory on one rank: the state of all models, and the
+    memory of a pass of any of them."""
     options = options_of(trainer)
     shapes = {name: shape_of(*read(use.folder), use.head) for name, use in models.items()}
     each = [memory_of(shapes[name], options.of(name, use)) for name, use in models.items()]
@@ -448,8 +448,8 @@ def kept_per_token(block: DecoderBlock, hidden: int, options: MemoryOptions) -> 
 
 
 def passing_per_token(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
-    """Return bytes per token of a block's backward: the gradients of the two products in its widest part and
-    of its input; with recomputation also what it keeps."""
+    """Return bytes per token of a block's backward pass: the gradients of the two products in its widest part
+    and of its input; with recomputation also its activations."""
     c, wide = options.compute_bytes, 2 * block.width("mlp.gate_proj.weight")
     if routed := block.width("experts.gate_proj.weight"):
         wide += block.experts_per_token * (2 * routed + 2 * hidden)
@@ -459,7 +459,7 @@ def passing_per_token(block: DecoderBlock, hidden: int, options: MemoryOptions) 
 
 
 def _block_products(block: DecoderBlock, hidden: int, c: int) -> int:
-    """Bytes per token of what a block's matrix products and its attention give."""
+    """Return bytes per token of the outputs of a block's matrix products and attention."""
     size = c * block.width("q_proj.weight") + FLOAT32_BYTES * block.heads  # of the attention
     for name, shape in block.parameters.items():
         if name.endswith("proj.weight") or name.endswith("gate.weight"):

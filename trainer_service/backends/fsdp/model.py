@@ -35,7 +35,7 @@ from trainer_service.ranks import Ranks
 log = get_logger("trainer")
 
 Kinds = dict[str, Mapping[str, Tensor]]
-"""Tensors of a rank by what they are, which names the files of a checkpoint, and by parameter."""
+"""Tensors of a rank by kind, which names the files of a checkpoint, and by parameter."""
 
 
 @dataclass(frozen=True)

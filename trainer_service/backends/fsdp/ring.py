@@ -66,7 +66,8 @@ class _Blocks:
     window: int | None
 
     def pass_on(self, tensor: Tensor) -> tuple[Tensor, list[dist.Work]]:
-        """Begin to send a tensor to the next rank; what comes of the one before, and what to wait for."""
+        """Begin to send a tensor to the next rank. Return the tensor that arrives from the previous rank, and
+        the transfers to wait for."""
         found = torch.empty_like(tensor)
         after, before = (
             dist.get_global_rank(self.group, (self.index + step) % self.size) for step in (1, -1)

@@ -28,7 +28,7 @@ class RouteReplay:
     @contextmanager
     def using(self, routes: Tensor | None) -> Iterator[None]:
         """Replay `routes` [L, T, K] (`MicroBatch.routes`) in the passes of the block: forward, backward, and
-        what a backward pass computes again."""
+        recomputation."""
         if routes is not None and len(routes) != self._layers:
             raise ModelError(
                 f"the engine told routes of {len(routes)} layers, and {self._kind} has {self._layers} "

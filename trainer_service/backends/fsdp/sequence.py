@@ -55,7 +55,8 @@ class SequenceRanks:
         return cls(group, index, size, ranks.rank - index, HeadSharing(size, 1), group, group)
 
     def for_heads(self, heads: int, ranks: Ranks, *, recompute: str = "none") -> SequenceRanks:
-        """The same for a model with so many query heads and this recomputation; all of `ranks` call it."""
+        """Return the same group for a model with this many query heads and this recomputation. All of `ranks`
+        call it."""
         sharing = share_heads(heads, self.size)
         n = sharing.by_heads
         return replace(

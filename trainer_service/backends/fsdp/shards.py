@@ -76,8 +76,8 @@ class HostCopies:
 def write_shard(
     folder: Path, kind: str, shards: Mapping[str, Tensor], rows: Mapping[str, int], rank: int, world: int
 ) -> dict[str, FileEntry]:
-    """Write this rank's rows of each tensor, which lie in the host's memory; `rows` are those of the whole
-    tensors. Returns the file by its name."""
+    """Write this rank's rows of each tensor, from host memory. `rows` are the rows of the whole tensors.
+    Returns the file by its name."""
     placed = {name: [row_range(rows[name], world, rank)[0], rows[name]] for name in shards}
     return write_tensors(folder / f"{kind}{shard_end(rank, world)}", shards, {ROWS: json.dumps(placed)})
 

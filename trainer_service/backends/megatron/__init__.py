@@ -27,7 +27,7 @@ SECTIONS = {"ref": "reference", "process": "process_reward"}
 
 
 class Megatron:
-    """The part; `backend.py` is what it makes."""
+    """The part. It makes the back end in `backend.py`."""
 
     trains_adapters = False
     replays_routes = True
@@ -44,7 +44,8 @@ class Megatron:
         lost at the ends of a step, and more is exchanged."""
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """Yield what the back end cannot do, or would silently do wrong."""
+        """Yield mistakes for settings that the back end does not support, or would silently compute
+        incorrectly."""
         asked = self.Arguments.model_validate(arguments)
         if importlib.util.find_spec("megatron") is None:
             yield Mistake(

@@ -107,7 +107,7 @@ def _pad(config: Mapping[str, Any]) -> int | None:
 
 
 def _positive(config: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:
-    """A whole number above 0, `otherwise` where the config has none. Raises KeyError and ValueError."""
+    """Return a whole number above 0, `otherwise` if the config has none. Raises KeyError and ValueError."""
     value = config.get(name)
     if value is None and otherwise is not None:
         return otherwise
@@ -121,8 +121,9 @@ def _positive(config: Mapping[str, Any], name: str, otherwise: int | None = None
 def reasons_against(
     config: Mapping[str, Any], grid: RankGrid, virtual_stages: int = 1
 ) -> Iterator[tuple[str, str, str]]:
-    """(field of the job file, what is wrong, what to do) of everything that the back end would not compute as
-    the model does, for a `config.json` that `Dimensions.of` reads. Fields are below `trainer`, or `model`."""
+    """Return (field of the job file, problem, remedy) for everything in a `config.json` that the back end
+    would compute differently from the model. `Dimensions.of` must be able to read it. Fields are below
+    `trainer`, or `model`."""
     found = Dimensions.of(config)
     stages = grid.pipeline * virtual_stages
     if config.get("use_sliding_window") or (config.get("layer_types") or []).count("sliding_attention"):

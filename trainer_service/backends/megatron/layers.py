@@ -87,8 +87,8 @@ class PackedRMSNorm(nn.Module):
 
 
 def thd_params(batch: MicroBatch) -> PackedSeqParams | None:
-    """Megatron's description of a pack in the THD layout; None where rows share what they begin with, which
-    it cannot describe."""
+    """Return Megatron's description of a pack in the THD layout; None if rows share a prefix, which THD
+    cannot describe."""
     if any(trees is not None for trees in batch.branching):
         return None
     counts, lengths = zip(*batch.runs, strict=True)
@@ -155,7 +155,7 @@ class PackedRouter(TopKRouter):
 
     rule = RouterRule("softmax", normalise=True)
     routes: Tensor | None = None
-    """[T, K]: those of the tokens that this tensor rank has of the pass under way; -1 for none."""
+    """[T, K]: routes of this tensor rank's tokens in the current pass; -1 for none."""
 
     def routing(self, logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """([T, E] weights, 0 where a token does not go; bool [T, E]) of logits [T, 1, E]."""

@@ -83,7 +83,7 @@ def _moments(
 
 
 def _in_flight(options: MemoryOptions) -> float:
-    """Micro-batches of which the first stage keeps what the backward pass needs."""
+    """Return the number of micro-batches whose activations the first stage keeps for the backward pass."""
     stages, virtual = options.grid.pipeline, options.virtual_stages
     return stages * (1 + (stages - 1) / (stages * virtual)) if virtual > 1 else stages
 

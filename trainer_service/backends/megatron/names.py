@@ -42,8 +42,8 @@ class StagePlace:
 
 
 def global_name(name: str, first_layer: int, place: StagePlace) -> str:
-    """The name of a stage's parameter with the numbers that its layer and expert have in the whole model;
-    `first_layer` is the number of the stage's first layer, from 0."""
+    """Return the name of a stage's parameter with the numbers that its layer and expert have in the whole
+    model. `first_layer` is the number of the stage's first layer, from 0."""
     if not (layer := LAYER.match(name)):
         return name
     rest = layer[2]
@@ -53,8 +53,8 @@ def global_name(name: str, first_layer: int, place: StagePlace) -> str:
 
 
 def boxes_of(name: str, tensor: Tensor, place: StagePlace, model: Dimensions) -> Iterator[TensorPiece]:
-    """The boxes that `tensor` holds, which has the shape of the parameter with the global `name` on a rank at
-    `place`; views of it. Raises KeyError for a parameter that is none of these models'."""
+    """Return the boxes in `tensor`, as views of it. It has the shape of the parameter with the global `name`
+    on a rank at `place`. Raises KeyError for an unknown parameter."""
     if layer := LAYER.match(name):
         prefix = f"model.layers.{layer[1]}."
         yield from _of_layer(prefix, layer[2], tensor, place, model)

@@ -116,8 +116,8 @@ class Passes:
         return passes if self._replays else [replace(batch, routes=None) for batch in passes]
 
     def _columns(self, batch: MicroBatch, hidden: Tensor, names: Sequence[str]) -> Columns:
-        """The columns of a micro-batch from the last stage's hidden states [T, 1, H], or this tensor rank's
-        part of the tokens. Raises ValueError for one that the model does not give."""
+        """Return the columns of a micro-batch from the last stage's hidden states [T, 1, H], or from this
+        tensor rank's part of the tokens. Raises ValueError for a column that the model does not have."""
         stage = self._stages.last
         assert stage is not None
         if self._tensors > 1:
@@ -127,7 +127,7 @@ class Passes:
         return batch_columns(batch, hidden[:, 0], names, lambda: self._head(stage), layer)
 
     def _head(self, stage: PackedGpt) -> Head:
-        """This rank's rows of the output layer, without those of no token."""
+        """Return this rank's rows of the output layer, without padding rows."""
         if stage.output_layer is None:
             raise ValueError("the model has a value head alone, and no column of tokens")
         weight = stage.output_layer.weight

@@ -81,8 +81,8 @@ Range = tuple[int, Any, str]
 
 
 def _parameters(folder: Path, kind: str, stack: ExitStack) -> dict[Held, list[Range]]:
-    """The ranges of each parameter of each tensor rank that wrote the files, which are open as long as
-    `stack`. Raises ValueError for a key that is none."""
+    """Return the ranges of each parameter of each tensor rank that wrote the files. They are open as long as
+    `stack`. Raises ValueError for an invalid key."""
     found: dict[Held, list[Range]] = defaultdict(list)
     for path in sorted(folder.glob(f"{kind}-ranges-?????.safetensors")):
         file = stack.enter_context(safe_open(path, framework="pt"))
@@ -96,7 +96,7 @@ def _parameters(folder: Path, kind: str, stack: ExitStack) -> dict[Held, list[Ra
 
 
 def _joined(name: str, shape: tuple[int, ...], ranges: list[Range]) -> Tensor:
-    """A whole parameter of a tensor rank. Raises ValueError where the ranges leave a gap."""
+    """Return a whole parameter of a tensor rank. Raises ValueError if the ranges leave a gap."""
     parts: list[Tensor] = []
     at = 0
     for start, file, key in sorted(ranges, key=lambda each: each[0]):

@@ -23,7 +23,7 @@ from trainer_service.backends.megatron.update import MOMENTS, MegatronAdamW, mom
 from trainer_service.ranks import Ranks
 
 Kinds = dict[str, dict[str, Tensor]]
-"""Tensors of a rank by what they are, which names the files of a checkpoint, and by key."""
+"""Tensors of a rank by kind, which names the files of a checkpoint, and by key."""
 
 
 class MegatronModel(ChangingModel):

@@ -66,7 +66,7 @@ class Stages:
 
     @property
     def last(self) -> PackedGpt | None:
-        """The stage that ends the model, where it is here."""
+        """Return the last stage of the model, if it is on this rank."""
         return self.chunks[-1] if self.chunks[-1].post_process else None
 
     def parameters(self) -> Iterator[StageParameter]:
@@ -158,8 +158,8 @@ def _hold_row(embedding: VocabParallelEmbedding, token: int) -> None:
 
 
 def _mark(chunk: PackedGpt) -> None:
-    """Say of each parameter that tensor ranks have parts of it, which Megatron-Core does where it draws first
-    values: norms of gradients count what is whole on all of them once."""
+    """Mark each parameter as split over tensor ranks or not, as Megatron-Core does when it initializes
+    weights. Norms of gradients count unsplit parameters only once."""
     for module in chunk.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
             for name, parameter in module.named_parameters(recurse=False):

@@ -79,7 +79,8 @@ class MegatronAdamW:
         return None
 
     def norm(self) -> float:
-        """The norm of the gradients of all ranks, which are summed where they belong by the first call."""
+        """Return the norm of the gradients of all ranks. The first call sums gradients over the ranks where
+        needed."""
         if not self._reduced:
             finalize_model_grads(self.wrapped)
             self._optimizer.prepare_grads()
@@ -87,7 +88,7 @@ class MegatronAdamW:
         return float(self._optimizer.get_grad_norm())
 
     def step(self, lr: float) -> None:
-        """Clip and update at rate `lr`; gradients are those of which `norm` has told the norm."""
+        """Clip and update at rate `lr`. Call `norm` first; the gradients are the ones of that call."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
