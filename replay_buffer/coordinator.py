@@ -204,10 +204,11 @@ class Coordinator:
         more_comes: Callable[[Index], bool] | None = None,
         again: asyncio.Event | None = None,
     ) -> Message:
-        """Execute; while the reply is empty, execute again whenever `edge` fires, for at most `wait_ms`. Who
-        sets `again` has this poll alone look again.
+        """Execute the request. While the reply is empty, execute it again whenever `edge` fires, for at most
+        `wait_ms`. Setting `again` repeats this poll only.
 
-        While `more_comes`, what there is may wait for `GATHER_S`: fewer and fuller replies cost less."""
+        While `more_comes`, results may wait for `GATHER_S`, because fewer and fuller replies cost less.
+        """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + wait_ms / 1000
         gather_s = deadline_s if more_comes is not None else 0.0
@@ -253,14 +254,14 @@ class Coordinator:
         return await self._store.routes.read(wanted, by_file=by_file)
 
     def records(self) -> LedgerRecords:
-        """All records as they are now. Raises `FaultError("unavailable")`."""
+        """Return all current records. Raises `FaultError("unavailable")`."""
         index = self._ready()
         return LedgerRecords(
             index.meta, {**index.groups}, {**index.leases}, {**index.claims}, {**index.batches}
         )
 
     def tasks(self, task_ids: Sequence[str]) -> list[Task]:
-        """Return these tasks, without those that do not exist. Raises `FaultError("unavailable")`."""
+        """Return the existing tasks among these. Raises `FaultError("unavailable")`."""
         table, found = self._ready().tasks, []
         for task_id in task_ids:
             with contextlib.suppress(ValueError, IndexError):
@@ -380,7 +381,7 @@ class Coordinator:
             self._spawn(self._rebuild(error))
 
     def _note(self, error: StoreError) -> None:
-        """Keep what Redis said: who asks meanwhile is told, and each new reason is logged once."""
+        """Keep the error of Redis for requests that arrive meanwhile, and log each new reason once."""
         if str(error) != self._why and self._trouble is not None:
             log.warning("waiting for Redis", reason=str(error))
         self._why = str(error)
@@ -407,7 +408,7 @@ class Coordinator:
         self._end(error)
 
     async def _wait_for_room(self) -> None:
-        """Episodes and leases wait until Redis has memory again; what frees it goes on."""
+        """Wait until Redis has memory again. Episodes and leases wait; requests that free memory continue."""
         while self._store.full and self.index is not None:
             await asyncio.sleep(ROOM_PAUSE_S)
             with contextlib.suppress(StoreUnavailable):
@@ -460,7 +461,7 @@ NO_VERSIONS = Versions(-1, -1, -1)
 
 
 def note_loaded(index: Index, *, front_epoch: int, idle_ms: int, lost_writes: int) -> None:
-    """A ledger was taken over."""
+    """Note that a ledger was taken over."""
     if not recording():
         return
     record(
@@ -528,7 +529,8 @@ def note_decided(index: Index, writes: WriteSet, command: str, *, front_epoch: i
 
 
 def _place(meta: LedgerMeta, index: Index) -> dict[str, Any]:
-    """Return where the trainers and the cursor stand; a job of one policy has its name beside its figures."""
+    """Return the positions of the trainers and the cursor. In a job of one policy, its name is beside its
+    figures."""
     trainers = {
         policy: {"v_train": each.v_train, "trainer_epoch": each.epoch, "checkpoint": each.checkpoint}
         for policy in index.consumers

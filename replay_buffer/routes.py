@@ -24,7 +24,7 @@ from urllib.parse import quote, unquote
 from areal_async.rpc.by_file import Filed, FilePart
 
 PREFIX = "routes-"
-"""Beginning of their names; they lie in one folder with those of episodes."""
+"""Prefix of their file names. They share a folder with the files of episodes."""
 GRACE_S = 3.0
 
 Place = tuple[str, int]
@@ -65,7 +65,7 @@ class RouteFiles:
         return files
 
     def settled(self, group_id: str, files: Mapping[int, RoutesFile], *, stored: Collection[int]) -> None:
-        """The routes of the samples that are `stored` are held from now on, the others' are removed."""
+        """Keep the routes of the `stored` samples, and remove the others'."""
         gone = [file.name for sample, file in files.items() if sample not in stored]
         for sample in files.keys() & set(stored):
             held = self._held.setdefault(group_id, {})

@@ -146,8 +146,8 @@ class BufferServer:
             await asyncio.sleep(FIGURES_S)
 
     async def _lease(self, peer: Peer, message: Lease, attachments: list[memoryview]) -> Answer:
-        """A worker that asks again, for it serves another version now, no longer waits for its older request:
-        that one is answered at once, so that old requests do not hold the worker's places."""
+        """Lease groups to a worker. If the worker asks again because it now serves another version, its older
+        request is answered at once, so that old requests do not take the worker's places."""
         self._look_again(message.worker)
         current = self._lease_waits[message.worker] = asyncio.Event()
 

@@ -30,7 +30,7 @@ LIBRARIES = (
 
 
 class NoVerdict(Exception):
-    """The result is no verdict; `verdict` is to be given instead."""
+    """The result is not a valid verdict. `verdict` is the verdict to give instead."""
 
     def __init__(self, message: str, kind: str = "return_type") -> None:
         super().__init__(message)
@@ -58,7 +58,7 @@ def as_verdict(result: object, given: RewardInput | None = None) -> Verdict:
 
 
 def as_verdicts(results: object, inputs: list[RewardInput]) -> list[Verdict]:
-    """The verdicts for the list that a batched or group reward returned."""
+    """Return the verdicts for the list that a batched or group reward returned."""
     if not isinstance(results, list | tuple) or len(results) != len(inputs):
         got = f"{len(results)}" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
         wanted = f"a list with one result for each of its {len(inputs)} inputs"
@@ -157,6 +157,7 @@ def describe(error: BaseException) -> str:
 
 
 def clip(text: str) -> str:
-    """The first `LONGEST_MESSAGE` characters of `text`, as far as UTF-8 can carry them."""
+    """Return the first `LONGEST_MESSAGE` characters of `text`, with characters that UTF-8 cannot encode
+    replaced."""
     short = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…"
     return short.encode("utf-8", "replace").decode("utf-8")

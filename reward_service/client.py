@@ -23,9 +23,9 @@ class LocalScorer(Router):
     async def score(
         self, inputs: Sequence[RewardInput], groups: Sequence[Hashable] | None = None
     ) -> list[Verdict]:
-        """One verdict for each input, in the order of the inputs. Each goes to the reward that its task is
-        routed to. Under scope `group` those with the same entry in `groups` (one for each input) are one
-        call; without `groups` each is a group of its own. Concurrent calls share the workers."""
+        """Return one verdict for each input, in the order of the inputs. Each goes to the reward of its task.
+        Under scope `group`, inputs with the same entry in `groups` (one for each input) are one call; without
+        `groups` each is a group of its own. Concurrent calls share the workers."""
         return [verdict for verdict, _ in await self.score_timed(inputs, groups)]
 
     async def score_timed(

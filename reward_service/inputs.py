@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from areal_async.trajectory import Episode
 
 OF_TASK = ("ground_truth", "data_source", "ability", "reward_style", "extra_info")
-"""Fields of an input that are those of its task."""
+"""Fields of an input that come from its task."""
 
 
 class RewardInput(msgspec.Struct, kw_only=True, dict=True):

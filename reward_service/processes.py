@@ -196,7 +196,7 @@ class ProcessOutput:
             self._show(self._pid, text)
 
     def tail(self) -> str:
-        """The last lines, as one."""
+        """Return the last lines as one line."""
         lines = self._end.decode("utf-8", "replace").strip().splitlines()
         return " | ".join(line.strip() for line in lines[-3:])
 

@@ -161,8 +161,8 @@ def own_file(name: str) -> Path | None:
 
 
 def load_reward(name: str, *, source: bytes | None = None) -> RewardFunction:
-    """The reward called `name`: a built-in one, `path.py:function`, or one of an installed package. Runs the
-    file's own code; with `source` that text in place of what the file holds now.
+    """Return the reward called `name`: a built-in one, `path.py:function`, or one of an installed package.
+    This runs the file's code; with `source`, that text replaces the file's current content.
 
     The file's folder is put on the import path, so it may import its neighbours. Raises `RewardLoadError`.
     """

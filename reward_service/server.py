@@ -52,7 +52,7 @@ ClaimedCall = list[tuple[ClaimedEpisode, RewardInput]]
 
 
 class RewardState:
-    """Calls of one reward that the service has, and figures of those that it had."""
+    """The service's calls of one reward, and the figures of its finished calls."""
 
     def __init__(self, spec: RewardSpec) -> None:
         self.spec = spec
@@ -60,7 +60,7 @@ class RewardState:
         self.calls_done = 0
         self.per_call = 1  # Episodes of one call: the most seen in a group, under scope `group`
         self.waiting: OrderedDict[int, float] = OrderedDict()
-        """When each call without verdicts was claimed, the oldest first."""
+        """Time at which each call without verdicts was claimed, the oldest first."""
         self.seconds = metrics.CALL_SECONDS.labels(spec.label)
 
     def age_s(self) -> float:
@@ -158,7 +158,8 @@ class RewardServer:
         ]
 
     def _take(self, items: list[ClaimedEpisode], blobs: Sequence[memoryview]) -> None:
-        """Hand claimed episodes to what scores them; one that cannot be read gets its verdict at once."""
+        """Give claimed episodes to their backends. An episode that cannot be read gets its verdict at
+        once."""
         calls: defaultdict[str, list[ClaimedCall]] = defaultdict(list)
         for episodes in _calls(items, blobs):
             held = self._of[self._router.routing.of(episodes[0][0].task).key]
@@ -304,10 +305,11 @@ def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:
 
 
 def portion(waiting: Sequence[EpisodeVerdict]) -> int:
-    """The length of the next message, 0 only where nothing waits.
+    """Return the length of the next message, 0 only if nothing waits.
 
-    Verdicts of one claim that follow each other stay together: of a group that is judged as one, half would
-    be masked or dropped before the other half says that it is to be judged again."""
+    Consecutive verdicts of one claim stay together. Otherwise half of a group that is judged as one could be
+    masked or dropped before the other half arrives and asks for a retry.
+    """
     size_bytes = 0
     for index, verdict in enumerate(waiting):
         full = index >= MAX_VERDICTS or size_bytes >= MAX_BYTES
@@ -380,7 +382,7 @@ def _wanted(load: ClaimLoad) -> int:
 
 
 def _most(load: ClaimLoad) -> int:
-    """Episodes of a reward that end well before their claims do, and those it may always be given."""
+    """Return how many episodes of a reward end well before their claims do, and at least the minimum."""
     if math.isinf(load.deadline_s):
         return max(_wanted(load), MAX_PENDING)
     return max(_wanted(load), 4 * load.workers, _within(load, load.deadline_s * 2 * DEADLINE_SHARE))

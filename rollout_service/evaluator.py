@@ -189,8 +189,8 @@ class Evaluator:
 
     async def evaluate(self, snapshot: Weights, tasks: Sequence[Task]) -> Evaluation:
         """Load `snapshot`, answer every task as often as the job says and score the answers. Raises
-        `EvaluationError` when nothing was scored, `EngineError` when the snapshot cannot be loaded and
-        `ReplicaGone` when the engine died: then no result is recorded."""
+        `EvaluationError` if nothing was scored, `EngineError` if the snapshot cannot be loaded and
+        `ReplicaGone` if the engine died; no result is recorded then."""
         for other in self.others:
             await other.refresh()
         await (self.engine.exchange if self._started else self.engine.start)(snapshot)
@@ -338,8 +338,8 @@ def engine_job(job: JobConfig) -> JobConfig:
 
 
 def lone_engine(ctx: ServiceContext, slots: int | None = None) -> ReplicaSet:
-    """Return the engine of an evaluation for `slots` requests at once, by default those of the job. It is yet
-    to be started. `ctx` is of the engine's policy."""
+    """Return the engine of an evaluation for `slots` requests at once, by default the job's number. It is not
+    yet started. `ctx` is of the engine's policy."""
     job, most = engine_job(ctx.job), slots or ctx.job.evaluation.max_concurrent
     return ReplicaSet(
         lambda _: make_engine(job, slots=most, activity="evaluation", place=ctx),

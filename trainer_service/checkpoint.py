@@ -141,8 +141,8 @@ def measured_in(records: Iterable[Mapping[str, Any]], policy: str) -> Iterator[M
 
 
 def accuracies(written: Mapping[int, int], measured: Iterable[Measured]) -> dict[int, float]:
-    """The accuracy of each checkpoint of `written` (step → trainer epoch) that is known. A trainer that came
-    back at it may have measured it; an earlier one had other weights."""
+    """Return the known accuracy of each checkpoint of `written` (step → trainer epoch). A trainer that
+    restarted from the checkpoint may have measured it; an earlier one had other weights."""
     return {
         each.version: each.accuracy
         for each in measured
@@ -322,7 +322,7 @@ class Checkpoints:
         return dict(sorted(all_of.files.items())) if self._ranks.first else None
 
     def _name(self, fresh: Path, state: TrainerState, files: dict[str, FileEntry]) -> Path:
-        """Add rank 0's own files to those of all ranks, and give the folder its name."""
+        """Add rank 0's own files to the files of all ranks, and give the folder its name."""
         try:
             with room_for("a checkpoint", self.root):
                 if copy := state.ledger():
@@ -379,7 +379,7 @@ class Checkpoints:
         return folder
 
     def _remove_here(self, but: str = "") -> None:
-        """Remove what lies on this host but for the folder called `but`; for ranks on several hosts."""
+        """Remove the folders on this host except the folder called `but`; for ranks on several hosts."""
         for folder in self.root.glob("*step-*") if self._ranks.first_here else ():
             if folder.name != but and folder.is_dir():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -414,8 +414,8 @@ def to_keep(
     keep: int,
     keep_best: int,
 ) -> set[int]:
-    """Which checkpoints are kept: the newest `keep`; the `keep_best` most accurate, of equal ones the newer;
-    and those whose evaluation is `pending`, for they may be among the best."""
+    """Return the checkpoints to keep: the newest `keep`; the `keep_best` most accurate, of equal ones the
+    newer; and those whose evaluation is `pending`, because they may be among the best."""
     ordered = sorted(steps)
     kept = set(ordered[-keep:])
     if keep_best:
@@ -431,7 +431,7 @@ def epoch_of(folder: Path) -> int:
 
 
 def named_checkpoints(root: Path) -> list[Path]:
-    """The checkpoint folders under `root`, fewest steps first."""
+    """Return the checkpoint folders under `root`, fewest steps first."""
     found = [path for path in root.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
     return sorted(found, key=step_of)
 
@@ -487,11 +487,12 @@ class CheckpointReader:
         return local
 
     def newest(self, root: Path) -> Checkpoint | None:
-        """Return the newest checkpoint under `root` that is whole; None if there is none at all. All ranks
-        see what rank 0 sees, and verify a share of the files each. On several hosts they see what all hosts
-        have, and each verifies the files that it reads.
+        """Return the newest complete checkpoint under `root`; None if there is none at all. All ranks see
+        rank 0's files, and each verifies a share of them. On several hosts they see the files of all hosts,
+        and each verifies the files that it reads.
 
-        Raises `CheckpointError`, that of the newest, if all are damaged."""
+        Raises `CheckpointError`, for the newest, if all are damaged.
+        """
         names = [folder.name for folder in named_checkpoints(root)]
         names = (
             self._on_all_hosts(root, names) if self.ranks.many_hosts else self.ranks.share(names, list[str])

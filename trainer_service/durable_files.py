@@ -71,10 +71,11 @@ def hashed_in(folder: Path, name: str) -> FileEntry | None:
 
 
 def companion_files(source: Path, dtype: str, *, values: bool = False) -> dict[str, bytes | Path]:
-    """Name -> content or path of the configuration and tokenizer files of a model directory.
+    """Return name -> content or path of the configuration and tokenizer files of a model directory.
 
-    `config.json` is rewritten to name `dtype`, that of the weights which will stand beside it. With `values`
-    these are those of a model with the head `value`: it is that of a sequence classifier with one label."""
+    `config.json` is rewritten to name `dtype`, the dtype of the weights that will be beside it. With `values`
+    it describes a model with the head `value`, a sequence classifier with one label.
+    """
     files: dict[str, bytes | Path] = {
         path.name: path
         for path in sorted(source.iterdir())

@@ -12,7 +12,7 @@ class TrainerError(ArealError):
 
 
 class FatalError(TrainerError):
-    """Base of those that a restart would only meet again."""
+    """Base of errors that would occur again after a restart."""
 
     restart_helps = False
 
@@ -47,7 +47,7 @@ class StalenessViolation(FatalError):
 
 
 class SelfCheckError(FatalError):
-    """The engine's log-probs are not those of the trainer's weights. Sampling again would not change it."""
+    """The engine's log-probs do not fit the trainer's weights. Sampling again would not change it."""
 
 
 class ModelError(TrainerError):

@@ -101,8 +101,8 @@ def _meet(ctx: ServiceContext) -> Ranks:
 
 
 def _name_late(ranks: Sequence[int], how: str) -> None:
-    """Tell the supervisor for whom this rank waits in vain. It kills those, and with them this process, whose
-    own end must not be seen before: it would be taken for the cause."""
+    """Tell the supervisor which ranks are missing. The supervisor kills those, and then this process. This
+    process must not exit before, because it would be treated as the cause."""
     tell(Note(f"{how} and was killed", tuple(ranks)))
     time.sleep(GIVE_UP_S)
 

@@ -38,7 +38,7 @@ class PublishedVersions:
 
     @property
     def last_epoch(self) -> int:
-        """The newest epoch that published anything; 0 before the first."""
+        """Return the newest epoch that published anything; 0 before the first."""
         return max((entry.tag.epoch for entry in self.entries), default=0)
 
     def add(self, tag: VersionTag, weights_hash: str) -> list[int]:
@@ -58,7 +58,8 @@ class PublishedVersions:
             return same
 
     def forget_before(self, version: int) -> None:
-        """A checkpoint of `version` is on disk: no earlier one is published again."""
+        """Forget the publications before `version`, whose checkpoint is on disk, so they are never
+        repeated."""
         with self._lock:
             self.entries = [entry for entry in self.entries if entry.tag.version >= version]
             write_whole(self.path, b"".join(msgspec.json.encode(entry) + b"\n" for entry in self.entries))

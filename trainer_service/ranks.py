@@ -152,7 +152,7 @@ class Ranks:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
 
     def max(self, tensor: Tensor) -> None:
-        """The largest over ranks, in place."""
+        """Reduce to the largest over ranks, in place."""
         if self.world > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
 
@@ -167,7 +167,7 @@ class Ranks:
         return int(tensor)
 
     def concatenate(self, columns: NDArray[Any]) -> NDArray[Any]:
-        """All ranks' arrays [k, n] of one dtype, f64 or i64, side by side in the order of the ranks:
+        """Return all ranks' arrays [k, n] of one dtype, f64 or i64, side by side in the order of the ranks:
         [k, Σ n]."""
         if self.world == 1:
             return columns
@@ -225,8 +225,8 @@ class Ranks:
         raise RankError(f"rank {failed} of the trainer failed: {told.decode(errors='replace')}")
 
     def missing(self) -> list[int]:
-        """The ranks that have not given up waiting, when those that are only slower have had time to. Asked
-        by a rank whose collective failed because another did not come. Empty where the store is gone."""
+        """Return the ranks that have not given up waiting, after slower ranks have had time to. A rank calls
+        it if its collective failed because another rank did not join. Empty if the store is gone."""
         deadline_s = time.monotonic() + max(GIVE_UP_S, self.timeout_s / 10)
         try:
             self.store.set(f"{WAITED}/{self.rank}", "1")
@@ -255,7 +255,7 @@ class SideGroup:
     """See `Ranks.hosts`."""
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of all ranks, in their order, on rank 0; empty elsewhere."""
+        """Return the bytes of all ranks, in their order, on rank 0; empty elsewhere."""
         if self.world == 1:
             return [data]
         sizes = torch.zeros(self.world, dtype=torch.int64)

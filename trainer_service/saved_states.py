@@ -79,8 +79,8 @@ class Cadence:
         self.begun_s = now_s
 
     def cost(self, seconds: float) -> None:
-        """One has cost so much. A dear one makes the next rarer at once, cheap ones make it more frequent
-        little by little: the cost of a write swings with what else the machine does."""
+        """Record the cost of a state. An expensive one reduces the frequency at once; cheap ones raise it
+        gradually, because the cost of a write varies with the machine's other work."""
         self.expected_s = max(seconds, self.expected_s + FORGET * (seconds - self.expected_s))
 
 
@@ -91,9 +91,9 @@ def has_room(state_bytes: int, *, free_bytes: int, total_bytes: int, available_b
 
 
 def left_in_memory(shm_dir: Path, reader: CheckpointReader, above: Checkpoint | None) -> Checkpoint | None:
-    """Return the state that a trainer of this run left in memory, if it is whole and of more steps than the
-    checkpoint `above`. All ranks call it. A damaged state counts as none, and so does one of which a host
-    lacks what its ranks read."""
+    """Return the complete state that a trainer of this run left in memory, if it has more steps than the
+    checkpoint `above`. All ranks call it. A damaged state is ignored, and so is a state that misses files on
+    one of the hosts."""
     try:
         left = reader.newest(shm_dir / FOLDER)
     except CheckpointError:  # it is named in the log
@@ -115,7 +115,7 @@ class TrainingRun:
     """Exists on rank 0 only."""
     stopping: threading.Event
     shm_dir: Path | None = None
-    """The run's folder in shared memory; None: no state is left there."""
+    """The run's folder in shared memory; with None no state is kept there."""
 
 
 class States:
@@ -213,9 +213,9 @@ class States:
         return None if busy else "memory" if not no_memory and no_disk else None if no_disk else "disk"
 
     def leave(self, place: Place, state: TrainerState) -> None:
-        """Copy a state and have it written (see `Checkpoints.begin`), once the one before in the other place
-        is written: both use one copy. A state that finds no room in memory ends this, and no other is left
-        there; every other error is raised."""
+        """Copy a state and write it in the background (see `Checkpoints.begin`), once the previous one in the
+        other place is written, because both use one copy. If memory has no room for a state, this and all
+        later ones are skipped; every other error is raised."""
         self._cadences[place].begin(self._clock())
         self._settle_memory()
         into = self.disk

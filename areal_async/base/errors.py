@@ -148,8 +148,8 @@ class MachineError(ArealError):
 
 
 def as_ours(error: BaseException) -> ArealError | None:
-    """Return an error of ours, or trouble of this machine, as one that a person can act on; None for another
-    one, which is a bug or a fault of the user's own code."""
+    """Return an error of ours, or a problem of this machine, as an error that a person can act on. Return
+    None for any other error, which is a bug or a fault of the user's code."""
     return error if isinstance(error, ArealError) else MachineError.of(error)
 
 

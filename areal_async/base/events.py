@@ -63,7 +63,7 @@ def recording() -> bool:
 
 
 def record(event: str, **fields: Any) -> None:
-    """Append one event; nothing happens where the log is off."""
+    """Append one event; do nothing if the log is off."""
     if _log is not None:
         _log.write(event, fields)
 

@@ -329,7 +329,8 @@ class HttpServer:
 
 
 class _BoundedParser(h11.Connection):
-    """h11 bounds only headers that it waits for. Those that come at once, in one piece, are counted here."""
+    """A parser with limits. h11 limits only headers that arrive in pieces; headers that arrive at once are
+    counted here."""
 
     def __init__(self, most_bytes: int) -> None:
         super().__init__(h11.SERVER, most_bytes)

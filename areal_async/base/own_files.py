@@ -129,8 +129,8 @@ def open_beneath(root: Path, name: str, flags: int = os.O_RDONLY) -> int:
 
 
 def append_beneath(root: Path, name: str, data: bytes) -> None:
-    """Append all of `data` or nothing to the file `name` below `root`. Raises as `open_beneath` does, and
-    OSError where the disk takes less."""
+    """Append all of `data` or nothing to the file `name` below `root`. Raises the errors of `open_beneath`,
+    and OSError if the disk has no room."""
     fd = open_beneath(root, name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     with os.fdopen(fd, "ab", buffering=0) as file:
         before = file.seek(0, os.SEEK_END)
@@ -167,8 +167,8 @@ def sync(path: Path) -> None:
 
 
 def reserve(fd: int, size_bytes: int) -> None:
-    """Give the open file this size, with room for every byte. Raises OSError where there is none: a write
-    into a mapping of a file with holes would end the process instead, by SIGBUS."""
+    """Give the open file this size, with room for every byte. Raises OSError if there is no room; otherwise a
+    write into a mapping of a sparse file could end the process by SIGBUS."""
     os.ftruncate(fd, size_bytes)
     if size_bytes:
         os.posix_fallocate(fd, 0, size_bytes)
@@ -265,7 +265,8 @@ def check_owner(folder: Path) -> None:
 
 
 def close_folder(folder: Path) -> None:
-    """Make an existing `folder` of ours one that nobody else may enter. Raises `NotOurs` where it is not."""
+    """Make an existing `folder` of ours inaccessible to others. Raises `NotOurs` if the folder is not
+    ours."""
     check_owner(folder)
     if stat.S_IMODE(folder.stat().st_mode) & 0o077:
         folder.chmod(0o700)

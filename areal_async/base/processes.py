@@ -163,8 +163,8 @@ class ChildProcess:
         return status
 
     async def stop(self, grace_s: float = 0.0) -> int | None:
-        """Ask the child to end, kill its group after `grace_s` (0: at once), and return its exit status; None
-        where it is not gone `GONE_LIMIT_S` after the kill."""
+        """Ask the child to end, kill its group after `grace_s` (0: at once), and return its exit status.
+        Return None if it still exists `GONE_LIMIT_S` after the kill."""
         if grace_s > 0:
             self.terminate()
             with suppress(TimeoutError):
@@ -182,8 +182,8 @@ class ChildProcess:
 
 
 def raise_file_limit() -> None:
-    """Let this process, and those that it starts, have as many files open as they may: a head has about ten
-    for each service of its run, a front one for each client, and the limit to begin with is often 1024."""
+    """Raise the limit of open files of this process and its children to the hard limit. The default is often
+    1024, but a head needs about ten files for each service of its run, and a front one for each client."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -215,8 +215,8 @@ def service_arguments(place: ServicePlace, topology: Path) -> list[str]:
 
 def service_environment(run_id: str, threads: int) -> dict[str, str]:
     """Return the environment of a service: ours, the run's mark, the number of native threads and, unless
-    ours says otherwise, the number of arenas of the C library's allocator. By itself it takes up to eight a
-    core, and what one thread has freed in its arena no other thread uses."""
+    already set, the number of arenas of the C library's allocator. The default is up to eight arenas per
+    core, and no thread reuses memory that was freed in another arena."""
     ours = {
         RUN_VARIABLE: run_id,
         "PYTHONUNBUFFERED": "1",
@@ -254,9 +254,9 @@ def _marked(wanted: Callable[[str], bool]) -> Iterator[psutil.Process]:
 
 
 def start_of(pid: int) -> str:
-    """Return the start of process `pid` as text that no other process has or will have: the boot, and the
-    clock ticks from it to the start (proc_pid_stat(5)). Setting the clock changes neither. Raises
-    `ProcessLookupError` where there is no such process, or only what a parent has not yet reaped of it."""
+    """Return the start of process `pid` as a text that no other process ever has: the boot, and the clock
+    ticks from it to the start (proc_pid_stat(5)). Changing the clock does not affect it. Raises
+    `ProcessLookupError` if there is no such process, or only a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except FileNotFoundError:

@@ -35,8 +35,8 @@ def find_redis_server() -> Path | None:
 
 
 def fixed_version(program: str, version: str) -> str | None:
-    """Return the version to install in place of `version` of `program` ("Redis", "Valkey"), which lacks
-    published fixes; None where it has them."""
+    """Return the version to install instead of `version` of `program` ("Redis", "Valkey"), if that lacks
+    published fixes; else None."""
     fixed = FIXED_SERVERS[program]
     major, minor, patch = (int(part) for part in version.split(".")[:3])
     series = (major, minor)

@@ -34,10 +34,11 @@ def pause_s(
 
 @dataclass(frozen=True)
 class Tries:
-    """A rule for asking an unavailable server again: for how long, and whom to inform meanwhile.
+    """A rule for retries of an unavailable server: how long, and whom to inform.
 
-    `away` is called with the error of each failed try after which another follows, `back` once if one that
-    had failed was answered in the end. Both may be called from any thread."""
+    `away` is called with the error of each failed try that is followed by another, `back` once when a retry
+    succeeds. Both may be called from any thread.
+    """
 
     limit_s: float
     away: Callable[[Exception], None] = lambda error: None

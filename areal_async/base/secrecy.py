@@ -71,5 +71,5 @@ def _shown(name: str, value: Any, inner: Any, declared: bool) -> Any:
 
 
 def types_of(annotation: Any) -> tuple[Any, ...]:
-    """Return a field's type, and those in it."""
+    """Return a field's type, and the types in it."""
     return (annotation, *(each for inner in get_args(annotation) for each in types_of(inner)))

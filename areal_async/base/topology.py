@@ -16,7 +16,7 @@ import msgspec
 Role = Literal["buffer", "rollout", "evaluator", "reward", "trainer"]
 
 GUEST_NAME = re.compile(r"rollout-([a-z0-9][a-z0-9-]{0,15})")
-"""Names of rollout workers, also of those that the supervisor has not started."""
+"""Names of rollout workers, including workers that the supervisor has not started."""
 
 
 class RunHost(msgspec.Struct, frozen=True):
@@ -24,7 +24,7 @@ class RunHost(msgspec.Struct, frozen=True):
 
     node_id: str
     address: str
-    """IP address at which the run's processes on other hosts reach it; the loopback address where there are
+    """IP address at which the run's processes on other hosts reach it; the loopback address if there are
     none."""
     loopback: str
     """IP address at which nobody but its own processes reach it."""

@@ -32,7 +32,7 @@ class Parts(msgspec.Struct, frozen=True, omit_defaults=True):
     agents: dict[str, float] = {}
     """The rewards of agents, by name."""
     units: list[float] = []
-    """One for each unit of the episode, in its order; those of units that nobody sampled are ignored."""
+    """One for each unit of the episode, in its order. Values of units that were not sampled are ignored."""
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -46,7 +46,7 @@ class Score(Outcome, frozen=True, tag="score"):
     components: dict[str, float] = {}
     parts: Parts | None = None
     sandbox: str = ""
-    """The isolation that untrusted code ran in; empty where none ran."""
+    """The isolation in which untrusted code ran; empty if none ran."""
     detail: str = ""
     """One line on what else is worth knowing, such as a module that a program could not import."""
     at_fault: str = ""
@@ -85,7 +85,7 @@ def kind_of(verdict: Verdict) -> VerdictKind:
 
 
 def settled(verdict: Verdict, score: float) -> Verdict:
-    """The verdict that counts: a failure by the answer's own fault is a score of `score`."""
+    """Return the final verdict: a failure by the answer's own fault becomes the score `score`."""
     if isinstance(verdict, Failure) and verdict.fault is FaultOf.ANSWER:
         return Score(score, sandbox=verdict.sandbox, at_fault=f"{verdict.kind}: {verdict.message}")
     return verdict

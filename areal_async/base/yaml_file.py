@@ -168,8 +168,8 @@ def _refused(source: str, problem: str, fix: str) -> ConfigError:
 
 
 def half_character(value: Any) -> str | None:
-    """Return the dotted path of the first text or key that UTF-8 cannot hold: one with half of a surrogate
-    pair, as a text has that was cut within an escape such as `\\ud83d\\ude00`. None if all can be written."""
+    """Return the dotted path of the first text or key that UTF-8 cannot encode, because it contains half of a
+    surrogate pair (text that was cut within an escape such as `\ud83d\ude00`). None if all can be encoded."""
     inner: Iterable[tuple[str, Any]] = ()
     if isinstance(value, str):
         try:

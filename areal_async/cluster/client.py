@@ -151,7 +151,7 @@ class ControllerClient:
 
     def log(self, name: str, log: str, *, follow: bool) -> Iterator[bytes]:
         """Yield the content of a job's log; with `follow` until the job has ended. After a lost connection it
-        continues where it was: no byte is repeated or left out."""
+        continues at the same byte."""
         offset = 0
         while True:
             query = urlencode({"offset": offset, "wait_s": LOG_WAIT_S if follow else 0})

@@ -1,4 +1,4 @@
-"""Resources that a job needs, and those that a machine has. `resources_of` is pure."""
+"""Resources that a job needs, and resources of a machine. `resources_of` is pure."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _gpus_of(job: JobConfig, total: int) -> int:
 
 
 def machine_resources(given: ResourcesSection) -> Resources:
-    """Return the `given` resources, with those of this machine for the fields that are not set."""
+    """Return the `given` resources. Unset fields get the values of this machine."""
     return Resources(
         cpus=given.cpus or len(os.sched_getaffinity(0)),
         gpus=_visible_gpus() if given.gpus is None else given.gpus,

@@ -32,8 +32,9 @@ NUMBERS = frozenset({"arithmetic", "gsm8k", "choice", "exact_match", "overlong"}
 WITHOUT_STATES = frozenset({"single_turn", "tool_use"})
 """Built-in workflows that name no states (`ctx.anchor`) and give single turns no rewards."""
 EVEN_TOKENS = 16
-"""Most new tokens, in one turn, with which all groups take about as long: no answer takes many passes more
-than another. Measured at 6: at η = 1, a whole batch running, the quickstart dropped none of 32,000."""
+"""Most new tokens, in one turn, with which all groups take about equally long, because no answer needs many
+more passes than another. Measured at 6: at η = 1, with a whole batch in flight, the quickstart dropped none
+of 32,000."""
 
 
 def advise(job: JobConfig) -> list[Mistake]:

@@ -53,8 +53,8 @@ def checkpoint_interval(job: JobConfig) -> int:
 
 
 def held_groups(job: JobConfig) -> int:
-    """Return the most groups before COMMITTED at once: those that wait for the next checkpoint, those that
-    admission lets be outstanding, (η + 1)·B, and with reuse those trained before and after a checkpoint."""
+    """Return the largest number of groups before COMMITTED: groups waiting for the next checkpoint,
+    outstanding groups, (η + 1)·B, and with reuse the groups trained before and after a checkpoint."""
     return (checkpoint_interval(job) + _beside(job)) * job.buffer.batch_groups
 
 

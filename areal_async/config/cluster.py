@@ -22,7 +22,7 @@ LAPTOP = "local"
 
 
 class ResourcesSection(Section):
-    """Most resources of all jobs together; by default those of the machine."""
+    """Total resources of all jobs; by default all resources of the machine."""
 
     cpus: int | None = Field(default=None, ge=1, le=1_000_000)
     """Cores."""

@@ -79,7 +79,7 @@ class Expected(msgspec.Struct, frozen=True):
 def check_data(
     files: Sequence[Path], expected: Expected, track: Track = lambda rows, what: rows
 ) -> DataReport:
-    """Check one file, or those of training and evaluation. Raises `DataError`."""
+    """Check one file, or the files of training and evaluation. Raises `DataError`."""
     report, prompts = DataReport([]), []
     for path in files:
         found, keys = _check_file(path, expected, track)
@@ -162,7 +162,7 @@ def _kind(path: Path) -> Kind:
 
 
 def _prompt(example: Example) -> Any:
-    """The text before the answer; of a chat all but its last message."""
+    """Return the text before the answer; for a chat, all messages but the last."""
     first = example.answers[0]
     return first.prompt or first.answer[:-1] or first.answer
 

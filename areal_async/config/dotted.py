@@ -14,8 +14,8 @@ def get(content: Any, field: str) -> Any:
 
 
 def put(content: dict[str, Any], names: Sequence[str], value: Any) -> str | None:
-    """Set a field and make its sections. If a value that is no section is in the way, change nothing and
-    return its path."""
+    """Set a field and create its sections. If a parent is not a section, change nothing and return its
+    path."""
     inner: Any = content
     for depth, name in enumerate(names[:-1], start=1):
         if inner.get(name) is None:

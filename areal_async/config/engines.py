@@ -51,7 +51,7 @@ class LogprobGap:
     units of answers: a mistake in few units shows in nothing else."""
 
     def within(self, allowed: LogprobGap) -> bool:
-        """Return whether no figure is above the one allowed."""
+        """Return whether every figure is at most the allowed one."""
         return all(own <= most for own, most in zip(astuple(self), astuple(allowed), strict=True))
 
     @classmethod
@@ -139,9 +139,9 @@ class EnginePart:
             yield Mistake("evaluation.server", problem, fix, ("rollout.engine",))
 
     def make(self, job: JobConfig, *, slots: int, activity: str, place: Any, replica: int) -> Any:
-        """Return the engine (`rollout_service.engines.base.Engine`), not started yet. The parameters are
-        those of `rollout_service.engines.make_engine`; `place` is a `ServiceContext` or None; its own
-        `Arguments` are in `job.rollout.engine_args`."""
+        """Return the engine (`rollout_service.engines.base.Engine`), not yet started. The parameters are
+        those of `rollout_service.engines.make_engine`. `place` is a `ServiceContext` or None. The arguments
+        of the part are in `job.rollout.engine_args`."""
         raise NotImplementedError
 
 

@@ -471,12 +471,12 @@ class JobConfig(Section):
 
     @property
     def views(self) -> "dict[str, JobConfig]":
-        """The job of each policy, by its name."""
+        """Return the job of each policy, by its name."""
         return {name: self.of(name) for name in self.policies or (self.policy,)}
 
     @property
     def training(self) -> FileTraining:
-        """The section of the job's kind, which is not `rl`."""
+        """Return the section of the job's kind, for kinds other than `rl`."""
         found: FileTraining = getattr(self, self.kind)
         return found
 

@@ -173,7 +173,8 @@ def _is_of_memory(mistake: Mistake) -> bool:
 
 
 def _fields_of(mistake: Mistake) -> set[str]:
-    """Return the fields that a mistake depends on: its own, those involved, and those that its text names."""
+    """Return the fields that a mistake depends on: its own field, involved fields, and fields named in its
+    text."""
     return {mistake.field, *mistake.involves, *NAMED.findall(f"{mistake.problem} {mistake.fix}")}
 
 
@@ -248,8 +249,8 @@ def _overridden(content: dict[str, Any], override: str) -> Mistake | None:
 
 
 def _split_by_shell(words: Sequence[str]) -> Sequence[str]:
-    """Return the first of the `words` that were one override before the shell split it at its blanks; none if
-    the first word is whole."""
+    """Return the first of the `words` that are parts of one override split by the shell at its blanks; none
+    if the first word is complete."""
     key, equals, text = words[0].partition("=")
     if equals and text.strip() and not _is_yaml(text):  # a list or mapping that goes on
         ends = (n for n in range(2, len(words) + 1) if _is_yaml(" ".join(words[:n]).partition("=")[2]))

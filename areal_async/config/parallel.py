@@ -44,7 +44,7 @@ class RankGrid:
 
     @property
     def data_ranks(self) -> int:
-        """The number of shares of a batch."""
+        """Return the number of shares of a batch."""
         return self.data * self.shard
 
 

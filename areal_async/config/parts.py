@@ -31,8 +31,8 @@ PART_FIELDS: Mapping[str, Registry] = {
     "rollout.workflow": registry.WORKFLOWS,
     "weights.channel": registry.CHANNELS,
 }
-"""Every field that names a part, except those of rewards and loggers; in jobs of another kind than rl only
-`ANY_KIND` counts."""
+"""Every field that names a part, except rewards and loggers. In jobs of other kinds than rl only `ANY_KIND`
+counts."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class Registry:
 
     @cached_property
     def built_in(self) -> Mapping[str, str]:
-        """The owner's table: name → `module:attribute`."""
+        """Return the owner's table: name → `module:attribute`."""
         found: Mapping[str, str] = _imported(self.table)
         return found
 
@@ -96,7 +96,8 @@ class Registry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that needs no path: built-in parts in the order of their table, then installed ones."""
+        """Return every name that needs no path: built-in parts in the order of their table, then installed
+        ones."""
         return (*self.built_in, *sorted(set(self.installed) - set(self.built_in)))
 
     def find(self, name: str) -> Any:

@@ -36,7 +36,7 @@ class RewardSpec(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def label(self) -> str:
-        """The name in metrics, without the folders of a file."""
+        """Return the name in metrics, which lacks the folders of a file."""
         return self.name.rpartition("/")[2]
 
 
@@ -62,7 +62,7 @@ class Routing:
 
     @property
     def specs(self) -> list[RewardSpec]:
-        """Every reward of the job once, with the default last."""
+        """Return every reward of the job once, with the default last."""
         return list({spec.key: spec for spec in [*(spec for _, spec in self._routes), self.default]}.values())
 
     def of(self, task: Asking) -> RewardSpec:

@@ -41,8 +41,8 @@ def answer_ids(
     train_on: Literal["all", "last"] = "all",
     ends: Collection[int] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Return (token ids [T], 1 for each that is learned [T]), ending with the last that is. `ends` are the
-    ids that end an answer, by default those that the tokenizer knows. Raises `ChatError`."""
+    """Return (token ids [T], 1 for each learned token [T]), ending with the last learned token. `ends` are
+    the ids that end an answer, by default the ones that the tokenizer knows. Raises `ChatError`."""
     ends = end_ids(tokenizer) if ends is None else ends
     if isinstance(answer.answer, str):
         if tokenizer.eos_token_id is None:

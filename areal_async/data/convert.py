@@ -239,8 +239,8 @@ def _extracted(where: str, column: str, text: str, style: Style) -> str:
 
 
 def extract(text: str, how: Answer) -> str | None:
-    """Return the answer in a solution; None if there is none of that form. `auto` takes the text after `####`
-    in the last line, else the last box, else the answer that the last sentence names, else the whole text."""
+    """Return the answer in a solution; None if it has no such form. `auto` takes the text after `####` in the
+    last line, else the last box, else the answer that the last sentence names, else the whole text."""
     found, *more = text.rpartition("####")[2].strip().split("\n")
     if "####" in text and (how == "hash" or (how == "auto" and not more)):  # else it is a heading
         return found.replace(",", "") if NUMBER.fullmatch(found) else found
@@ -265,7 +265,8 @@ def last_box(text: str) -> str | None:
 
 
 def _messages(where: str, column: str, value: Any) -> Any:
-    """Return messages with `role` and `content` for those with `from` and `value`; other values unchanged."""
+    """Return messages with `role` and `content`, converted from `from` and `value`. Other values stay
+    unchanged."""
     if column in CHATS and value is not None and not isinstance(value, list):
         raise BadRow(f"{where}: column {column!r} must be a list of messages; found {value!r:.80}.")
     if column not in MESSAGE_COLUMNS or not isinstance(value, list):

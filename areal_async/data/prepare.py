@@ -220,7 +220,7 @@ def _split(rows: list[Row], recipe: Recipe) -> tuple[list[Row], list[Row]]:
 
 
 def write_rows(files: Mapping[Path, Sequence[Row]], *, overwrite: bool) -> None:
-    """Write each .jsonl file, whole or none of them. Raises `DataError`."""
+    """Write each .jsonl file completely, or write none. Raises `DataError`."""
     for path in files:
         if path.suffix != ".jsonl":
             raise DataError(f"{path} is to be written, and does not end in .jsonl. Name it so.")

@@ -261,7 +261,7 @@ class _Service:
     phase: str = "waiting"
     rates: RateTracker = field(default_factory=RateTracker)
     status: ServiceStatus | None = None
-    """Its newest answer; None before there is one from the process that is there now."""
+    """Its newest answer; None before the current process has answered."""
     answered_s: float | None = None  # When it answered last; None since its phase changed
 
     @property

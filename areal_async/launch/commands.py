@@ -67,7 +67,7 @@ class LeavingWorker:
 
 @dataclass(frozen=True)
 class FleetChange:
-    """A change that the supervisor has begun: workers started, workers that leave, and those that stay."""
+    """A change that the supervisor has begun: started workers, leaving workers, and remaining workers."""
 
     joined: list[str]
     leaving: Mapping[str, Future[str]]

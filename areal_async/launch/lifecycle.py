@@ -52,7 +52,7 @@ class ServiceState:
     served_s: float | None = None  # Since when it serves; None while it does not
     served_before: bool = False  # It has reported that it serves, if in a process that is gone
     status: int | None = None
-    """Exit status as of subprocess: negative for a signal; None for one that never ran."""
+    """Exit status as in subprocess: negative for a signal; None if it never ran."""
     restart_s: float = 0.0  # When it is to be started again
     unproven: bool = False  # It joined the running job, and has never served: its failure is not the job's
     leaving: bool = False  # It is not started again; once it has ended it is to be forgotten
@@ -67,7 +67,7 @@ class ServiceState:
 
     @property
     def shown(self) -> str:
-        """Its phase in words, for people."""
+        """Return its phase in words, for people."""
         return DRAINING if self.leaving and self.phase is Phase.SERVING else self.phase.value
 
     @property
@@ -101,8 +101,8 @@ class Ending:
 
 
 def in_order_of_cause(ended: Mapping[str, int]) -> list[str]:
-    """Return the names of services that ended in one look, given with their exit statuses: first those that
-    were killed, then those that failed, last those with an error that may follow from another's end."""
+    """Return the names of services that ended in one look, given with their exit statuses. Killed services
+    come first, then failed ones. Services whose error may follow from another's end come last."""
     return sorted(ended, key=lambda name: (ended[name] >= 0, ended[name] in (0, os.EX_TEMPFAIL)))
 
 
@@ -196,8 +196,8 @@ class Lifecycle:
         return self._start([place.name], now_s) if ready else []
 
     def leave(self, name: str, limit_s: float, now_s: float) -> list[Action]:
-        """Let a service end by itself within `limit_s`, then tell it to, then kill it. One that does not
-        serve has nothing to finish."""
+        """Let a service end by itself within `limit_s`, then terminate it, then kill it. A service that is
+        not ready has nothing to finish."""
         state = self.states[name]
         state.leaving = True
         if not state.alive:
@@ -308,7 +308,7 @@ class Lifecycle:
         return actions
 
     def _advance_leaving(self, now_s: float) -> list[Action]:
-        """Terminate services whose time to leave by themselves is over, then kill those that remain."""
+        """Terminate services whose time to leave by themselves is over, then kill the remaining ones."""
         actions: list[Action] = []
         for name, state in self.states.items():
             if not (state.leaving and state.alive):

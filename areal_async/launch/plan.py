@@ -122,8 +122,8 @@ MAX_WORKERS = 1024  # The most workers of one run on one host: more is taken for
 def workers_to_change(
     staying: Sequence[ServicePlace], wanted: int, module: str, is_taken: Callable[[str], bool]
 ) -> tuple[list[ServicePlace], list[ServicePlace]]:
-    """Return the workers that must join and those that must leave to have `wanted` of them; `staying`, oldest
-    first, are those that are not leaving. Raises `FaultError`."""
+    """Return the workers that must join and the workers that must leave to have `wanted` of them. `staying`,
+    oldest first, are the workers that are not leaving. Raises `FaultError`."""
     if not 1 <= wanted <= MAX_WORKERS:
         raise FaultError("invalid", f"a run has 1 to {MAX_WORKERS} workers, not {wanted}")
     free = (number for number in itertools.count() if not is_taken(f"rollout-{number}"))

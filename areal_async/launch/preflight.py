@@ -165,7 +165,7 @@ def installed_mistakes(job: JobConfig) -> list[Mistake]:
 
 
 def port_holder(port: int) -> str | None:
-    """Return who listens on a loopback port, in words; None if it is free."""
+    """Return a description of the process that listens on a loopback port; None if the port is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

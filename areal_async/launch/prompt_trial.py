@@ -221,8 +221,9 @@ def _answer_tokens(
 def _too_long(
     job: JobConfig, field: str, path: Path, tokenizer: Any, prompts: list[TaskPrompt]
 ) -> Iterator[Mistake]:
-    """Yield a mistake for prompts that leave no room for an answer: each would fail in every worker. Warn of
-    those that leave less than answers may take, in at most `LOOKED_AT` of the prompts that may be so long."""
+    """Yield a mistake for prompts that leave no room for an answer, because each would fail in every worker.
+    Warn of prompts that leave less room than an answer may need. At most `LOOKED_AT` of the long prompts are
+    checked."""
     length, asked = job.rollout.max_model_len, job.rollout.sampling.max_new_tokens
 
     def lengths(least: int, most_texts: int = sys.maxsize) -> tuple[list[int], int]:

@@ -56,7 +56,7 @@ class _Line:
 
 
 class Lines:
-    """The lines of all services: `look` finds those that hang, `cause_of` tells how one died."""
+    """The lines of all services. `look` finds services that hang, `cause_of` tells how one died."""
 
     def __init__(self, hang_s: Callable[[ServicePlace], float]) -> None:
         self._hang_s = hang_s

@@ -354,8 +354,8 @@ def _refuse_to_resume(run_dir: Path, target: Path, overrides: Sequence[str]) -> 
 
 
 def change_workers(target: str | Path, request: ScaleWorkers | DrainWorker) -> WorkersChanged:
-    """Have the supervisor of the run at `target` change its workers, and return once it has. Raises
-    `RunFolderError` where nothing runs, `RunError` with its reason where it refuses."""
+    """Make the supervisor of the run at `target` change its workers, and return when it has. Raises
+    `RunFolderError` if no run is alive, and `RunError` with the supervisor's reason if it refuses."""
     run = find_run(target)
     if run.topology is None:
         raise RunFolderError(

@@ -78,7 +78,8 @@ def read_parts(frame: Buffer) -> list[FilePart | None]:
 
 
 class ServerFiles:
-    """The server's side: `incoming` is made when it is not there, `held` is where its own files lie."""
+    """The server's side. `incoming` is created if it is missing; `held` is the folder of the server's own
+    files."""
 
     def __init__(self, incoming: Path, held: Path, *, flush: bool) -> None:
         self._incoming = incoming
@@ -126,7 +127,7 @@ class ServerFiles:
 
 
 class ClientFiles:
-    """The client's side. `find` is None where the folders are not on this host."""
+    """The client's side. `find` returns None if the folders are not on this host."""
 
     def __init__(self, here: FilesHere) -> None:
         self._incoming, self._held, self._flush = Path(here.incoming), Path(here.held), here.flush
@@ -141,8 +142,8 @@ class ClientFiles:
         return None
 
     def write(self, name: str, attachments: Sequence[Buffer]) -> bytes:
-        """Write them into the file `name`; returns the frame that says where they lie. Blocks. Raises
-        OSError, having left nothing."""
+        """Write attachments into the file `name`, and return the frame with their places. Blocks. Raises
+        OSError, and then leaves no file."""
         path, at, parts = self._incoming / name, 0, list[FilePart | None]()
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -183,7 +184,7 @@ class ClientFiles:
             raise ProtocolError("fewer attachments came than were announced") from error
 
     def _map(self, part: FilePart, end: int, maps: dict[str, memoryview]) -> memoryview:
-        """Return a part of its file, of which nothing after `end` is mapped."""
+        """Map a part of its file, up to `end`."""
         whole = maps.get(part.name)
         if whole is None:
             try:

@@ -388,9 +388,10 @@ class Client:
 
 
 class SyncClient:
-    """Ask the server at an address, blocking: a `Client` on a loop in a thread of its own.
+    """A blocking client of the server at an address: a `Client` on a loop in a thread of its own.
 
-    Any thread may call; errors are those of `Client`."""
+    Any thread may call. Errors are those of `Client`.
+    """
 
     def __init__(
         self,

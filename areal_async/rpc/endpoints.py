@@ -39,8 +39,9 @@ HANDSHAKE_MS = 10_000  # A connection that has not shown the secret after this t
 BACKLOG = 512
 MOST_STRANGERS = 256
 LET_IN_BYTES = 270
-"""Whoever has taken so many bytes of ours has shown a key: by CURVE greeting and welcome are 234, an error 12
-more, and a ready, which only follows a proof, at least 54 more. What a peer sends itself proves nothing."""
+"""Bytes that only a client with a valid key can have received from us. Under CURVE, greeting and welcome are
+234 bytes, an error is 12 more, and a ready, which follows a proof of the key, at least 54 more. Bytes that a
+peer sends prove nothing."""
 _TAKEN = struct.Struct("=120xQ")  # Linux' `struct tcp_info` up to `tcpi_bytes_acked`
 _EVENT = struct.Struct("=hi")
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -63,9 +64,9 @@ def tune(sock: zmq.Socket[bytes], *, max_part_bytes: int = MAX_MESSAGE_BYTES) ->
 
 
 def bind(sock: zmq.Socket[bytes], endpoint: str, guard: Guard) -> str:
-    """Bind `sock` and return the real endpoint (a tcp port 0 replaced by the one given). Who connects is let
-    in by `serve_zap`, which must answer in the socket's context. A port that the launcher holds for this
-    process is served by the launcher's listening socket."""
+    """Bind `sock` and return the actual endpoint, with tcp port 0 replaced by the real port. `serve_zap`
+    decides which clients may connect, and must answer in the socket's context. If the launcher holds the port
+    for this process, its listening socket serves it."""
     check_bindable(endpoint, guard)
     if guard.keys is not None:
         sock.setsockopt(zmq.CURVE_SERVER, 1)
@@ -179,11 +180,12 @@ def _busy(endpoint: str) -> EndpointError:
 def serve_zap(
     context: zmq.Context[zmq.Socket[bytes]], guard: Guard, on_refused: Callable[[], None] = lambda: None
 ) -> PolledSocket:
-    """Let into all sockets of `context` only who shows what is asked for, until the returned one is closed.
-    What such a peer sends carries its role as `User-Id`.
+    """Admit only clients with the required credentials to all sockets of `context`, until the returned object
+    is closed. Messages of an admitted client carry its role as `User-Id`.
 
-    libzmq asks about every new connection (RFC 27, ZAP). Where nobody answers, it lets in any client that
-    knows the server's public key, and nobody by a password."""
+    libzmq asks about every new connection (RFC 27, ZAP). Without a ZAP handler it admits any client that
+    knows the server's public key, and none by password.
+    """
 
     def on_frames(copied: list[bytes], rest: list[Buffer]) -> None:
         asked = copied if not rest else []

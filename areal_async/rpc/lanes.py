@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Lane:
-    """The limits of one lane. `weight`: requests of it in a turn, against those of the other lanes."""
+    """The limits of one lane. `weight` is its number of requests per turn, relative to the other lanes."""
 
     weight: int = 1
     most_waiting: int = 1 << 16

@@ -71,8 +71,8 @@ class Heartbeat(Request[HeartbeatAck], frozen=True):
 
 
 class Drain(Request[Ok], frozen=True):
-    """Worker `worker` is to end, or about to: lease it nothing more. Holds until a process of that name
-    arrives. `reason` is for people."""
+    """The worker `worker` is to end, or about to, and gets no more leases. This holds until a new process of
+    that name arrives. `reason` is for people."""
 
     worker: str
     reason: str = ""
@@ -141,8 +141,8 @@ class Claims(Message, frozen=True):
 
 
 class Claim(Request[Claims], frozen=True):
-    """`holds` are the claims that the scorer works on: any other that it was granted before the buffer's last
-    restart has never reached it, and ends. None says nothing."""
+    """A request for episodes. `holds` are the claims that the scorer works on. Any other claim that was
+    granted before the buffer's last restart has not reached it, and ends. None gives no information."""
 
     scorer: str
     max_episodes: int
@@ -294,7 +294,7 @@ class TasksSeen(Message, frozen=True):
 
 
 class SeeTasks(Request[TasksSeen], frozen=True):
-    """Ask for the tasks of these ids, to look at; those that the buffer does not have are left out."""
+    """Ask for the tasks with these ids. Ids that the buffer does not have are left out."""
 
     task_ids: list[str]
 
@@ -320,8 +320,8 @@ class Checkpointed(Request[Ok], frozen=True):
 
 
 class NoScore(Record, frozen=True):
-    """Verdicts of one kind that were no score. `kind` is `timeout`, `abstain`, or `error:` and the failure's
-    own kind; message and episode are those of the newest."""
+    """Verdicts of one kind without a score. `kind` is `timeout`, `abstain`, or `error:` and the failure's own
+    kind. Message and episode are from the newest one."""
 
     kind: str
     count: int
@@ -331,7 +331,7 @@ class NoScore(Record, frozen=True):
 
 
 class PolicyStats(Record, frozen=True):
-    """The figures of one trained policy: its clock, and those of the admission formula."""
+    """The figures of one trained policy: its clock, and the inputs of the admission formula."""
 
     v_train: int
     """Committed steps."""
@@ -347,7 +347,7 @@ class PolicyStats(Record, frozen=True):
     batch_wait: str = ""
     """Reason why the next step waits; empty when its batch can be made."""
     ahead: float = 0.0
-    """Groups that may be outstanding beyond those that the trainer works on."""
+    """Groups that may be outstanding in addition to the groups that the trainer works on."""
     pacing: str = ""
     """Why it is so many; empty under `buffer.pacing: full`."""
 

@@ -85,7 +85,8 @@ class Ok(Message, frozen=True):
 
 
 class Fault(Message, frozen=True):
-    """The typed error of every call. `kind` decides what a caller may do; `message` is for people."""
+    """The typed error of every call. `kind` determines the possible reactions of a caller; `message` is for
+    people."""
 
     kind: FaultKind
     message: str

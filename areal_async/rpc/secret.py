@@ -44,7 +44,7 @@ CHUNKS = "chunks"
 """The key of every server of snapshots' chunks: its clients do not know of which role the next one is."""
 CHUNK_SERVERS: frozenset[KeyRole] = frozenset({"trainer", "rollout", "evaluator"})
 TOKENS: Mapping[str, frozenset[KeyRole]] = {"redis": frozenset({"buffer", "cli"})}
-"""Which other servers of the run whom concern."""
+"""Roles that may know the token of each other server of the run."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 RunAccess = RunSecret | RoleKeys
-"""Keys of a process of a run: those of its role; in tests, all of the run's."""
+"""Keys of a process of a run: those of its role, or in tests all keys of the run."""
 Access = RunAccess | CurveKeys | Password
 """Keys of an end of a connection: those, or a key pair or a password of its own."""
 

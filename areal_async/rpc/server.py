@@ -294,8 +294,9 @@ class Server:
             self._starting = asyncio.get_running_loop().call_soon(self._start_next)
 
     def _start_next(self) -> None:
-        """Begin one request. The socket is read and what is under way goes on before the next one: who has
-        just come may go first, and who waits for its answer waits for no more than one that begins."""
+        """Begin one request. Reading the socket and running requests take precedence, so that a new request
+        may overtake waiting ones, and a finished
+        request waits for at most one new start."""
         self._starting = None
         if (following := self._lanes.pop()) is None:
             return

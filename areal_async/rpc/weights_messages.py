@@ -62,8 +62,8 @@ class Sources(Message, frozen=True):
 
 
 class FindSources(Request[Sources], frozen=True):
-    """Ask who serves the chunks of the directory with this manifest. `endpoint` is where the asker will serve
-    them itself."""
+    """Ask for the sources of the chunks of the directory with this manifest. `endpoint` is the address at
+    which the asker will serve the chunks itself."""
 
     manifest_hash: str
     endpoint: str
@@ -111,17 +111,18 @@ class SendsTensors(Message, frozen=True):
 
 
 class SendsNothing(Message, frozen=True):
-    """No tensors come: the snapshot is to be loaded instead."""
+    """No tensors will be sent. Load the snapshot instead."""
 
     reason: str
 
 
 class AskTensors(Request[SendsTensors | SendsNothing], frozen=True):
-    """An engine that is paused asks the trainer for the tensors of `tag`, through a process group with all
-    the engines that ask at about the same time.
+    """A request of a paused engine for the tensors of `tag`, through a process group with all the engines
+    that ask at about the same time.
 
-    `engine` is its name among all engines; `group` the one that it is a member of and in which nothing
-    failed, or empty; `ranks` the members on its side."""
+    `engine` is its name among all engines. `group` is the intact group that it belongs to, or empty. `ranks`
+    are the members on its side.
+    """
 
     engine: str
     group: str

@@ -377,8 +377,8 @@ def _report(job: JobConfig, folders: RunFolders) -> None:
 
 
 def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
-    """Print the results of the run (of its first policy) and where they are: a panel on a terminal, else
-    lines that are whole however long a path is."""
+    """Print the results of the run (of its first policy) and their places: as a panel on a terminal, else as
+    lines that are not broken in paths."""
     rows, title = list(_closing_rows(job, result)), f"{job.job} is done"
     with suppress(OSError, ValueError):  # it cannot be written; the run is done all the same
         if not console.is_terminal:

@@ -62,7 +62,7 @@ def run(
 def start(
     job: JobConfig, *, overwrite: bool = False, resume: bool = False, modules: Mapping[Role, str] = MODULES
 ) -> Run:
-    """`run` for a job that is checked. `modules` are those of its services."""
+    """Run a job that is already checked. `modules` are the modules of its services."""
     folder = job.run_dir / job.job
     options = {"overwrite": overwrite, "resume": resume, "modules": modules}
     request = msgspec.json.encode({"job": job.model_dump(mode="json"), **options})

@@ -68,7 +68,7 @@ class ServiceContext(OnHost):
 
     @property
     def gpu_index(self) -> int:
-        """Index of a rank's GPU among those that it sees."""
+        """Return the index of a rank's GPU among the visible GPUs."""
         return 0 if self.place.gpus_of_its_own else self.index
 
     @property
@@ -82,8 +82,8 @@ class ServiceContext(OnHost):
         return self._told.is_set()
 
     def of(self, policy: str) -> ServiceContext:
-        """Return the context for one policy of the job: a job of that policy alone, its trainer's publisher
-        and folders of its own below those of the run."""
+        """Return the context for one policy of the job: a job of that policy alone, its trainer's publisher,
+        and its own folders below the run's."""
         if not self.job.policies:
             return self
         run_dir, shm_dir = (str(folder / "policies" / policy) for folder in (self.run_dir, self.shm_dir))

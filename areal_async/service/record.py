@@ -247,7 +247,8 @@ def holds_results(path: Path) -> bool:
 def read_run_log(path: Path) -> list[dict[str, Any]]:
     """Return all records of a run in the order they were written; none if there is no file yet.
 
-    A line that is no record (one cut short by a crash) is left out and logged."""
+    Invalid lines (such as a line cut off by a crash) are left out and logged.
+    """
     records = []
     for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else (), start=1):
         try:
@@ -273,8 +274,8 @@ def lives_of(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any
 
 
 def as_it_became(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records of a run without those of work that a restarted trainer did again: for each step and
-    each evaluated version of a policy, the last record, in the order of the last ones."""
+    """Return the records of a run without records of work that a restarted trainer repeated. For each step
+    and each evaluated version of a policy, the last record counts, in the order of the last ones."""
     last: dict[Any, int] = {}
     for number, record in enumerate(records):
         kind, key = record.get("kind"), "version" if record.get("kind") == "evaluation" else "step"

@@ -51,8 +51,9 @@ def sample_of(
     advantages: Mapping[int, float] | None = None,
     **said: Any,
 ) -> dict[str, Any]:
-    """Return an episode as a line has it, with further fields in `said`. `advantages` has those of trained
-    units, by their number in the episode; units of a version below `lowest_version` are shown as masked."""
+    """Return an episode as a record of a samples file, with further fields from `said`. `advantages` are
+    those of trained units, by their number in the episode. Units of a version below `lowest_version` are
+    shown as masked."""
     header, segments, units = episode.header, episode.segments, episode.units
     mask = units.mask.astype(bool) & (units.version >= lowest_version)
     left, told = MOST_UNITS, []

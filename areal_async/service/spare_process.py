@@ -42,10 +42,10 @@ class Calling(msgspec.Struct, frozen=True):
     module: str
     arguments: list[str]
     environment: dict[str, str]
-    """Variables that are to be set."""
+    """Variables to set."""
     descriptors: list[str] = []
-    """Variables that name descriptors: of those that come beside this, all but the first, in this order. The
-    first takes what is printed."""
+    """Variables that name descriptors. The first descriptor sent with this message takes the output; the
+    others belong to these variables, in order."""
 
 
 @contextmanager

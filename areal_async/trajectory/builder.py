@@ -99,7 +99,7 @@ class EpisodeBuilder:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """The policies that may speak, in the order of their numbers."""
+        """Return the policies that may speak, in the order of their numbers."""
         return tuple(self._policies)
 
     def agent(self, name: str, policy: int | None = None) -> int:

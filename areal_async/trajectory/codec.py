@@ -76,7 +76,7 @@ _decoder = msgspec.msgpack.Decoder(EpisodeHead)
 
 
 def _episode_of(view: memoryview, spans: Sequence[tuple[int, int]], limits: EpisodeLimits) -> Episode:
-    """The episode of a blob whose frames are at `spans`: (offset, size) of each."""
+    """Return the episode of a blob whose frames are at `spans`: (offset, size) of each."""
     head_at, head_bytes = spans[0]
     head = _decode_head(view[head_at : head_at + head_bytes], limits)
     if len(head.columns) != len(spans) - CORE_FRAMES:
@@ -155,7 +155,8 @@ def _columns_at(
 
 
 def pack(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
-    """The blob of an episode. SizeError above `limits`, CodecError when metadata does not fit msgpack."""
+    """Return the blob of an episode. Raises SizeError above `limits`, and CodecError if metadata does not fit
+    msgpack."""
     parts = _parts_of(episode, limits)
     table = _table_of(len(parts))
     offset = _PREFIX.size + table.size
@@ -175,14 +176,15 @@ def pack(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
 
 
 def unpack(buffer: Buffer, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> Episode:
-    """The episode of a blob, or a TrajectoryError. Its arrays are views that keep `buffer` alive."""
+    """Return the episode of a blob, or raise a TrajectoryError. Its arrays are views that keep `buffer`
+    alive."""
     view, spans = _opened(buffer, limits)
     return _episode_of(view, spans, limits)
 
 
 @functools.cache
 def _table_of(n_frames: int) -> struct.Struct:
-    """The frame table: (u64 offset, u64 size) per frame."""
+    """Return the frame table: (u64 offset, u64 size) per frame."""
     return struct.Struct(f"<{2 * n_frames}Q")
 
 
@@ -199,7 +201,8 @@ def _prefix_of(view: memoryview) -> tuple[int, int, int, int]:
 
 
 def _opened(buffer: Buffer, limits: EpisodeLimits) -> tuple[memoryview, list[tuple[int, int]]]:
-    """The bytes of a blob whose prefix, frame table and checksum hold, and (offset, size) of each frame."""
+    """Return the bytes of a blob whose prefix, frame table and checksum are valid, and (offset, size) of each
+    frame."""
     view = memoryview(buffer).toreadonly()
     if view.itemsize != 1 or view.ndim != 1:
         view = view.cast("B")
@@ -227,9 +230,9 @@ def _opened(buffer: Buffer, limits: EpisodeLimits) -> tuple[memoryview, list[tup
 
 
 def glance(buffer: Buffer, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> tuple[EpisodeHeader, int]:
-    """The header of a blob and how many units have mask 1, for who needs no more of an episode that was
-    read as a whole where it was taken in. Checks what it reads, and not the rest: no checksum, no invariant
-    of units or segments. Raises TrajectoryError."""
+    """Return the header of a blob and its number of units with mask 1. It is for callers that need no more,
+    of an episode that was fully checked on arrival. Only the parts that are read are checked: not the
+    checksum, and no invariant of units or segments. Raises TrajectoryError."""
     view = memoryview(buffer)
     _, declared, _, _ = _prefix_of(view)
     table = _table_of(CORE_FRAMES)

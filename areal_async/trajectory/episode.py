@@ -216,7 +216,7 @@ def _check_media(media: Media, segments: Segments) -> None:
 
 
 def _check_epochs(epochs: list[tuple[int, int]], mask: bytes, n_sampled: int) -> int:
-    """The smallest epoch, -1 without sampled units."""
+    """Return the smallest epoch, -1 without sampled units."""
     if not n_sampled:
         if epochs:
             raise InvariantError("epochs: no unit has mask 1")

@@ -198,7 +198,7 @@ def frozen(array: NDArray) -> NDArray:
 
 
 def _column(row: int, meaning: str) -> Any:
-    """A read-only property: one row of the segment table."""
+    """Return a read-only property: one row of the segment table."""
 
     def column(segments: Segments) -> NDArray[np.int32]:
         return segments.table[row]

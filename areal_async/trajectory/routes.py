@@ -48,7 +48,7 @@ def stored_routes(ids: NDArray, experts: int) -> Routes:
 
 
 def routes_of(episode: Episode) -> Routes | None:
-    """u8 or u16 [T, width] of the episode's units; None where it carries none."""
+    """Return u8 or u16 [T, width] of the episode's units; None if it has no routes."""
     return episode.units.columns.get(ROUTES)
 
 
@@ -63,7 +63,8 @@ def pack_routes(episode: Episode) -> bytes | None:
 
 
 def with_routes(episode: Episode, packed: memoryview | bytes) -> Episode:
-    """The episode with routes that `pack_routes` made. Raises `CodecError` for bytes that are not its."""
+    """Return the episode with routes that `pack_routes` made. Raises `CodecError` if the bytes belong to
+    another episode."""
     view = memoryview(packed)
     if len(view) < _HEAD.size:
         raise CodecError(f"{len(view)} bytes are no routes")

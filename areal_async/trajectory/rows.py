@@ -154,8 +154,8 @@ _PROFILE_ENTRY = struct.Struct("<4i")  # row, version, units of it that the row 
 
 
 def row_profile(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
-    """The sizes of the episode's training rows by version: 16 bytes for each version of each row, rows in the
-    order of `training_rows`. Raises SizeError as that does."""
+    """Return the sizes of the episode's training rows by version: 16 bytes for each version of each row, rows
+    in the order of `training_rows`. Raises SizeError as `training_rows` does."""
     if not episode.n_sampled:
         return b""
     units, segments = episode.units, episode.segments

@@ -162,8 +162,8 @@ def write_merged(
     into: Path,
 ) -> None:
     """Make `into` a directory that transformers and every engine can load: the base merged with the adapter,
-    beside `files`, of which a manifest is written last. Raises `SnapshotError`, and `OSError`; nothing is
-    left behind then. What a process that dies leaves is of a name that `HostCache.sweep` removes."""
+    and `files`, of which a manifest is written last. Raises `SnapshotError` and `OSError`, and then leaves no
+    files. A process that dies leaves files with names that `HostCache.sweep` removes."""
     with staged(into.with_name(f"{PARTIAL_PREFIX}{into.name}-merging")) as staging:
         boxes = [box_of(whole_piece(name, tensor)) for name, tensor in base.empty().items()]
         layout = plan_layout([boxes], MODEL_FILE)

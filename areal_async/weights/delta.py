@@ -76,11 +76,11 @@ def write_delta(
     threads: int = 1,
     stop: Callable[[], bool] = lambda: False,
 ) -> SnapshotInfo | None:
-    """Write the delta between two full snapshots beside `new`; None where it would reach `below_bytes`, or
-    where the two hold other tensors.
+    """Write the delta between two full snapshots beside `new`. Return None if it would reach `below_bytes`,
+    or if the two have different tensors.
 
-    Both must stay as they are meanwhile. `stop` is asked between blocks, and ends the work with an error.
-    Raises `SnapshotError`; nothing is left behind then.
+    Both must stay unchanged meanwhile. `stop` is called between blocks, and ends the work with an error.
+    Raises `SnapshotError`, and then leaves no files.
     """
     with naming(new):
         old, target = read_manifest(base), read_manifest(new)

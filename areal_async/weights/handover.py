@@ -37,7 +37,7 @@ def receivers_of(hosts: Sequence[str]) -> dict[int, int]:
 
 
 def written_by(held: Sequence[list[Box]], receivers: Mapping[int, int]) -> list[list[Box]]:
-    """Return the boxes that each rank writes into the file, given those that each holds. Pure."""
+    """Return the boxes that each rank writes into the file, given the boxes that each holds. Pure."""
     written = [[] if rank in receivers else [*boxes] for rank, boxes in enumerate(held)]
     for rank, receiver in receivers.items():
         written[receiver] += held[rank]

@@ -95,7 +95,7 @@ def box_of(piece: TensorPiece) -> Box:
 
 @dataclass(frozen=True)
 class HashedRange:
-    """The bytes [begin, end) of the file, which are those of `part`; rank `rank` hashes them."""
+    """The bytes [begin, end) of the file, which belong to `part` and are hashed by rank `rank`."""
 
     part: Part
     begin: int

@@ -70,8 +70,8 @@ class View:
 
 @dataclass(frozen=True)
 class ViewsOfUnits:
-    """A parameter of several tensors, in the same `views` of each of its units. `names` are those of the
-    tensors, by unit and view. A unit is one row (an expert), or where not `by_row` the whole parameter."""
+    """A parameter of several tensors, as equal `views` of each of its units. `names` are the tensors' names,
+    by unit and view. A unit is one row (an expert), or without `by_row` the whole parameter."""
 
     names: Sequence[tuple[str, ...]]
     views: tuple[View, ...]
@@ -163,8 +163,8 @@ class _Tracer:
     def trace(
         self, target: str, names: Mapping[str, list[str]], state: Mapping[str, Tensor]
     ) -> dict[str, Storage]:
-        """Return the storage of `target`, and of what else is made of `names`, which are those of the files
-        by the pattern that they matched."""
+        """Return the storage of `target` and of everything else that is made of `names`, the names in the
+        files that matched its pattern."""
         want = tuple(state[target].shape)
         self._check(target, names, state)
         first = {pattern: group[0] for pattern, group in names.items()}

@@ -47,9 +47,9 @@ class Receiver:
         records: HostRecords | None = None,
         merger: Merger | None = None,
     ) -> None:
-        """`channel` brings the files here. `tensors` False: snapshots are verified where they lie, for an
-        engine that reads the directory. `records` spare this process what another of this host has hashed;
-        `merger` makes whole weights of a job's adapters."""
+        """Create the receiver. `channel` brings the files to this host. With `tensors` False, snapshots are
+        verified in place, for an engine that reads the directory. `records` avoid hashing files that another
+        process of this host has hashed. `merger` merges a job's adapters into whole weights."""
         self._records = records
         self._name = name
         self._channel = channel if channel is not None else ReceivingEnd()

@@ -47,7 +47,7 @@ class RetentionPolicy:
 
     @property
     def pending_evaluations(self) -> list[VersionTag]:
-        """The versions that are pinned and not yet evaluated, oldest first."""
+        """Return the pinned versions that are not yet evaluated, oldest first."""
         return list(self._pins)
 
     @property
@@ -76,7 +76,7 @@ class RetentionPolicy:
 
     @property
     def previous(self) -> VersionTag | None:
-        """The snapshot before the newest: what a delta to that starts from."""
+        """Return the snapshot before the newest, which is the base of a delta."""
         return self._tags[-2] if len(self._tags) > 1 else None
 
     def use(self, *tags: VersionTag) -> None:

@@ -97,9 +97,9 @@ class Snapshot:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Each name of the model, tied ones included (these are one tensor object), in memory of this
-        process. Read and verified now, unless they were when the snapshot was opened: raises `SnapshotError`
-        then."""
+        """Return each tensor of the model by name, in memory of this process. Tied names share one tensor
+        object. Tensors are read and verified now, unless that was done when the snapshot was opened; raises
+        `SnapshotError` then."""
         if self._tensors is None:
             with naming(self.path):
                 self._tensors = _read(_files(self.path, self.manifest), self.manifest)
@@ -116,9 +116,9 @@ def write_snapshot(
 ) -> SnapshotInfo:
     """Write `tensors` and `files` as the snapshot `tag` under `root`, in one process and into a new file.
 
-    `tied` maps names that share another tensor's data to that tensor, and have none of their own.
+    `tied` maps names without data of their own to the tensor whose data they share.
 
-    Raises `SnapshotError` for what cannot be stored, for a tag that is there already and when the space ends.
+    Raises `SnapshotError` for tensors that cannot be stored, for an existing tag, and if the disk is full.
     """
     companions = Companions(files or {}, tied or {})
     kept = {name: tensor for name, tensor in tensors.items() if name not in companions.tied}

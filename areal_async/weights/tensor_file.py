@@ -91,9 +91,8 @@ class MappedFile:
 
 
 def fill(mapped: MappedFile, layout: Layout, piece: TensorPiece) -> None:
-    """Copy a piece, from whatever device it is on, to its place in the file: the one copy that is made of it.
-    On a GPU the copy may still be under way when this returns. Raises `SnapshotError` for a piece of another
-    layout."""
+    """Copy a piece, from any device, to its place in the file. It is the only copy. On a GPU the copy may
+    still be running when this returns. Raises `SnapshotError` for a piece of another layout."""
     entry = layout.entries.get(piece.name)
     tensor = piece.tensor.detach()
     if entry is None or (entry.dtype, entry.shape) != (file_dtype(tensor.dtype), list(piece.shape)):
@@ -119,10 +118,11 @@ def hash_ranges(mapped: MappedFile, ranges: Sequence[HashedRange]) -> list[Part]
 
 
 class TensorFile:
-    """A file of a snapshot mapped for reading; its header is what the manifest says of it.
+    """A file of a snapshot mapped for reading; its header equals the manifest.
 
-    A mapping is read without a copy. No file is cut short while it is read: a retired one that somebody might
-    still be reading is unlinked, never written again."""
+    A mapping is read without a copy. No file is truncated while it is read: a retired file that may still be
+    read is unlinked, and never overwritten.
+    """
 
     def __init__(self, directory: Path, shard: Shard, manifest: Manifest) -> None:
         """Raises `SnapshotError` and `OSError`."""

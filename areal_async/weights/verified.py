@@ -110,7 +110,8 @@ class HostRecords:
         return None
 
     def _leave(self, path: Path, record: _Record) -> None:
-        """Without it the next process verifies too: an error is no reason to refuse the snapshot."""
+        """Store the record. If this fails, the next process verifies again, so an error is no reason to
+        refuse the snapshot."""
         with suppress(OSError):
             write_whole(path, msgspec.json.encode(record))
             records = (each for each in self._folder.iterdir() if not each.suffix)

@@ -90,9 +90,9 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 Publication = Future[SnapshotInfo]
-"""A publication whose pieces are copied on this rank, and which goes on by itself. Its result, on every rank,
-is what was written and announced. It raises `SnapshotError` where any rank failed, and the group's own error
-where one did not come."""
+"""A publication whose pieces are copied on this rank; the rest runs in the background. The result, on every
+rank, is the written and announced snapshot. It raises `SnapshotError` if any rank failed, and the group's own
+error if one did not join."""
 
 
 class PieceWriter:

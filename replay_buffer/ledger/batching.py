@@ -122,7 +122,7 @@ class _Assembly:
         self.rules = tx.rules.consumers[policy]
 
     def batch(self, plan: BatchPlan | None, epoch: int) -> Decision:
-        """The decision; `plan` is the batch of this step that an earlier trainer was given."""
+        """Return the decision. `plan` is the batch of this step that an earlier trainer was given."""
         tx, policy, step = self.tx, self.policy, self.step
         groups = self._still_on_lineage(plan)
         if len(groups) < self.rules.batch_groups:
@@ -155,7 +155,7 @@ class _Assembly:
             self.tx.set_consumer(self.policy, pace=lacks(pace, self.step, self.tx.now_ms))
 
     def _note_supply(self, chosen: list[GroupRecord]) -> None:
-        """Once for each step, when there are enough groups for it."""
+        """Record the supply once for each step, when there are enough groups for it."""
         pace = pace_of(self.tx.index, self.policy)
         if pace is None or pace.supplied == self.step:
             return
@@ -246,7 +246,7 @@ class _Assembly:
         return [group.oldest_version(self.policy) for group in groups if group.state in UNFINISHED]
 
     def _scored(self, order: Iterable[str], most: int) -> list[GroupRecord]:
-        """The first `most` groups of `order` that still are SCORED, and on the lineage."""
+        """Return the first `most` groups of `order` that still are SCORED and on the lineage."""
         groups: list[GroupRecord] = []
         for group_id in order:
             if len(groups) >= most:
@@ -435,8 +435,9 @@ def masked_below(rules: Rules, policy: str, step: int) -> int:
 
 
 def too_old(rules: Rules, group: GroupRecord, policy: str, step: int) -> bool:
-    """Whether `step` of `policy`, and every later one, must do without the group: it holds a unit below the
-    step's lowest version; or, where such units are masked, nothing else, and nothing is to come."""
+    """Return whether `step` of `policy` and every later step cannot use the group: it has a unit below the
+    step's lowest version. If such units are masked, the group is too old only if all its units are, and no
+    more are expected."""
     lowest = rules.consumers[policy].lowest_version(step)
     oldest = group.training[policy].min_version
     if oldest == NO_VERSION or oldest >= lowest:

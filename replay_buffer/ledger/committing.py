@@ -109,7 +109,7 @@ def _drop_abandoned(tx: Transaction, policy: str, version: int) -> None:
 
 
 def export(index: Index, message: ExportLedger, now_ms: int) -> Decision:
-    """The ledger as of the last committed step, for the checkpoint of that step."""
+    """Return the ledger as of the last committed step, for the checkpoint of that step."""
     if (refusal := refused(index, message.policy, message.epoch)) is not None:
         return refusal
     done = index.consumer(message.policy).v_train

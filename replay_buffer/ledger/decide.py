@@ -125,7 +125,7 @@ def begun(index: Index, now_ms: int) -> Decision:
 
 
 def stats(index: Index, now_ms: int) -> BufferStats:
-    """The figures of the ledger; `redis_bytes` is left for whoever can ask Redis."""
+    """Return the figures of the ledger. The caller sets `redis_bytes` if it can ask Redis."""
     meta = index.meta
     waiting = ((g.since_ms, g.group_id) for g in index.groups.values() if not g.has_begun)
     oldest_ms, oldest_group = min(waiting, default=(now_ms, ""))
@@ -154,7 +154,7 @@ def stats(index: Index, now_ms: int) -> BufferStats:
 
 
 def policy_stats(index: Index, policy: str) -> PolicyStats:
-    """The figures of one trained policy."""
+    """Return the figures of one trained policy."""
     consumer, rules = index.consumer(policy), index.rules.consumers[policy]
     pace, size, eta = leasing.pace_of(index, policy), rules.batch_groups, rules.max_staleness
     return PolicyStats(

@@ -37,8 +37,8 @@ def end_lease(tx: Transaction, group: GroupRecord, reason: str) -> None:
 
 
 def finish(tx: Transaction, group: GroupRecord) -> None:
-    """A GENERATED group is SCORED once every sample has its score or was given up; under dynamic filtering
-    it is dropped then if its rewards are all equal, which makes room for another."""
+    """Make a GENERATED group SCORED once every sample has a score or was given up. Under dynamic filtering
+    the group is then dropped if its rewards are all equal, which makes room for another."""
     if group.state != GroupState.GENERATED or not group.judged:
         return
     if tx.rules.dynamic_filtering and not _rewards_differ(group):
@@ -48,16 +48,16 @@ def finish(tx: Transaction, group: GroupRecord) -> None:
 
 
 def has_too_few(rules: Rules, group: GroupRecord, *, without: int = 0) -> bool:
-    """Whether fewer than `min_scored` episodes of a group with masked ones have or may yet get a score.
-    `without`: of those that may, how many will not come."""
+    """Return whether fewer than `min_scored` episodes of a group with masked ones have or may yet get a
+    score. `without` is the number of pending episodes that will not get one."""
     masked = group.count(EpisodeState.MASKED)
     given_up = masked + group.count(EpisodeState.ABSENT) + without
     return masked > 0 and len(group.episodes) - given_up < rules.min_scored
 
 
 def end_unfinished(tx: Transaction, group: GroupRecord, reason: str) -> None:
-    """No more samples will come: GENERATED with those that have, if the policy has it so, else DROPPED. A
-    worker that still generates learns it by its next heartbeat."""
+    """End the generation of a group. It becomes GENERATED with its existing samples if the policy allows
+    that, else DROPPED. A worker that still generates learns it by its next heartbeat."""
     rules, missing = tx.rules, group.missing
     held = len(group.episodes) - len(missing) - group.count(EpisodeState.MASKED)
     too_few = held < rules.min_samples or has_too_few(rules, group, without=len(missing))

@@ -82,8 +82,8 @@ class Index:
         self.consumers = {policy: ConsumerIndex(rules, policy) for policy in rules.consumers}
         self.queue = SortedIndex()  # QUEUED groups, oldest first
         self.claimable = SortedIndex()
-        """Groups with an episode to claim, oldest version first: one that is STORED; where the group is
-        scored as one, once it is GENERATED."""
+        """Groups with an episode to claim, oldest version first: a STORED episode, or, if the group is scored
+        as one, a GENERATED group."""
         self.deadlines = SortedIndex()
         """Leases, claims and groups with a deadline or an age limit, the next to come first."""
         self.group_counts = [0] * len(GroupState)
@@ -108,19 +108,19 @@ class Index:
     # --- figures ---
 
     def consumer(self, policy: str) -> Consumer:
-        """The record of a trained policy."""
+        """Return the record of a trained policy."""
         return self.meta.consumer(policy)
 
     def next_step(self, policy: str) -> int:
-        """The first step of `policy` without a batch."""
+        """Return the first step of `policy` without a batch."""
         step = self.consumer(policy).v_train
         while (policy, step) in self.batches:
             step += 1
         return step
 
     def open_step(self, policy: str) -> int:
-        """The first step of `policy` that a group not yet batched can be trained in: one without a batch, or
-        whose batch has lost groups to abandoned weights."""
+        """Return the first step of `policy` that can train a group that is not yet batched. It has no batch,
+        or its batch has lost groups to abandoned weights."""
         step = self.consumer(policy).v_train
         while plan := self.batches.get((policy, step)):
             if not all(id_ in self.groups and has_place(self.groups[id_], policy) for id_ in plan.group_ids):
@@ -129,7 +129,7 @@ class Index:
         return step
 
     def plans(self, policy: str, first: int = 0) -> dict[int, BatchPlan]:
-        """The batches of `policy` from the step `first` on, by step, ascending."""
+        """Return the batches of `policy` from the step `first` on, by step, ascending."""
         keys = sorted(key for key in self.batches if key[0] == policy and key[1] >= first)
         return {key[1]: self.batches[key] for key in keys}
 
@@ -146,7 +146,7 @@ class Index:
 
     @property
     def next_deadline_ms(self) -> int | None:
-        """When the next lease, claim or group reaches its deadline."""
+        """Return the time at which the next lease, claim or group reaches its deadline."""
         key = self.deadlines.first_key()
         return int(key[0]) if key else None
 
@@ -228,7 +228,7 @@ class Index:
         return known
 
     def _claimable(self, group: GroupRecord, counts: list[int]) -> int:
-        """Return how many of its episodes are to be claimed."""
+        """Return how many of its episodes can be claimed."""
         states = (GroupState.GENERATED,) if self.is_scored_as_one(group) else SCORABLE
         return counts[EpisodeState.STORED] if group.state in states else 0
 
@@ -247,8 +247,8 @@ def _clocks(meta: LedgerMeta) -> list[tuple[str, int, int]]:
 
 
 def has_place(group: GroupRecord, policy: str) -> bool:
-    """Whether a group that is in the batch of a step to come is still to be trained in it. It is not where it
-    was dropped; one that was trained before is TRAINED then, and not used again."""
+    """Return whether a group in the batch of a future step is still to be trained in it. It is not if the
+    group was dropped. A group that was trained before is then TRAINED, and not reused."""
     return policy in group.training and group.state_for(policy) == GroupState.BATCHED
 
 
@@ -324,7 +324,7 @@ class ConsumerIndex:
         return sum(self.group_counts[state] for state in OUTSTANDING) - self.reused
 
     def replace(self, group_id: str, old: GroupRecord | None, new: GroupRecord | None) -> None:
-        """Count the record `old` of a group out and `new` in; None where there is none."""
+        """Remove the record `old` of a group from the counts and add `new`; None means no record."""
         for group, sign in ((old, -1), (new, +1)):
             if group is not None and self.policy in group.training:
                 state = group.state_for(self.policy)

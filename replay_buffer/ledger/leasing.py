@@ -162,10 +162,12 @@ def _note_held_back(tx: Transaction, message: Lease, serving: Mapping[str, Versi
 def _candidates(
     tx: Transaction, places: Mapping[str, int], new: int, bytes_left: float
 ) -> Iterator[GroupRecord]:
-    """Queued groups, then new ones, QUEUED in this very decision, as far as their policies have places.
+    """Return queued groups, then new ones, which this decision makes QUEUED, as far as their policies have
+    places.
 
-    The limits on groups and bytes hold for new groups only: what is queued is held already, and finishing it
-    is what makes room. The first groups of a job pass while the size of an episode is not known."""
+    The limits on groups and bytes apply to new groups only, because queued groups are already in the buffer
+    and finishing them makes room. The first groups of a job pass while the size of an episode is unknown.
+    """
 
     def has_room(policies: Iterable[str]) -> bool:
         return all(places[policy] > 0 for policy in policies)
@@ -221,7 +223,7 @@ def _lease_out(
 
 
 def heartbeat(index: Index, message: Heartbeat, now_ms: int) -> Decision:
-    """Renew the worker's leases; tell it which of those it named are lost."""
+    """Renew the worker's leases, and return the named leases that are lost."""
     tx = Transaction(index, now_ms)
     for unknown in _undelivered(index, message):
         end_lease(tx, index.groups[unknown.group_id], "undelivered")
@@ -318,10 +320,11 @@ def extend(index: Index, outage_ms: int, now_ms: int) -> Decision:
 
 
 def lose(index: Index, places: Sequence[tuple[str, int]], now_ms: int) -> Decision:
-    """Bytes that the ledger says are held, and are not: a machine lost power before they were on its disk.
+    """Record that bytes are missing because a machine lost power before they were on its disk.
 
-    Their groups, (group id, sample), are dropped, and the tasks are tried again. What was trained already
-    stays so: only a trainer that needs it once more will miss it, and says so."""
+    Their groups, (group id, sample), are dropped, and the tasks are tried again. Finished training is kept;
+    only a trainer that needs the bytes once more reports them as missing.
+    """
     tx = Transaction(index, now_ms)
     tx.count("bytes_lost", len(places))
     for group in tx.groups(dict.fromkeys(group_id for group_id, _ in places)):

@@ -114,9 +114,9 @@ def _problem(index: Index, command: OpenedWith, copy: Copy) -> str:
 
 
 def _continues(index: Index, policy: str, step: int, copy: Copy | None, memory_epoch: int) -> bool:
-    """Whether Redis is the continuation of the copy, or of a state left in memory by `memory_epoch`, with
-    every batch of `policy` from `step` on. It is not where it has lost the very epoch that the state is of:
-    its steps may then be those of another lineage."""
+    """Return whether Redis continues the copy, or the state left in memory by `memory_epoch`, with every
+    batch of `policy` from `step` on. It does not if it has lost the epoch of that state, because its steps
+    may then belong to another lineage."""
     running = index.consumer(policy)
     # Where another policy's copy won, no trainer has had the running epoch: it only fences.
     newest = running.epoch if running.trainer else running.epoch - 1
@@ -254,8 +254,8 @@ def _refreshed(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _survivor(tx: Transaction, episode: EpisodeRecord, policies: Iterable[str]) -> EpisodeRecord:
-    """The episode as Redis holds it, its claim ended; MISSING if abandoned weights of one of `policies` had a
-    part in it."""
+    """Return the episode as in Redis, with its claim ended; MISSING if it contains units of abandoned weights
+    of one of `policies`."""
     for policy in policies:
         consumer = tx.consumer(policy)
         lineage = reopened(consumer.lineage, consumer.epoch + 1, consumer.v_train)

@@ -50,7 +50,7 @@ def may_hold(pace: Pace, batch_groups: int, lag: int) -> int:
 
 
 def lacks(pace: Pace, step: int, now_ms: int) -> Pace:
-    """The trainer asks for `step`, and there are too few scored groups for it: it waits."""
+    """Note that the trainer waits for `step` because there are too few scored groups."""
     return replace(pace, waits_for=step, since_ms=now_ms)
 
 
@@ -65,8 +65,8 @@ def enough(
     max_staleness: int,
     now_ms: int,
 ) -> Pace:
-    """The batch of `step` can be made, and `spare` groups beyond it lie scored; `reused` of its groups were
-    trained before. `leads_ms`: from the first lease to the last verdict of each that was not."""
+    """Note that the batch of `step` can be made, with `spare` more scored groups. `reused` of its groups were
+    trained before. `leads_ms` are the times from first lease to last verdict of the others."""
     waited_ms = now_ms - pace.since_ms if pace.waits_for == step else 0
     fresh = replace(
         pace,
@@ -123,5 +123,5 @@ def explained(pace: Pace, batch_groups: int, max_staleness: int) -> str:
 
 
 def mean(before: float, value: float) -> float:
-    """A running mean, which begins with its first value."""
+    """Return a running mean that begins with its first value."""
     return value if not before else before + SMOOTH * (value - before)

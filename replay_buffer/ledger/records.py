@@ -140,7 +140,7 @@ class GroupRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
 
     @property
     def least_state(self) -> int:
-        """Its `GroupState` as the policy sees it that has come least far with it."""
+        """Return its `GroupState` as seen by the policy with the least progress on it."""
         if self.state < GroupState.SCORED:
             return self.state
         return min(training.state for training in self.training.values())
@@ -230,7 +230,7 @@ def accepts(lineage: Lineage, min_epoch: int, min_version: int, max_version: int
 
 
 def reopened(lineage: Lineage, epoch: int, version: int) -> Lineage:
-    """A trainer of a new epoch starts from the weights of `version`."""
+    """Return the lineage after a trainer of a new epoch starts from the weights of `version`."""
     held = tuple(
         Span(span.epoch, span.first, version if span.last is None else min(span.last, version))
         for span in lineage
@@ -240,8 +240,8 @@ def reopened(lineage: Lineage, epoch: int, version: int) -> Lineage:
 
 
 def continued(lineage: Lineage, step: int, same_as: Sequence[int]) -> Lineage:
-    """The running epoch has published `step + 1`, which the epochs `same_as` had published alike. An epoch
-    once left behind stays so."""
+    """Return the lineage after the running epoch has published `step + 1`. The epochs in `same_as` had
+    published the same version. An abandoned epoch stays abandoned."""
     return tuple(
         Span(span.epoch, span.first, step + 1) if span.last == step and span.epoch in same_as else span
         for span in lineage
@@ -293,7 +293,7 @@ class Pace(LedgerRecord, frozen=True, array_like=True, gc=False):
 
 
 class Attempt(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """A group that was dropped, as far as its task is to be tried again."""
+    """A dropped group, with the facts that a new attempt at its task needs."""
 
     row: int
     pass_index: int

@@ -42,7 +42,7 @@ class ConsumerRules:
     steps: int = 1 << 40  # Steps of its whole training: groups that no step is left for are not generated
 
     def lowest_version(self, step: int) -> int:
-        """The oldest version that `step` may train."""
+        """Return the oldest version that `step` may train."""
         return step - self.max_staleness
 
 
@@ -53,7 +53,7 @@ class Rules:
     group_size: int  # n: episodes in a group
     consumers: Mapping[str, ConsumerRules]  # The trained policies by name
     uses: Callable[[Task], Sequence[str]] | None = None
-    """Which of the policies sample in the episodes of a task; without it, all of them."""
+    """Policies that sample in the episodes of a task; by default all of them."""
     lease_ms: int = 30_000
     claim_ms: int = 50_000  # A scorer that gave no sign of life for this long loses its claims
     call_ms: int = 10_000
@@ -65,14 +65,14 @@ class Rules:
     """Answers in a row at fault themselves, from the first on, that end the job; 0: none do."""
     min_scored: int = 2
     routing: Routing | None = None
-    """Which reward scores which task; without it, each by one call for each episode."""
+    """Reward that scores each task; by default each episode is scored by one call."""
     pacing: Literal["fresh", "full"] = "full"
     sampling: Literal["fifo", "freshest", "priority"] = "fifo"
     priority: Literal["reward_variance", "advantage"] = "reward_variance"
     max_reuse: int = 1
     overtaken_waits: bool = True
     overtaken_masks: bool = False
-    """A group is too old only when all its units are; the trainer masks those that are."""
+    """True if a group is too old only when all its units are. The trainer then masks the old units."""
     overtaken_ms: int = 60_000
     abandoned_trains: bool = False
     """Units of weights that a restarted trainer has left are trained, as older than they are."""
@@ -84,7 +84,7 @@ class Rules:
     max_bytes: int = 1 << 30
     durability: Literal["memory", "everysec", "always"] = "everysec"
     first_success_ms: int = 5_000
-    """Nothing having succeeded yet, tries that go on failing so long end the job (`transaction.py`)."""
+    """Time for which tries may fail before the first success without ending the job (`transaction.py`)."""
     no_success_ms: int = 60_000  # The same after a success
     seed: int = 0
 
@@ -98,7 +98,7 @@ class Rules:
         policy: str = POLICY,
         **others: Any,
     ) -> Rules:
-        """The rules of a job that trains one policy; `others` are the fields of `Rules`."""
+        """Return the rules of a job that trains one policy. `others` are the fields of `Rules`."""
         return cls(consumers={policy: ConsumerRules(batch_groups, max_staleness, steps)}, **others)
 
     @classmethod
@@ -142,7 +142,7 @@ class Rules:
         )
 
     def policies_of(self, task: Task) -> tuple[str, ...]:
-        """The policies that train the episodes of `task`."""
+        """Return the policies that train the episodes of `task`."""
         return tuple(self.consumers if self.uses is None else self.uses(task))
 
     def on(self, kind: VerdictKind) -> VerdictPolicy:
@@ -165,7 +165,7 @@ class Rules:
 
 
 class Tasks(Protocol):
-    """The job's tasks, in the order in which they are to be trained."""
+    """The job's tasks, in the order of training."""
 
     @property
     def dataset_hash(self) -> str: ...

@@ -43,7 +43,7 @@ def claim(index: Index, message: Claim, now_ms: int) -> Decision:
 
 
 def _claimable(index: Index, group: GroupRecord, room: int) -> list[int]:
-    """The samples of a group that one claim takes."""
+    """Return the samples of a group that one claim takes."""
     if index.is_scored_as_one(group):
         # A score that came without those of the others is no use: all are judged again, in one call.
         return [sample for sample, episode in enumerate(group.episodes) if episode.is_held]
@@ -109,8 +109,8 @@ def end_claim(tx: Transaction, claim_id: str, reason: str) -> None:
 
 
 def renew(tx: Transaction, scorer: str) -> None:
-    """A message from a scorer is a sign of life: its claims live on, each up to its last deadline. Written
-    only past half of the time, so that a busy scorer costs few writes."""
+    """Renew the claims of a scorer, each up to its last deadline. Every message of the scorer does so, but a
+    write happens only after half of the time, so that a busy scorer costs few writes."""
     deadline_ms = tx.now_ms + tx.rules.claim_ms
     for claim_id in tx.index.claims_of.get(scorer, ()):
         held = tx.index.claims[claim_id]
@@ -166,7 +166,7 @@ def stored_parts(parts: Parts | None) -> StoredParts | None:
 
 
 def parts_of(episode: EpisodeRecord) -> Parts | None:
-    """The rewards of an episode's parts, as they travel."""
+    """Return the rewards of an episode's parts in the form in which they are sent."""
     stored = episode.parts
     if stored is None:
         return None

@@ -206,8 +206,8 @@ class Transaction:
         self.count(f"{state.name.lower()}:{reason}" if reason else state.name.lower())
 
     def drop(self, group: GroupRecord, reason: str) -> None:
-        """The group ends as DROPPED(reason), and its bytes go; its task may be QUEUED as a new attempt. One
-        that has begun to be trained ends so for each policy that still waits for it."""
+        """Drop the group as DROPPED(reason) and free its bytes. Its task may be QUEUED as a new attempt. A
+        group that is already in training is dropped only for the policies that still wait for it."""
         if group.has_begun:
             for policy in group.training:
                 self.drop_for(group.group_id, policy, reason)
@@ -272,7 +272,7 @@ class Transaction:
         return self.set_group(group, **self.figures(group, _with(group, gone)))
 
     def figures(self, group: GroupRecord, episodes: tuple[EpisodeRecord, ...]) -> dict[str, Any]:
-        """The fields of `group` with these episodes that follow from them."""
+        """Return the fields of `group` that follow from these episodes."""
         training = {
             policy: replace(each, min_version=self.oldest(policy, episodes))
             for policy, each in group.training.items()
@@ -293,7 +293,7 @@ class Transaction:
     # --- end ---
 
     def decide(self, reply: Message) -> Decision:
-        """The decision that the transaction has become."""
+        """Return the decision of the transaction."""
         writes = self._writes
         changed = writes.groups or writes.leases or writes.claims or writes.batches or writes.freed
         if not changed and not self.counts and self.meta is self.index.meta:
@@ -373,7 +373,7 @@ def try_succeeded(tx: Transaction, what: What) -> None:
 
 
 def try_failed(tx: Transaction, what: What, group: GroupRecord, reason: str) -> None:
-    """A try for the task of `group` has failed with `reason`. May end the job."""
+    """Record that a try for the task of `group` failed with `reason`. This may end the job."""
     streak: Streak = getattr(tx.meta, what)
     task = (group.row, group.pass_index)
     tasks = streak.tasks
@@ -389,7 +389,8 @@ def try_failed(tx: Transaction, what: What, group: GroupRecord, reason: str) -> 
 
 
 def is_hopeless(tx: Transaction, streak: Streak) -> bool:
-    """Whether what failed so often, at so many tasks and for so long will fail for ever."""
+    """Return whether a streak of failures is long enough, in number, tasks and time, that no success is
+    expected."""
     rules = tx.rules
     limit_ms = rules.no_success_ms if streak.succeeded else rules.first_success_ms
     long = tx.now_ms - streak.since_ms >= limit_ms or len(streak.given_up) >= MOST_GIVEN_UP
@@ -403,8 +404,8 @@ def _never_judged(tx: Transaction, streak: Streak) -> bool:
 
 
 def note_given_up(tx: Transaction, group: GroupRecord, reason: str) -> None:
-    """The group was dropped for `reason`. Within a streak its task is kept in mind; in a job that is to end
-    it is queued again at once."""
+    """Record that the group was dropped for `reason`. Within a streak its task is remembered; in a job that
+    is about to end it is queued again at once."""
     what = GIVEN_UP.get(reason)
     if what is None:
         return

@@ -53,7 +53,7 @@ def verdicts(index: Index, message: PutVerdicts, now_ms: int) -> Decision:
 def _taken(
     tx: Transaction, group: GroupRecord, items: Sequence[EpisodeVerdict]
 ) -> tuple[Judged, list[Refusal]]:
-    """The verdicts that count, and refusals of those whose claim is not held."""
+    """Return the valid verdicts, and refusals of verdicts without a live claim."""
     refused: list[Refusal] = []
     taken: Judged = {}
     for item in items:
@@ -76,8 +76,8 @@ def _taken(
 
 
 def _note_score(tx: Transaction, group: GroupRecord, score: Score, episode_id: str) -> None:
-    """Record a score. If the answer was at fault, the reward did not judge it, so the score is not a success of
-    the reward."""
+    """Record a score. If the answer was at fault, the reward did not judge it, so the score is no success
+    of the reward."""
     if not score.at_fault:
         try_succeeded(tx, "scoring")
         try_succeeded(tx, "answering")
@@ -156,7 +156,7 @@ def _scored(held: EpisodeRecord, score: Score) -> EpisodeRecord:
 
 
 def _waiting(held: EpisodeRecord, *, tries: int) -> EpisodeRecord:
-    """The episode, to be claimed again."""
+    """Return the episode, ready to be claimed again."""
     return replace(
         held,
         state=int(EpisodeState.STORED),
@@ -169,7 +169,7 @@ def _waiting(held: EpisodeRecord, *, tries: int) -> EpisodeRecord:
 
 
 def _fail_job(tx: Transaction, verdict: Verdict, item: EpisodeVerdict) -> None:
-    """The trainer is told at its next request. The first reason stands."""
+    """End the job. The trainer is told at its next request. The first reason stands."""
     tx.count(f"job_failed:{kind_of(verdict)}")
     if not tx.meta.failed:
         tx.set_meta(

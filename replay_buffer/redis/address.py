@@ -22,7 +22,7 @@ class RedisAddress:
 
     @classmethod
     def parse(cls, url: str) -> RedisAddress:
-        """The address of a bare URL. Raises `StoreUnusable`."""
+        """Return the address of a bare URL. Raises `StoreUnusable`."""
         try:
             return cls(parse_redis_url(url))
         except ValueError as error:
@@ -30,7 +30,7 @@ class RedisAddress:
 
     @classmethod
     def of(cls, section: BufferSection) -> RedisAddress:
-        """The address that a job file gives; `section.redis` must not be `embedded`."""
+        """Return the address in a job file. `section.redis` must not be `embedded`."""
         return replace(cls.parse(section.redis), login=section.redis_login, tls=section.redis_tls)
 
     def __str__(self) -> str:
@@ -42,7 +42,8 @@ class RedisAddress:
         return self.url.username or "default"
 
     def password(self) -> str:
-        """The password, read now: a file may have changed. Raises `StoreUnusable` when it is missing."""
+        """Return the password, read now because its file may have changed. Raises `StoreUnusable` if it is
+        missing."""
         name, path = self.login.password_env, self.login.password_file
         if self.url.password:
             return self.url.password

@@ -136,7 +136,7 @@ class RedisConnection(asyncio.Protocol):
         self._end(f"Redis closed the connection{f': {error}' if error else ''}")
 
     def _send(self, pieces: list[bytes | memoryview]) -> None:
-        """The transport moves all that it has not sent yet at each step, so it is given little at a time."""
+        """Send data in small portions, because the transport moves all its unsent data at each step."""
         assert self._transport is not None
         for piece in pieces:
             for start in range(0, len(piece), PIECE_BYTES):
@@ -177,7 +177,7 @@ class RedisConnection(asyncio.Protocol):
 
 
 def _pieces(command: Sequence[Argument]) -> list[bytes | memoryview]:
-    """A command as Redis reads it, large arguments not copied."""
+    """Return a command in Redis's format. Large arguments are not copied."""
     if not any(isinstance(part, (bytes, memoryview)) and len(part) >= LARGE_BYTES for part in command):
         return [hiredis.pack_command(tuple(command))]  # type: ignore[arg-type]
     pieces: list[bytes | memoryview] = []

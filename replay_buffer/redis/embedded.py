@@ -73,7 +73,7 @@ class EmbeddedRedis:
 
     @property
     def pid(self) -> int | None:
-        """The server's, while it runs."""
+        """Return the pid of the running server, else None."""
         return self._process.pid if self._process is not None and self._process.alive else None
 
     async def start(self) -> None:
@@ -150,7 +150,8 @@ class EmbeddedRedis:
         self.socket_path.unlink(missing_ok=True)
 
     def _config(self) -> str:
-        """A configuration file for its standard input: everybody may read the command line of a process."""
+        """Return a configuration file for its standard input, because everybody may read the command line of
+        a process."""
         options = {
             "requirepass": self._password,
             "port": "0",

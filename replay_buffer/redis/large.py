@@ -98,7 +98,7 @@ class Large:
                     yield (group_id, sample), ref
 
     def key_names(self, ref: BlobRef) -> list[str]:
-        """The keys of an episode that lies in keys, in order."""
+        """Return the keys of an episode that is stored in keys, in order."""
         return [self._keys.chunk(ref.name, ref.at + i) for i in range(ref.chunks)]
 
     def prepare(self, writes: WriteSet, attachments: Sequence[Bytes | BlobRef]) -> PreparedWrite:
@@ -171,7 +171,7 @@ class Large:
 
 
 def staged_keys(keys: Keys, staged: str) -> list[str]:
-    """The keys that a member of the set of staged parcels stands for."""
+    """Return the keys of a member of the set of staged parcels."""
     stem, _, chunks = staged.rpartition(":")
     return [keys.chunk(stem, i) for i in range(int(chunks))]
 
@@ -209,10 +209,11 @@ class BlobFiles:
         return await asyncio.to_thread(self._sort_out, by_name)
 
     async def write(self, blobs: Sequence[Bytes | BlobRef]) -> tuple[list[Bytes | BlobRef], str]:
-        """Put those of at least `FILE_BYTES` into one file; returns the list with refs in their place, and
-        the file's name ("" for none), which must be given to `settled` once it is decided what becomes of it.
+        """Put blobs of at least `FILE_BYTES` into one file. Return the list with refs in their place, and the
+        file's name ("" for none). Pass that name to `settled` once the decision about it is known.
 
-        Raises OSError, having left nothing: the disk is full, or fails."""
+        Raises OSError if the disk is full or fails, and then leaves no file.
+        """
         numbers = [
             i for i, blob in enumerate(blobs) if not isinstance(blob, BlobRef) and len(blob) >= FILE_BYTES
         ]
@@ -240,8 +241,8 @@ class BlobFiles:
     async def adopt(
         self, path: Path, offsets: Sequence[int], blobs: Sequence[Bytes]
     ) -> tuple[list[Bytes | BlobRef], str]:
-        """Keep the file at `path`, in which `blobs` lie, by a name of its own; returns what `write` does.
-        Raises OSError when that cannot be, which leaves nothing."""
+        """Keep the file at `path`, which contains `blobs`, under a new name; return the same as `write`.
+        Raises OSError if that is impossible, and then leaves no file."""
         self._count += 1
         name = f"{self._token}-{self._count:x}"
         self._under_way.add(name)
@@ -253,7 +254,7 @@ class BlobFiles:
         return [BlobRef(name, len(blob), at) for blob, at in zip(blobs, offsets, strict=True)], name
 
     def settled(self, name: str, *, used: bool) -> None:
-        """The ledger refers to the file now, or never will."""
+        """Note that the ledger now refers to the file, or never will."""
         self._under_way.discard(name)
         if not used:
             self.remove([name], at_once=True)

@@ -237,7 +237,7 @@ class Store:
 
     @property
     def _connected(self) -> RedisConnection:
-        """The connection for all but the writes."""
+        """Return the connection for everything but the writes."""
         if self._connection is None:
             raise StoreUnavailable("the store is not open", "gone")
         return self._connection

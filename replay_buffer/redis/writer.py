@@ -141,10 +141,11 @@ def check_answer(answer: Any) -> None:
 
 
 class LedgerClock:
-    """Milliseconds of a job's ledger. They pass while a front has the ledger, by the front's monotonic clock,
-    and stand still in between: what was left of a deadline when a front died is left for the next one.
+    """Clock of a job's ledger in milliseconds. It runs while a front has the ledger, by the front's monotonic
+    clock, and stops in between, so the next front has the rest of every deadline.
 
-    A clock that somebody sets, forward or back, moves nothing. It only gives a new ledger its first time."""
+    Changing the system clock has no effect. It only gives a new ledger its first time.
+    """
 
     def __init__(
         self, monotonic: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
@@ -154,8 +155,8 @@ class LedgerClock:
         self._offset_ms: float | None = None
 
     def begin(self, alive_ms: int | None) -> int:
-        """Go on from `alive_ms`, the time of the ledger's last write, None for a new ledger. A clock that has
-        begun before goes on. Return by how much it is ahead of `alive_ms`."""
+        """Continue from `alive_ms`, the time of the ledger's last write, None for a new ledger. A running
+        clock continues. Return by how much it is ahead of `alive_ms`."""
         if self._offset_ms is None:
             began_ms = self._wall() * 1000 if alive_ms is None else alive_ms
             self._offset_ms = began_ms - self._monotonic() * 1000
@@ -238,7 +239,7 @@ class Commands:
             self.arguments += (name, number, len(part), *part)
 
     def before_all(self, name: str, arguments: Sequence[Argument]) -> None:
-        """A command on the meta hash, in front of all others."""
+        """Add a command on the meta hash, before all others."""
         self.arguments[:0] = (name, 1, len(arguments), *arguments)
 
     def table(self, key: str, records: Mapping[Any, Any]) -> None:

@@ -54,8 +54,8 @@ class Advice:
 
     @property
     def better(self) -> list[Variant]:
-        """The alternatives that are faster by more than the noise, or as fast and fresher by a tenth of a
-        step at least."""
+        """Return the alternatives that are faster by more than the noise, or equally fast and fresher by at
+        least a tenth of a step."""
         fresher = self.now.prediction.staleness_mean - 0.1
         return [
             each
@@ -146,7 +146,7 @@ def variants(rules: Rules, shape: Shape, costs: Costs) -> Iterator[tuple[str, Ru
 
 
 def _splits(rules: Rules, shape: Shape) -> Iterator[tuple[str, Rules, Shape]]:
-    """The same GPUs, dealt out otherwise: one for each rank and each engine."""
+    """Return other divisions of the same GPUs, with one for each rank and each engine."""
     gpus = shape.ranks + shape.workers * shape.replicas
     seen = {shape.workers}
     for share in SHARES:

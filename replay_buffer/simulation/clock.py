@@ -31,7 +31,7 @@ class Clock:
 
     @property
     def work_ms(self) -> float:
-        """The work that one piece that never stopped would have got done until now."""
+        """Return the work that a piece would have got done by now if it had never stopped."""
         return self._at_work_ms + (self.now_ms - self._at_ms) * self._rate
 
     def after(self, delay_ms: float, event: Event) -> None:
@@ -59,7 +59,7 @@ class Clock:
         self._rate = min(1.0, self._cores / self._demand) if self._demand else 1.0
 
     def tick(self) -> bool:
-        """Let the next event happen; False where there is none."""
+        """Let the next event happen; return False if there is none."""
         if self._works:
             due_ms = self._at_ms + (self._works[0][0] - self._at_work_ms) / self._rate
             if not self._waits or due_ms <= self._waits[0][0]:

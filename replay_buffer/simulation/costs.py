@@ -153,7 +153,7 @@ class Costs(Section):
 
 
 def read_costs(path: Path) -> Costs:
-    """The costs in a YAML file. Raises `ConfigError` with every mistake in it."""
+    """Return the costs in a YAML file. Raises `ConfigError` with every mistake in it."""
     content = read_mapping(path)
     try:
         return Costs.model_validate(content)
@@ -182,7 +182,7 @@ def _mistake(detail: Mapping[str, Any]) -> Mistake:
 
 
 def _section(location: tuple[int | str, ...]) -> type[Section] | None:
-    """The section at a place in the file."""
+    """Return the section at a path in the file."""
     model: type[Section] = Costs
     for name in location:
         info = model.model_fields.get(str(name))

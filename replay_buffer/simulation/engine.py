@@ -75,7 +75,7 @@ class SimulatedEngine:
         self._go_on()
 
     def exchange(self, pause_s: float) -> None:
-        """Take other weights; what runs goes on under them."""
+        """Load other weights; running requests continue under them."""
         if self._running:
             self._move()
             contexts = self._contexts + len(self._running) * self._moved

@@ -51,7 +51,7 @@ class SimulatedWorld(Protocol):
     def workers(self) -> int: ...
 
     def room(self, worker: int, step: int) -> int:
-        """Return how many more groups the worker takes now, while `step` is to be trained."""
+        """Return how many more groups the worker takes now, during the training of `step`."""
 
     def generate(self, worker: int, group_id: str, version: int) -> None:
         """Make the group's episodes with the weights of `version`, then call `SimulatedJob.generated`."""
@@ -70,7 +70,7 @@ class SimulatedWorld(Protocol):
         """Time from the end of a publication until the worker serves it."""
 
     def served(self, worker: int, version: int) -> None:
-        """The worker serves `version` from now on."""
+        """Note that the worker now serves `version`."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Figures:
     trained: int
     dropped: int
     max_staleness: int
-    """Count over all steps, those of the warm-up too."""
+    """Largest staleness over all steps, warm-up included."""
     mean_staleness: float
     overlapped: int
     """Steps, of all, that began while groups were generated: none in synchronous training."""
@@ -284,7 +284,7 @@ class SimulatedJob:
             self._world.score(group_id)
 
     def scored(self, group_id: str, *, kept: bool = True) -> None:
-        """The group has its last verdict; unless `kept`, they have it dropped."""
+        """Handle the group's last verdict. Unless `kept`, the group is dropped."""
         verdict = self._claims.pop(group_id)
         if not kept:
             verdict = EpisodeVerdict(verdict.episode_id, verdict.claim_id, Abstain())
@@ -349,7 +349,7 @@ class SimulatedJob:
 
 
 def _soon(clock: Clock, delay_ms: float, event: partial[None]) -> None:
-    """`event` now if there is nothing to wait for: what happens at one moment keeps its order."""
+    """Run `event` now if there is nothing to wait for, and keep the order of events of one moment."""
     if delay_ms > 0:
         clock.after(delay_ms, event)
     else:

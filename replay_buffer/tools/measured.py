@@ -160,9 +160,9 @@ def measured(runs: Sequence[Run]) -> Costs:
 
 
 def _engine(windows: Sequence[Window]) -> tuple[float, float, float, float, float]:
-    """Seconds of a pass, of each request in it, of a pass over prompts, and of a prompt's token; and of all
-    passes together, 0 where the engine does not see them: then a token costs what it did at the load that
-    the runs had."""
+    """Return the seconds of a pass, of each request in it, of a pass over prompts, and of a prompt's token;
+    and of all passes together. The last is 0 if the engine does not measure passes: a token then costs the
+    same as in the measured runs."""
     told = [sums for window in windows if (sums := window.sums("rollout", "passes"))]
     if not told:
         tokens = sum(window.used("rollout", "tokens") for window in windows)

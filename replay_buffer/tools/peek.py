@@ -70,7 +70,8 @@ def chosen(index: Index, state: GroupState | None) -> list[GroupRecord]:
 
 
 def find(look: Look, name: str) -> tuple[GroupRecord, int | None]:
-    """The group called `name`, or that of the episode called so and its sample. Raises `NotFound`."""
+    """Return the group called `name`, or the group and sample of the episode called `name`. Raises
+    `NotFound`."""
     groups = look.index.groups
     if name in groups:
         return groups[name], None
@@ -113,7 +114,7 @@ def texts_of(look: Look, group: GroupRecord, held: Episode) -> dict[str, str]:
 
 
 def groups_page(look: Look, groups: Sequence[GroupRecord], limit: int) -> RenderableType:
-    """A table with one row for each group."""
+    """Return a table with one row for each group."""
     if not groups:
         return Text("the buffer holds no group of that kind.")
     rows = (
@@ -260,7 +261,7 @@ def rewards_text(episodes: Iterable[EpisodeRecord]) -> str:
 
 
 def steps_of(group: GroupRecord) -> list[int]:
-    """Every step, of any policy, that the group is batched for or was trained in."""
+    """Return every step, of any policy, that the group is batched for or was trained in."""
     steps = {step for each in group.training.values() for step in (*each.steps, each.step) if step >= 0}
     return sorted(steps)
 

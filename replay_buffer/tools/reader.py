@@ -62,7 +62,7 @@ class LedgerReader:
         self._keys = Keys(run.job.job)
 
     async def look(self) -> Look:
-        """The ledger now. Raises `StoreUnavailable` or `StoreUnusable`."""
+        """Return the current ledger. Raises `StoreUnavailable` or `StoreUnusable`."""
         try:
             found = await read_ledger(self._redis, self._keys, self._url, transaction=True)
         except StoreUnavailable as error:
@@ -168,7 +168,8 @@ async def open_reader(run: Run) -> AsyncIterator[LedgerReader | BufferReader]:
 
 @contextlib.asynccontextmanager
 async def _copied_redis(run: Run) -> AsyncIterator[str]:
-    """A Redis on a copy of the run's files: opening them may change them (a torn end is cut off)."""
+    """Start a Redis on a copy of the run's files, because opening them may change them (a torn end is cut
+    off)."""
     source = run.folder / "buffer"
     if not any(source.glob("appendonly*")) and not (source / "dump.rdb").exists():
         raise RunFolderError(f"{run.folder} holds nothing of a buffer (any more).")

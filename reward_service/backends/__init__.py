@@ -38,10 +38,11 @@ def inputs_of(call: Call) -> list[RewardInput]:
 
 
 class ScoringBackend(Protocol):
-    """Scores the calls of one reward (of several, where the pool does). All methods belong to one event loop.
+    """A scorer of the calls of one reward (the pool: of several). All methods belong to one event loop.
 
-    Promises: every call submitted gets its verdicts exactly once, within its reward's `timeout_s` (plus a
-    second) of the moment it began; what is submitted beyond `capacity` waits its turn."""
+    Promises: every submitted call gets its verdicts exactly once, within its reward's `timeout_s` (plus a
+    second) of its begin; calls beyond `capacity` wait.
+    """
 
     broken: asyncio.Future[RewardLoadError]
     """Done when no more call can succeed; the error says why and what to do."""
@@ -85,7 +86,7 @@ class BackendReward:
 
     @classmethod
     def make(cls, spec: RewardSpec, section: RewardSection) -> ScoringBackend:
-        """The backend of the reward `spec` of a job's section. Raises `RewardLoadError`."""
+        """Return the backend of the reward `spec` of a job's section. Raises `RewardLoadError`."""
         module, _, name = cls.implementation.partition(":")
         backend: ScoringBackend = getattr(importlib.import_module(module), name)(spec, section)
         return backend
@@ -154,5 +155,5 @@ def fill(template: str, given: RewardInput) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A text as it is; anything else as JSON."""
+    """Return a text unchanged; any other value as JSON."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -47,8 +47,8 @@ class ClientLimits(NamedTuple):
     """Size of an answer."""
     connect_s: float
     keepalive_s: float
-    """Time after which an idle connection is closed from this side. A server closes it too, and a request on
-    one that is just being closed fails for nothing."""
+    """Time after which an idle connection is closed from this side. It must be shorter than the server's
+    time, because a request on a connection that is being closed fails."""
 
 
 class HttpClient:
@@ -123,7 +123,7 @@ class ServerState:
     tolerated: int = 0
     in_flight: int = 0
     failures: int = 0
-    """Failures in a row; those of requests that were under way together count once."""
+    """Failures in a row. Failures of requests that were in flight together count once."""
     failed_s: float = float("-inf")
     answered_s: float = float("-inf")
     resting_until_s: float = float("-inf")
@@ -149,8 +149,8 @@ class ServerState:
         self.resting_until_s = float("-inf")
 
     def failed(self, began_s: float, now_s: float, told_s: float | None = None) -> bool:
-        """A request that began at `began_s` failed; `told_s`: the wait that the server asked for. Returns
-        whether the server begins to rest by it."""
+        """Record that a request that began at `began_s` failed. `told_s` is the wait that the server asked
+        for. Return whether the server now begins to rest."""
         self.in_flight -= 1
         if told_s is not None:
             self.rest(told_s, now_s)
@@ -164,8 +164,8 @@ class ServerState:
         return True
 
     def abandoned(self, began_s: float, now_s: float) -> None:
-        """A request that began at `began_s` was given up without an answer: a failure, unless the server
-        answered others meanwhile."""
+        """Record that a request that began at `began_s` was given up without an answer. It counts as a
+        failure, unless the server answered others meanwhile."""
         if self.answered_s < began_s:
             self.failed(began_s, now_s)
         else:

@@ -110,7 +110,7 @@ async def _on_the_thread(work: Callable[[], T]) -> T:
 
 @functools.cache
 def _waiting() -> queue.SimpleQueue[Work]:
-    """The queue of the thread, which is started with it. It holds no more than one call of each pool."""
+    """Return the queue of the thread, and start both if needed. It holds at most one call of each pool."""
     waiting: queue.SimpleQueue[Work] = queue.SimpleQueue()
 
     def run() -> None:

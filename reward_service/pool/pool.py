@@ -175,11 +175,12 @@ class WorkerPool:
         self._dispatch()
 
     def on_lost(self, slot: WorkerSlot, cause: str) -> None:
-        """The process is gone, its last reports are in. Give the call that it ran its verdicts; send the
-        others round again.
+        """Handle the end of a process after its last reports. The call that it ran gets its verdicts, and the
+        others are sent again.
 
-        Where none can be blamed (a reward may spoil the marker itself) each of them goes round alone, and a
-        call that loses a worker that had nothing else to do is the one."""
+        If no call can be blamed (a reward may damage the marker itself), each is sent again alone. A call
+        that then loses a worker with no other work is the cause.
+        """
         number, began_ns = slot.process.marker.running()
         alone = len(slot.inflight) == 1 and next(iter(slot.inflight.values())).suspect
         if alone:
@@ -213,7 +214,8 @@ class WorkerPool:
         call.on_verdicts(call.index, [verdict] * len(call.payloads), elapsed_s * 1000)
 
     def on_hopeless(self, message: str) -> None:
-        """A reward cannot be loaded, or no worker can be kept running."""
+        """Fail all calls of a reward that cannot be loaded, or of a pool that cannot keep a worker
+        running."""
         if not self.broken.done():
             self.broken.set_result(RewardLoadError(message))
         self._workers.halt()

@@ -148,7 +148,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads completed by `data`."""
+        """Return the payloads completed by `data`."""
         self._buffer += data
         frames, at = [], 0
         while len(self._buffer) - at >= LENGTH.size:

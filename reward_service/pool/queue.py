@@ -67,7 +67,8 @@ class PooledReward:
         file = own_file(spec.name)
         self._source = None if file is None else _read_source(spec.name, file)
         self.batch = 0
-        """Inputs that one invocation takes; 0: one, or those of a group. Known once it is loaded."""
+        """Inputs per invocation; 0 means one input, or all inputs of a group. Known once the reward is
+        loaded."""
         self.loaded_once = False
         self.waiting: deque[QueuedCall] = deque()
         self.used_s = 0.0
@@ -154,7 +155,7 @@ class FairQueue:
         return reward.waiting.popleft()
 
     def drain(self) -> list[QueuedCall]:
-        """Take out everything, and let those who wait for room go on."""
+        """Take out all calls, and wake the tasks that wait for room."""
         taken = [self.pop(reward) for reward in self._rewards.values() for _ in range(len(reward.waiting))]
         self.room.set()
         return taken
@@ -183,7 +184,7 @@ class FairQueue:
         return taken
 
     def _together(self, reward: PooledReward, most: int) -> tuple[list[QueuedCall], int]:
-        """The calls of one invocation, and their bytes."""
+        """Return the calls of one invocation, and their bytes."""
         waiting, first = reward.waiting, self.pop(reward)
         calls, size_bytes = [first], first.size_bytes
         while waiting and len(calls) < most and not (first.single or waiting[0].single):

@@ -137,7 +137,7 @@ class LoadedReward:
 
 
 def load(order: LoadReward) -> LoadedReward:
-    """The reward that is ordered, with its arguments filled in. Raises `RewardLoadError`."""
+    """Return the ordered reward, with its arguments filled in. Raises `RewardLoadError`."""
     if order.worker_class:
         module, _, name = order.worker_class.partition(":")
         made = getattr(importlib.import_module(module), name)(**order.args)

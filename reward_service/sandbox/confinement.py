@@ -49,8 +49,8 @@ class LauncherClient:
         return self.answer()
 
     def begin(self, head: dict[str, Any], body: bytes, clock_s: float, link: int | None = None) -> None:
-        """Send a request, with the descriptor that is to be the program's link, if any. `answer` comes next.
-        Raises SandboxError."""
+        """Send a request, with the descriptor of the program's link, if any. `answer` comes next. Raises
+        SandboxError."""
         connection = self._connected()
         try:
             connection.settimeout(clock_s + ANSWER_GRACE_S)

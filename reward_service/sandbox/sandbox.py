@@ -229,8 +229,8 @@ def _size_bytes(build: Build) -> int:
 
 
 def ending(limit: str, wait_status: int | None) -> tuple[EndKind, int]:
-    """(kind, status) from the limit that ended a run, if one did, and the wait status. Raises SandboxError
-    when neither is there: the jail itself was killed from outside."""
+    """Return (kind, status) from the limit that ended a run, if any, and from the wait status. Raises
+    SandboxError if both are missing because the jail itself was killed from outside."""
     if limit:
         return msgspec.convert(limit, EndKind), 0
     if wait_status is None:

@@ -55,7 +55,7 @@ class SamplesError(ArealError):
 
 
 class AnswerSample(msgspec.Struct, frozen=True):
-    """One answer to the task in row `row` of its file. Those of one row are one group."""
+    """One answer to the task in row `row` of its file. Answers of one row form a group."""
 
     row: int
     given: RewardInput
@@ -176,7 +176,7 @@ def _as_text(value: Any) -> str:
 
 
 async def judge(section: RewardSection, samples: Sequence[AnswerSample]) -> list[JudgedAnswer]:
-    """Each answer judged once, in order. Raises `RewardLoadError`."""
+    """Judge each answer once, in order. Raises `RewardLoadError`."""
     async with LocalScorer(section) as scorer:
         given, groups = [sample.given for sample in samples], [sample.row for sample in samples]
         with progress("judging", len(given)) as judged:
@@ -186,7 +186,7 @@ async def judge(section: RewardSection, samples: Sequence[AnswerSample]) -> list
 
 @contextmanager
 def shown_prints() -> Iterator[None]:
-    """Show what rewards print on standard error, and nothing of the log: the page says the rest."""
+    """Show output of rewards on standard error, without the log, because the page has the rest."""
     logger = logging.getLogger("areal")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)

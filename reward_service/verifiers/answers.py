@@ -193,7 +193,7 @@ NUMBERS = (
     "millions billion billions trillion trillions"
 )
 HEDGES = frozenset(f"{SECOND} {DENIED} {NUMBERS}".split())
-"""Words beside an answer that make it another answer, or none: a second one, a denial, a multiple."""
+"""Words beside an answer that change or void it: a second answer, a denial, a multiple."""
 
 
 def hedged(words: str) -> bool:

@@ -127,9 +127,9 @@ def number_of(response: str, *, flexible: bool) -> str | None:
 
 
 def _names_a_unit(behind: str) -> bool:
-    """Return whether what follows a number leaves it as it is: words, and signs that are no operators. One
-    letter directly behind it, but for those of common units, makes another number of it (`5k`, `5x`), and so
-    does a sign that is a number itself (`½`, `²`, `万`)."""
+    """Return whether the text after a number leaves its value unchanged: words, and signs that are not
+    operators. One letter directly after it, except a common unit, changes it (`5k`, `5x`), and so does a sign
+    that is a number itself (`½`, `²`, `万`)."""
     if not all(PLAIN.match(sign) and unicodedata.category(sign) not in ("No", "Nl") for sign in behind):
         return False
     counts = unicodedata.numeric(behind.lstrip()[:1] or " ", None) is not None

@@ -57,7 +57,7 @@ class Cases(msgspec.Struct, frozen=True):
         return {entry.removeprefix("Solution().") for entry in entries}
 
     def first(self, n: int) -> Cases:
-        """These cases, at most `n` of each form; all for 0."""
+        """Return at most `n` of these cases of each form; all of them for 0."""
         if not n:
             return self
         return msgspec.structs.replace(self, stdio=self.stdio[:n], calls=self.calls[:n], codes=self.codes[:n])
@@ -121,9 +121,10 @@ def _entry_point(name: Any) -> str:
 
 
 def code_cases(texts: list[str], setup: str = "", entry_point: str = "") -> Cases:
-    """Every assertion and every function `test…` at the top is a case; what stands between goes before all of
-    them. A text that defines `check` is one case, and so is one with none of these. Raises ValueError for
-    what is not Python, for tests that run nothing of the program, and for names that nobody defines."""
+    """Return the cases of a text. Every assertion and every function `test…` at the top level is a case; the
+    code between them runs before each case. A text that defines `check`, or has neither, is one case. Raises
+    ValueError for text that is not Python, for tests that run nothing of the program, and for undefined
+    names."""
     try:
         return _code_cases(texts, setup, entry_point)
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -192,12 +193,12 @@ def _typed(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """The text of one case; a list holds its lines."""
+    """Return the text of one case. A list contains its lines."""
     return "\n".join(str(line) for line in value) if isinstance(value, list) else str(value)
 
 
 def _arguments(value: Any) -> list[Any]:
-    """A list holds the arguments; a text holds one of them a line, as JSON."""
+    """Return the arguments. A list contains the arguments; a text has one per line, as JSON."""
     if not isinstance(value, str):
         return list(value) if isinstance(value, list) else [value]
     try:

@@ -124,8 +124,8 @@ def _score_of(result: Result, *, partial: bool) -> Score:
 
 
 def _modules_of(truth: Any) -> set[str]:
-    """Modules that the tests of a task import; none where the ground truth cannot be read, which is the
-    matter of another check."""
+    """Return the modules that the tests of a task import; none if the ground truth cannot be read, which
+    another check reports."""
     try:
         with warnings.catch_warnings(action="ignore"):  # the text need not be code
             return modules_of(read_cases(truth))
@@ -134,8 +134,8 @@ def _modules_of(truth: Any) -> set[str]:
 
 
 def _modules_away(names: Sequence[str], given: Mapping[str, Any]) -> list[str]:
-    """Return the modules that programs cannot import with the arguments `given`; none where no program can
-    run, which is the matter of another check."""
+    """Return the modules that programs cannot import with the arguments `given`; none if no program can run,
+    which another check reports."""
     known = {name: given[name] for name in ("sandbox", "environment") if name in given}
     try:
         return modules_away(names, SandboxArguments.model_validate(known)) if names else []

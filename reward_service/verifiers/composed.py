@@ -99,11 +99,11 @@ class WeightedPart(Section):
 
     @property
     def known_as(self) -> str:
-        """The label, else the name, of `path.py:f` only `f`."""
+        """Return the label, else the name; for `path.py:f` only `f`."""
         return self.label or self.name.rpartition(":")[2]
 
     def load(self) -> Callable[[RewardInput], Any]:
-        """The reward with its arguments, ready to be called with one input. Raises RewardLoadError."""
+        """Return the reward with its arguments, ready for calls with one input. Raises RewardLoadError."""
         return _loaded(self.name, json.dumps(self.args, sort_keys=True))
 
 

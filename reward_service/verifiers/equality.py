@@ -271,7 +271,7 @@ class Region(NamedTuple):
     """Numbers that a relation, an interval, a union or a set builder allows."""
 
     unknown: str
-    """The unknown that it is said of; empty where none is named."""
+    """The unknown that the region is for; empty if none is named."""
     pieces: list[str]
 
 
@@ -393,7 +393,7 @@ def _split(text: str) -> Bracketed | None:
 
 
 def _part(item: str) -> tuple[str, str]:
-    """The name and the value of one of several solutions: `x = 1` is 1."""
+    """Return the name and the value of one of several solutions: `x = 1` is 1."""
     match = ASSIGNED.match(item)
     if match is None or not _in_their_order(match[1]):
         return "", item.strip()

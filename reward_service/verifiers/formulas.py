@@ -90,7 +90,7 @@ def _forget() -> None:
 
 @functools.lru_cache(maxsize=256)
 def _parsed(text: str) -> Any:
-    """The formula in sympy's terms, with `i` as the root of -1. Raises errors of any kind."""
+    """Return the formula as a sympy expression, with `i` as the root of -1. Raises errors of any kind."""
     import sympy
 
     text = BEFORE_TIMES.sub(r"\\\1(\2) ", IN_DEGREES.sub(r"\\\1(\\frac{\2\\pi}{180})", text))
@@ -125,7 +125,7 @@ def _as_one_symbol(match: re.Match[str]) -> str:
 
 
 def _cross_product(match: re.Match[str]) -> str:
-    """The product of two vectors as a symbol of its own, with the sign that their order gives."""
+    """Return the product of two vectors as a symbol of its own, with the sign that their order gives."""
     first, second = sorted((match[1], match[2]))
     return f"({'' if first == match[1] else '-'}Q_{{1{first}x{second}}})" if first != second else "(0)"
 
@@ -182,7 +182,7 @@ def _size(part: Any, unknown: float) -> float:
 
 
 def _most_terms(formula: Any) -> int:
-    """The most terms that a part of the formula has when it is multiplied out."""
+    """Return the largest number of terms that a part of the formula has when it is multiplied out."""
     import sympy
 
     most, unknowns = 1, len(formula.free_symbols)
@@ -337,8 +337,8 @@ def _points(unknowns: int) -> Iterator[list[Any]]:
 
 
 def _agree(wanted: Any, given: Any, point: dict[Any, Any], slack: Fraction = Fraction(0)) -> bool | None:
-    """Return whether both have the same value at a point; None where one of them is not defined, or not
-    real, or too large to be computed."""
+    """Return whether both have the same value at a point; None if one of them is undefined, not real, or too
+    large to compute."""
     import sympy
 
     unknown = max((int(abs(value)).bit_length() for value in point.values()), default=0)

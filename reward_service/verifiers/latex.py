@@ -159,8 +159,8 @@ def _compatible(signs: str) -> str:
 
 
 def one_spaced(text: str) -> str:
-    """The text with one space for each run of white space: TeX sees no more, and no pattern goes back over a
-    run."""
+    """Return the text with one space for each run of white space. TeX treats both alike, and no pattern has
+    to backtrack over a run."""
     return " ".join(text.split())
 
 

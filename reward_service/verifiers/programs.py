@@ -70,7 +70,7 @@ def blocks(response: str) -> list[Block]:
 
 
 def _outside_of(container: str, text: str) -> str:
-    """The text of a block without the marks of its quote and the indentation of its list."""
+    """Return the text of a block without the marks of its quote and the indentation of its list."""
     if not container:
         return text
     if ">" in container:

@@ -65,7 +65,7 @@ class SandboxArguments(Section):
     """Memory of all processes of one run."""
     environment: FolderOrName = ""
     """Python of programs and tests: a virtual environment, or an interpreter. Its packages can be imported.
-    Empty: the standard library, and numpy where it is installed beside this project."""
+    Empty means the standard library, and numpy if it is installed beside this project."""
     processes: int = Field(default=16, ge=2, le=65_536)
     """Processes and threads of one run."""
     budget_s: float = Field(default=8.0, gt=0)
@@ -83,7 +83,7 @@ class Result(msgspec.Struct):
     """The results of the cases."""
 
     passed: list[bool]
-    """One for each case; false for those that were not run."""
+    """One for each case; false for cases that were not run."""
     compiled: bool = True
     out_of_time: bool = False
     spent_s: float = 0.0
@@ -98,12 +98,12 @@ class Result(msgspec.Struct):
 
 @functools.cache
 def runner(level: Level) -> Sandbox:
-    """The sandbox of this process, made when first asked for. Raises SandboxError."""
+    """Return the sandbox of this process, created at the first call. Raises SandboxError."""
     return Sandbox.at(level)
 
 
 def prepare_runner(arguments: SandboxArguments) -> None:
-    """Have the sandbox ready before the first call. Raises RewardLoadError where there is none, or no such
+    """Prepare the sandbox before the first call. Raises RewardLoadError if there is no sandbox, or no such
     environment."""
     try:
         runner(arguments.sandbox).check_environment(arguments.environment)
@@ -266,7 +266,8 @@ MISSING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]{1,100})'", 
 
 
 def missing_module(said: str) -> str:
-    """The module that a program could not import, by how it ended; empty if that was not the reason."""
+    """Return the module that a program could not import, as its end shows; empty if that was not the
+    reason."""
     found = MISSING.findall(said[-2000:])
     return found[-1] if found else ""
 

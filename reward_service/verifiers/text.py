@@ -43,10 +43,11 @@ class ExactMatchArguments(Section):
 
 @verifier(ExactMatchArguments, needs_truth=True)
 def exact_match(given: RewardInput, arguments: ExactMatchArguments) -> float:
-    """1 when answer and ground truth are the same text, else 0.
+    """Return 1 if answer and ground truth are the same text, else 0.
 
-    Runs of white space count as one space, and none at either end. A ground truth that is no text is compared
-    as Python writes it. No answer at `where` is wrong."""
+    Runs of white space count as one space, and are ignored at either end. A ground truth that is not a text
+    is compared in Python's notation. A missing answer at `where` is wrong.
+    """
     answer = given.response if arguments.where is None else answer_of(given.spoken, arguments.where)
     if answer is None:
         return 0.0
@@ -164,7 +165,7 @@ def _once(text: str, tag: str) -> bool:
 
 
 def _in_order(text: str, tags: Sequence[str], *, outside: bool, empty: bool) -> bool:
-    """Return whether each tag begins behind the one before it; every one is there once."""
+    """Return whether each tag begins after the previous one. Every tag must occur exactly once."""
     position = 0
     for tag in tags:
         start, end = text.index(f"<{tag}>"), text.index(f"</{tag}>")
@@ -289,7 +290,8 @@ class OverlongArguments(Section):
 
 @verifier(OverlongArguments)
 def overlong(given: RewardInput, arguments: OverlongArguments) -> float:
-    """A number from -1 to 0. An answer that was cut off at its length limit is longer than `limit`."""
+    """Return a number from -1 to 0. An answer that was cut off at its length limit counts as longer than
+    `limit`."""
     if given.truncated:
         return -1.0
     beyond = arguments.limit - arguments.buffer - length_of(given, arguments.unit)

@@ -69,8 +69,8 @@ class Weights(Protocol):
 
     @property
     def path(self) -> Path:
-        """A complete, verified directory that transformers can load (config, tokenizer, safetensors). It
-        stays as it is until the update has been acknowledged."""
+        """Return a complete, verified directory that transformers can load (config, tokenizer, safetensors).
+        It stays unchanged until the update has been acknowledged."""
         ...
 
 
@@ -107,11 +107,12 @@ class GenerateResult:
     text: str
     logprobs_of: LogprobsOf = "sampled"
     cached_tokens: int | None = None
-    """Tokens of the prompt whose KV was found in a prefix cache; None where the engine does not say."""
+    """Tokens of the prompt whose KV was found in a prefix cache; None if the engine does not report it."""
     routes: Routes | None = None
-    """u8 or u16 [n, width], as `trajectory/routes.py` has them: of the tokens from `routes_from` on that were
-    fed, which the last one sampled was not; None where none are wanted or known. Of a token that was fed
-    several times, because its KV was computed anew under other weights, they are those of one pass."""
+    """u8 or u16 [n, width], in the form of `trajectory/routes.py`: routes of the tokens from `routes_from` on
+    that were fed to the model, so not of the last sampled one. None if they are not requested or unknown. If
+    a token was fed several times, because its KV was computed again under other weights, its routes are those
+    of one pass."""
 
 
 Ids = npt.NDArray[np.int32]
@@ -148,8 +149,8 @@ class EngineStats:
     """Sums over the engine's passes from which the cost of a pass is computed (`with_pass` of the local
     engine). Empty if the engine does not measure its passes."""
     decoded: int = 0
-    """A count that moves on when units are sampled of which `tokens_total` knows nothing yet, because their
-    answer is under way. Only its movement means anything."""
+    """A count that increases when units are sampled that are not yet in `tokens_total`, because their answer
+    is in flight. Only changes of it are meaningful."""
 
 
 class Engine(Protocol):

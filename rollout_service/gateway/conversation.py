@@ -49,7 +49,7 @@ class CallPlan:
     kind: SegmentKind
     given: RenderedPrompt
     root: Root | None
-    """Why this begins a path; None when it goes on with `parent`."""
+    """Reason why this begins a path; None if it continues `parent`."""
     keys: tuple[Key, ...]
     """Keys of the conversation, message by message."""
 

@@ -241,7 +241,7 @@ def _refusal(error: str) -> ApiError:
 
 
 def _declared(function: ToolFunction) -> dict[str, Any]:
-    """A tool as chat templates take it."""
+    """Return a tool in the form for chat templates."""
     parameters = function.parameters
     if parameters is None:
         parameters = {"type": "object", "properties": {}}

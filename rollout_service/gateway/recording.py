@@ -108,7 +108,7 @@ class Session:
 
     @property
     def builder(self) -> EpisodeBuilder:
-        """The episode, for rewards, anchors, metadata and texts."""
+        """Return the episode, for rewards, anchors, metadata and texts."""
         return self._episode.builder
 
     @property
@@ -189,8 +189,8 @@ class Session:
             call.work.cancel()
 
     def record(self, sent: RecordCall) -> None:
-        """Make the answers of a call part of the episode. Nothing waits in here: an episode has all of a
-        call; one that has ended, nothing of it."""
+        """Make the answers of a call part of the episode. This function never waits, so an episode gets all
+        answers of a call, and an ended episode gets none."""
         call = self.open.pop(sent.call, None)
         if call is None or self._ended:
             return
@@ -203,7 +203,7 @@ class Session:
         metrics.GATEWAY_CALLS.labels("ok").inc()
 
     def _add(self, call: _OpenCall, sent: RecordCall) -> None:
-        """The answers of a call as branches of one prompt."""
+        """Add the answers of a call as branches of one prompt."""
         record, builder, asked = self._record, self.builder, call.asked
         parent, depth = (-1, 0) if asked.parent is None else record.segments[asked.parent]
         new = call.ids[asked.known :]

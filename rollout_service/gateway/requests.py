@@ -36,14 +36,14 @@ class ApiError(ArealError):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
-        """The JSON body of the refusal."""
+        """Return the JSON body of the refusal."""
         server = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, server)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def bad(param: str, message: str, *, code: str | None = None) -> ApiError:
-    """A body that cannot be served, with the field to change."""
+    """Return the error for an invalid body, with the field to change."""
     return ApiError(400, message, param=param, code=code)
 
 

@@ -89,7 +89,7 @@ class AgentCalls:
         self._recording: set[asyncio.Task[Any]] = set()
 
     def start(self, number: int, asked: ChatCall) -> RunningCall:
-        """Begin to answer `asked`; `let_go` is to be called in the end. Raises `ApiError`."""
+        """Begin to answer `asked`. Call `let_go` at the end. Raises `ApiError`."""
         if self._ended:
             raise ApiError(401, ENDED, code="invalid_api_key")
         call = RunningCall(number, self, asked)

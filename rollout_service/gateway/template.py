@@ -29,7 +29,8 @@ class ChatTemplate:
     def __init__(
         self, tokenizer: Any, tool_format: ToolFormat = "auto", ends: Collection[int] | None = None
     ) -> None:
-        """`ends` are the ids that end an answer, by default those that the tokenizer knows."""
+        """Create the template. `ends` are the ids that end an answer, by default the ones that the tokenizer
+        knows."""
         self.tokenizer = tokenizer
         template = tokenizer.chat_template
         source = template if isinstance(template, str) else json.dumps(template or "")
@@ -91,9 +92,9 @@ class ChatTemplate:
     def continuation(
         self, asked: Conversation, shown: RenderedPrompt, upto: int, given: RenderedPrompt, said: SampledText
     ) -> str | None:
-        """Return the text after the ids of an answer that is message `upto - 1` of `asked`, which `shown`
-        is of; `given` is what that answer was sampled from. None when the template does not render the
-        history as it was, so that the path cannot go on."""
+        """Return the text after the ids of an answer, which is message `upto - 1` of `asked` and part of
+        `shown`. `given` is the prompt of that answer. Return None if the template now renders the history
+        differently, so that the path cannot continue."""
 
         def past() -> str | None:
             return self._unopened(asked, asked.messages[:upto])

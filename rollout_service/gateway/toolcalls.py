@@ -97,7 +97,8 @@ def parse(text: str, family: Format, tools: Tools = (), *, opened: bool = False)
 
 
 class Found(NamedTuple):
-    """The calls that begin at one place of a text; none of them, and no problem, where a tag is a mention."""
+    """The calls that begin at one place of a text; none of them, and no problem, if a tag is only a
+    mention."""
 
     start: int
     end: int
@@ -106,7 +107,7 @@ class Found(NamedTuple):
 
 
 Reader = Callable[[int, int], Found]
-"""Reads what begins at a marker; the second place is where the part outside of thoughts begins."""
+"""A function that reads from a marker on. Its second number is the begin of the part outside of thoughts."""
 
 
 def outside_thoughts(text: str, markers: Sequence[str], read: Reader, *, opened: bool = False) -> list[Found]:
@@ -196,8 +197,8 @@ BESIDE = frozenset({"name", "id", "type"})
 
 
 def _called(value: Any, key: str) -> ParsedCall | None:
-    """Return a call as a JSON object with `name` and, under `key`, its arguments; None for any other, such as
-    one that may have its arguments under another key."""
+    """Return a call as a JSON object with `name` and, under `key`, its arguments; None for any other object,
+    such as one with its arguments under another key."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     others = [value[each] for each in value.keys() - BESIDE - {key}]
@@ -253,8 +254,9 @@ def _xml(source: ScannedText, tools: Tools, at: int, begin: int) -> Found:
 
 
 def _typed(text: str, declared: Any, schema: Any) -> Any:
-    """Return the value of an XML parameter, which has no type of its own: text where the tool takes text,
-    else JSON where it is. Templates write null as `null` or `None`, and booleans as Python does."""
+    """Return the value of an XML parameter, which has no type of its own: text if the tool takes text, else
+    the value of its JSON if it is valid JSON. Templates write null as `null` or `None`, and booleans in
+    Python's notation."""
     if text in ("null", "None") and _takes(declared, schema, "null", type(None)):
         return None
     if _takes(declared, schema, "string", str):

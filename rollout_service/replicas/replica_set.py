@@ -115,10 +115,9 @@ async def exchange(
 
 @dataclass
 class StallDetector:
-    """Notices an engine that has requests but makes no progress: for `limit_s` without a pause it had
-    requests, but neither sampled a token nor finished a request. Time in which nobody looked does not
-    count. Times are
-    seconds of `clock`; `look` is to be called every `WATCH_S`."""
+    """A detector of engines that have requests but make no progress: for `limit_s` without a break an engine
+    had requests, but neither sampled a token nor finished a request. Time without a look does not count.
+    Times are seconds of `clock`; call `look` every `WATCH_S`."""
 
     limit_s: float
     clock: Callable[[], float] = time.monotonic
@@ -140,7 +139,7 @@ class StallDetector:
 
 @dataclass(eq=False)
 class EngineReplica:
-    """One engine after the other, each from `make(index)`. `trouble` is to be called every `WATCH_S`."""
+    """A series of engines, each from `make(index)`. Call `trouble` every `WATCH_S`."""
 
     index: int
     make: Callable[[int], Engine]
@@ -289,7 +288,7 @@ class ReplicaSet:
 
     @property
     def version(self) -> VersionTag:
-        """The oldest version that a replica serves."""
+        """Return the oldest version that a replica serves."""
         serving = [replica.engine.version for replica in self.replicas if replica.serves]
         return min(serving, default=self._served().tag)
 
@@ -536,8 +535,8 @@ class ReplicaSet:
 
     @asynccontextmanager
     async def _snapshot(self) -> AsyncIterator[Weights]:
-        """Give the snapshot that an engine starts with: the newest, however long the trainer takes to answer,
-        or the one served if nothing gives the newest."""
+        """Return the snapshot that an engine starts with: the newest, however long the trainer takes to
+        answer, or the served one if there is no source of newer ones."""
         if self.newest is None:
             yield self._served()
             return

@@ -79,7 +79,7 @@ class ConcurrencyLimit:
             self.last = ConcurrencyChange(ceiling, "replica back")
 
     def exchanging(self, going_on: bool, now_s: float) -> None:
-        """An exchange of weights begins, or has ended."""
+        """Note that a weight update begins, or has ended."""
         self._queue_counts_s = math.inf if going_on else now_s + SETTLE_S
 
     def look(self, stats: EngineStats, peak: int, now_s: float) -> ConcurrencyChange | None:
@@ -140,7 +140,7 @@ class ConcurrencyTuner:
         self._peak = max(self._peak, episodes)
 
     def exchanging(self, going_on: bool) -> None:
-        """An exchange of the engine's weights begins, or has ended."""
+        """Note that a weight update of the engine begins, or has ended."""
         self.concurrency.exchanging(going_on, time.monotonic())
 
     def serving(self, share: float) -> None:

@@ -57,7 +57,7 @@ async def first_of(
 
 @dataclass(frozen=True)
 class PutBatch:
-    """One message: encoded episodes of a lease, by sample, and the routes of those that have some."""
+    """One message: encoded episodes of a lease, by sample, and their routes, if any."""
 
     lease_id: str
     group_id: str
@@ -158,7 +158,7 @@ class UploadQueue:
             lease.stored += stored
 
     def pop_ended(self) -> dict[str, LeaseUpload]:
-        """Forget, and return, the leases of which nothing more will come and all is answered."""
+        """Forget and return the leases that will get no more samples and whose puts are all answered."""
         ended = {
             lease_id: lease
             for lease_id, lease in self.leases.items()

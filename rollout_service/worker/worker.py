@@ -390,10 +390,12 @@ class Worker:
         return DRAINED if self._stopping else "the worker failed"
 
     async def _drain(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Let what runs finish and be sent, for at most `drain_s`. Raises what makes that pointless.
+        """Let running episodes finish and be sent, for at most `drain_s`. Raises errors that make this
+        pointless.
 
-        The buffer is told, so that it grants nothing to a request still under way: that would be found out
-        only when the lease expires."""
+        The buffer is told, so that it grants nothing to a request in flight; such a grant would only be
+        noticed when the lease expires.
+        """
         self._stopping = self._ending = True
         draining = asyncio.ensure_future(self._tell_buffer())
         deadline_s = time.monotonic() + self.timing.drain_s

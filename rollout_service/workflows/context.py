@@ -123,7 +123,7 @@ class Context:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Names of the job's policies; the first one answers where none is named."""
+        """Return the names of the job's policies. The first one answers if none is named."""
         return self.builder.policies
 
     @property
@@ -245,7 +245,7 @@ class Context:
 
     @property
     def waited_s(self) -> float:
-        """The longest wait for an answer that has not come, in seconds."""
+        """Return the longest wait for a missing answer, in seconds."""
         now_s = time.monotonic()
         return max([self._cut_s, *(now_s - asked_s for asked_s in self._asked_s.values())])
 
@@ -392,8 +392,9 @@ class Context:
 
     def reward(self, value: float, *, name: str = REWARD, segment: int | None = None) -> None:
         """Record a reward that the workflow knows: of a segment, or of the whole episode under a name. The
-        reward called `reward` (without one, the sum over segments) is what the verifier `environment` scores
-        the episode with; other names are shown beside it. Raises ValueError for what is no finite number."""
+        verifier `environment` scores the episode with the reward called `reward`, or without one with the sum
+        over segments. Other names are shown beside it. Raises ValueError if the value is not a finite
+        number."""
         number = float(value)
         if not np.isfinite(number):
             raise ValueError(f"a reward is a finite number, not {value}")

@@ -51,7 +51,7 @@ class ToolUse:
         """`tool_use`: a policy that may call tools before it answers."""
 
         tools: tuple[str, ...] = Field(min_length=1)
-        """`path.py:name` of functions marked `@tool`, or names of those of installed packages."""
+        """`path.py:name` of functions marked `@tool`, or names of tools of installed packages."""
         format: Literal["plain", "json"] = "plain"
         """Format of calls. `plain`: `name(text)` ends a reply; `json`: `<tool_call>{"name": …,
         "arguments": {…}}</tool_call>`."""
@@ -148,8 +148,8 @@ class ToolUse:
 
 
 async def _generate(ctx: Context, segment: int, turn: int, *, plain: bool, opened: bool) -> tuple[Reply, str]:
-    """Return a reply and its text. A plain one that a bracket stopped goes on, unless it is a call by
-    then."""
+    """Return a reply and its text. A plain reply that stopped at a bracket is continued, unless it is already
+    a call."""
     left = ctx.sampling.max_new_tokens
     stop = (*ctx.sampling.stop, PLAIN_STOP) if plain else ctx.sampling.stop
     reply = await ctx.generate(parent=segment, turn=turn, stop=stop)
@@ -196,8 +196,8 @@ def plain_call(text: str) -> RequestedCall | None:
 
 
 def json_calls(text: str, *, opened: bool = False) -> list[RequestedCall]:
-    """Return every call in `text` outside of its thoughts, in order; one that is no proper JSON has a
-    `problem`. `opened`: the prompt has opened a thought."""
+    """Return every call in `text` outside of its thoughts, in order; a call with invalid JSON has a
+    `problem`. `opened` means that the prompt has opened a thought."""
     source = ScannedText(text)
 
     def read(at: int, begin: int) -> Found:

@@ -113,7 +113,7 @@ JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", l
 
 
 class ToolError(ArealError):
-    """A tool cannot be loaded, or there is none of that name: the text says what to do."""
+    """A tool cannot be loaded, or there is none of that name. The text says what to do."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The description of the tool that chat templates take."""
+        """Return the description of the tool in the form for chat templates."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 

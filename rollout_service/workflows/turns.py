@@ -149,11 +149,12 @@ class Chat:
 
 
 def continuation(tokenizer: Tokenizer, chat: Chat, new: Sequence[Message]) -> tuple[str, bool]:
-    """Return what follows the reply that ends `chat`, up to where the next reply begins, and whether the
-    template changes what came before it, in which case nothing can follow.
+    """Return the text after the reply that ends `chat`, up to the begin of the next reply, and whether the
+    template changes earlier text, in which case the path cannot continue.
 
-    Without a chat template it is the contents of `new`, joined by newlines. Raises `TurnError` where `chat`
-    does not end in a reply."""
+    Without a chat template it is the contents of `new`, joined by newlines. Raises `TurnError` if `chat` does
+    not end in a reply.
+    """
     if not tokenizer.chat_template:
         return message_texts(new), False
     if not chat.messages or chat.messages[-1]["role"] != "assistant":
@@ -172,7 +173,7 @@ def continuation(tokenizer: Tokenizer, chat: Chat, new: Sequence[Message]) -> tu
 
 
 def _unopened(tokenizer: Tokenizer, chat: Chat) -> str | None:
-    """Return the rendering of a chat without the next reply opened; None where the template refuses that."""
+    """Return the rendering of a chat without the opened next reply; None if the template refuses that."""
     try:
         return chat.render(tokenizer, opened=False)
     except Exception:  # whatever a template raises
@@ -204,7 +205,8 @@ class Renderer:
     def __init__(
         self, tokenizer: Tokenizer, ends: Collection[int] | None = None, *, remember: int = 64
     ) -> None:
-        """`ends` are the ids that end an answer, by default those that the tokenizer knows."""
+        """Create the turns. `ends` are the ids that end an answer, by default the ones that the tokenizer
+        knows."""
         self.tokenizer = tokenizer
         self.ends = frozenset(end_ids(tokenizer) if ends is None else ends)
         self.answers = Detokenizer(tokenizer, self.ends)

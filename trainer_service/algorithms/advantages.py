@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @advantage(needs_group=2)
 def grpo(samples: Samples, *, eps: Positive = 1e-6) -> Tensor:
-    """A = (R - mean_g) / (std_g + eps): f64 [N]. Source: Shao et al. 2024, "DeepSeekMath", sec. 4.1.2
+    """Return A = (R - mean_g) / (std_g + eps): f64 [N]. Source: Shao et al. 2024, "DeepSeekMath", sec. 4.1.2
     (outcome reward)."""
     return samples.over_std(samples.reward, eps)
 
@@ -37,15 +37,15 @@ def dr_grpo(samples: Samples) -> Tensor:
 
 @advantage(needs_group=2)
 def rloo(samples: Samples) -> Tensor:
-    """A = n / (n - 1) · (R - mean_g), which is R less the mean of the others: f64 [N]. Source: Ahmadian et
-    al. 2024, "Back to basics", RLOO."""
+    """Return A = n / (n - 1) · (R - mean_g), which is R less the mean of the other samples: f64 [N]. Source:
+    Ahmadian et al. 2024, "Back to basics", RLOO."""
     n = samples.size
     return n / (n - 1).clamp(min=1) * samples.centred(samples.reward)
 
 
 @advantage(needs_group=2)
 def reinforce_pp_baseline(samples: Samples) -> Tensor:
-    """A = (R - mean_g), whitened over all units of the batch: f64 [N]. Source: Hu et al. 2025,
+    """Return A = (R - mean_g), whitened over all units of the batch: f64 [N]. Source: Hu et al. 2025,
     "REINFORCE++" (w/ baseline)."""
     return samples.whitened(samples.centred(samples.reward), samples.length.double())
 
@@ -101,6 +101,6 @@ def gdpo(samples: Samples, *, weights: dict[str, float] | None = None, eps: Posi
 
 @advantage()
 def reward(samples: Samples, *, baseline: float = 0.0) -> Tensor:
-    """A = R - `baseline`: f64 [N]. For REINFORCE, and for losses that choose by its sign, such as `raft_pp`
-    and `topr`."""
+    """Return A = R - `baseline`: f64 [N]. For REINFORCE, and for losses that select units by its sign, such
+    as `raft_pp` and `topr`."""
     return samples.reward - baseline

@@ -38,7 +38,7 @@ class Samples:
     baseline: Tensor
     """bool [N]: answered greedily, only to be compared with."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
-    """f64 [N] by name, NaN where there is none: the components of the episode's reward."""
+    """f64 [N] by name: the components of the episode's reward, NaN if missing."""
     sequence: Tensor | None = None
     """i64 [N]: sequence that each turn belongs to; later turns come later."""
 
@@ -162,7 +162,8 @@ def _of_team(segments: SegmentTable) -> Tensor:
 
 
 def with_penalty(units: UnitTable, penalty: Tensor | None) -> SegmentTable:
-    """The table of segments with rewards less the `penalty` f32 [U] of their units. All ranks call it."""
+    """Return the table of segments with rewards reduced by the `penalty` f32 [U] of their units. All ranks
+    call it."""
     segments = units.segments
     assert segments is not None, "rewards of segments need the table of segments"
     if penalty is None:

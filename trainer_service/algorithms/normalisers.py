@@ -38,22 +38,23 @@ class Totals:
 
 
 def token(units: UnitTable, totals: Totals) -> Tensor:
-    """Every unit weighs the same: 1 / Σ units. f32 [S]"""
+    """Return equal weights for all units: 1 / Σ units. f32 [S]"""
     return units.mask.float() / totals.units
 
 
 def sequence(units: UnitTable, totals: Totals) -> Tensor:
-    """Every row weighs the same: mean over its units, then over the rows. f32 [S]"""
+    """Return equal weights for all rows: mean over a row's units, then over the rows. f32 [S]"""
     return units.mask.float() / (units["row_units"] * max(1, totals.rows))
 
 
 def rollout(units: UnitTable, totals: Totals) -> Tensor:
-    """Every episode weighs the same, however many rows it became: mean over its units, then over the episodes
-    that have any. f32 [S]"""
+    """Return equal weights for all episodes, independent of their number of rows: mean over an episode's
+    units, then over the episodes that have any. f32 [S]"""
     return units.mask.float() / (totals.units_of_episode.clamp(min=1)[units.episode] * totals.episodes)
 
 
 def constant(units: UnitTable, totals: Totals, *, length: Annotated[int, Field(ge=1)]) -> Tensor:
-    """The sum over an episode's units divided by a fixed `length`, then the mean over episodes: a long answer
-    weighs more than a short one. f32 [S]. Source: Liu et al. 2025, "Understanding R1-Zero-like training"."""
+    """Return the weights for the sum over an episode's units divided by a fixed `length`, then the mean over
+    episodes. A long answer weighs more than a short one. f32 [S]. Source: Liu et al. 2025, "Understanding
+    R1-Zero-like training"."""
     return units.mask.float() / (length * totals.episodes)

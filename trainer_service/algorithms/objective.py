@@ -79,8 +79,8 @@ class Objective:
             minibatches=minibatches,
             max_staleness=job.buffer.max_staleness if job is not None else 0,
         )
-        """Source of proximal log-probs: `recompute`, `reuse`, `loglinear`, or `behaviour` for those of the
-        behaviour policy."""
+        """Source of proximal log-probs: `recompute`, `reuse`, `loglinear`, or `behaviour` for the log-probs
+        of the behaviour policy."""
         self._declare()
         self._check_parts()
 

@@ -94,7 +94,7 @@ class ObjectivePart:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The function, whose signature `inspect.signature` gives for the part."""
+        """Return the function. `inspect.signature` uses its signature for the part."""
         return self.function
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
@@ -234,9 +234,9 @@ class Loss(UnitPart):
         max_staleness: int,
     ) -> str:
         """Return the source of proximal log-probs with these parts: `recompute`, `reuse`, `loglinear`, or
-        `behaviour` for those of the behaviour policy. `auto` takes a pass if something needs one; otherwise,
-        for stale samples, the choice that this loss declares (docs/objectives.md#which-objective-to-choose
-        has the measurements)."""
+        `behaviour` for the log-probs of the behaviour policy. `auto` takes a pass if some part needs one;
+        otherwise, for stale samples, the choice that this loss declares
+        (docs/objectives.md#which-objective-to-choose has the measurements)."""
         if correction.prox:
             return correction.prox
         if objective.prox != "auto":
@@ -349,7 +349,7 @@ def with_figures(
 
 
 def of_shape(what: str, values: Tensor, count: int) -> Tensor:
-    """The values, if they are a tensor of `count` numbers. Raises `ObjectiveError`."""
+    """Return the values, if they are a tensor of `count` numbers. Raises `ObjectiveError`."""
     from torch import Tensor
 
     from trainer_service.errors import ObjectiveError

@@ -27,7 +27,7 @@ class Sequences:
     s: Tensor
     """f64 [N]"""
     ref: Tensor
-    """f64 [N]: `s` by the reference, 0 where there is none."""
+    """f64 [N]: `s` by the reference, 0 without a reference."""
     length: Tensor
     """i64 [N]: units, at least 1."""
     value: Tensor
@@ -42,7 +42,7 @@ class Sequences:
 
 
 def pairs(values: Tensor) -> tuple[Tensor, Tensor]:
-    """[2n] -> those of the chosen sequences [n], of the rejected [n]."""
+    """Split [2n] into the chosen sequences [n] and the rejected ones [n]."""
     return values[0::2], values[1::2]
 
 

@@ -53,7 +53,7 @@ class EpisodeTable:
     components: Mapping[str, Tensor] = field(default_factory=dict)
     """f64 [E] by name; NaN for an episode without one of that name."""
     parts: Sequence[Parts | None] = ()
-    """Rewards of segments, agents and units, where scoring gave some; empty where it gave none at all."""
+    """Rewards of segments, agents and units; empty if scoring gave none."""
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -62,7 +62,8 @@ class EpisodeTable:
     def of(
         cls, episodes: Sequence[BatchEpisode], group: NDArray[np.int64], *, greedy_sample: int | None = None
     ) -> EpisodeTable:
-        """The episodes of a manifest; `greedy_sample` is the number that the greedy one of a group has."""
+        """Return the episodes of a manifest. `greedy_sample` is the number of the greedy episode in a
+        group."""
         names = {name: None for episode in episodes for name in episode.components}
         none = float("nan")
 
@@ -90,13 +91,13 @@ class SegmentTable:
     episode: Tensor
     """i64 [G]"""
     index: Tensor
-    """i64 [G]: number of the segment in its episode; those that came later have higher ones."""
+    """i64 [G]: number of the segment in its episode. Later segments have higher numbers."""
     turn: Tensor
     """i64 [G]"""
     agent: Tensor
     """i64 [G]: equal for equal names (`agent_id`)."""
     anchor: Tensor
-    """i64 [G]: equal for equal states, 0 where the workflow named none."""
+    """i64 [G]: equal for equal states, 0 if the workflow named none."""
     length: Tensor
     """i64 [G]: units that are trained."""
     given: Tensor
@@ -118,7 +119,7 @@ class SegmentTable:
         return keys(self.episode, self.agent)
 
     def in_time(self) -> InTime:
-        """The segments of each sequence in the order of time."""
+        """Return the segments of each sequence in the order of time."""
         return InTime.of(self.sequence, self.index)
 
 
@@ -172,7 +173,7 @@ class UnitTable:
     segments: SegmentTable | None = None
     """Only where a part of the objective is defined over segments, agents or turns."""
     ranks: Collectives | None = field(default=None, repr=False)
-    """None of a micro-batch, which is no whole step."""
+    """None for a micro-batch, which is not a whole step."""
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -224,13 +225,13 @@ class UnitTable:
         return replace(self, columns={**self.columns, **columns})
 
     def part(self, start: int, end: int) -> UnitTable:
-        """The units of one micro-batch."""
+        """Return the units of one micro-batch."""
         cut = {name: column[start:end] for name, column in self.columns.items()}
         return replace(self, columns=cut, ranks=None)
 
     def cleared(self) -> UnitTable:
-        """Put 0 into the columns of numbers where the mask is off, so that a NaN there reaches neither a sum
-        nor a gradient."""
+        """Set masked entries of numeric columns to 0, so that a NaN there reaches neither a sum nor a
+        gradient."""
         numbers = {name: column for name, column in self.columns.items() if column.is_floating_point()}
         return self.with_columns(**{name: masked(column, self.mask) for name, column in numbers.items()})
 
@@ -291,13 +292,14 @@ class UnitTable:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` with 0 where the mask is off. Done before any arithmetic, so that a NaN or an infinity of a
-    masked unit reaches neither a sum nor a gradient."""
+    """Return `values` with 0 at masked entries. Do this before any arithmetic, so that a NaN or an infinity
+    of a masked unit reaches neither a sum nor a gradient."""
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
 def difference(values: Tensor, mean: Tensor) -> Tensor:
-    """`values` less their mean: exactly 0 where that is rounding alone, for equal values say nothing."""
+    """Return `values` minus their mean. Differences that are only rounding errors become exactly 0, because
+    equal values carry no signal."""
     found = values - mean
     return found.masked_fill(found.abs() <= ROUNDING * values.abs(), 0.0)
 

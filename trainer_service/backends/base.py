@@ -97,7 +97,7 @@ def models_of(job: JobConfig) -> dict[str, ModelUse]:
 
 
 def model_columns(job: JobConfig) -> set[str]:
-    """The columns that models other than the policy compute for the objective of a job."""
+    """Return the columns that models other than the policy compute for the objective of a job."""
     section = job.trainer.objective
     parts = (
         registry.ADVANTAGES.find(section.advantage),
@@ -153,15 +153,16 @@ class TrainingBackend(Protocol):
         empty on a rank that does not own its share's columns. `fn` is called once for each, in any order."""
 
     def train(self, model: str, batches: Batches, loss_of: LossOf, *, columns: Names = LOGP) -> None:
-        """Add the gradients of Σ `loss_of(index, columns)`, over the micro-batches of all ranks, to those of
-        a trained model.
+        """Add the gradients of Σ `loss_of(index, columns)`, over the micro-batches of all ranks, to the
+        gradients of a trained model.
 
         The loss is a scalar with a gradient through the columns. It is called once for each micro-batch, in
-        any order, on the ranks that own the columns."""
+        any order, on the ranks that own the columns.
+        """
 
     def gradient_norm(self, model: str = TRAINED_MODEL) -> float:
-        """The norm that `optimizer_step`, which must be next, returns or refuses, so that models that are
-        trained together are checked before either changes. Raises `GradientNotFinite` likewise."""
+        """Return the norm that the following `optimizer_step` returns or refuses. Models that are trained
+        together can thus be checked before any of them changes. Raises `GradientNotFinite`."""
 
     def optimizer_step(self, model: str = TRAINED_MODEL) -> float:
         """Clip, update and clear gradients, and return the gradient's norm before clipping. Raises
@@ -217,6 +218,6 @@ def learning_rate(section: OptimizerSection, update: int, total_updates: int) ->
 
 
 def learning_rate_of(job: JobConfig, backend: TrainingBackend) -> float:
-    """The rate of the policy's last update; before the first, of that."""
+    """Return the rate of the policy's last update; before the first update, the rate of the first."""
     use = models_of(job)[TRAINED_MODEL]
     return learning_rate(job.trainer.optimizer, max(0, backend.updates[TRAINED_MODEL] - 1), use.total_updates)

@@ -62,8 +62,8 @@ def loaded_on_all(folder: Path, ranks: Ranks, load: Callable[[], T], fix: str = 
 
 
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Return views of all tensors in a model's files, of which nothing is read yet. Raises `OSError`,
-    `SafetensorError` and, for an index that is none, `ValueError` and others."""
+    """Return lazy views of all tensors in a model's files. Raises `OSError`, `SafetensorError` and, for an
+    invalid index, `ValueError` and others."""
     found: dict[str, Any] = {}
     for path in weight_files(folder) or [folder / ONE_FILE]:
         try:
@@ -75,7 +75,7 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 class ChangingModel(ABC):
-    """The model `name` of a rank. Its `updates` are those of the protocol, 0 for a frozen one."""
+    """The model `name` of a rank. Its `updates` are as in the protocol, 0 for a frozen model."""
 
     def __init__(self, name: str, use: ModelUse) -> None:
         self.name, self.use = name, use
@@ -98,7 +98,7 @@ class ChangingModel(ABC):
 
     @abstractmethod
     def _move(self, source: Self, share: float) -> None:
-        """Move its weights to (1 - share) of themselves + `share` of those of `source`."""
+        """Move its weights to (1 - share) of themselves + `share` of the weights of `source`."""
 
     @property
     def changes(self) -> bool:

@@ -188,8 +188,8 @@ class _Columns(torch.autograd.Function):
 
 
 def _joined_tiles(sums: Sequence[Tensor], entropies: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Log of the sum of exponentials, and the entropy, of all tiles from those of each ([S] all); without
-    `entropies` an empty one."""
+    """Return the log of the sum of exponentials, and the entropy, of all tiles, from those of each tile ([S]
+    all); without `entropies` an empty one."""
     log_sum = torch.stack([*sums]).logsumexp(0)
     if not entropies:
         return log_sum, torch.empty_like(log_sum[:0])

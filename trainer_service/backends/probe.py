@@ -57,7 +57,7 @@ def columns_to_probe(head: ModelHead) -> tuple[str, ...]:
 
 
 def with_short_windows(config: Any) -> Any:
-    """A copy of a config in which every window and every chunk of attention is a few tokens wide."""
+    """Return a copy of a config in which every window and every chunk of attention is a few tokens wide."""
     config = deepcopy(config)
     for section in {id(each): each for each in (config, config.get_text_config())}.values():
         for name, value in list(vars(section).items()):
@@ -69,7 +69,7 @@ def with_short_windows(config: Any) -> Any:
 
 @torch.no_grad()
 def own_columns(model: Any, rows: Sequence[TrainingRow], names: Sequence[str], device: Any) -> Columns:
-    """The columns of the rows by the model's own eager forward pass, one row at a time."""
+    """Return the columns of the rows by the model's own eager forward pass, one row at a time."""
     model.set_attn_implementation("eager")
     forward = partial(type(model).forward, model, use_cache=False)
     found: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -129,7 +129,7 @@ def probed(name: str, config: Any, ranks: Ranks, probe: Callable[[], None]) -> N
 
 
 def refusal(name: str, config: Any, reason: str) -> UnfitModel:
-    """The error for the model `name` of this config."""
+    """Return the error for the model `name` of this config."""
     return UnfitModel(
         f"the model {name!r}, a {config.get_text_config().model_type}, cannot be trained on packed rows: "
         f"{reason}. Use a model of a family that docs/models.md lists as trained."

@@ -24,9 +24,9 @@ def shared_loss(
     group: dist.ProcessGroup | None,
     owner: int,
 ) -> Tensor:
-    """A scalar whose gradient through this rank's `columns` (f32 [S] each, equal on all ranks of `group`) is
-    that of `loss_of(columns)`, which is called on the rank with the number `owner` among all alone. Without a
-    group this rank is the owner and alone."""
+    """Return a scalar whose gradient through this rank's `columns` (f32 [S] each, equal on all ranks of
+    `group`) is the gradient of `loss_of(columns)`. Only the rank with the number `owner` calls `loss_of`.
+    Without a group this rank is alone and the owner."""
     names = list(columns)
     if group is None:
         return loss_of(columns)

@@ -200,8 +200,8 @@ class CheckOutcome:
     model: str
     """`dense` or `moe`"""
     beyond_dense: float = 0.0
-    """Of a mixture the share of units that differ by more than the 99.9 % quantile allowed of a dense model:
-    in those, engine and trainer went through different experts."""
+    """Share of a mixture's units that differ by more than the 99.9 % quantile allowed for a dense model,
+    because engine and trainer used different experts for them."""
     own_routes: LogprobGap | None = None
     """Difference if the trainer's own routers choose, where routes are replayed."""
     causes: tuple[str, ...] = ()
@@ -252,8 +252,8 @@ def likely_causes(
     *,
     passed_before: bool = False,
 ) -> tuple[str, ...]:
-    """The usual mistakes in words, those first that the units speak for. `dtypes` are the engine's and the
-    trainer's; `passed_before` says whether the version of the trainer's start had passed."""
+    """Return the usual mistakes in words, the likeliest for these units first. `dtypes` are the engine's and
+    the trainer's. `passed_before` says whether the version of the trainer's start had passed."""
     scattered_alone = replace(measured, systematic=0.0).within(allowed)
     table = (
         (
@@ -287,7 +287,7 @@ def likely_causes(
 
 
 def _shift(compared: ComparedUnits) -> bool:
-    """Whether the engine's log-probs are rather those of the unit before or after."""
+    """Return whether the engine's log-probs fit the previous or the next unit better."""
     same_row = (np.diff(compared.episode) == 0) & (np.diff(compared.position) == 1)
     shifts = (
         (compared.behaviour[1:], compared.trainer[:-1]),
@@ -337,11 +337,12 @@ class LogprobCheck:
         epoch: int,
         same_as: Sequence[int],
     ) -> None:
-        """Compare what version `step` sampled of this batch, if anything; do nothing any more once that was
-        a version which this process made.
+        """Compare the units of this batch that version `step` sampled, if any. Do nothing any more after a
+        version that this process made has passed.
 
-        `epoch` is the trainer's, `same_as` earlier ones that published this version with the very same
-        weights (rank 0's are taken). Raises `SelfCheckError` above the bound where the job says stop."""
+        `epoch` is the trainer's. `same_as` are earlier epochs that published this version with identical
+        weights (rank 0's are taken). Raises `SelfCheckError` above the bound if the job says stop.
+        """
         if self.done:
             return
         self._opened = step if self._opened is None else self._opened

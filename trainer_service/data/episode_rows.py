@@ -52,7 +52,7 @@ class EpisodeBytes:
     places: Collection[int] | None = None
     """Its rows that are trained here; None for all."""
     routes: Any = None
-    """The bytes of its routes; None where there are none."""
+    """The bytes of its routes; None if there are none."""
 
 
 def fetched_episodes(
@@ -61,8 +61,8 @@ def fetched_episodes(
     blobs: Mapping[str, Any],
     routes: Mapping[str, Any],
 ) -> list[EpisodeBytes]:
-    """Return the bytes of the episodes of a share (index -> numbers of its rows), with those of their routes,
-    by id."""
+    """Return the bytes of the episodes of a share (index -> numbers of its rows), with the bytes of their
+    routes, by id."""
     named = [(episodes[index], index, places) for index, places in share.items()]
     return [
         EpisodeBytes(blobs[each.episode_id], each, index, places, routes.get(each.episode_id))
@@ -214,8 +214,8 @@ def cut_rows(
     places: Collection[int],
     mixture: Mixture | None = None,
 ) -> list[TrainingRow]:
-    """The rows of an episode at `places` with those units to train that `mask_of` (bool or u8 [T] of a row)
-    leaves; a row without any is left out. `index` is the episode's place in the manifest, `mixture` as in
+    """Return the rows of an episode at `places`, with the trained units that `mask_of` (bool or u8 [T] of a
+    row) keeps. A row without any is left out. `index` is the episode's place in the manifest, `mixture` as in
     `rows_of_episodes`."""
     episode = seen_by(episode, policy)
     temperature = call_temperatures(episode, policy)

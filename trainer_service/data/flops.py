@@ -83,8 +83,8 @@ def load_row_cost(model: Path) -> RowCost:
 
 
 def row_cost(config: Any) -> RowCost:
-    """The cost of rows of a model with the configuration `config` (transformers' names of dimensions; the
-    text part of one with several). Raises `AttributeError` for one without hidden size, layers, heads or
+    """Return the cost of rows of a model with the configuration `config` (transformers' names of dimensions;
+    for several modalities the text part). Raises `AttributeError` without hidden size, layers, heads or
     vocabulary."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads

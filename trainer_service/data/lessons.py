@@ -28,7 +28,7 @@ log = get_logger("trainer")
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """An example as rows, none of which has a place in a step yet (their `episode` is 0)."""
+    """An example as rows that have no place in a step yet (their `episode` is 0)."""
 
     rows: tuple[TrainingRow, ...]
     value: float = 0.0
@@ -44,7 +44,7 @@ class Lesson:
 
 
 def loss_of(job: JobConfig, form: str) -> SequenceLoss:
-    """The loss of a job, on examples of `form`."""
+    """Return the loss of a job, on examples of `form`."""
     if job.kind == "sft":
         return LOSSES[job.sft.normaliser]
     if job.kind == "reward_model":
@@ -96,7 +96,7 @@ def crossed(lessons: Sequence[Lesson]) -> list[Lesson]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a model directory. Raises `ModelError`."""
+    """Return the tokenizer in a model directory. Raises `ModelError`."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -28,7 +28,7 @@ log = get_logger("trainer")
 
 
 class FetchedBytes(dict[str, memoryview]):
-    """The codec blobs of episodes by id; and the bytes of the routes of those that have some."""
+    """The codec blobs of episodes by id, and the bytes of their routes, if any."""
 
     def __init__(self, blobs: Mapping[str, memoryview] | None = None) -> None:
         super().__init__(blobs or {})
@@ -90,7 +90,7 @@ class BatchLoader:
         return found
 
     def fetch(self, episodes: Sequence[BatchEpisode]) -> FetchedBytes:
-        """The bytes of these episodes; all ranks call it. Raises `BatchError` when not as many come back."""
+        """Return the bytes of these episodes; all ranks call it. Raises `BatchError` if some are missing."""
         return self._ranks.together(lambda: self._fetch(episodes))
 
     def _fetch(self, episodes: Sequence[BatchEpisode]) -> FetchedBytes:

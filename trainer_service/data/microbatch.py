@@ -43,9 +43,9 @@ class MicroBatch:
     shared_tokens: int
     """Tokens that it would have more if every row were packed whole."""
     predict: Tensor
-    """i64 [S]: the place in the pack whose logits are those of the unit."""
+    """i64 [S]: the place in the pack whose logits predict the unit."""
     own: Tensor | None
-    """i64 [S]: the place of the unit's own token; None where a row's last token is not fed."""
+    """i64 [S]: the place of the unit's own token; None if a row's last token is not fed."""
     target: Tensor
     """i64 [S]: the unit's token id."""
     temperature: Tensor

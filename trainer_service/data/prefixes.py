@@ -146,7 +146,7 @@ def _worth_it(lengths: list[int], shared: list[int], cost: RowCost) -> list[int]
 
 
 def _trees(rows: list[TrainingRow], shared: list[int], budget: int) -> list[Tree]:
-    """Trees of neighbouring rows, of which each has `shared` tokens in common with the one before it."""
+    """Yield trees of neighbouring rows. Each row shares its first `shared` tokens with the previous one."""
     trees: list[Tree] = []
     tokens = units = fed = 0
     for row, n in zip(rows, shared, strict=True):
@@ -164,9 +164,9 @@ def _trees(rows: list[TrainingRow], shared: list[int], budget: int) -> list[Tree
 def places_of(
     rows: Sequence[TrainingRow], starts: NDArray[np.int64], *, before: int = 1
 ) -> NDArray[np.int64]:
-    """i64 [S]: for each unit of the rows the place in the pack of the token before it, whose logits are the
-    unit's; with `before` 0 that of its own token. `starts` i64 [R] is where the own tokens of each row
-    begin."""
+    """Return i64 [S]: for each unit of the rows, the place in the pack of the previous token, whose logits
+    predict the unit; with `before` 0, the place of its own token. `starts` i64 [R] is the place of each row's
+    first own token."""
     shared = np.array([row.shared for row in rows], np.int64)
     row = np.repeat(np.arange(len(rows)), [len(each.position) for each in rows])
     at = np.concatenate([each.position for each in rows]) - before
@@ -194,11 +194,11 @@ class Branches:
     cuts: list[int]
     """Tokens of each piece: branches, cut where others begin."""
     sees: list[list[int]]
-    """The pieces that each branch sees: those of its prefix and its own, in order."""
+    """The pieces that each branch sees: the pieces of its prefix and its own, in order."""
 
 
 Branching = Masked | list[Branches] | None
-"""Structure of a run; None if no tree has more than one row, so that plain causal attention is right."""
+"""Structure of a run; None if no tree has more than one row, so that plain causal attention is correct."""
 
 
 def branching_of(runs: Runs, position: NDArray[np.int64], device: torch.device | str) -> list[Branching]:
@@ -228,7 +228,7 @@ def _mask(position: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def _branches(position: NDArray[np.int64]) -> Branches:
-    """The branches of one tree of these positions [length]."""
+    """Return the branches of one tree of these positions [length]."""
     starts = [0, *(np.flatnonzero(np.diff(position) != 1) + 1).tolist(), len(position)]
     paths: list[list[tuple[int, int]]] = []  # Of each branch the stretches [start, end) that it sees
     path: list[tuple[int, int]] = []
@@ -265,7 +265,7 @@ def leaves_of(position: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def runs_of(lengths: Sequence[int]) -> Runs:
-    """The runs of trees of these lengths, in order; zero lengths are not allowed."""
+    """Return the runs of trees of these lengths, in order; zero lengths are not allowed."""
     if any(length < 1 for length in lengths):
         raise ValueError("a packed sequence holds at least one token")
     return [(sum(1 for _ in same), length) for length, same in groupby(lengths)]

@@ -88,10 +88,11 @@ def write_step(
 
 
 class Recording:
-    """The recorded steps of a run, from its folder. Raises `BatchError` when there is none.
+    """The recorded steps of a run, from its folder. Raises `BatchError` if there is none.
 
-    Promise: a step is given out only if each of its episodes is, byte for byte, what the buffer had stored
-    (the codec's checksum) and what the step's manifest says of it."""
+    Promise: a step is returned only if each of its episodes matches, byte for byte, the episode that the
+    buffer had stored (the codec's checksum) and the step's manifest.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._root = run_dir / "batches"
@@ -107,8 +108,8 @@ class Recording:
                 self._hashes[record.get("policy", ""), record["version"]] = record["weights_hash"]
 
     def read(self, step: int) -> RecordedStep:
-        """A step, verified, with the hash of the weights that it made as far as the run has written it down.
-        Raises `BatchError`."""
+        """Return a verified step, with the hash of its resulting weights if the run has recorded it. Raises
+        `BatchError`."""
         found = read_step(self._root, step)
         for group in found.batch.groups:
             for entry in group.episodes:

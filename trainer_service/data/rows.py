@@ -31,7 +31,7 @@ class TrainingRow:
     token_ids: NDArray[np.int32]
     """i32 [T]: ends with the last sampled unit."""
     position: NDArray[np.int64]
-    """i64 [S]: where the sampled units are, ascending, none at 0."""
+    """i64 [S]: positions of the sampled units, ascending, none at 0."""
     behaviour: NDArray[np.float32]
     """f32 [S]"""
     version: NDArray[np.int32]
@@ -39,14 +39,14 @@ class TrainingRow:
     temperature: NDArray[np.float32]
     """f32 [S]: divisor of the logits before the softmax whose log-prob is trained."""
     places: NDArray[np.int64] | None = None
-    """i64 [6, S]: of each unit the columns `PLACES`; None where they were not asked for."""
+    """i64 [6, S]: the columns `PLACES` of each unit; None if they were not requested."""
     segment_reward: NDArray[np.float32] | None = None
     """f32 [S]: the reward that the workflow gave to the unit's segment, NaN for none; or None likewise."""
     routes: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     """[T, L, K]: the engine's routes of its tokens through L layers of experts, with the largest value of the
-    type for none (`areal_async/trajectory/routes.py`); None where it told none."""
+    type for none (`areal_async/trajectory/routes.py`); None if the engine gave none."""
     shared: int = 0
-    """Leading tokens that are those of the row before it in a pack, and are not packed again."""
+    """Number of leading tokens that equal the previous row's in a pack, and are not packed again."""
     feeds_last: bool = False
     """Whether the last token is fed too, so that the last unit has a `score` (`backends/base.py`)."""
 
@@ -56,7 +56,7 @@ class TrainingRow:
 
     @property
     def fed(self) -> NDArray[np.int32]:
-        """The tokens that the model reads."""
+        """Return the tokens that the model reads."""
         return self.token_ids[: self.packed_length]
 
 

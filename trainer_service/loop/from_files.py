@@ -116,9 +116,9 @@ class FileTrainer:
             self._ranks.on_first(lambda: push_trained(self._run_dir, job))
 
     def _refer(self, begun: int) -> bool:
-        """Compute the reference's numbers with the model as it was loaded: of all held-out examples, and of
-        those that the steps from `begun` on draw, in the batches of the first pass, so that they are the same
-        however often the trainer is started. False when told to stop meanwhile."""
+        """Compute the reference's numbers with the initial model, for all held-out examples and for the
+        examples of all steps from `begun` on. They are computed in the batches of the first pass, so that
+        they are the same after any number of restarts. Return False if told to stop meanwhile."""
         needed: set[int] = set()
         for indices in itertools.islice(self._batches(), begun, self._job.trainer.steps):
             needed.update(indices)
@@ -136,7 +136,7 @@ class FileTrainer:
         return True
 
     def _numbers(self, lessons: Sequence[Lesson]) -> list[list[float]]:
-        """The sums of each lesson's `evaluated` rows."""
+        """Return the sums of each lesson's `evaluated` rows."""
         with busy("evaluate"):
             each = len(lessons[0].evaluated)
             rows = [row for lesson in lessons for row in lesson.evaluated]

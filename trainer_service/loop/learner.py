@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from trainer_service.teacher import TeacherServers
 
 OBJECTIVE_FILE = "objective.json"
-"""File of a checkpoint with what an objective adapts from step to step, where it adapts anything."""
+"""File of a checkpoint with the values that an objective adapts from step to step, if any."""
 KL_COEFFICIENT = "kl_coefficient"
 PASSES = 3  # A backward pass has twice the matrix products of the forward pass before it
 
 
 def load_backend(job: JobConfig, ranks: Ranks, *, policy_alone: bool = False) -> TrainingBackend:
-    """The back end of `job` with its models. Raises `ModelError`, `PartError`."""
+    """Return the back end of `job` with its models. Raises `ModelError`, `PartError`."""
     models = models_of(job)
     section = job.trainer
     part = load_part(job, "trainer.backend")
@@ -139,7 +139,7 @@ class Learner:
         return self._backend.place.data_rank
 
     def episodes_of(self, plan: StepPlan) -> list[BatchEpisode]:
-        """The episodes whose bytes this rank needs."""
+        """Return the episodes whose bytes this rank needs."""
         place = self._backend.place
         return [plan.episodes[index] for index in plan.share_of(place.data_rank)] if place.reads else []
 

@@ -145,11 +145,12 @@ class RlTrainer:
         restored: Checkpoint | None = None,
         left: Checkpoint | None = None,
     ) -> bool:
-        """Train to the last step; False when told to stop before. `ready` is called once snapshots are
+        """Train to the last step; return False if told to stop before. `ready` is called once snapshots are
         served.
 
-        `restored` is the checkpoint to go on from; its state is loaded here, and its ledger given back.
-        `left` is a later state in memory, to go on from if the buffer still has what came after it."""
+        `restored` is the checkpoint to continue from; its state is loaded here, and its ledger is returned to
+        the buffer. `left` is a later state in memory, used if the buffer still has the following steps.
+        """
         step = self._open(name, restored, left)
         self._backend.prepare_save()
         if self._publisher is not None:
@@ -188,7 +189,7 @@ class RlTrainer:
         return step
 
     def _opened(self, name: str, restored: Checkpoint | None, left: Checkpoint | None) -> tuple[int, bool]:
-        """The epoch that the buffer gives us, and whether it is for going on from `left`."""
+        """Return the epoch that the buffer assigns, and whether to continue from `left`."""
         for begin in filter(None, (left, restored)):
             kind = "left" if begin is left else "restored"
             record_event(kind, policy=self._policy, step=begin.manifest.step, folder=begin.folder.name)
@@ -342,7 +343,7 @@ class RlTrainer:
         return self._job.tasks.evaluation is not None and (version % every == 0 or version == last)
 
     def _to_be_evaluated(self) -> set[int]:
-        """The published versions whose evaluation is still to come; on rank 0."""
+        """Return the published versions that are still to be evaluated; on rank 0."""
         publisher = self._publisher
         return set(publisher.pending_evaluations()) if isinstance(publisher, Publisher) else set()
 
@@ -367,8 +368,8 @@ class RlTrainer:
         *,
         export: bool = False,
     ) -> None:
-        """See the publication of `version` through, and on rank 0 commit the step that made it, if one did.
-        Then `committed` gets the ledger as of that commit if it is to be exported, otherwise no bytes."""
+        """Wait until `version` is published and, on rank 0, commit the step that made it, if any. `committed`
+        then gets the ledger as of that commit if it is to be exported, otherwise no bytes."""
         try:
             with busy("publish"):
                 written = publication.result() if publication is not None else None

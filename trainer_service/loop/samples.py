@@ -63,7 +63,7 @@ class StepSamples:
         blobs: Mapping[str, Any],
         advantages: ByUnit,
     ) -> None:
-        """Begin to write those of the `chosen` episodes whose bytes are among the `blobs`."""
+        """Begin to write the `chosen` episodes whose bytes are among the `blobs`."""
         held = [(index, blob) for index in chosen if (blob := blobs.get(plan.episodes[index].episode_id))]
 
         def work() -> None:

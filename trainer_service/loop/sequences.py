@@ -138,7 +138,7 @@ class SequenceTrainer:
         return not self._ranks.largest(int(parted))
 
     def _packed(self, rows: Sequence[TrainingRow], groups: NDArray[np.int64]) -> list[MicroBatch]:
-        """This rank's micro-batches of the rows; row i is their episode i."""
+        """Return this rank's micro-batches of the rows; row i is their episode i."""
         place, groups = self._backend.place, groups.astype(np.int64)
         costs = [[self._cost.of(row.packed_length, len(row.position))] for row in rows]
         dealt = deal_rows(costs, place.data_ranks, groups.tolist())

@@ -177,8 +177,8 @@ class StepResult:
     micro_batches: int
     """Forward passes with gradient on this rank."""
     critic: dict[str, float] = field(default_factory=dict)
-    """See `algorithms.critic.ValueStatistics`, with the largest gradient norm of a critic of its own; empty
-    where none is trained."""
+    """Figures of `algorithms.critic.ValueStatistics`, with the largest gradient norm of a separate critic;
+    empty if no critic is trained."""
     process: dict[str, float] = field(default_factory=dict)
     """`loss`, `accuracy` and `grad_norm` of a process reward model, before its update; empty without one."""
     advantages: dict[int, dict[int, float]] = field(default_factory=dict)
@@ -193,7 +193,8 @@ class StepResult:
     seconds: dict[str, float] = field(default_factory=dict)
     """`columns`: rows packed, columns, rewards and advantages computed; `update`: gradients and updates."""
     groups_without_baseline: int | None = None
-    """Groups whose greedy answer did not come, which give nothing; None where none has one."""
+    """Number of groups without a greedy answer, which have no effect; None if the job has no greedy
+    answers."""
 
     @property
     def loss(self) -> float:
@@ -216,7 +217,7 @@ class StepInputs:
     step: int
     max_staleness: int
     names: Sequence[str]
-    """[E]: names in errors of all episodes of the step, those of other ranks too."""
+    """[E]: names in errors of all episodes of the step, including those of other ranks."""
     episodes: EpisodeTable
     micro_batch_tokens: int
     cost: RowCost
@@ -429,7 +430,7 @@ class _Step:
         self._not_finite += 1
 
     def _update(self, number: int, minibatch: Minibatch) -> None:
-        """Train one minibatch. Its figures count as those of the step only once it is trained."""
+        """Train one minibatch. Its figures count only once it is trained."""
         totals = self._totals(minibatch)
         with self._left_out(number):
             loss, faulty = self._accumulate(minibatch, totals)

@@ -70,7 +70,8 @@ def changes_that_fit(job: JobConfig, most_tokens: MostTokens) -> list[str]:
 
 
 def _applied(job: JobConfig, knobs: Sequence[Knob]) -> Changed:
-    """The job with a change by each knob, by the first one last: tokens depend on all else."""
+    """Return the job with one change by each knob. The first knob's change is made last, because tokens
+    depend on all others."""
     if not knobs:
         yield "", job
         return
@@ -109,7 +110,7 @@ def _argument(job: JobConfig, name: str, *values: Any) -> Sequence[Any]:
 
 
 def _sequence(job: JobConfig) -> Sequence[int]:
-    """More ranks of those that there are share each row, if the back end can."""
+    """Use more of the existing ranks for each row, if the back end can."""
     trainer, asked = job.trainer, job.trainer.parallel
     if "sequence" not in getattr(BACKENDS.known(trainer.backend), "axes", ()) or asked.shard is not None:
         return ()

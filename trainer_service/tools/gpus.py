@@ -37,7 +37,7 @@ GPUS = (
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """The GPU that a person calls so: `H100`, `h100`, `rtx 4090`, `A100-80`."""
+    """Return the GPU with this everyday name: `H100`, `h100`, `rtx 4090`, `A100-80`."""
     wanted = _plain(name)
     return next((gpu for gpu in GPUS if _plain(gpu.name) == wanted), None)
 
@@ -50,8 +50,8 @@ def similar_names(name: str) -> list[str]:
 
 
 def gpu_of_device(name: str, memory_bytes: int) -> Gpu:
-    """The GPU of a device that the driver calls `name`, such as `NVIDIA A100-SXM4-80GB`, with the memory that
-    this one has. Unknown names have no rates."""
+    """Return the GPU of a device that the driver calls `name`, such as `NVIDIA A100-SXM4-80GB`, with this
+    device's memory. Unknown names have no rates."""
     found = _plain(name)
     similar = [gpu for gpu in GPUS if all(_plain(word) in found for word in gpu.name.split("-"))]
     known = max(similar, key=lambda gpu: len(gpu.name), default=Gpu(name, memory_bytes))

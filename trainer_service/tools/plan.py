@@ -64,8 +64,8 @@ def main(request: PlanRequest) -> None:
 
 
 def job_memory(job: JobConfig, source: str = "job") -> tuple[ModelShape, RankMemory]:
-    """The policy of `job`, and the bytes that each rank needs for it and the job's further models. Raises
-    `ConfigError`."""
+    """Return the policy of `job`, and the bytes that each rank needs for it and the job's further models.
+    Raises `ConfigError`."""
     shapes, rank = _planned(job, source)
     return shapes[TRAINED_MODEL], rank
 
@@ -220,7 +220,7 @@ def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None
 
 
 def _gpu(name: str | None, job: JobConfig) -> Gpu | None:
-    """The named GPU, else the visible one of the trainer, if there is one."""
+    """Return the named GPU, else the trainer's visible one, if any."""
     if name is not None:
         if found := gpu_named(name):
             return found

@@ -35,7 +35,7 @@ from trainer_service.ranks import join_ranks
 from trainer_service.trained_model import companions_of, write_trained
 
 NEAR = 1e-6
-"""Largest difference, absolute or relative, of losses and norms of one rank from those of several."""
+"""Largest difference, absolute or relative, between losses and norms of one rank and of several ranks."""
 
 
 def main(request: ReplayRequest) -> None:
@@ -92,9 +92,9 @@ def replay(
     out: Path | None,
     console: Console,
 ) -> list[int]:
-    """Train from `start` (None: from the model) to step `last`, print each step, and leave the model in the
-    folder `out`; returns the steps that differ. Raises what training raises, and where `exact` `TrainerError`
-    at the first difference."""
+    """Train from `start` (None: from the model) to step `last`, print each step, and write the model into the
+    folder `out`. Return the steps that differ. Raises the errors of training and, with `exact`,
+    `TrainerError` at the first difference."""
     section = run.job.trainer
     torch.set_num_threads(first_threads(section.torch_threads))
     torch.manual_seed(run.job.seed)
@@ -157,7 +157,7 @@ def _not_the_recording(step: int, text: str, ranks: int) -> TrainerError:
 
 
 def hash_of_weights(job: JobConfig, backend: TrainingBackend) -> str:
-    """The hash that a job publishes these weights with."""
+    """Return the hash with which a job publishes these weights."""
     with tempfile.TemporaryDirectory(prefix="areal-replay-") as folder:
         tensors = whole_tensors(backend.export(TRAINED_MODEL))
         tag, files = VersionTag(POLICY, 1, 0), companions_of(job, backend, {})
@@ -167,8 +167,8 @@ def hash_of_weights(job: JobConfig, backend: TrainingBackend) -> str:
 def difference(
     recorded: RecordedStep, losses: Sequence[float], grad_norms: Sequence[float], weights_hash: str
 ) -> str:
-    """The first figure of a replayed step that differs, in words; empty when all that is recorded is the
-    same, or of a recording of several ranks within `NEAR`, the weights left out."""
+    """Return the first figure of a replayed step that differs, in words; empty if all recorded figures are
+    equal. A recording of several ranks is compared within `NEAR` and without the weights."""
     several = recorded.ranks > 1
     for field, now in (("losses", losses), ("grad_norms", grad_norms)):
         before: Sequence[float] = getattr(recorded, field)

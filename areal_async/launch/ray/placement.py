@@ -56,7 +56,7 @@ def together(services: Sequence[ServicePlace]) -> list[PlacedTogether]:
 
 
 def need_of(job: JobConfig, role: Role) -> Need:
-    """Return the needs of a process: those in `placement`, else those of its devices and threads."""
+    """Return the needs of a process: from `placement`, else from its devices and threads."""
     shape: ShapeSection = getattr(job.placement, role)
     cpus, gpus = LIGHT_CPUS, 0
     if role == "trainer":

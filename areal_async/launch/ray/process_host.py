@@ -55,8 +55,9 @@ BACKLOG = 512
 
 
 class ProcessHost:
-    """Call `place`, then `start` and `news` as often as the process is to run, then `close`. Any thread may
-    call. The names and annotations of its methods are those of an actor's calls (`actor.py`)."""
+    """Host of a process. Call `place`, then `start` and `news` each time the process is to run, then `close`.
+    Any thread may call. Names and annotations of its methods equal those of the actor's calls
+    (`actor.py`)."""
 
     def __init__(self, node_id: str, address: str) -> None:
         self._node_id = node_id
@@ -96,8 +97,8 @@ class ProcessHost:
         return self._starter.submit(self._start, order).result()
 
     def news(self, have: dict[str, int], wait_s: float, serves: bool) -> ProcessNews:
-        """Return what is new, at the latest after `wait_s`. `have` are the sizes of the files that the reader
-        has already; `serves` is true once the reader knows that the process is ready."""
+        """Return the news, at the latest after `wait_s`. `have` are the sizes of the files that the reader
+        has already. `serves` is true once the reader knows that the process is ready."""
         deadline_s = time.monotonic() + wait_s
         while True:
             status = ready = None
@@ -197,7 +198,8 @@ class ProcessHost:
 
 def shipped_by(name: str) -> re.Pattern[str]:
     """Return a pattern for the files of the process `name` that are copied to the run's folder at home: its
-    log, those of its engines' servers, its events. `trainer-1` and `rollout-10` are others' names."""
+    log, the logs of its engines' servers, and its events. The pattern of `trainer` does not match
+    `trainer-1`."""
     name = re.escape(name)
     return re.compile(rf"logs/{name}\.log|logs/{name}-[a-z]\w*-\d+\.log|events/{name}-\d+\.jsonl")
 

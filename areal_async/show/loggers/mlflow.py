@@ -63,7 +63,7 @@ class MLflow:
         self._client.set_tag(self._id, TABLES, json.dumps(tables))
 
     def flush(self) -> None:
-        """Every call is a request that was answered."""
+        """Do nothing, because every call is a request that has been answered."""
 
     def close(self, ending: str) -> None:
         self._client.set_terminated(self._id, ENDINGS.get(ending, "FAILED"))

@@ -57,7 +57,7 @@ class UnknownName(ArealError):
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the run folders at `folder`: itself, or those in it, newest first."""
+    """Return the run folders at `folder`: the folder itself, or the runs in it, newest first."""
     if (folder / LOCK).exists():
         return [folder]
     found = {folder / name: _lock_time(folder / name) for name in _names_in(folder) if name.isprintable()}
@@ -268,9 +268,9 @@ def records_from(folder: Path, offset: int) -> Json:
 
 
 def _some(content: bytes, most: int) -> Iterable[Json]:
-    """Return about `most` records of each kind that comes with every step, evenly chosen, the last among
-    them, and all others. The work of processes up to a `load` record counts from the previous one that is
-    kept, so nothing is lost."""
+    """Return about `most` records of each kind that every step has, evenly chosen and including the last, and
+    all other records. Work of processes up to a `load` record counts from the previous kept record, so none
+    is lost."""
     lines = content.split(b"\n")
     every, seen, kept = max(1, len(lines) // most), Counter[str](), []
     if every == 1:

@@ -65,7 +65,7 @@ def report_html(folders: Sequence[Path], jobs: Sequence[JobConfig]) -> str:
 
 
 def differences(contents: Sequence[Json]) -> list[Json]:
-    """The fields in which jobs differ, each with its values as YAML has them; names are left out."""
+    """Return the fields in which jobs differ, each with its values as YAML. Names are left out."""
     leaves = [dict(leaves_of(JobConfig, content)) for content in contents]
     told = [dict(leaves_of(JobConfig, shown(content, JobConfig))) for content in contents]
     fields = sorted({name for each in leaves for name in each} - {"job", "run_dir"})

@@ -154,9 +154,9 @@ class Zmq(Channel):
 
 
 class Nccl(Channel):
-    """Channel `nccl`: the trainer sends the tensors from its own device to SGLang servers that serve already.
-    Beside it snapshots go as by `shm` where one host has all of the job, else as by `zmq`. The servers' side
-    is `rollout_service/engines/sglang/weights.py`."""
+    """Channel `nccl`: the trainer sends the tensors from its own device to running SGLang servers. Snapshots
+    are also published, as with `shm` if the job runs on one host, else as with `zmq`. The servers' side is
+    `rollout_service/engines/sglang/weights.py`."""
 
     from_device = True
 

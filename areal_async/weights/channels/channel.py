@@ -36,8 +36,8 @@ class PublishingEnd:
         """Leave no thread and no socket behind."""
 
     def offer(self, tag: VersionTag, tensors: Mapping[str, torch.Tensor]) -> None:
-        """These tensors, on the trainer's device, are about to be published as `tag`; they may change as soon
-        as this returns."""
+        """Announce that these tensors, on the trainer's device, are about to be published as `tag`. They may
+        change as soon as this returns."""
 
     def add(self, directory: Path, manifest_hash: str) -> None:
         """Serve the complete `directory`, of a snapshot or of a delta, from now on."""

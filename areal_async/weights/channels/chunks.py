@@ -51,7 +51,7 @@ class ChunkTable(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """The size of all files together."""
+        """Return the size of all files together."""
         return sum(size for _, size in self.files)
 
 
@@ -146,7 +146,7 @@ class PartialDownload(ChunkStore):
         return sum(self._here) / len(self._here)
 
     def resume(self) -> None:
-        """Make the files, or take over those of an interrupted download. Raises `SnapshotError`."""
+        """Create the files, or take over the files of an interrupted download. Raises `SnapshotError`."""
         try:
             begun = self.directory.exists()
             self.directory.mkdir(parents=True, exist_ok=True)

@@ -194,8 +194,8 @@ class Download:
 
 
 class SnapshotFetcher(ReceivingEnd):
-    """Brings snapshots to host `node_id`, into `root`, for the receiver called `name`, and serves their
-    chunks to others at `listen`. `patience_s` and `give_up_s` are those of a `Download`."""
+    """A fetcher of snapshots for the receiver `name` on host `node_id`. It downloads into `root` and serves
+    the chunks to others at `listen`. `patience_s` and `give_up_s` are those of a `Download`."""
 
     makes_deltas = False
 

@@ -182,7 +182,7 @@ class TensorGroup:
 
 
 def settle(futures: Iterable[asyncio.Future[T]], value: T) -> None:
-    """Give futures their result, from any thread; those that nobody awaits any more are left alone."""
+    """Set the results of futures, from any thread. Futures that nobody awaits any more are skipped."""
 
     def give(future: asyncio.Future[T]) -> None:
         if not future.done():

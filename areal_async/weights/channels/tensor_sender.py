@@ -56,7 +56,7 @@ from areal_async.weights.channels.channel import PublishingEnd
 from areal_async.weights.channels.tensor_group import TensorGroup, settle
 
 BUCKET_BYTES = 512 << 20
-"""Bytes sent under one request: an engine's server holds so much beside its weights."""
+"""Bytes sent per request. An engine's server needs that much memory besides its weights."""
 WINDOW_S = 0.5
 """Time from the first engine that asks for a version to the start, unless all of the last time are there."""
 MAX_SENDS = 64  # Under way at once. More only pile up where members of dead groups have not timed out yet
@@ -122,8 +122,8 @@ class TensorSender(PublishingEnd):
         self._closing = False
 
     async def start(self) -> None:
-        """Raises `SnapshotError` where torch lacks the backend, and `EndpointError` where no interface has
-        `host` or the snapshots' end cannot serve."""
+        """Start the sender. Raises `SnapshotError` if torch lacks the backend, and `EndpointError` if no
+        interface has the address `host` or the publishing end of the snapshots cannot serve."""
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         if not dist.is_backend_available(backend):
             raise SnapshotError(
@@ -168,7 +168,7 @@ class TensorSender(PublishingEnd):
             self._copy = _Copy(tag, buckets, data)
 
     async def answer(self, message: Message) -> Answer | None:
-        """Begin to send once those who ask are together, if that version is there to be sent; and keep the
+        """Begin to send once the asking engines are complete, if that version is available, and keep the
         members of a group in step."""
         if isinstance(message, AskTensors):
             return await self._asked(message)

@@ -65,7 +65,7 @@ class JudgeArguments(Section):
     sentence that says not to obey it. `json`: as one JSON text. `none`: bare, so that it may pass for a part
     of the template."""
     system: str = ""
-    """System message of a chat; none where it is empty. Filled in as `template`."""
+    """System message of a chat; none if it is empty. Its placeholders are filled in as in `template`."""
     parse: Annotated[str, AfterValidator(_pattern)] = ""
     """Regular expression of the last line of the reply, which it must match as a whole; the grade is its one
     group, or the line. Empty: the grade is a field of JSON if the servers take a schema (`response_format`),
@@ -113,5 +113,6 @@ class JudgeReward(BackendReward):
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
-        """An answer without a grade is followed by a neutral one, which shows whose fault that was."""
+        """Return the extra time of a call. A failure on an answer is followed by a try with a neutral answer,
+        which shows who was at fault."""
         return timeout_s

@@ -75,7 +75,7 @@ class RemoteArguments(Section):
 
 
 def read_token(path: Path) -> str:
-    """The token in the file at `path`: its text without the white space around it. Raises ValueError."""
+    """Return the token in the file at `path`, without the white space around it. Raises ValueError."""
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -81,7 +81,7 @@ class RemoteBackend:
         self.call_seconds = 0.05
         self.replicas: list[RemoteServer] = []
         self._open: set[Pending] = set()
-        """Calls without verdicts: those of the queue, and those of requests under way."""
+        """Calls without verdicts, both queued and in flight."""
         self._queue: deque[Pending] = deque()
         self._room = asyncio.Event()
         self._news = asyncio.Event()
@@ -168,7 +168,7 @@ class RemoteBackend:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """A fault in any of these tasks must be heard, or calls would wait for ever."""
+        """Report an error of any of these tasks, since calls would otherwise wait for ever."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self.broken.done():
             self.broken.set_result(RewardLoadError(f"the reward remote: {type(error).__name__}: {error}"))
@@ -196,7 +196,8 @@ class RemoteBackend:
             await set_within(self._news, TICK_S if self._queue else None)
 
     def _cut(self, replica: RemoteServer) -> tuple[list[Pending], list[msgspec.Raw]]:
-        """The next calls for `replica`, as many as a request may hold, and their inputs as it wants them."""
+        """Return the next calls for `replica`, as many as a request may hold, and their inputs in the
+        replica's form."""
         most = min(self._batch, replica.limits.max_inputs)
         room_bytes = max(1, replica.limits.max_body_bytes - REQUEST_ROOM_BYTES)
         batch: list[Pending] = []
@@ -282,7 +283,7 @@ class RemoteBackend:
             replica.state.rest(max(pause, asked_s), time.monotonic())
 
     def _wait(self, call: Pending, cause: str, told: str) -> None:
-        """The server had no time for it: send it again, but not for ever."""
+        """Queue a call again that the server had no time for, a limited number of times."""
         now_s = time.monotonic()
         call.refused += 1
         call.refused_s = call.refused_s or now_s

@@ -63,9 +63,9 @@ TOLERATED = 2  # Failures of a server in a row after which it is still asked as 
 
 
 class RemoteError(ArealError):
-    """Asking a server came to nothing. `kind`: that of its refusal; or `gone` (not reachable, or lost under
-    the request: whether it was run is not known), `late` (no answer in time over a connection that stands),
-    `broken` (it answers outside the protocol, or has another reward than the one wanted)."""
+    """A request to a server failed. `kind` is the kind of its refusal; or `gone` (not reachable, or lost
+    during the request, which may have run), `late` (no answer in time over an intact connection), `broken`
+    (an answer outside the protocol, or a reward other than the requested one)."""
 
     def __init__(
         self, kind: RefusalKind | Literal["gone", "late", "broken"], message: str, retry_after_s: float = 0.0
@@ -113,7 +113,7 @@ class RemoteServer:
         await self._http.close()
 
     def ready(self, now_s: float) -> bool:
-        """Return whether calls may be sent to it, apart from those that it has."""
+        """Return whether the server accepts more calls."""
         return self._ready and self.state.rests_s(now_s) <= 0
 
     @property
@@ -126,8 +126,8 @@ class RemoteServer:
         return self._ready and self.state.takes(now_s) and self.state.in_flight < self.slots
 
     async def score(self, inputs: list[msgspec.Raw]) -> list[msgspec.Raw]:
-        """The verdicts of one request, after `state.begin()`. Raises `RemoteError`; ends within the reward's
-        deadline and `ANSWER_GRACE_S`."""
+        """Return the verdicts of one request, after `state.begin()`. Raises `RemoteError`. Ends within the
+        reward's deadline and `ANSWER_GRACE_S`."""
         began_s = time.monotonic()
         outcome = "ok"
         try:
@@ -232,7 +232,7 @@ class RemoteServer:
         log.info("reward server ready", server=self.url, reward=self.reward.name, version=self.reward.version)
 
     def _fitting(self, info: Info) -> RewardInfo:
-        """The reward that is wanted. Raises `RemoteError`."""
+        """Return the requested reward. Raises `RemoteError`."""
         name, version = self._arguments.reward, self._arguments.version
         names = ", ".join(reward.name for reward in info.rewards) or "none"
         found = [reward for reward in info.rewards if name in ("", reward.name)]

@@ -98,7 +98,8 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Time for the answer, from the arrival on: an input that the server has not got to by then is an `error`
     of the kind `NOT_RUN`, and is sent again."""
     inputs: list[msgspec.Raw]
-    """Encoded `Input`s: with the scope `group` those of one group, in the order of its samples."""
+    """Encoded `Input`s. With the scope `group` they are the inputs of one group, in the order of its
+    samples."""
     scope: Scope = "episode"
     args: dict[str, Any] = {}
 
@@ -119,7 +120,7 @@ class RefusedAnswer(msgspec.Struct, frozen=True):
 
 
 class Verdicts(msgspec.Struct, frozen=True):
-    """Answer to `score`. The verdicts are those of areal_async.base.verdicts."""
+    """Answer to `score`, with verdicts of areal_async.base.verdicts."""
 
     verdicts: list[msgspec.Raw]
     request_id: str = ""

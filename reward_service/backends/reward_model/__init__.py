@@ -74,7 +74,8 @@ class RewardModelReward(BackendReward):
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
-        """The process may die at any moment, and the next one loads the model first."""
+        """Return the extra time of a call: the process may die at any moment, and the next one loads the
+        model first."""
         return START_LIMIT_S
 
     @classmethod

@@ -155,7 +155,8 @@ class ModelScorer:
         return found
 
     def _check_device(self) -> None:
-        """After an error on a GPU nothing may work any more: then this process must not go on."""
+        """Check the device after an error. A broken GPU context must end this process, because nothing works
+        on it any more."""
         if self.device == "cpu":
             return
         try:

@@ -105,7 +105,7 @@ class Examiner:
                 become(mine, self.value(theirs))
 
     def call_back(self, message: dict[str, Any]) -> None:
-        """The program calls a function that tests have handed it."""
+        """Call a function of the tests on behalf of the program."""
         number, arguments, named = message["callback"], message.get("args"), message.get("named")
         if number not in range(len(self.callbacks)) or type(named) is not dict or type(arguments) is not list:
             raise Malformed("no such function")

@@ -87,7 +87,7 @@ WRITTEN: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: ["bytes", bytes.hex(value)],
     bytearray: lambda value: ["bytearray", bytearray.hex(value)],
 }
-"""Encodings of types without items, those of classes derived from them included."""
+"""Encodings of types without items, and of classes derived from them."""
 PARTS: dict[tuple[str, str], Callable[[Any], Iterable[Any]]] = {
     ("builtins", "complex"): lambda value: (value.real, value.imag),
     ("builtins", "range"): lambda value: map(_integer, (value.start, value.stop, value.step)),

@@ -214,8 +214,8 @@ def prctl(option: int, value: int) -> None:
 
 
 def _wait_for(child: int) -> tuple[int, float]:
-    """The wait status of `child` and how long it has waited for a processor, after reaping everything that
-    ended before it."""
+    """Return the wait status of `child` and how long it has waited for a processor. All processes that ended
+    before it are reaped."""
     while True:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         waited_s = _waited_s(child) if ended is not None and ended.si_pid == child else 0.0

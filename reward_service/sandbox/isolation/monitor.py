@@ -260,7 +260,7 @@ class RunMonitor:
         return True
 
     def _next_run(self) -> None:
-        """The jail is empty, and waits to be told to run the program with the next input."""
+        """Wait in the empty jail for the next input to run the program with."""
         self._drain_streams()
         self._count_memory()
         if self._limit:
@@ -300,7 +300,7 @@ class RunMonitor:
             pass
 
     def _drain_streams(self) -> None:
-        """The pipes may hold no more than their size."""
+        """Drain the streams, since the pipes have a limited size."""
         for fd in self._streams:
             while self._read(fd):
                 pass

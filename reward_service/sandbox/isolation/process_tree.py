@@ -13,7 +13,7 @@ TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
 
 
 def read(path: str) -> str:
-    """The file's text; empty for a process that has gone meanwhile."""
+    """Return the file's text; empty for a process that has exited meanwhile."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -91,7 +91,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def usage(root: int) -> TreeUsage:
-    """Return the use of the descendants of `root`; CPU also of those that have ended and were waited for."""
+    """Return the use of the descendants of `root`. CPU time includes ended descendants that were waited
+    for."""
     total = TreeUsage()
     total.cpu_ms = _cpu_ms(root, own=False)
     for pid in descendants(root):
@@ -130,7 +131,7 @@ class WaitMeter:
 
 
 def lone_runnable(roots: Sequence[int]) -> str:
-    """Return the folder of the one thread below `roots` that can run; empty if there is none or more than
+    """Return the folder of the only thread below `roots` that can run; empty if there is none or more than
     one."""
     found = ""
     for folder in (f"/proc/{pid}/task" for root in roots for pid in descendants(root)):
@@ -155,7 +156,7 @@ def proportional_bytes(root: int, counted: int) -> int:
 
 
 def channel_bytes(root: int) -> int:
-    """The most that the sockets and pipes of the descendants of `root` may hold for them."""
+    """Return the largest memory that the sockets and pipes of the descendants of `root` may use."""
     found: set[str] = set()
     for folder in (f"/proc/{pid}/fd" for pid in descendants(root)):
         for name in names(folder):

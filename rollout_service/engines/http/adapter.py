@@ -176,7 +176,7 @@ class ServerSettings:
     mixture: Mixture | None = None
     """The mixture of experts of the server's model, if the server is to tell routes."""
     must_route: bool = False
-    """Whether one that runs already and tells no routes is refused."""
+    """True if an attached server that reports no routes is refused."""
     interface: str = ""
     """Network interface on which a server that is started here is in a process group with the trainer; empty:
     it is in none."""
@@ -192,11 +192,12 @@ class ServerSettings:
 def settings_of(
     job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int
 ) -> ServerSettings:
-    """Return the settings of the engine that the job names, which is a server. The arguments are those of
+    """Return the settings of the server engine that the job names. The arguments are those of
     `engines.make_engine`.
 
-    Raises `EngineError` when the server's environment or GPU is not there, or none is named to attach to, and
-    `EndpointError` where no network interface has the address of this host."""
+    Raises `EngineError` if the server's environment or GPU is missing, or no server is named to attach to,
+    and `EndpointError` if no network interface has the address of this host.
+    """
     rollout = job.rollout
     url = attached_url(job, place, replica)
     try:
@@ -269,7 +270,8 @@ class Launch:
     weights: Directory
     """The first weights."""
     max_model_len: int
-    """Most tokens of prompt and answer together: those of the settings, as far as the model has positions."""
+    """Most tokens of prompt and answer together: the limit of the settings, or the number of the model's
+    positions if that is less."""
     port: int = 0
 
 

@@ -94,10 +94,12 @@ class Calls:
         return len(self._calls)
 
     async def run(self, request: GenerateRequest, rid: str, answer: Answering) -> GenerateResult:
-        """Return the outcome of `answer()`, which asks the server; while held, it is not begun.
+        """Return the outcome of `answer()`, which sends the request. While the engine is held, the request is
+        not begun.
 
-        A request that was aborted before it was begun has sampled nothing. Raises what `answer` raises, and
-        what `fail` was given."""
+        A request that is aborted before its begin has sampled nothing. Raises the errors of `answer`, and the
+        error given to `fail`.
+        """
         if request.request_id in self._calls:
             raise EngineError(f"request {request.request_id!r} is in flight already")
         call = _Call(rid)
@@ -289,8 +291,8 @@ class HttpEngine:
         return await self._calls.run(request, rid, answer)
 
     async def pause(self) -> None:
-        """The server stops between two steps: units of a step under way are still the old version's, and are
-        told so."""
+        """Pause the server between two steps. Units of the last step still belong to the old version, and are
+        reported so."""
         self._check_serving()
         self._calls.hold()
         self._paused = True

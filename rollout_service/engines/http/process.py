@@ -138,9 +138,9 @@ class Liveness:
 async def started(
     name: str, argv: Argv, environment: Variables, settings: ServerSettings, path: str
 ) -> tuple[ServerProcess, ServerClient]:
-    """Return a server that was started with `argv(port)` (`python … -m MODULE …`) and answers `path` with
-    200, but nobody without the key that it was given. Raises `EngineError` for one that ends before it
-    serves, does not serve in time or answers strangers; nothing is left of it then."""
+    """Return a server that was started with `argv(port)` (`python … -m MODULE …`). It answers `path` with
+    200, but only with the key that it was given. Raises `EngineError` if it ends before it is ready, is not
+    ready in time, or answers without the key; the server is then killed."""
     for attempt in range(1, STARTS + 1):
         port, key = free_port(), settings.key or secrets.token_hex(32)
         command = list(argv(port))

@@ -74,8 +74,8 @@ DROPPED_VARIABLES = frozenset(("PROMETHEUS_MULTIPROC_DIR", "SGLANG_RETURN_ORIGIN
 
 
 def command(launch: Launch) -> list[str]:
-    """The argument vector. Raises `EngineError` for a flag in rollout.server.arguments that is the engine's
-    to give."""
+    """Return the argument vector. Raises `EngineError` for a flag in rollout.server.arguments that the engine
+    sets itself."""
     settings = launch.settings
     flags: dict[str, Flag] = {
         "model-path": str(launch.weights.path),

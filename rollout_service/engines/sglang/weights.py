@@ -53,11 +53,11 @@ STEP_MS = 1000
 """Longest that the trainer keeps an engine waiting for the others before it is asked again: a trainer that
 died shows in no other way."""
 GRACE_S = 10.0
-"""The trainer's limit ends first and closes the group, so that the server can say what failed; a server that
-answers nothing even then is stuck inside the group."""
+"""Grace of the engine's limit after the trainer's. The trainer's limit ends first and closes the group, so
+that the server can report the failure. A server that is silent even then is stuck inside the group."""
 RANK_S = 1.0
-"""Further grace for each rank before the engine's own: over gloo a member hands bytes on to higher ranks
-alone, so that the end of one that is stuck frees those that wait for it, if they are more patient."""
+"""Additional grace for each rank. Over gloo a member forwards bytes only to higher ranks, so the end of a
+stuck member frees the members that wait for it, if they wait longer."""
 LONGEST_BREAK = 63
 """Updates taken from the directory after many failures in a row, before a group is tried again."""
 

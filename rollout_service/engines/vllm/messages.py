@@ -54,14 +54,14 @@ class Usage(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """The part of the server's answer that is used. Its decoding fails where a field is missing, but for
-    `usage`, which a stream has not."""
+    """The used part of the server's answer. Its decoding fails if a field is missing, except `usage`, which a
+    stream lacks."""
 
     choices: list[AnswerChoice]
     usage: Usage | None = None
 
     def only(self) -> AnswerChoice:
-        """Raises `EngineError` where there is none, or more."""
+        """Return the only choice. Raises `EngineError` if there is none, or more than one."""
         if len(self.choices) != 1:
             raise EngineError(f"the server gave {len(self.choices)} answers to one request")
         return self.choices[0]

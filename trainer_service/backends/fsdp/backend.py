@@ -57,8 +57,8 @@ class FsdpBackend(NamedModels[HeldModel]):
     def __init__(
         self, models: Mapping[str, ModelUse], ranks: Ranks, *, grid: RankGrid | None = None, **options: Any
     ) -> None:
-        """`options` are those of `FsdpOptions`. `grid` has the axes `data`, `shard` and `sequence`, and is
-        that of all models. Raises `ModelError`."""
+        """Create the back end. `options` are `FsdpOptions`. `grid` has the axes `data`, `shard` and
+        `sequence`, and is the same for all models. Raises `ModelError`."""
         grid = grid or RankGrid(shard=ranks.world)
         require_grid(grid, ranks)
         replicate = grid.data

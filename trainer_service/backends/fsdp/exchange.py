@@ -96,7 +96,7 @@ class AttentionResults:
             yield
 
     def are(self, out: Tensor, place: Place) -> None:
-        """The operator has given `out`, which is at `place` among the results."""
+        """Note that the operator has given `out`, which is at `place` among the results."""
         for kept in self._packed:
             tensor = kept.tensor
             if tensor is not None and _same_numbers(tensor, out):

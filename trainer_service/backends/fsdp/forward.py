@@ -38,9 +38,9 @@ from trainer_service.ranks import Ranks
 def packed_columns(
     model: Any, batch: MicroBatch, names: Sequence[str], shared: SequenceRanks | None = None
 ) -> Columns:
-    """The columns of a micro-batch by a model that was probed (`probe_packing`); where ranks share the row,
-    all of them call it with the same one. Raises ValueError for one that the model does not give, and
-    `BatchError` for a row whose rotary positions would depend on the other rows."""
+    """Return the columns of a micro-batch by a model that was probed (`probe_packing`). If ranks share the
+    row, all of them call it with the same one. Raises ValueError for a column that the model does not have,
+    and `BatchError` for a row whose rotary positions would depend on the other rows."""
     longest = model.longest_row
     if longest is not None and int(batch.position_ids.max()) >= longest:
         raise BatchError(
@@ -93,8 +93,8 @@ def require_packable(name: str, folder: Path) -> None:
 def probe_packing(
     name: str, loaded: LoadedModel, ranks: Ranks, head: ModelHead, shared: SequenceRanks | None
 ) -> None:
-    """Open the window of a model. Raises `UnfitModel` unless its packed columns are those of its own forward
-    pass. All ranks call it, after the weights were loaded."""
+    """Open the window of a model. Raises `UnfitModel` unless its packed columns equal the columns of its own
+    forward pass. All ranks call it, after the weights were loaded."""
     config: Any = loaded.module.config
 
     def probe() -> None:

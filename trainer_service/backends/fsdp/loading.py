@@ -59,8 +59,8 @@ class LoadedModel:
     """Names of the layers that have an adapter; of a model with some, the adapters alone are trained."""
 
     def in_fp32(self, ranks: Ranks) -> Any:
-        """A second module on the same weights that computes in fp32, without dropout, with short windows and
-        with a value layer that is not 0. It takes no memory but that of one block at a time."""
+        """Return a second module on the same weights that computes in fp32, without dropout, with short
+        windows and with a nonzero value layer. It needs memory for only one block at a time."""
         model = self.plan.plain(with_short_windows(self.module.config))
         self.plan.complete(model)
         _shard(model, ranks, torch.float32)
@@ -112,11 +112,12 @@ def load_sharded(
     lora: LoraSection | None = None,
     seed: int = 0,
 ) -> LoadedModel:
-    """The model in `folder` with `head`, sharded over `ranks`: its parameters are in the dtype `held`, and it
-    computes in `dtype`.
+    """Return the model in `folder` with `head`, sharded over `ranks`. Its parameters are in the dtype `held`,
+    and it computes in `dtype`.
 
     With `lora` it has adapters, drawn from `seed`, in fp32, and its own parameters are frozen. Raises
-    `ModelError`, on all ranks when one cannot read it."""
+    `ModelError`, on all ranks if one cannot read it.
+    """
     kind = "causal-LM or one-label classifier" if head == "value" else "causal-LM"
     fix = f" It must be a Hugging Face {kind} directory with config.json and safetensors weights."
     plan = _Plan(head, held, lora)
@@ -124,7 +125,8 @@ def load_sharded(
 
 
 def local_rows(tensor: DTensor) -> tuple[int, int, bool]:
-    """[first, end) of the rows that this rank holds, and whether it is the first of those that hold them."""
+    """Return [first, end) of the rows that this rank holds, and whether it is the first of the ranks that
+    hold them."""
     start, end, first = 0, tensor.shape[0], True
     for dim, placement in enumerate(tensor.placements):
         index = tensor.device_mesh.get_local_rank(dim)
@@ -176,7 +178,7 @@ class _Plan:
     lora: LoraSection | None
 
     def plain(self, config: Any) -> Any:
-        """The module as its files describe it."""
+        """Return the module as its files describe it."""
         kind = AutoModelForCausalLM
         if self.head == "value":
             kind, config.num_labels = AutoModelForSequenceClassification, 1
@@ -235,7 +237,7 @@ def _fill(tensor: Tensor, storage: Storage, files: Mapping[str, Any]) -> None:
 
 
 def _adapters(tensors: Mapping[str, Tensor]) -> dict[str, Storage]:
-    """The parameters of adapters, and how peft's files hold them."""
+    """Return the parameters of adapters, with their names in peft's files."""
     return {
         name: BoxOfFile(published_name(name), tuple(tensor.shape), (0,) * tensor.dim())
         for name, tensor in tensors.items()

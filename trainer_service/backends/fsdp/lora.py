@@ -57,12 +57,12 @@ def is_adapter(parameter: str) -> bool:
 
 
 def base_name(parameter: str) -> str:
-    """The name that a parameter of the base has in a model without adapters."""
+    """Return the name of a parameter of the base in a model without adapters."""
     return parameter.replace(BASE, ".")
 
 
 def published_name(parameter: str) -> str:
-    """The name of an adapter's parameter in peft's files."""
+    """Return the name of an adapter's parameter in peft's files."""
     return PREFIX + parameter.replace(f".{ADAPTER}.weight", ".weight")
 
 

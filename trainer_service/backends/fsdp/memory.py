@@ -85,8 +85,8 @@ class DecoderBlock:
         return sum(map(prod, self.parameters.values()))
 
     def adapters(self, rank: int, targets: Collection[str]) -> list[Shape]:
-        """A and B of each linear layer that has an adapter: those called so, or all. Fused experts and their
-        router are no linear layers."""
+        """Return A and B of each linear layer that has an adapter: the layers with these names, or all. Fused
+        experts and their router are not linear layers."""
         found: list[Shape] = []
         for name, shape in self.parameters.items():
             layer = name.split(".")[-2:-1]
@@ -100,7 +100,7 @@ class DecoderBlock:
         return max(1, self.heads * keys // max(1, queries))
 
     def width(self, name: str) -> int:
-        """Rows of a linear layer of this name, 0 where the block has none."""
+        """Return the rows of a linear layer of this name, 0 if the block has none."""
         return next((shape[-2] for key, shape in self.parameters.items() if key.endswith(name)), 0)
 
 
@@ -141,10 +141,11 @@ class ModelShape:
 def shape_of(
     config: Mapping[str, Any], tensors: Mapping[str, Shape], head: ModelHead = "tokens"
 ) -> ModelShape:
-    """The model with `head` of a parsed `config.json` and the shapes of the tensors in its files, by name;
-    without an output layer its vocabulary is 0.
+    """Return the model with `head` of a parsed `config.json` and the shapes of the tensors in its files, by
+    name. Without an output layer its vocabulary is 0.
 
-    Raises ValueError for one without decoder blocks (`…layers.N.…`), or whose config lacks a dimension."""
+    Raises ValueError if there are no decoder blocks (`…layers.N.…`), or the config lacks a dimension.
+    """
     text = config.get("text_config", config)
     named = ("num_attention_heads", "hidden_size", "vocab_size")
     try:
@@ -245,7 +246,7 @@ class Moment:
     per_token: float = 0.0
     per_unit: float = 0.0
     vocabulary: int = 0
-    """Logits of a unit, where they are there."""
+    """Logits of a unit, while they exist."""
     logit_bytes: int = 0
     """Bytes of one, in all its forms."""
 

@@ -40,7 +40,7 @@ Kinds = dict[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class FsdpOptions:
-    """Options of a back end: those of `Fsdp.Arguments`, and the adapters of the policy."""
+    """Options of a back end: `Fsdp.Arguments`, and the adapters of the policy."""
 
     dtype: torch.dtype
     recompute: str = "none"
@@ -107,7 +107,7 @@ class HeldModel(ChangingModel):
 
     @property
     def state(self) -> Kinds:
-        """The rank's own tensors, for a checkpoint."""
+        """Return the rank's own tensors, for a checkpoint."""
         return self._kinds(self._adamw.moments() if self._adamw is not None else {})
 
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
@@ -177,7 +177,7 @@ def _for_model(module: Any, shared: SequenceRanks, ranks: Ranks, name: str, reco
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, sharing its memory."""
+    """Return this rank's part of a DTensor, sharing its memory."""
     assert isinstance(tensor, DTensor)
     with torch.no_grad():
         return tensor.to_local()

@@ -109,7 +109,7 @@ class ShardedAdamW:
 
 
 def _streams(shards: Mapping[str, nn.Parameter]) -> Iterator[Stream]:
-    """All elements of all shards in order, in streams whose moments take `STREAMED_BYTES` at most."""
+    """Yield all elements of all shards in order, in streams whose moments take `STREAMED_BYTES` at most."""
     most = STREAMED_BYTES // (len(MOMENTS) * 4)
     stream: Stream = []
     left = most

@@ -77,8 +77,8 @@ class _Blocks:
         return found, dist.batch_isend_irecv([sending, receiving])
 
     def in_turn(self, pair: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Each block's number and its keys and values, its own `pair` first; each is passed on while it is
-        used."""
+        """Yield each block's number and its keys and values, its own `pair` first. Each is passed on while it
+        is used."""
         current = pair.contiguous()
         for step in range(self.size):
             following, arriving = self.pass_on(current) if step < self.size - 1 else (current, [])
@@ -134,7 +134,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _forward(query: Tensor, pair: Tensor, width: int, blocks: _Blocks, scale: float) -> tuple[Tensor, Tensor]:
-    """The result in the dtype of the queries, and f32 [H_kv, G, B]: log of the sum of exponentials."""
+    """Return the result in the dtype of the queries, and f32 [H_kv, G, B]: log of the sum of exponentials."""
     kv_heads, groups, length, _ = query.shape
     # In memory the heads of a token follow each other: the layer after it takes it without a copy.
     total = query.new_zeros(length, kv_heads, groups, pair.shape[-1] - width, dtype=torch.float32)
@@ -167,7 +167,7 @@ def _backward(
     blocks: _Blocks,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of queries and of keys and values."""
+    """Return the gradients of queries, keys and values."""
     delta = (gradient.float() * out.float()).sum(-1, keepdim=True)
     of_query = torch.zeros_like(query, dtype=torch.float32)
     of_pair = torch.zeros_like(pair, dtype=torch.float32, memory_format=torch.contiguous_format)

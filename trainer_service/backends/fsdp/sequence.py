@@ -68,7 +68,7 @@ class SequenceRanks:
         )
 
     def part_of(self, batch: MicroBatch) -> SequencePart:
-        """This rank's stretch of a micro-batch that all of the group have."""
+        """Return this rank's stretch of a micro-batch that all ranks of the group have."""
         length = -(-batch.n_tokens // self.size)
         padding = length * self.size - batch.n_tokens
         ids, positions = batch.input_ids, batch.position_ids
@@ -96,7 +96,7 @@ class SequenceRanks:
 
 
 def _groups(ranks: Ranks, color: Callable[[int], Any]) -> dist.ProcessGroup:
-    """The group of the ranks that have this one's color."""
+    """Return the group of the ranks that have this rank's color."""
     members: dict[Any, list[int]] = {}
     for rank in range(ranks.world):
         members.setdefault(color(rank), []).append(rank)
@@ -149,9 +149,9 @@ class SequencePart:
         return _Summed.apply(whole, self.ranks.group).to(values.dtype)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
-        """[1, L, H, D] of this stretch's queries [1, H, L, D], keys [1, H_kv, L, D] and values, by `attend`,
-        which gets those of some heads of all tokens that are to be had without a ring. ValueError for heads
-        that the ranks cannot share."""
+        """Return [1, L, H, D] for this stretch's queries [1, H, L, D], keys [1, H_kv, L, D] and values.
+        `attend` gets some of the heads with all tokens that are available without a ring. Raises ValueError
+        for heads that the ranks cannot share."""
         sharing = self.ranks.sharing
         if query.shape[1] % sharing.by_heads:
             raise ValueError(

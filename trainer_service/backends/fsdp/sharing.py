@@ -19,8 +19,8 @@ from math import gcd
 
 @dataclass(frozen=True)
 class HeadSharing:
-    """The layout of `by_heads` x `ring` ranks. Rank i of them has place i mod `by_heads` among those that
-    share heads, and i div `by_heads` in the ring."""
+    """The layout of `by_heads` x `ring` ranks. Rank i has place i mod `by_heads` among the ranks that share
+    heads, and i div `by_heads` in the ring."""
 
     by_heads: int
     """Ranks to which the heads of the tokens that they have together are dealt."""

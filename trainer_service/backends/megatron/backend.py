@@ -49,7 +49,7 @@ class MegatronBackend(NamedModels[MegatronModel]):
     adapted: Sequence[str] = ()
 
     def __init__(self, models: Mapping[str, ModelUse], ranks: Ranks, **options: Any) -> None:
-        """`options` are those of `MegatronOptions`. Raises `ModelError`."""
+        """Create the back end. `options` are `MegatronOptions`. Raises `ModelError`."""
         self._options = MegatronOptions(**options)
         grid = self._options.grid
         require_grid(grid, ranks)
@@ -74,7 +74,7 @@ class MegatronBackend(NamedModels[MegatronModel]):
         return self._gathered(pieces) if gather and self._ranks.world > 1 else pieces
 
     def _gathered(self, pieces: Iterator[TensorPiece]) -> Iterator[TensorPiece]:
-        """All ranks' pieces on rank 0, rank after rank, each received when it is asked for."""
+        """Yield all ranks' pieces on rank 0, rank after rank, each received when it is needed."""
         side = self._ranks.side()
         if not self._ranks.first:
             for piece in pieces:
@@ -126,8 +126,8 @@ class MegatronBackend(NamedModels[MegatronModel]):
 
 
 def _initialize(grid: RankGrid, virtual_stages: int, ranks: Ranks) -> None:
-    """Make Megatron-Core's process groups, which are of the whole process. Raises `ModelError` where they are
-    of another grid."""
+    """Create Megatron-Core's process groups, which are global to the process. Raises `ModelError` if they
+    exist for another grid."""
     sizes = (grid.tensor, grid.pipeline, grid.expert, virtual_stages)
     if parallel_state.is_initialized():
         if _initialized != [sizes]:

@@ -21,7 +21,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """Options of all models of a back end: those of `Megatron.Arguments`, and the grid of ranks."""
+    """Options of all models of a back end: `Megatron.Arguments`, and the grid of ranks."""
 
     dtype: torch.dtype
     grid: RankGrid
@@ -97,7 +97,7 @@ class Dimensions:
 
 
 def _pad(config: Mapping[str, Any]) -> int | None:
-    """The padding token; a negative one counts from the vocabulary's end, as it does in torch."""
+    """Return the padding token. A negative one counts from the vocabulary's end, as in torch."""
     pad, vocabulary = config.get("pad_token_id"), _positive(config, "vocab_size")
     if pad is None:
         return None

@@ -55,8 +55,8 @@ class PackedPass:
 
 
 def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
-    """The micro-batch with rows of one token behind its own, so that its length is a multiple of `multiple`:
-    sequence parallelism gives each tensor rank equally many."""
+    """Return the micro-batch with rows of one token appended, so that its length is a multiple of `multiple`.
+    Sequence parallelism needs equally many tokens on each tensor rank."""
     lacking = -batch.n_tokens % multiple
     if not lacking:
         return batch
@@ -193,7 +193,7 @@ class PackedGpt(GPTModel):
 
 
 def layer_of(dimensions: Dimensions) -> ModuleSpec:
-    """The modules of one layer."""
+    """Return the modules of one layer."""
     mlp: Any
     submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     if dimensions.experts:

@@ -45,8 +45,8 @@ def owns_columns() -> bool:
 
 
 class Passes:
-    """The passes of one model; `modules` are its stages, wrapped if they are trained. Only if it `replays` do
-    its routers take the routes of the micro-batches, which are those of the policy."""
+    """The passes of one model. `modules` are its stages, wrapped if they are trained. Only if it `replays`,
+    its routers use the routes of the micro-batches, which are the policy's."""
 
     def __init__(self, stages: Stages, modules: Sequence[Any], *, replays: bool) -> None:
         self._stages, self._modules, self._replays = stages, list(modules), replays
@@ -54,7 +54,7 @@ class Passes:
         self._tensors = stages.grid.tensor
 
     def train(self, batches: Batches, loss_of: LossOf, columns: Names) -> None:
-        """Add the gradients of Σ `loss_of(index, columns)` to those of this rank's parameters."""
+        """Add the gradients of Σ `loss_of(index, columns)` to the gradients of this rank's parameters."""
 
         def loss(index: int, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
             found = self._columns(batch, hidden, columns)
@@ -108,8 +108,7 @@ class Passes:
         )
 
     def _filled(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches as this model takes them, with empty ones behind them where stages are
-        interleaved."""
+        """Return the micro-batches in this model's form, followed by empty ones if stages are interleaved."""
         lacking = -len(batches) % self._stages.grid.pipeline if len(self._modules) > 1 else 0
         device = batches[0].input_ids.device
         passes = [*batches, *(build_micro_batch([], device=device) for _ in range(lacking))]

@@ -32,7 +32,7 @@ KEY = re.compile(r"^(.+)@(\d+)/(\d+):([\d,]+):(\d+)$")
 
 
 def key_of(parameter: StageParameter, start: int) -> str:
-    """The name in a file of the elements from `start` on of a rank's parameter."""
+    """Return the name in a file of the elements from `start` on of a rank's parameter."""
     place = parameter.place
     shape = ",".join(map(str, parameter.tensor.shape))
     return f"{parameter.name}@{place.tensor}/{place.tensors}:{shape}:{start}"

@@ -111,7 +111,7 @@ class MegatronModel(ChangingModel):
             one.tensor.data.copy_(self._followed[one.name].lerp_(found.float(), share))
 
     def pieces(self, dtype: torch.dtype) -> Iterator[TensorPiece]:
-        """The boxes of the model's tensors that this rank gives out, in `dtype`."""
+        """Return the boxes of the model's tensors that this rank publishes, in `dtype`."""
         for one in self.stages.parameters():
             if one.is_copy or not self._first_of_data(one):
                 continue

@@ -49,7 +49,8 @@ class MegatronReader:
         self._folder = folder
 
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
-        """The policy's tensors, one at a time. Raises `CheckpointError`, KeyError for another model."""
+        """Yield the policy's tensors, one at a time. Raises `CheckpointError`, and KeyError for another
+        model."""
         if model != TRAINED_MODEL:
             raise KeyError(model)
         for name, shape in self._shapes.items():

@@ -70,7 +70,7 @@ class Stages:
         return self.chunks[-1] if self.chunks[-1].post_process else None
 
     def parameters(self) -> Iterator[StageParameter]:
-        """Every parameter of the rank, once."""
+        """Return every parameter of the rank, once."""
         tensor, tensors = _tensor_place()
         experts = self.dimensions.experts // self.grid.expert
         first_expert = parallel_state.get_expert_model_parallel_rank() * experts
@@ -82,7 +82,7 @@ class Stages:
                 yield StageParameter(global_name(name, first, place), parameter, place)
 
     def boxes(self, parameter: StageParameter, tensor: Tensor) -> Iterator[TensorPiece]:
-        """The boxes of a tensor that has the shape of `parameter`."""
+        """Return the boxes of a tensor that has the shape of `parameter`."""
         return boxes_of(parameter.name, tensor, parameter.place, self.dimensions)
 
 
@@ -168,7 +168,7 @@ def _mark(chunk: PackedGpt) -> None:
 
 
 def _rotary(folder: Path, device: torch.device) -> Rotary:
-    """The rotary embedding that transformers makes for the model; it has no parameters."""
+    """Return the rotary embedding that transformers makes for the model; it has no parameters."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config).model.rotary_emb)

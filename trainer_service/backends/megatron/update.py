@@ -69,7 +69,7 @@ class MegatronAdamW:
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 
     def owned(self, parameter: nn.Parameter) -> OwnedRange | None:
-        """This rank's range of a parameter of the stages."""
+        """Return this rank's range of a parameter of the stages."""
         for part in self._parts:
             if parameter in getattr(part, "model_param_gbuf_map", ()):
                 where = part._get_model_param_range_map(parameter)["param"]
