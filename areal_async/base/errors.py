@@ -1,19 +1,19 @@
 """One exception hierarchy.
 
     ArealError
-    ├── WireError                everything that can go wrong between two processes
+    ├── WireError                errors between two processes
     │   ├── EndpointError        an address cannot be served: busy, too long, not loopback and no keys
-    │   ├── ProtocolError        bytes that are not a message of ours
+    │   ├── ProtocolError        bytes that are not a valid message
     │   │   └── MessageTooLarge  a message beyond the limits, found before it is sent
     │   ├── RpcTimeout           no answer within the caller's deadline
-    │   ├── PeerGone             the connection was closed under the call
+    │   ├── PeerGone             the connection was closed during the call
     │   └── FaultError           the service answered, with a `Fault`
-    ├── InfrastructureFault      an agent, environment or workflow was let down by something that is no answer
-    ├── SnapshotError            a snapshot that is torn, mixed, corrupt or not there
-    └── MachineError             the disk, or a limit of this machine: no bug, and none of the job's files
+    ├── InfrastructureFault      an agent, environment or workflow failed, but no answer was at fault
+    ├── SnapshotError            a snapshot that is torn, mixed, corrupt or missing
+    └── MachineError             the disk, or a limit of this machine, not a bug or a mistake in the job
 
-A package that has more to say derives its own from `ArealError`. The text of every error is one
-paragraph that a person can act on: it is what a service prints before it ends with status 1.
+Packages derive their own errors from `ArealError`. The text of every error is one paragraph that a person can
+act on. A service prints it before it exits with status 1.
 """
 
 from __future__ import annotations

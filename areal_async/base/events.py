@@ -1,9 +1,9 @@
-"""The event log, what each process of a run knows to have happened, and failpoints, where one kills itself.
+"""The event log, in which each process of a run records its events, and failpoints, at which a process kills
+itself.
 
 The log is off unless `observe.event_log` is set; `docs/metrics.md#event-log` has the events with their
-fields, and the places. A line that is written survives SIGKILL of its process. A last line without its
-newline was cut off. Where `AREAL_ASYNC_FAILPOINTS` is not set, a failpoint costs one look at an empty
-dictionary.
+fields, and the places. A written line survives SIGKILL of its process. A last line without its newline was
+cut off. Without `AREAL_ASYNC_FAILPOINTS`, a failpoint costs one lookup in an empty dictionary.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Becomes a child process that does not outlive its parent: `python guard.py PARENT_PID HOW COMMAND…`.
 
-HOW is what the kernel does to the command when the parent dies: `terminate`, `kill` or `kill_group`. With
-`kill_group` this script stays, leads the process group in which the whole command lives, and kills that group
-when the command ends (then with its exit status), when it is told to end (SIGTERM) and when the parent dies.
+HOW is the kernel's action on the command when the parent dies: `terminate`, `kill` or `kill_group`. With
+`kill_group` this script keeps running as the leader of the command's process group. It kills the group when
+the command ends (and returns the command's exit status), on SIGTERM, and when the parent dies.
 
-Only the standard library, and no import of this project: it runs under `-I -S` and is up in milliseconds.
-Code between fork and exec would not be safe beside the threads of the parent; here one thread runs.
+It uses only the standard library and nothing of this project, so that it runs under `-I -S` and starts in
+milliseconds. Code between fork and exec would be unsafe in a parent with threads; this script has one thread.
 """
 
 import ctypes

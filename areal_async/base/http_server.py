@@ -5,14 +5,13 @@
     ...
     await server.close()
 
-Promises: no client, and no number of clients, takes more than `HttpLimits` says: connections, bytes of
-headers and of bodies, seconds to send a request, to take an answer, and to do nothing. A server that is full
-closes the connection that has asked for nothing the longest, so that a new one is always heard, unless every
-connection has a request under way: then the new one is told 503. Of the descriptors that the process may
-open, half stay free for others. What clients do wrong is counted, and logged once a minute for each kind of
-it; a request that an application fails on is answered with 500.
+Promises: clients together take at most what `HttpLimits` allows: connections, bytes of headers and of bodies,
+and seconds to send a request, to take an answer, and to be idle. A full server closes the connection that has
+been idle longest, so that a new one is accepted. If every connection has a request in flight, the new one
+gets status 503. Half of the process's file descriptors stay free for other uses. Errors of clients are
+counted, and each kind is logged once a minute. If an application fails, the answer has status 500.
 
-Does not promise fairness between clients with requests under way: that is admission, and the application's.
+Fairness between clients with requests in flight is not promised; that is the task of the application.
 """
 
 from __future__ import annotations

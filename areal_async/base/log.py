@@ -3,9 +3,9 @@
 `log = get_logger("buffer")` then `log.info("group dropped", group_id=…, reason=…)`. Records of libraries
 that use the standard `logging` module come out in the same form.
 
-Equal lines are counted, not repeated: the first is written, then every `REPEAT_S` one with `repeated`, how
-many more there were. Lines are equal that differ in nothing but which one of many they are about
-(`IDENTITIES`). `end_logging` writes what is still uncounted.
+Equal lines are counted, not repeated. The first is written, and then every `REPEAT_S` one line whose field
+`repeated` has the number of further ones. Lines count as equal if they differ only in fields such as an id
+(`IDENTITIES`). `end_logging` writes the remaining counts.
 """
 
 from __future__ import annotations

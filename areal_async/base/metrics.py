@@ -1,10 +1,10 @@
 """Prometheus metrics of a process, and the seconds it spends being busy.
 
 Every service declares its own series in its `metrics.py` on the default registry; this module serves them
-over HTTP, from one thread with an event loop of its own, and holds the one series that all share,
-`areal_busy_seconds_total{activity}`. However many ask, and whatever they send, the process works on. The
-supervisor serves those of processes on other hosts too, each at a path of its own (`elsewhere`): asked for as
-they are scraped, never kept, so a scrape of one that does not answer fails.
+over HTTP, from one thread with its own event loop, and defines the series that all services share,
+`areal_busy_seconds_total{activity}`. Clients cannot stop the process from working. The supervisor also serves
+the metrics of processes on other hosts, each at a path of its own (`elsewhere`). It fetches them at each
+scrape and never caches them, so a scrape fails if the process does not answer.
 """
 
 from __future__ import annotations

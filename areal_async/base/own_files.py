@@ -1,11 +1,12 @@
-"""Files and folders that are found, not made: nothing of another user's is trusted, nothing is waited for.
+"""Access to existing files and folders that may not be ours: no file of another user is trusted, and no call
+blocks.
 
-A path that was found may be anything: a link to elsewhere, a pipe that never answers, a folder that somebody
-else put there under the name of ours. What is read, deleted or run from such a path goes through here. What
-the user names on the command line is the user's own choice, and only has to be a regular file.
+An existing path may be anything: a link to another place, a pipe that never answers, a folder that somebody
+else created under our name. All code that reads, deletes or runs files at such paths uses this module. A path
+on the command line is the user's own choice, and only has to be a regular file.
 
-A name that another process, host or store gave is joined to a folder of ours by `parts_of` and opened by
-`open_beneath`, nowhere else: it never leads out of the folder, and no link below the folder is followed.
+A name from another process, host or store is joined to a folder of ours only by `parts_of` and opened only by
+`open_beneath`. It never leads out of the folder, and no link below the folder is followed.
 """
 
 from __future__ import annotations
@@ -177,9 +178,9 @@ def reserve(fd: int, size_bytes: int) -> None:
 def map_open(
     fd: int, at: int = 0, size_bytes: int | None = None, *, populate: bool = False
 ) -> mmap.mmap | bytes:
-    """Return what an open regular file has from byte `at`, a multiple of the page size, on: mapped, or read
-    where the file has holes. On a full file system in memory, even to read a hole through a mapping would end
-    the process by SIGBUS. Raises OSError, and ValueError for a part that reaches beyond the end."""
+    """Return the contents of an open regular file from byte `at`, a multiple of the page size, on. They are
+    mapped, or read if the file has holes: on a full file system in memory, even reading a hole through a
+    mapping would end the process by SIGBUS. Raises OSError, and ValueError for a part beyond the end."""
     left = os.fstat(fd).st_size - at
     size = left if size_bytes is None else size_bytes
     if size > left:

@@ -1,12 +1,12 @@
-"""Child processes: the one kit with which every part starts, watches and ends the processes it needs.
+"""Child processes: the common code with which every part starts, watches and ends its processes.
 
 Promises: a child leads a session and a process group of its own, so that a Ctrl-C at the terminal does not
-reach it; what it started and did not detach is killed when it ends, however it ends; the kernel ends it when
-the thread that started it dies (see `guard.py`); its exit status is there once, and its process id cannot be
-another's while the kit uses it.
+reach it; its descendants, unless detached, are killed when it ends in any way; the kernel ends it when the
+thread that started it dies (see `guard.py`); its exit status is reported once, and its process id is not
+reused while this module uses it.
 
 `Restarts` decides, as a pure function of its `RestartPolicy` and the deaths so far, whether and after which
-pause one that died is started again.
+pause a dead process is restarted.
 """
 
 from __future__ import annotations

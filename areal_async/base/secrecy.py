@@ -1,7 +1,7 @@
 """The rule for what is a secret, one for every log, error, page, report and logger.
 
-A job file holds no secrets by design, and is recorded and shown: what may be one all the same is left out of
-whatever others than its author see. A list of names is never complete, so text is hidden by where it stands.
+A job file has no secrets by design, and is recorded and shown. Text that may be a secret all the same is
+hidden from everyone but its author. A list of names is never complete, so text is hidden by its place.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ def without_logins(text: str) -> str:
 
 
 def shown(content: Mapping[str, Any], section: Any) -> dict[str, Any]:
-    """Return a section's values as others than its author may see them: no text that may be a secret.
+    """Return a section's values without any text that may be a secret, for readers other than its author.
 
-    `section` is the configuration section that declares the fields: these hold no secret by design, and are
-    shown unless `is_secret` says otherwise. Text in a mapping of any content, such as the arguments of a
-    part, may be anything and is never shown; for such a mapping `section` is None. Numbers, switches and
-    nulls are always shown."""
+    `section` is the configuration section that declares the fields: these have no secrets by design, and are
+    shown unless `is_secret` says otherwise. Text in a free mapping, such as the arguments of a part, may be
+    anything and is never shown; for such a mapping `section` is None. Numbers, switches and nulls are always
+    shown.
+    """
     found: dict[str, Any] = {}
     for name, value in content.items():
         info = section.model_fields.get(name) if section is not None else None

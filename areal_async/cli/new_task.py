@@ -1,8 +1,7 @@
-"""The folder of a task of one's own: its data and what makes it, a reward with its test, and a job.
+"""The folder of a user's own task: its data and the script that makes it, a reward with its test, and a job.
 
-Everything works as it is written, on a task that stands in for the user's. Without a model there is a tiny
-one, of random weights and with a token for each character of ASCII, and a job that warms it up. Nothing that
-exists is replaced.
+All files work unchanged, on an example task. Without a model, they include a tiny one with random weights and
+a token for each ASCII character, and a job that warms it up. Existing files are not replaced.
 """
 
 from __future__ import annotations

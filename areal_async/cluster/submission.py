@@ -1,9 +1,8 @@
 """A job on its way to the controller: packing by the sender, unpacking by the receiver.
 
-The sender packs the job as a mapping, and the files that it names beside the job file: code of its own, with
-the modules beside it that the code imports, and task files. The receiver trusts none of it: names are checked
-before anything is written, sizes are bounded, and of the job only its fields are read. No code of it is
-loaded.
+The sender packs the job as a mapping, and the files that it names beside the job file: the user's code, with
+the neighbouring modules that it imports, and task files. The receiver trusts none of it: names are checked
+before any write, sizes are bounded, only the fields of the job are read, and none of its code is loaded.
 """
 
 from __future__ import annotations

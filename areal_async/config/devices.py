@@ -1,8 +1,8 @@
 """Assignment of GPUs to the trainer's ranks, the rollout's engines with their widths, and the evaluation.
 The number of visible GPUs is passed in.
 
-GPUs are counted as a process sees them, from 0. A rank of the trainer takes one. An engine takes
-`width` of them: 1, or for a server what its parallel sizes in `rollout.server.arguments` multiply to.
+GPUs are counted as a process sees them, from 0. A rank of the trainer takes one. An engine takes `width` of
+them: 1, or for a server the product of its parallel sizes in `rollout.server.arguments`.
 
 - `cpu`: none.
 - `cuda:N`: exactly N, and those after it (`trainer.ranks`, or the engine's width), even if others have them

@@ -1,14 +1,15 @@
 """Reading task files: parquet or jsonl in the schema that public RL data sets use.
 
-Columns: `prompt` (text, or a list of chat messages with `role` and `content`) and
-`reward_model` (`{"style": …, "ground_truth": …}`) are required; `data_source`, `ability` and
-`extra_info` are optional. Other columns are ignored, but for those that change what a task means, which are
-refused: images, videos and audios, whose tasks cannot be solved from the text alone.
+Columns: `prompt` (text, or a list of chat messages with `role` and `content`) and `reward_model` (`{"style":
+…, "ground_truth": …}`) are required; `data_source`, `ability` and `extra_info` are optional. Other columns
+are ignored, except images, videos and audios. They are refused, because their tasks cannot be solved from the
+text alone.
 
-A field of a message that is null is absent. In parquet every row has the fields that any row has, so there a
-null at any depth of messages and schemas is absent too; in jsonl the arguments of a call stay as written.
+A null field of a message counts as absent. In parquet every row has the fields of all rows, so a null at any
+depth of messages and schemas counts as absent. In jsonl the arguments of a call stay as written.
 
-What reading may cost is bounded by the size of the file: a few kilobytes of parquet can stand for gigabytes.
+The cost of reading is limited in proportion to the size of the file, because a few kilobytes of parquet can
+expand to gigabytes.
 """
 
 from __future__ import annotations

@@ -3,16 +3,15 @@ clock, the steps and the figures of the run are passed in.
 
 Workers are added if the trainer waits for batches and the workers are the bottleneck: they are busy, or the
 buffer would lease more than they take. They are removed if the trainer hardly waits, the buffer holds them
-back, and the rest would not be busy. A change is of a quarter of the workers, at least one.
+back, and the rest would not be busy. A change adds or removes a quarter of the workers, at least one.
 
 Each change is on trial over a span of the same length as the one before it. Added workers stay if the steps
-per second rose by `WORTH`; removed ones stay away unless the steps per second fell by as much; else the
-change is taken back, and not tried again for a while, which doubles (`Hold`). So it does if workers are
-needed again that could be spared a while ago: batches that lie ready hide for some steps that workers are
-missing.
+per second rose by `WORTH`. Removed workers return if the steps per second fell by as much. A reverted change
+is not tried again for a time that doubles (`Hold`). The same applies if removed workers are needed again
+soon, because batches in store hide a lack of workers for some steps.
 
-Workers that vanish with their node are replaced at once. Those that joined and never came to serve have no
-room: no more are requested, for a while that doubles too.
+Workers that are lost with their node are replaced at once. If new workers never become ready, the cluster has
+no room: no more are requested for a time that doubles too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The files of a run that are on a node of a cluster and not in the run's folder: those of the buffer's own
-Redis, and after the death of the supervisor the end of the event logs.
+"""Files of a run that are on a node of a cluster and not in the run's folder: the files of the buffer's own
+Redis and, after the death of the supervisor, the end of the event logs.
 
-Promises: a resume gets them as long as the host that has them can be reached, however the run before ended;
-otherwise the number of writes that Redis had confirmed is known, and the buffer reports their loss.
+Promises: a resume gets the files if their host can be reached, however the previous run ended. Otherwise the
+number of writes that Redis had confirmed is known, and the buffer reports their loss.
 """
 
 from __future__ import annotations

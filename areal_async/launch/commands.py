@@ -2,8 +2,8 @@
 its own.
 
 Promises: a request is carried out by the supervisor's own loop, one at a time; the answer says what was done,
-or why nothing was; a worker that is to leave is named to the buffer, so that it is leased nothing more. Only
-peers with the secret of the run are served.
+or why nothing was; the buffer is told which workers leave, so that they get no more leases. Only peers with
+the secret of the run are served.
 """
 
 from __future__ import annotations

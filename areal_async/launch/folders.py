@@ -1,13 +1,13 @@
 """The folders of a run: their lock, their content, and the removal of volatile files.
 
 Promises: one run at a time per run folder (a lock that dies with its process); work of an earlier run is
-deleted only when asked; a folder that no run of ours made is never touched, and of another user's nothing is
+deleted only on request; a folder that was not made by a run is never touched, and no file of another user is
 read, run or deleted; the run folder, sockets and shared memory are closed to other users from the moment they
-are made, whatever the umask; the last two are removed at the end, or by the next run if the supervisor was
-killed; so are snapshots in a directory that hosts share.
+are made, whatever the umask; sockets, shared memory, and snapshots in a directory that hosts share are
+removed at the end, or by the next run if the supervisor was killed.
 
-The folder above (`run_dir` of the job file) is the user's own: who may write to it may put another in a run
-folder's place.
+The parent folder (`run_dir` of the job file) belongs to the user. Anyone who may write to it can replace a
+run folder.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ def claim_folders(
 ) -> RunFolders:
     """Take the job's run folder, clean up after a dead run, and make the volatile folders.
 
-    With `resume` what an earlier run left in its folder stays, to be gone on with. Raises `RunFolderError`
-    when another run uses it, when it holds work that is neither to be resumed nor overwritten, or when it is
-    not a run folder of ours.
+    With `resume` the files of an earlier run stay and the run continues from them. Raises `RunFolderError` if
+    another run uses the folder, if it contains work and neither a resume nor an overwrite was requested, or
+    if it was not made by a run.
     """
     run_dir = job.run_dir / job.job
     if run_dir.is_dir():

@@ -1,13 +1,13 @@
 """All roles of a job in one process, for debuggers and profilers: `areal-async run --inline`.
 
-Promises: the services are those of every other run, each with a loop on a thread of its own, and the
-trainer runs in the main thread; the first error, of a service or of a user's code, ends the run and is raised
-with its own traceback; nothing is started again. No lease, claim or deadline of an episode runs out while
-somebody sits in a debugger, and of several breakpoints one has the prompt at a time. A Ctrl-C ends the
-services in the order in which processes are ended, within `STOP_LIMIT_S`; a second one waits for nothing.
+Promises: the services are those of every other run, each with a loop on a thread of its own, and the trainer
+runs in the main thread; the first error, of a service or of a user's code, ends the run and is raised with
+its own traceback; nothing is started again. No lease, claim or deadline of an episode runs out while somebody
+sits in a debugger, and only one of several breakpoints has the prompt at a time. A Ctrl-C ends the services
+in the usual order of processes, within `STOP_LIMIT_S`; a second one ends them at once.
 
-Does not end what hangs: a reward or a workflow that does not return holds the run up. What is a program of
-its own stays one: redis-server, sandboxes, servers of reward models, the gateway.
+A reward or a workflow that hangs is not ended and blocks the run. Separate programs stay separate processes:
+redis-server, sandboxes, servers of reward models, the gateway.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ class Lifecycle:
         return []
 
     def _could_serve_from_s(self, state: ServiceState, now_s: float) -> float:
-        """Return the begin of the time within which it must serve: its start or, for a service that needs
+        """Return the start of the time within which it must serve: its start or, for a service that needs
         weights, the last start of the trainer if that is later."""
         begun_s = [state.started_s]
         if state.place.role in ("rollout", "evaluator"):

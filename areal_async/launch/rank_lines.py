@@ -1,9 +1,10 @@
-"""The supervisor's side of the line from each service: whether it lives, and what ranks say of a death.
+"""The supervisor's side of the line from each service, with the pulses of services and the reports of ranks
+about a death.
 
-Promises: a service of any role that gives no pulse for its `hang_s` is found, whatever it had under way. One
-that the machine was too busy to run, whose supervisor was held up itself, or whose host cannot be heard, is
-not: time counts only while the supervisor looks, and from the first pulse on (`supervisor.ready_s` bounds
-what comes before).
+Promises: every service without a pulse for its `hang_s` is reported as hung. A service is not reported if the
+machine was too busy to run it, if the supervisor itself was delayed, or if its host cannot be reached. Time
+counts only while the supervisor looks, and from the first pulse on (before it, `supervisor.ready_s` is the
+limit).
 """
 
 from __future__ import annotations

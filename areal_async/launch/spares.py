@@ -1,9 +1,8 @@
 """Spare processes of a run: with their imports done, ready to become a service that died.
 
 Promises: nothing is prepared before the job has run undisturbed for a while, one process at a time, and only
-where the machine has memory to spare; a spare that dies is replaced, one that dies again and again is not;
-whoever takes one must start a process the usual way where there is none. What it costs is stated in
-docs/recovery.md.
+if the machine has memory to spare; a spare that dies is replaced, unless spares die repeatedly; if there is
+no spare, the caller must start a process in the usual way. docs/recovery.md has the costs.
 """
 
 from __future__ import annotations

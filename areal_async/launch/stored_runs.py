@@ -1,8 +1,7 @@
-"""Runs with their folder, or their checkpoints, in a store: they are claimed, mirrored while they run, and
-fetched.
+"""Runs with their folder or their checkpoints in a store. This module claims, mirrors and fetches them.
 
-The lock of a run folder is one host's. What keeps two hosts apart is the mark of a mirror: whoever resumes a
-run that another host seems to run watches that mark for `WATCH_S`, and gives up where it still changes.
+The lock of a run folder works on one host only. Between hosts, a mirror's mark is used: a resume watches the
+mark for `WATCH_S`, and gives up if it still changes, because another host is running the run.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """The shell around the lifecycle: real processes, signals and time.
 
-Promises: a service that died is started again as the lifecycle decides, on the same places, and the rest
-goes on; one that hangs is killed, whatever its role, and of several that ended the one that did so first is
-named; workers join and leave as the control socket is asked to; when `run` returns or raises, no process of
-the run is left, at most `STOP_LIMIT_S` after the first Ctrl-C or SIGTERM, or at once after the second; a
-service learns of a stop only from here (each leads its own session); one that outlives the supervisor's death
-is told by the kernel.
+Promises: a dead service is restarted as the lifecycle decides, in the same place, and the others continue; a
+hung service is killed, whatever its role; if several ended, the first one is named; workers join and leave as
+the control socket requests; when `run` returns or raises, no process of the run is left, at most
+`STOP_LIMIT_S` after the first Ctrl-C or SIGTERM, or at once after the second; only the supervisor tells
+services to stop (each leads its own session); if the supervisor dies, the kernel signals them.
 
 Must run in the main thread: signals arrive there, and the kernel ties a child's death signal to the thread
 that started it.

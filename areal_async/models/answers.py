@@ -1,10 +1,10 @@
-"""Answers of a model: the ids that end one, the text of its ids, and the part of the text that was thought.
+"""Answers of a model: the ids that end an answer, the text of its ids, and the thoughts in the text.
 
 - An answer ends with any id of one union: those of the generation config and the config, the tokenizer's
-  end-of-sequence token, and the token with which the chat template ends a turn. Engines, requests to
-  servers, workflows, the gateway and the examples of SFT all take it from `end_ids`.
+  end-of-sequence token, and the token with which the chat template ends a turn. Engines, requests to servers,
+  workflows, the gateway and the examples of SFT all take it from `end_ids`.
 - The text of an answer has the model's special tokens, such as `<think>`; only ends and padding are left out.
-- A thought is no part of what was said. Tools, rewards and the gateway read an answer by `spoken_parts`.
+- A thought is not part of the spoken answer. Tools, rewards and the gateway read an answer by `spoken_parts`.
 
 Needs neither torch nor transformers.
 """
@@ -154,12 +154,14 @@ def spoken_parts(
     marks: Sequence[str] = (),
     skip: Callable[[int, int], int] | None = None,
 ) -> list[Span]:
-    """Return the parts of an answer outside its thoughts, in order. `opened`: the prompt opened a thought.
+    """Return the parts of an answer outside its thoughts, in order. `opened` means that the prompt opened a
+    thought.
 
-    A thought ends at the first closing tag, or with the text where there is none. A closing tag that no tag
-    opened ends a thought too, one that began with the text. `skip` is called at each of the `marks` outside
-    of thoughts, with its place and the one at which the part begins, and returns from where to look on: tags
-    of thoughts inside a tool call are data. Linear in the text."""
+    A thought ends at the first closing tag, or at the end of the text. A closing tag without an opening tag
+    ends a thought that began with the text. `skip` is called at each of the `marks` outside of thoughts, with
+    the places of the mark and of the start of the part. It returns the place at which to continue, because
+    tags of thoughts inside a tool call are data. Linear in the text.
+    """
     pattern = re.compile("|".join((_TAGS, *map(re.escape, marks))))
     parts: list[Span] = []
     begin, at = None if opened else 0, 0

@@ -1,15 +1,15 @@
-"""Attachments that pass from process to process of one host as parts of files, and not through a socket.
+"""Attachments that are passed between processes of one host in files, and not through a socket.
 
-A server that keeps what it is given in files names two folders in its welcome (`FilesHere`). A client that
-finds its token there writes large attachments into a file of the first folder and sends where in it they lie;
-the server reads them from there, and may keep the file by another name without copying it. What the server
-holds in files of the second folder it answers by name, and the client maps it. All else, and every peer of
-another host, goes through the socket.
+A server that stores attachments in files names two folders in its welcome (`FilesHere`). A client that finds
+the server's token there writes large attachments into a file of the first folder and sends their places in
+it. The server reads them from the file, and may keep it under another name without a copy. Attachments in
+files of the second folder are answered by name, and the client maps them. All others, and peers on other
+hosts, use the socket.
 
 Promises: a file that a client wrote is removed by it when its call is over, however it ends; one that a dead
-client left is removed by `sweep`. The server reads what it was given into memory of its own before it looks
-at it, or leaves it in the file unread, so a file that is cut short under its eyes ends no process; and names
-lead nowhere but into the folder.
+client left is removed by `sweep`. The server copies attachments into its own memory before it looks at them,
+or leaves them in the file unread, so a file that is truncated meanwhile does not end the process. Names never
+lead out of the folder.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@
         leases = await buffer.call(Lease(…))              # a `Leases`
         claims, blobs = await buffer.exchange(Claim(…))   # a `Claims` and its attachments
 
-`SyncClient` is the blocking one.
+`SyncClient` is the blocking version.
 
 Promises:
 - `call` ends by its deadline: with the reply, the service's `FaultError`, `RpcTimeout`, `PeerGone`, or
   `ProtocolError` for a reply that does not belong to the request.
-- A request keeps its id through every retry, so a server that lives runs it once; after a restart of the
-  server the client says hello again and repeats what is unanswered.
+- A request keeps its id through every retry, so a running server executes it once. After a restart of the
+  server the client sends a new hello and repeats its unanswered requests.
 - `busy` and `unavailable` are retried with back-off inside the deadline.
-- At most `max_in_flight` requests are under way; further calls wait in line, inside their deadline.
+- At most `max_in_flight` requests are in flight; further calls wait in line, inside their deadline.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class _Pending:
 
 
 class Client:
-    """Ask the server at an address: an `Address`, which may move, or the endpoint of one that does not. All
-    methods belong to one event loop; calls may run concurrently.
+    """A client of the server at an address: an `Address`, which may change, or a fixed endpoint. All methods
+    belong to one event loop; calls may run concurrently.
 
-    `timeout_s` is the patience of every call that names none of its own. An unanswered request is repeated
-    after `resend_after_s`, then after twice as long, and so on: only a lost reply needs it, since a lost
-    connection is noticed at once. An answer with a part above `max_part_bytes` ends the connection.
-    `async with` connects and closes.
+    `timeout_s` is the default deadline of calls. An unanswered request is repeated after `resend_after_s`,
+    then after twice as long, and so on. That is needed only for a lost reply, since a lost connection is
+    noticed at once. An answer with a part above `max_part_bytes` ends the connection. `async with` connects
+    and closes.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class AskTensors(Request[SendsTensors | SendsNothing], frozen=True):
     that ask at about the same time.
 
     `engine` is its name among all engines. `group` is the intact group that it belongs to, or empty. `ranks`
-    are the members on its side.
+    is the number of members on its side.
     """
 
     engine: str

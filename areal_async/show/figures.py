@@ -73,7 +73,7 @@ FIGURES: Mapping[str, RunFigure] = {
 }
 """Figures by their keys; `*` stands for the names of a field with several values."""
 NAMED = {"rewards": "reward", "phases": "phase", "by_source": "source"}
-"""Fields with several values, and the begin of their keys."""
+"""Fields with several values, and the prefix of their keys."""
 
 
 class Panel(NamedTuple):

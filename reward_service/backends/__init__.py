@@ -41,7 +41,7 @@ class ScoringBackend(Protocol):
     """A scorer of the calls of one reward (the pool: of several). All methods belong to one event loop.
 
     Promises: every submitted call gets its verdicts exactly once, within its reward's `timeout_s` (plus a
-    second) of its begin; calls beyond `capacity` wait.
+    second) of its start; calls beyond `capacity` wait.
     """
 
     broken: asyncio.Future[RewardLoadError]

@@ -107,7 +107,7 @@ class Found(NamedTuple):
 
 
 Reader = Callable[[int, int], Found]
-"""A function that reads from a marker on. Its second number is the begin of the part outside of thoughts."""
+"""A function that reads from a marker on. Its second number is the start of the part outside of thoughts."""
 
 
 def outside_thoughts(text: str, markers: Sequence[str], read: Reader, *, opened: bool = False) -> list[Found]:

@@ -149,7 +149,7 @@ class Chat:
 
 
 def continuation(tokenizer: Tokenizer, chat: Chat, new: Sequence[Message]) -> tuple[str, bool]:
-    """Return the text after the reply that ends `chat`, up to the begin of the next reply, and whether the
+    """Return the text after the reply that ends `chat`, up to the start of the next reply, and whether the
     template changes earlier text, in which case the path cannot continue.
 
     Without a chat template it is the contents of `new`, joined by newlines. Raises `TurnError` if `chat` does

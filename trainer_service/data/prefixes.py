@@ -146,7 +146,7 @@ def _worth_it(lengths: list[int], shared: list[int], cost: RowCost) -> list[int]
 
 
 def _trees(rows: list[TrainingRow], shared: list[int], budget: int) -> list[Tree]:
-    """Yield trees of neighbouring rows. Each row shares its first `shared` tokens with the previous one."""
+    """Return trees of neighbouring rows. Each row shares its first `shared` tokens with the previous one."""
     trees: list[Tree] = []
     tokens = units = fed = 0
     for row, n in zip(rows, shared, strict=True):

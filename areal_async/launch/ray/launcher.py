@@ -1,12 +1,13 @@
-"""The launcher of a Ray cluster: Ray decides where each process goes, and notices when a node is gone.
+"""The launcher of a Ray cluster. Ray places each process and detects lost nodes.
 
 Promises: nothing is started before the whole job has its places; a process whose node is gone is reported as
 lost, and its next start asks Ray for another place; lines that processes append to their logs and events are
-on the home host a second later; when `close` has returned, the files of the buffer's own Redis are there too,
-for a resume, or stay on their node, where the resume finds them; then, or when this process has died, nothing
-of the run is left running on any node.
+on the home host a second later; when `close` has returned, the files of the buffer's own Redis are on the
+home host too, or stay on their node, where a resume finds them; no process of the run is left on any node
+after that, or after the death of this process.
 
-One thread for each process of the run talks to its actor; the supervisor's never waits for one.
+Each process of the run has a thread that talks to its actor. The supervisor's thread never waits for an
+actor.
 """
 
 from __future__ import annotations

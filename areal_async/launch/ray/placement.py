@@ -1,8 +1,8 @@
 """Needs of each process of a job, and the placement of its processes relative to each other. Pure.
 
-The ranks of a trainer are one placement group, packed: as few nodes as they fit on. The workers that a job
-begins with, and its evaluation, are another, spread. Buffer and reward service are a third; a buffer that has
-its own Redis stays on the node where its files are. Ray reserves each group as a whole or not at all.
+The ranks of a trainer are one placement group, packed on as few nodes as possible. The job's initial workers
+and its evaluation are another one, spread over nodes. Buffer and reward service are a third; a buffer with
+its own Redis stays on the node with its files. Ray reserves each group as a whole or not at all.
 """
 
 from __future__ import annotations

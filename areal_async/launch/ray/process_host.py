@@ -1,10 +1,10 @@
 """The host of one process, on a node of a cluster: its folders, its ports, its start and its end.
 
-Promises: a port that was promised to the process stays its own while this host lives, through all its deaths;
-bytes that the process appends to its logs and events are sent from where the reader has them, so none is lost
-or comes twice; after `close`, or the death of this host, nothing of the process is left running, and once the
-last host of the run on a node is gone its folders there are removed, by it or by the next run's. The files of
-a buffer stay until they are at home (`buffer_files.py`).
+Promises: a port that was promised to the process stays reserved while this host lives, through all restarts;
+bytes that the process appends to its logs and events are sent from the reader's position on, so none is lost
+or sent twice; after `close`, or the death of this host, no part of the process is left running. The folders
+of the run on a node are removed by the last host of the run there, or by the next run's. The files of a
+buffer stay until they are copied home (`buffer_files.py`).
 
 It knows nothing of Ray: an actor (`actor.py`) passes its requests on.
 """

@@ -225,8 +225,8 @@ class ModelFunction:
         ]
 
     def _blamed(self, failure: Failure, given: RewardInput) -> Failure:
-        """Return the failure of a text. The answer is at fault if a neutral answer gets a score. A failure on a
-        device is first tried once more."""
+        """Return the failure of a text. The answer is at fault if a neutral answer gets a score. A failure on
+        a device is first tried once more."""
         if failure.kind == "model" and isinstance(self._alone(given), Score):
             return failure
         neutral = self._alone(structs.replace(given, response=NEUTRAL))

@@ -97,7 +97,7 @@ class Calls:
         """Return the outcome of `answer()`, which sends the request. While the engine is held, the request is
         not begun.
 
-        A request that is aborted before its begin has sampled nothing. Raises the errors of `answer`, and the
+        A request that is aborted before its start has sampled nothing. Raises the errors of `answer`, and the
         error given to `fail`.
         """
         if request.request_id in self._calls:
