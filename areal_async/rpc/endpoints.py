@@ -1,15 +1,16 @@
-"""Addresses: what may be bound, what a peer must know to be let in, and what it may cost before and after.
+"""Addresses: permitted endpoints, the credentials of peers, and the limits on their connections and messages.
 
-Promises: nobody is let in without a secret, which is asked for in the handshake: nothing of a peer that does
-not have it reaches a socket's queue. A socket is bound beyond loopback only with keys of its own; an address
-that another process serves is never taken over (libzmq would silently unlink a live ipc file); every refusal
-is an `EndpointError` that says what to do.
+Promises: the handshake requires a secret, so no message of a peer without it reaches a socket's queue. A
+socket is bound beyond loopback only with keys of its own; an address that another process serves is never
+taken over (libzmq would silently unlink a live ipc file); every refusal is an `EndpointError` that says what
+to do.
 
-Of those who have not shown it yet at most `MOST_STRANGERS` are connected to a socket at a time, and at most a
-quarter of the process's descriptors: the one that has said nothing the longest goes first (`StrangerLimit`).
+Peers that have not yet proven the secret may have at most `MOST_STRANGERS` connections to a socket, and at
+most a quarter of the process's descriptors. Beyond that, the one that has been silent longest is disconnected
+(`StrangerLimit`).
 
-No part of a message may have more than `max_part_bytes`. libzmq does not limit how many parts an unfinished
-message has: who knows the secret can make its peer hold as much as it sends.
+No part of a message may have more than `max_part_bytes`. libzmq does not limit the number of parts of an
+unfinished message, so a peer with the secret can fill the memory of the other side.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The order in which a server begins requests: bounded lanes, served by weighted turns. Pure.
 
-Promises: while a lane waits it gets at least its weight's share of what is begun, however much waits in the
-others; within a lane the order is that of arrival; a lane holds at most `most_waiting` requests and
-`most_bytes` of attachments, and what comes beyond that is refused; at most `most_running` of it are begun and
-not over.
+Promises: a waiting lane gets at least its weight's share of the started requests, however many wait in the
+others; within a lane requests start in the order of arrival; a lane holds at most `most_waiting` requests and
+`most_bytes` of attachments, and refuses more; at most `most_running` of its requests run at a time.
 """
 
 from __future__ import annotations

@@ -176,13 +176,14 @@ class TrainerOpened(Message, frozen=True):
 
 
 class OpenTrainer(Request[TrainerOpened], frozen=True):
-    """Become the only trainer of `policy`, fencing any earlier one. `step` is the step the trainer's own
-    state is at (0, or that of the restored checkpoint); the ledger copy of that checkpoint is the attachment.
+    """Become the only trainer of `policy`, fencing any earlier one. `step` is the step of the trainer's own
+    state (0, or the step of the restored checkpoint); the ledger copy of that checkpoint is the attachment.
 
-    The new epoch is above `after_epoch`, the last one that the trainer's folder knows of: the buffer may have
-    lost it with its Redis. `memory_epoch` is the epoch that left the state in memory; 0 where it is on disk.
-    With a state in memory there is no copy, nothing becomes COMMITTED, and a ledger that has lost the step or
-    the epoch refuses."""
+    The new epoch is above `after_epoch`, the last epoch in the trainer's folder, because the buffer may have
+    lost it with its Redis. `memory_epoch` is the epoch that left the state in memory; 0 if the state is on
+    disk. With a state in memory there is no copy, no group becomes COMMITTED, and a ledger that has lost the
+    step or the epoch refuses.
+    """
 
     policy: str
     trainer: str

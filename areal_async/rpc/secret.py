@@ -1,17 +1,16 @@
-"""The secret of a run, and the keys of its roles: what its processes know and nobody else.
+"""The secret of a run, and the keys of its roles, which only its processes know.
 
 A run has 256 random bits, in one file that its owner alone may read and that only the launcher and the tools
-of the same user use. From them the launcher derives what it gives to each process: `RoleKeys`, with which a
-process shows of which role it is, recognises the others, and learns nothing that would let it pass for
-another role.
+of the same user use. From them the launcher derives `RoleKeys` for each process. With these keys a process
+proves its role and recognises the others, but cannot pretend to have another role.
 
     secret = RunSecret.make(folder)              the launcher, once per run
     keys = secret.of("rollout")                  what a process of that role is given
     Server(…, access=keys), Client(…, server="buffer", access=keys)
 
-Over a Unix socket a peer shows a password of its role in the handshake (PLAIN: nobody listens in there); over
-TCP both ends prove that they have the keys of their roles (CURVE: the peer may be somebody else who took the
-port). Which role may ask for what is in `permissions.py`.
+Over a Unix socket a peer sends a password of its role in the handshake (PLAIN, because nobody can listen in).
+Over TCP both ends prove that they have the keys of their roles (CURVE, because another program may have taken
+the port). `permissions.py` has the requests that each role may make.
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 
 Promises:
 - A request runs at most once at a time, and not again while its reply is remembered (`reply_book.py`).
-- Nothing of a peer without the secret is received: it is asked for in the handshake.
+- The handshake requires the secret, so no message of a peer without it is received.
 - Every well-formed request is answered: with the handler's reply, or with a typed `Fault`.
-- Nothing a peer sends ends the server: what is not a message is answered `invalid` where it names a request,
-  and counted and dropped otherwise. Nothing is handled before a hello of our schema and job.
-- Requests under way are limited per client (`busy`), frames by size, queues by high-water marks.
+- No input of a peer ends the server. An invalid message is answered `invalid` if it names a request, and
+  otherwise counted and dropped. No request is handled before a hello with our schema and job.
+- Requests in flight are limited per client (`busy`), frames by size, queues by high-water marks.
 - After `stop`, no task, socket or ipc file is left; requests cut short were answered `unavailable`, and the
   last answers reached every peer that reads within `linger_ms`.
-- Requests begin in the order of their lanes (`lanes.py`): a flood of one kind holds up no other. What finds
-  its lane full is answered `busy`.
+- Requests begin in the order of their lanes (`lanes.py`): a flood of one kind does not delay the others. If
+  its lane is full, a request is answered `busy`.
 
 It does not promise order between concurrent requests, and it never cancels a handler because its client left:
 the handler may be half-way through a write.
@@ -104,13 +104,15 @@ def by_type(service: str, handlers: Mapping[type[Request[Any]], Handler]) -> Han
 
 
 class Server:
-    """Serve `handler` at `endpoint` (`ipc://PATH` or `tcp://HOST:PORT`; port 0 picks one, see `.endpoint`)
-    to who has the secret or keys of `access`; `identity` is the name of the key that it serves under, by
-    default its role's. With keys of roles each peer may ask for what its role needs (`permissions.py`).
+    """A server of `handler` at `endpoint` (`ipc://PATH` or `tcp://HOST:PORT`; port 0 picks one, see
+    `.endpoint`) for clients with the secret or keys of `access`. `identity` is the name of the server's key,
+    by default its role's. With keys of roles, a peer may make only the requests of its role
+    (`permissions.py`).
 
     `handler(peer, message, attachments)` returns a message, or a message and its attachments; a `FaultError`
-    it raises is the answer, anything else is logged and answered `internal`. `lanes` belong to this server
-    alone. With `files`, clients of this host give large attachments in files, and get `FilePart`s back.
+    that it raises becomes the answer, and any other error is logged and answered `internal`. `lanes` must not
+    be shared with another server. With `files`, clients of this host send large attachments in files, and get
+    `FilePart`s back.
     """
 
     def __init__(

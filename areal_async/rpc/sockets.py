@@ -130,9 +130,9 @@ class PolledSocket:
 
 
 _open: set[zmq.Context[zmq.Socket[bytes]]] = set()
-"""Every server and client has a context of its own, so that closing one ends its sockets and I/O thread. The
-open ones are held here: one that is merely dropped (a service that ends by an exception) would otherwise be
-ended by the garbage collector, in an order in which libzmq waits forever for sockets that are still open."""
+"""Contexts of open servers and clients. Each has its own, so that closing it ends its sockets and I/O thread.
+They are referenced here, because the garbage collector would otherwise end a context that was not closed (in
+a service that ends by an exception), in an order in which libzmq waits forever for open sockets."""
 
 
 def open_context() -> zmq.Context[zmq.Socket[bytes]]:

@@ -38,13 +38,13 @@ def run(
 ) -> Run:
     """Start a job in processes of its own, and return its run as soon as it has its folder.
 
-    `job` is a `Job`, the path of a job file, or what one says as a mapping, whose relative paths begin at the
-    working directory; `overrides` are those of `load_job`. The run ends with this process
-    unless `Run.wait` has waited for it. Raises `ConfigError` for a job that cannot be run here, and
-    `RunFolderError` where its folder is taken.
+    `job` is a `Job`, the path of a job file, or the content of one as a mapping, with paths relative to the
+    working directory. `overrides` are as in `load_job`. The run ends with this process unless `Run.wait` has
+    waited for it. Raises `ConfigError` for a job that cannot run here, and `RunFolderError` if its folder is
+    in use.
 
-    `inline`: run all of it in this process instead, in the main thread, and return once it is done; what a
-    user's code raises is raised here.
+    With `inline`, the whole run is in this process, with the trainer in the main thread, and the function
+    returns when it is done. Errors of the user's code are raised here.
     """
     source = str(job) if isinstance(job, str | Path) else "the job"
     job = load_job(job, overrides_of(overrides, others))

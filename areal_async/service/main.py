@@ -1,12 +1,13 @@
 """The shell that every service process runs in.
 
-Promises: what the process and its children write is for this user alone; logs as JSON lines and metrics are
-up before the service's own code runs; SIGTERM and SIGINT set `ctx.stop` and `ctx.stopping` even while the
+Promises: files of the process and its children are readable by this user only; logs as JSON lines and metrics
+are up before the service's own code runs; SIGTERM and SIGINT set `ctx.stop` and `ctx.stopping` even while the
 main thread is inside a long native call; a service that has not returned `STOP_GRACE_S` after that is
-cancelled; one whose supervisor died ends within `ORPHAN_GRACE_S`; an `ArealError` ends it with one paragraph,
-anything else with its traceback. The status is `RETRY_STATUS` where starting it again may help, else 1.
+cancelled; a service whose supervisor died ends within `ORPHAN_GRACE_S`; an `ArealError` ends it with one
+paragraph, any other error with its traceback. The exit status is `RETRY_STATUS` if a restart may help, else
+1.
 
-Does not promise to interrupt native code: what ignores both signals is killed by the supervisor.
+Native code is not interrupted. The supervisor kills a process that ignores both signals.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Ties between the supervisor and its services: the line between them, and where ranks meet.
+"""Connections between the supervisor and its services: the line to each service, and the meeting point of
+ranks.
 
-Over a pipe each service gives a pulse every `PULSE_S`, from a thread of its own: a process that is stopped
-gives none. The same pipe takes what a rank of the trainer knows of a death (`Note`), its own or another's.
-The supervisor binds the socket on which the ranks meet and hands it to rank 0, so that no other program can
-take its port meanwhile.
+Each service writes a pulse to a pipe every `PULSE_S`, from its own thread; a stopped process writes none.
+Ranks of the trainer use the same pipe to report a death (`Note`), their own or another rank's. The supervisor
+binds the socket on which the ranks meet and hands it to rank 0, so that no other program can take its port
+meanwhile.
 
 Only the standard library and msgspec: a rank starts its pulse before it loads torch.
 """

@@ -5,8 +5,8 @@
 in it. Step 123 is the step that starts from version 123, as in the records.
 
 A file is bounded by the episodes that are asked for and `MOST_UNITS` of each; the folder by `MOST_FILES` and
-`MOST_BYTES`: above either, every other file goes, of the older half first, so that the whole run stays in
-view. Files are the user's alone (0600), as everything of a run: texts of prompts and answers may be secret.
+`MOST_BYTES`: above either, every second file is removed, from the older half first, so that samples of the
+whole run remain. Only the user can read the files (0600), because prompts and answers may be secret.
 """
 
 from __future__ import annotations

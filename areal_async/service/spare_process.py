@@ -1,13 +1,13 @@
-"""A process that has its imports done and waits to become a service of the run.
+"""A process that has finished its imports and waits to become a service of the run.
 
-A start of a trainer or a rollout worker is mostly the import of torch and transformers. A spare is started by
-command, not forked, so it has no thread of anybody; it imports the modules that it is told to, computes
-nothing (so no native thread runs before the service has said how many), and then waits on a socket. What
-comes there once, with descriptors beside it, is a `Calling`: which module to run as, with what arguments and
-environment. From then on it is that service, in `ps` too.
+The start of a trainer or a rollout worker is mostly the import of torch and transformers. A spare is started
+by command, not forked, so it inherits no threads. It imports the given modules, computes nothing (so that no
+native thread starts before the service sets their number), and then waits on a socket for one `Calling`,
+which has the module to run, its arguments, its environment and descriptors. From then on it is that service,
+in `ps` too.
 
-Promises: until it is called it holds nothing of the run; it ends when the supervisor does; one that cannot
-become what it is called for ends with a status that lets the service be started again.
+Promises: until it is called it has no resources of the run; it ends with the supervisor; if it cannot become
+the service, its exit status lets the supervisor start the service again.
 
     python -P -m areal_async.service.spare_process SOCKET_FD ROOM MODULE… --ready-fd N
 

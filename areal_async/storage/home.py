@@ -1,9 +1,9 @@
 """`home://…`: the files of a run's home, for its processes on other hosts.
 
-Where hosts share no disk and a job names no store, what it reads comes from the home host and what it leaves
-goes there, over the control socket of its supervisor. To everything else this is one more file system of
-fsspec: `home://files/<path>` is a file or folder that the job names, as it lies on the home host;
-`home://run/<path>` is in the run's folder, where only its trainer may write.
+If hosts share no disk and a job names no store, its inputs come from the home host and its outputs go there,
+over the control socket of its supervisor. For all other code this is one more file system of fsspec.
+`home://files/<path>` is a file or folder of the home host that the job names. `home://run/<path>` is in the
+run's folder, where only its trainer may write.
 """
 
 from __future__ import annotations

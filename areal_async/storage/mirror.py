@@ -1,11 +1,11 @@
 """A folder that is worked in here and kept up to date in a store.
 
-Promises: what has changed is in the store some `EVERY_S` later, as whole files, and all of it once `stop`
-has returned; a store that is away holds nobody up meanwhile; of two hosts that mirror to one URL the later
-is the owner, and the earlier writes no more. Not promised: that files written at one time arrive together.
+Promises: changed files are in the store about `EVERY_S` later, as whole files, and all of them once `stop`
+has returned; an unavailable store delays no other part; if two hosts mirror to one URL, the later one becomes
+the owner and the earlier one stops writing. Files written at the same time may arrive at different times.
 
-Left out are what means something on this host alone (locks, addresses of processes, sockets, links), what is
-being written (`*.tmp`, hidden files), and `leave_out`.
+Excluded are files that are meaningful on this host only (locks, addresses of processes, sockets, links),
+unfinished files (`*.tmp`, hidden files), and `leave_out`.
 """
 
 from __future__ import annotations

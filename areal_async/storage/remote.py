@@ -1,9 +1,9 @@
-"""One place in a store: what is asked of its file system, one bounded request at a time.
+"""One place in a store, and the requests to its file system, each with a time limit.
 
-Promises: a request ends within `REQUEST_S` (a longer one, such as a large upload, says so) or counts as
-failed; what failed for a passing reason (no connection, no answer, a server's error) is tried again as the
-`Tries` says; every error names the URL and what to do. Where a store asks who we are its own library
-answers, from the environment: `AWS_*` and `~/.aws` for S3, and `FSSPEC_*` for what fsspec takes.
+Promises: a request ends within `REQUEST_S` (long requests, such as large uploads, set their own limit) or
+counts as failed; a request that failed for a temporary reason (no connection, no answer, a server's error) is
+retried as the `Tries` says; every error names the URL and the remedy. The store's own library finds the
+credentials in the environment: `AWS_*` and `~/.aws` for S3, and `FSSPEC_*` for what fsspec takes.
 """
 
 from __future__ import annotations

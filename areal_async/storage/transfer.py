@@ -1,12 +1,12 @@
-"""Files and folders between this host and a store, whole or not at all.
+"""Transfer of files and folders between this host and a store, completely or not at all.
 
-Promises: what `fetch` has put at its target is complete and was compared with what the store says of it
-(sizes, MD5 where the tag is one, the hashes of our own marker), also when several processes fetch it at once
-or one is killed on the way; a folder that `push` has not finished is refused by `fetch` (`HalfWritten`), so
-a reader never takes a part for the whole. At most `PARALLEL` requests of `PART_BYTES` are in memory.
+Promises: the target of `fetch` is complete and was compared with the store's data (sizes, MD5 if the tag is
+one, the hashes in our own marker), even if several processes fetch it at once or one is killed meanwhile;
+`fetch` refuses a folder that `push` has not finished (`HalfWritten`), so a reader never mistakes a part for
+the whole. At most `PARALLEL` requests of `PART_BYTES` are in memory.
 
-A pushed folder has a file `.areal-async.json`, the marker: written first as begun, and last with the size
-and hash of each file. A folder without one was put there by somebody else and counts as it is found.
+A pushed folder has a file `.areal-async.json`, the marker: written first as begun, and last with the size and
+hash of each file. A folder without one was uploaded by another program and is fetched as it is.
 """
 
 from __future__ import annotations
@@ -72,9 +72,11 @@ def fetch(
 ) -> None:
     """Fetch the file or folder at `url` to `target`, unless `target` already has the same content.
 
-    Files whose names `leave_out` holds for are left out. `begun` is told how many bytes are to come, if any
-    are; `check` may refuse what has come before it gets its place, by an error. Raises `StorageMissing`,
-    `HalfWritten`, `StorageAway` or `StorageError`, and OSError where it cannot be written here."""
+    Files whose names match `leave_out` are left out. `begun` gets the number of bytes to fetch, if any.
+    `check` may raise an error to refuse the fetched files before they are moved to the target. Raises
+    `StorageMissing`, `HalfWritten`, `StorageAway` or `StorageError`, and OSError if the target cannot be
+    written.
+    """
     remote = Remote(url, tries)
     target.parent.mkdir(parents=True, exist_ok=True)
     record = target.with_name(f".{target.name}.fetched")

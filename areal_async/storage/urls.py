@@ -1,10 +1,10 @@
 """Local paths of URLs.
 
 A URL is `protocol://place` of anything that fsspec knows: `s3://bucket/models/tiny`, `gs://…`, `file:///…`.
-To each belongs one path below the cache folder, `<cache>/s3/bucket/models/tiny`, and to each such path its
-URL: so a job holds local paths alone, is shown and handed on with URLs, and any host makes paths of its own
-from them. The cache folder is `~/.cache/areal-async`, or what the environment variable `AREAL_ASYNC_CACHE`
-names.
+Each URL has one path below the cache folder, `<cache>/s3/bucket/models/tiny`, and each such path has one URL.
+A job therefore contains only local paths, is shown and passed on with URLs, and each host converts them to
+its own paths. The cache folder is `~/.cache/areal-async`, or the value of the environment variable
+`AREAL_ASYNC_CACHE`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""An episode as frames (a msgpack head and raw little-endian arrays), and the frames in one aligned blob:
-what the buffer stores and every service passes on. `docs/buffer.md#trajectory-format` is the format. Routes
-are no part of it (`routes.py`).
+"""An episode as frames (a msgpack head and raw little-endian arrays) in one aligned blob, the form in which
+the buffer stores it and services pass it on. `docs/buffer.md#trajectory-format` is the format. Routes are no
+part of it (`routes.py`).
 
-Reading trusts nothing: whatever the bytes are, the outcome is a valid Episode or a TrajectoryError. The
-arrays of a decoded episode are read-only views of the blob (one whose memory is not aligned is copied first).
+Reading does not trust its input: any bytes give a valid Episode or a TrajectoryError. The arrays of a decoded
+episode are read-only views of the blob (one whose memory is not aligned is copied first).
 
 The blob (little-endian): magic `ATRJ`, u16 schema, u16 frames, u64 size, u32 CRC-32 of everything after the
 prefix, u32 zero; then per frame u64 offset and u64 size; then the frames, each at the next multiple of 8.

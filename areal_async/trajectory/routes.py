@@ -1,13 +1,14 @@
-"""Routes: of each unit that was fed to a mixture of experts, the experts that the engine sent it to.
+"""Routes: for each unit that was fed to a mixture of experts, the experts that the engine chose.
 
-An episode carries them as the optional column `routes`, u8 or u16 [T, L * K]: of each of L layers of experts
-the ids of the K experts, in the order of the layers. The largest value of the type means none: of a unit that
-was not fed, of one whose engine did not tell, and in the place of an expert that was left out.
+An episode carries them as the optional column `routes`, u8 or u16 [T, L * K]: for each of L layers of experts
+the ids of the K experts, in the order of the layers. The largest value of the type means none: the unit was
+not fed, the engine did not report its routes, or the expert was dropped.
 
 Routes are far larger than the rest of an episode (48 layers of 8 experts are 384 bytes a unit, the rest is
-13), and only the trainer reads them. So they are no part of its blob: `pack_routes` gives bytes of their own,
-which travel beside it, and `with_routes` puts them back. Little-endian: magic `ARTE`, u16 1, u16 bytes of a
-value, u32 units, u32 width, u32 CRC-32 of the episode's token ids, u32 CRC-32 of the values; the values.
+13), and only the trainer reads them. So they are not part of its blob: `pack_routes` packs them into separate
+bytes, which are sent beside it, and `with_routes` puts them back. Little-endian: magic `ARTE`, u16 1, u16
+bytes of a value, u32 units, u32 width, u32 CRC-32 of the episode's token ids, u32 CRC-32 of the values; the
+values.
 """
 
 from __future__ import annotations

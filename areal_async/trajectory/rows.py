@@ -63,11 +63,11 @@ def seen_by(episode: Episode, policy: str) -> Episode:
 
 
 def training_rows(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> list[Row]:
-    """The rows of an episode, in the order of their leaves.
+    """Return the rows of an episode, in the order of their leaves.
 
-    A segment that several leaves share is trained in the row of the first of them and context in the others
-    (mask 0 there), so each unit with mask 1 is trained in exactly one row. A path with nothing of its own to
-    train gives no row. Raises SizeError when shared prefixes would blow the rows up beyond `limits`.
+    A segment that several leaves share is trained in the row of the first leaf and is context in the others
+    (mask 0 there), so each unit with mask 1 is trained in exactly one row. A path without trained units of
+    its own gives no row. Raises SizeError if shared prefixes make the rows larger than `limits`.
     """
     units = episode.units
     if not episode.n_sampled:
@@ -189,13 +189,14 @@ def row_sizes(profile: bytes, lowest_version: int = 0) -> list[tuple[int, int]]:
 
 
 def untrainable(episode: Episode) -> str:
-    """Which call of the episode has units to train (mask 1) that were not sampled from what is trained, and
-    how they were; empty when there is none. Units with mask 0 are context, sampled in whatever way.
+    """Return a description of the first call whose trained units (mask 1) were not sampled from the trained
+    distribution; empty if there is none. Units with mask 0 are context and may be sampled in any way.
 
-    The trainer weighs each unit by softmax(logits / temperature) of the weights that it trains, at the
-    temperature of the call that sampled the unit. A unit that was drawn otherwise, greedily or from a cut
-    distribution, or whose log-prob is of another temperature, would get a ratio of two different
-    distributions: a wrong weight, silently."""
+    The trainer weighs each unit by softmax(logits / temperature) of the trained weights, at the temperature
+    of the call that sampled the unit. For a unit sampled greedily, from a truncated distribution or at
+    another temperature, the ratio would compare two different distributions, and the weight would be silently
+    wrong.
+    """
     offset, length, mask = episode.segments.offset, episode.segments.length, episode.units.mask
     for call in episode.header.calls:
         how = _other_than_trained(call)

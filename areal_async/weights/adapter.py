@@ -1,13 +1,13 @@
-"""Adapters (LoRA) on their way to the engines: what is published are the few bytes of the adapter, and each
-host makes the whole weights of them and of the base model that it has.
+"""Publication of adapters (LoRA) to the engines. Only the few bytes of the adapter are published, and each
+host merges them with its own copy of the base model.
 
 A snapshot of an adapter has peft's `adapter_config.json` among its files, and its tensors have peft's names.
 With W [out, in] of the base, A [r, in] and B [out, r] of the adapter, the merged weight is
 W + (alpha / r) · B A (Hu et al. 2021, "LoRA", section 4.1), computed in float32 and then rounded.
 
-Promises: the merged directory is there whole or not at all; one process of a host makes it; it holds exactly
-the tensors of the base model's files, under their names, and each target of the adapter is merged or the
-whole is refused.
+Promises: the merged directory is complete or missing; one process per host makes it; it has exactly the
+tensors of the base model's files, under their names; every target of the adapter is merged, or the whole
+adapter is refused.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Deltas: what makes one published snapshot out of another. `docs/weights.md` has the layout.
+"""Deltas, which turn one published snapshot into another. `docs/weights.md` has the layout.
 
 Promises:
 - `apply_delta` gives the new directory its name only when every hash of the full manifest matched what it
-  wrote, and the manifest itself is the one whose hash the delta names: what comes out is the published
-  snapshot, bit for bit, or nothing.
-- Another base than the one that the delta was made from is a `WrongBase`; anything else that is wrong, in
-  the delta or in the base, a `SnapshotError`. Either way the full snapshot is what helps.
+  wrote, and the manifest itself is the one whose hash the delta names: so the result is the published
+  snapshot, bit for bit, or an error.
+- A base other than the delta's raises `WrongBase`; any other error in the delta or in the base raises
+  `SnapshotError`. In both cases, use the full snapshot.
 - Both work block by block, in a few threads: memory does not grow with the model.
 """
 
@@ -280,11 +280,13 @@ def _width(part: Part) -> int:
 
 class DeltaPublisher:
     """The publisher's deltas: made by a thread of its own from two published directories, at most one at a
-    time, and offered to whoever holds the base. A version published while the thread is busy gets none.
+    time, and offered to receivers that have the base. A version published while the thread is busy gets no
+    delta.
 
     Everything here is called under the publisher's `lock`, which the thread takes too once it is done. It
-    then calls `on_done(base, new)`: both directories are not read any more. A delta is offered only below
-    `below_share` of the full snapshot's bytes, and without that none is made."""
+    then calls `on_done(base, new)`: both directories are not read any more. A delta is offered only if it is
+    below `below_share` of the full snapshot's bytes. Without `below_share` no deltas are made.
+    """
 
     def __init__(
         self,

@@ -10,8 +10,8 @@ each of them new - base modulo its size, zigzag-coded and split into byte planes
 Format of a block: u32 changed elements, u32 bytes of distances before and after compression, u32 bytes of
 values after compression (little-endian), then both as zstandard frames; only the head where nothing changed.
 
-Promises: hostile bytes end in `SnapshotError`: no size is believed before it is bounded by what the block can
-need, and no position outside the block is written.
+Promises: hostile bytes raise `SnapshotError`: every size is checked against the largest size that the block
+can need, and no position outside the block is written.
 """
 
 from __future__ import annotations

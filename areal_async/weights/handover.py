@@ -1,12 +1,12 @@
 """Transfer of pieces from ranks on other hosts to the file on the first rank's host.
 
-Each copies its pieces into memory of its own (`StagedPieces`) and hands them, from there, to one of the ranks
-on rank 0's host, which writes them into the file and hashes them as if it had held them. So the bytes of a
-file do not depend on who is where. They go over the ranks' own group, not to the publisher's server: several
-ranks of that host take pieces at once, and one that is gone ends the publication as any collective does.
+Each rank copies its pieces into its own memory (`StagedPieces`) and sends them to one of the ranks on rank
+0's host, which writes them into the file and hashes them like its own pieces. So the bytes of a file do not
+depend on the placement of ranks. Pieces are sent over the ranks' own group, not to the publisher's server:
+several ranks of that host receive at once, and a lost rank ends the publication as in any collective.
 
-Promises: a message has at most `MESSAGE_BYTES`, and a receiver keeps one; whoever hands over is taken from in
-turn with the others, so that none waits for the whole of another.
+Promises: a message has at most `MESSAGE_BYTES`, and a receiver keeps one; senders take turns, so that none
+waits for all pieces of another.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Places of the tensors' bytes in the safetensors file of a snapshot, and the rank that hashes each. Pure.
 
 A file holds whole tensors. Its bytes are hashed in *parts*: runs of whole rows of a tensor (its first
-dimension), as many as `PART_BYTES` hold. Where the parts end follows from the shapes alone, so that equal
-weights have equal manifests, however many ranks wrote them and whatever each of them held.
+dimension), as many as `PART_BYTES` hold. The boundaries of parts depend only on the shapes, so that equal
+weights have equal manifests, independent of the number of ranks and of their pieces.
 """
 
 from __future__ import annotations

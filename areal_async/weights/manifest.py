@@ -1,4 +1,4 @@
-"""The manifest of a snapshot: which bytes make up which tensors, and the hash of every one of them.
+"""The manifest of a snapshot: the place of each tensor's bytes, and the hashes of all bytes.
 
 On disk it is one JSON object `{"hash": …, "manifest": {…}}` in msgspec's compact form; `hash` is that of
 the bytes of the inner object, and anything that is not byte for byte what this module writes is refused.

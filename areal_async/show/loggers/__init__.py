@@ -1,14 +1,13 @@
 """Loggers: a run's figures and samples for TensorBoard, Weights & Biases, MLflow, or a logger of the user's.
 
-They watch what the supervisor writes: each one, in a thread of its own, reads `metrics.jsonl` and the files
-of samples beside it. So they hold up nobody, and what one has not told yet stays in the file until it has:
-an outage of its server, a hang or a slow network costs no memory and loses nothing while the run lasts. What
-a logger refuses (it raises) is left out, counted and logged. At the end of a run they have `CLOSE_S`.
+Each logger has its own thread, which reads the supervisor's `metrics.jsonl` and the files of samples. Loggers
+therefore delay no other part, and unsent records stay in the file: an outage of its server, a hang or a slow
+network costs no memory and loses no record during the run. A record on which a logger raises an error is left
+out, counted and logged. At the end of a run loggers have `CLOSE_S`.
 
 `observe.loggers` names parts of the kind "logger". A part is called with a `LoggedRun` and its arguments, and
-has the methods of `RunLogger`. How far each one is, is in `<run>/loggers/<name>.json`: a resumed run goes on
-with the same run of its logger, tells what an earlier life could not, and leaves out steps that are done
-again.
+has the methods of `RunLogger`. `<run>/loggers/<name>.json` has the position of each logger. A resumed run
+continues the same run of its logger, sends the unsent records, and leaves out repeated steps.
 """
 
 from __future__ import annotations

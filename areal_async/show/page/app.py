@@ -1,10 +1,10 @@
-"""The routes of the page: its files, which anybody who reaches the server may have, and the data of runs,
-which takes what `guard` asks for.
+"""The routes of the page: its files, which every client may read, and the data of runs, for which `guard`
+requires credentials.
 
     routes = page_routes(source, guard)
 
-Promises: a browser runs nothing but the page's own scripts, whatever a model wrote (`POLICY`); nothing is
-written; no path is made of what a client names. The token of a reader is in a header, never in an address.
+Promises: a browser runs only the page's own scripts, whatever text a model wrote (`POLICY`); the routes write
+no files; no path is built from a client's input. A reader's token is in a header, never in a URL.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`report.html`: the page of one run, or of several over each other, as one file to send to someone.
+"""`report.html`: the page of one run, or of several runs in common charts, as one file to send to someone.
 
 Everything is inside, and nothing is fetched. Its size is bounded: long series are thinned, and a few episodes
-are kept. What a model wrote cannot become a script: the file's own policy runs none but the page's, by hash.
+are kept. Text of a model cannot run as a script, because the file's policy allows only the page's own
+scripts, by hash.
 """
 
 from __future__ import annotations

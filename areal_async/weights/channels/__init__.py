@@ -11,8 +11,8 @@ the members of `Channel`, usually derived from it. It is never instantiated; it 
     ReceivingEnd    in each process that serves or evaluates, driven by `Receiver` on its event loop: `bring`,
                     then `served` or `distrust`; and `close`.
 
-The base classes are the ends of a channel whose files every receiver can read where the trainer wrote them.
-No end decides that a snapshot is true: `open_snapshot` hashes what `bring` returned, whatever the channel.
+The base classes are the ends of a channel for shared files, which every receiver reads in the trainer's
+folder. No channel decides whether a snapshot is correct: `open_snapshot` always hashes the result of `bring`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """A receiver's end of channel `zmq`: from a notice to a complete directory on this host.
 
 `Download` brings one directory, chunk by chunk, from one source at a time: the first of the list that was not
-left in this round. A source is left when it has sent nothing for the patience, does not have the snapshot or
-cannot be reached. When all were left, a new round begins with all of them, and with twice the patience: the
-link may be slower than was thought. A chunk whose hash is wrong is fetched again from the publisher. With
-nothing from anybody for `give_up_s` the download fails; what was verified stays on disk for the next. At most
-`window_bytes` are asked for and not received: that is all that a source ever queues for a receiver.
+abandoned in this round. A source is abandoned if it is silent for the patience, does not have the snapshot,
+or cannot be reached. After all were abandoned, a new round begins with all of them and twice the patience,
+because the link may be slow. A chunk with a wrong hash is fetched again from the publisher. If no source
+sends data for `give_up_s`, the download fails; verified chunks stay on disk for the next one. At most
+`window_bytes` are requested and not yet received, which limits a source's queue for a receiver.
 
 Promises:
 - One process per host fetches a snapshot (`host_cache.py`); the others wait for it, with a deadline.
-- A fetch whose process dies is gone on with by another, with the chunks that were verified.
-- What was brought stays until a later snapshot was acknowledged, here and by everybody else who holds it.
+- If the fetching process dies, another one continues with the verified chunks.
+- A snapshot stays until a later one is acknowledged, by this process and by all others that hold it.
 """
 
 from __future__ import annotations

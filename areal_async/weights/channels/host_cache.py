@@ -1,10 +1,10 @@
 """The snapshots of one host, shared by the processes on it: complete directories `e<epoch>-v<version>`.
 
 Promises:
-- One process makes a snapshot, whoever claims it first; the others wait for it, with a deadline, and find it.
-  A claim ends with its process, and another goes on with what is there.
-- Kept are the newest `KEPT` and whatever a process holds (a hold, too, ends with its process). The rest, and
-  what was left unfinished, goes at the next `sweep`.
+- The first process to claim a snapshot makes it; the others wait for it, with a deadline, and use it. A claim
+  ends with its process, and another process continues its work.
+- The newest `KEPT` snapshots are kept, and all snapshots that a process holds (a hold, too, ends with its
+  process). The next `sweep` removes the others and unfinished ones.
 
 Claims and holds are `flock`s on hidden files beside the directories. All methods but `obtain` are quick. One
 thread at a time may call them.

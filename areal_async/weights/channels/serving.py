@@ -1,14 +1,14 @@
-"""Serving snapshots to receivers on other hosts, and saying who fetches them from whom.
+"""Servers of snapshots for receivers on other hosts, and the assignment of sources to receivers.
 
 `ChunkServer` serves the chunks of directories that are here, or on their way here: the publisher has one, and
 every receiver. `SnapshotServer` is the publisher's end of channel `zmq`. It makes the chunk table of a
 snapshot once, as soon as that is published, in a thread of its own.
 
 Promises:
-- Only who has the keys (or, on loopback, the secret of the run) is answered; see `rpc/server.py`.
-- A chunk that is not here yet is sent as soon as it is; a snapshot that is not here at all is waited for
-  `EARLY_S`, since the sender's own download may begin later than that of whoever asks.
-- A receiver has at most `MAX_ASKED` chunks under way; a slow one holds up nobody else.
+- Only clients with the keys (or, on loopback, the secret of the run) are answered; see `rpc/server.py`.
+- A chunk that has not arrived yet is sent as soon as it has. For an unknown snapshot the server waits
+  `EARLY_S`, since its own download may begin later than the receiver's.
+- A receiver has at most `MAX_ASKED` chunks in flight; a slow receiver does not delay others.
 - Bytes are sent from the mapped file, without a copy.
 """
 

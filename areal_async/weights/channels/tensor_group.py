@@ -1,13 +1,13 @@
-"""The trainer's place in a process group with several engines: how it is formed, sent to, and given up.
+"""The trainer's side of a process group with several engines: forming it, sending to it, and ending it.
 
 Promises:
-- Members keep step: nobody is told to take a bucket before all are ready for it. So a member that failed,
-  or was lost, between two buckets keeps none of the others inside a broadcast.
-- What fails breaks the group, once and for good: who waits is told so, and whoever is still at the meeting
-  point loses it. The trainer waits for no member longer than `limit_s`.
+- Members keep step: no member starts a bucket before all are ready for it. So a member that failed or was
+  lost between two buckets does not block the others in a broadcast.
+- A failure breaks the group permanently: waiting members are told, and members at the meeting point are
+  disconnected. The trainer waits for no member longer than `limit_s`.
 
-A member that stops in the middle of a broadcast may keep those inside that it would have handed the bytes on
-to, until its connections close.
+A member that stops in the middle of a broadcast may block the members that it would forward bytes to, until
+its connections close.
 """
 
 from __future__ import annotations

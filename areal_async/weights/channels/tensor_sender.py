@@ -6,18 +6,19 @@ part: it asks once it is paused, is told the group and the order of the tensors,
 a bucket.
 
 Promises:
-- What is sent as a version is that version: a private copy, which no training step changes; an engine that
-  asks for any other version than the newest is sent nothing.
+- The sent tensors are a private copy of the version, which no training step changes. An engine that asks for
+  another version than the newest gets no tensors.
 - Training never waits for an engine. A send is on a thread of its own, makes progress or ends within
   `limit_s` for each bucket.
-- A failure costs its group the update under way: all members take the snapshot. The next group is of those
-  who ask then. One in which anything failed is never used again.
-- An engine that asks late keeps nobody waiting: it takes the snapshot, and is waited for the next time.
-- Nothing is hashed on the way. The snapshot with the hashes is published all the same, at an end of its own
-  (`snapshots`), whoever reads it.
+- After a failure, all members of the group load the snapshot for the current update. The next group has the
+  engines that ask then. A failed group is never used again.
+- No engine waits for a late one: the late engine loads the snapshot, and the group waits for it the next
+  time.
+- Sent tensors are not hashed. The snapshot with its hashes is always published too, at a separate end
+  (`snapshots`).
 
 The meeting point and the group's own connections are at the address `host` of this machine, by default
-loopback: then members are processes of this host. They ask nobody who they are, and are not encrypted.
+loopback: then members are processes of this host. They have no authentication and no encryption.
 """
 
 from __future__ import annotations
