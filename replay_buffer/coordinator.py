@@ -2,13 +2,13 @@
 
 Promises: commands are decided one after the other on the index in memory, and their writes go to Redis in
 that order without waiting for one another; a reply is given only when its write, and every write before it,
-is confirmed. When a write is not, the index is dropped at once, whoever waits is told `unavailable`, and the
-index is built again from Redis. A front that another one has replaced, or whose Redis has become unusable,
-ends: `ended` has the reason.
+is confirmed. If a write is not confirmed, the index is dropped at once, waiting callers get `unavailable`,
+and the index is rebuilt from Redis. A front ends if another one has replaced it or its Redis has become
+unusable; `ended` has the reason.
 
-Deadlines are kept by the ledger's clock, which no settable clock moves. No deadline comes nearer while nobody
-can renew anything: the clock stands still between two fronts; and while Redis does not answer, or this
-process is held up, every deadline moves on by the length of the outage.
+Deadlines are kept by the ledger's clock, which does not depend on the system clock. While no lease can be
+renewed, no deadline comes nearer: the clock stands still between two fronts, and every deadline is extended
+by the time in which Redis does not answer or this process is stopped.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Routes of held episodes: files beside the buffer, whatever their size and wherever its Redis is.
+"""Routes of stored episodes, in files on the buffer's host, for any size and any Redis.
 
 Promises: no byte of them is in Redis; those of an episode that is stored are there until its own bytes are
 freed, and a little longer (`GRACE_S`), since whoever was just told where they lie may still open them.
 
-Nothing refers to the files: the name says whose routes are in it, and where in it they begin. So the ledger
-and Redis know nothing of them. What a crash leaves over is removed when the store is opened, and an episode
-whose routes are gone, after a move of the front to another host for example, is trained without. A file that
-came from a client of this host holds the routes of a group: each of its episodes has a link to it.
+The name of a file contains its episodes and their offsets, so the ledger and Redis do not refer to it.
+Leftovers of a crash are removed when the store is opened. An episode without its routes, for example after a
+move of the front to another host, is trained without them. A file that came from a client of this host holds
+the routes of a group: each of its episodes has a link to it.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ Promises:
 - `groups_are_whole`: a batch holds whole groups, each with all its episodes and their scores.
 - `nothing_is_unbounded`: what is held and what is under way has limits; at a limit leases wait.
 
-It does not judge what an episode says (that is the reward service), and does not survive the loss of Redis
-and its files together: then the last checkpoint is where the job resumes."""
+It does not judge episodes (the reward service does), and does not survive the loss of Redis together with its
+files: the job then resumes from the last checkpoint.
+"""
 
 from __future__ import annotations
 

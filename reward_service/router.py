@@ -1,10 +1,10 @@
-"""The way from a task to what scores it: the pool of processes, or the backend of a reward that is no
+"""The routing of calls to their backends: the pool of processes, or the backend of a reward that is not a
 function.
 
-Promises: every call submitted gets its verdicts exactly once and in bounded time, also from a backend that
-forgets it: a call that has waited for longer than all calls before it could take is a `Timeout`. What an
-answer's own fault kept from being judged is a score, `reward.on_fault.score`; an episode that ended early by
-it reaches no reward.
+Promises: every call submitted gets its verdicts exactly once and in bounded time, even if a backend forgets
+it: a call that has waited longer than all earlier calls could take is a `Timeout`. If an answer's own fault
+prevented its judgement, the verdict is the score `reward.on_fault.score`; an episode that ended early because
+of it is not sent to a reward.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 returns verdicts.
 
 Promises: every claimed episode gets exactly one verdict, sent until the buffer has taken or refused it; a
-slow call delays neither the claims nor the verdicts of others; what is held is bounded in episodes, bytes
-and seconds of work; an outage of the buffer is waited out; a stop ends within `STOP_LIMIT_S` plus the
-closing of what scores, and leaves no process.
+slow call delays neither the claims nor the verdicts of others; claimed work is bounded in episodes, bytes and
+seconds; the service survives an outage of the buffer; a stop ends within `STOP_LIMIT_S` plus the time to
+close the backends, and leaves no process.
 
-Does not decide what becomes of a verdict that is no score: that is the buffer's policy.
+The buffer decides about verdicts without a score.
 """
 
 from __future__ import annotations
@@ -357,12 +357,13 @@ class ClaimLoad:
 def episodes_to_claim(loads: Sequence[ClaimLoad]) -> int:
     """Return the number of episodes to claim now: at most `MAX_CLAIM`, and 0 when enough is held.
 
-    Which reward an episode is for is known only once it is claimed. So as much is claimed as the reward wants
-    that has least to do, until one has all that it can be given: a slow reward does not starve a quick one,
+    The reward of an episode is known only once it is claimed. So the reward with the least work determines
+    how many are claimed, until one reward has its maximum. A slow reward thus does not starve a quick one,
     unless nearly all episodes are for the slow one.
 
-    It starts small and grows with the calls done, since nothing is known of a reward's speed before: an
-    episode claimed too early is one that another scorer cannot take, and whose claim may run out."""
+    The number starts small and grows with the finished calls, since the speed of a reward is unknown at
+    first. An episode claimed too early cannot be taken by another scorer, and its claim may expire.
+    """
     if any(load.pending >= _most(load) for load in loads):
         return 0
     room = max(_wanted(load) - load.pending for load in loads)

@@ -1,4 +1,4 @@
-"""Rewards written for verl and TRL, as they are, told by the names of their parameters.
+"""Unchanged rewards for verl and TRL, recognised by the names of their parameters.
 
 | signature | of |
 |---|---|

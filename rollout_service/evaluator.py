@@ -1,15 +1,15 @@
-"""The evaluator: held-out tasks on an engine of its own, beside training.
+"""The evaluator: held-out tasks on a separate engine, during training.
 
     python -m rollout_service.evaluator --topology topology.json --name evaluator
 
-Promises: every snapshot pinned for evaluation is answered once, with an "evaluation" record in the run log
-or with the reason why there is none; one engine holds one version, so every answer of a record comes from
-the version it names; an engine that samples nothing for `rollout.stuck_s` is taken for dead, and where none
-can be had, the process that is started next evaluates; training waits for nothing here. Ends with status 0
-after the final snapshot.
+Promises: every snapshot pinned for evaluation is answered once, with an "evaluation" record in the run log or
+with the reason why there is none; one engine holds one version, so every answer of a record comes from the
+version it names; an engine that samples nothing for `rollout.stuck_s` is treated as dead, and if no new
+engine can be started, the next process of the evaluator evaluates; training never waits for the evaluator.
+Ends with status 0 after the final snapshot.
 
-A record's `accuracy` is mean@n over the tasks that were scored (`statistics.py`): the mean reward where there
-is partial credit, which the record says. What is no score is counted beside it, never as 0.
+A record's `accuracy` is mean@n over the tasks that were scored (`statistics.py`): the mean reward if rewards
+give partial credit, as the record says. Samples without a score are counted separately, never as 0.
 """
 
 from __future__ import annotations

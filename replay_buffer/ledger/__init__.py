@@ -1,10 +1,9 @@
-"""The ledger: what became of every task, group and episode of a job, as a pure state machine.
+"""The ledger: the state of every task, group and episode of a job, as a pure state machine.
 
 Contract. `decide(index, command, now_ms)` looks at the index and returns a `Decision`: the reply, and the
-writes that make it true. It changes nothing, reads no clock and does no I/O; `index.apply(writes)` is the
-only way the index changes, and the same writes go to Redis in one script call. So the index is always a
-function of what Redis holds, and a crash between two decisions leaves a state from which any message can be
-asked again.
+writes that make it true. It changes nothing, reads no clock and does no I/O. Only `index.apply(writes)`
+changes the index, and the same writes go to Redis in one script call. So the index is always a function of
+the records in Redis, and after a crash between two decisions any message can be sent again.
 
 Every group follows
 
@@ -21,8 +20,8 @@ with CLAIMED → STORED when a claim ends without a score, and MISSING → ABSEN
 policy of groups. A group is GENERATED when no sample is MISSING, and SCORED when each is VERDICT or
 ABSENT. Each transition is counted by its reason.
 
-What is fenced: results by lease id, verdicts by claim id, the trainer's messages by its epoch; every message
-may be repeated. Time is Redis's, an argument of every decision: what has reached its deadline (a lease, a
-claim, a group) is ended by `ExpireDeadlines`, due at `index.next_deadline_ms`. What is not decided here:
-whether bytes reached Redis (`redis.store`), and waiting (`coordinator`).
+Results are fenced by lease id, verdicts by claim id, and the trainer's messages by its epoch; every message
+may be repeated. Time is an argument of every decision. `ExpireDeadlines`, due at `index.next_deadline_ms`,
+ends leases, claims and groups that have reached their deadlines. Other modules decide whether bytes reached
+Redis (`redis.store`), and handle waiting (`coordinator`).
 """

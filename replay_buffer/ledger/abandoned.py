@@ -1,9 +1,10 @@
-"""Units sampled from weights that a restarted trainer has left: whether they may be trained, and as how old.
+"""Units sampled from weights that a restarted trainer has abandoned: the rules for training them, and their
+age.
 
-Under `on_abandoned: drop` they end, by name. Under `train` they stay: their behaviour log-probs are known,
-and the correction makes up for what the weights have become since, whichever those were. For the staleness
+Under `on_abandoned: drop` their groups are dropped with this reason. Under `train` they stay, because their
+behaviour log-probs are known and the correction accounts for the change of the weights. For the staleness
 bound such a unit counts as the last version that its epoch has in common with the trainer's lineage
-(`counted_as`): it never counts as younger than it is.
+(`counted_as`), so its staleness is never underestimated.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def counted_as(lineage: Lineage, step: int, min_epoch: int, version: int) -> int:
-    """The version as which units count that `min_epoch` sampled at `version`, where `step` is the newest of
-    the running epoch: their own on the lineage, and while the steps to come will tell; else the last version
-    that their epoch has in common with the lineage. So their staleness is never underestimated. -1 where no
-    such version is known."""
+    """Return the version that counts for units that `min_epoch` sampled at `version`, with `step` as the
+    newest of the running epoch. On the lineage, and while only future steps can decide that, it is their own
+    version. Otherwise it is the last version that their epoch has in common with the lineage, so their
+    staleness is never underestimated. Return -1 if no such version is known."""
     for span in lineage:
         if span.epoch == min_epoch:
             if version < span.first:

@@ -2,22 +2,22 @@
 
     outstanding < min(η + 1 − max(0, v_train − v_serving), steps − v_train) · B
 
-All of it is of one trained policy: `v_train` counts its committed steps, `v_serving` is the version of it
+All terms are of one trained policy: `v_train` counts its committed steps, `v_serving` is the version of it
 that the asking worker serves, `outstanding` counts the groups leased and not yet TRAINED or DROPPED, and a
-step trains B of them. Why it bounds staleness: steps take the oldest groups first, so the group granted last
-has at most (η + 1 − lag)·B − 1 groups before it and is trained at the latest in step v_train + η − lag =
-v_serving + η. Without the `+ 1` nothing could run at η = 0; without the lag a worker that has yet to load the
-newest weights makes groups that are a version too old when their turn comes. A group that several policies
-train needs a place of each.
+step trains B of them. The formula bounds staleness because steps take the oldest groups first. The group
+granted last has at most (η + 1 − lag)·B − 1 groups before it and is trained at the latest in step v_train + η
+− lag = v_serving + η. Without the `+ 1` nothing could run at η = 0; without the lag a worker that has yet to
+load the newest weights makes groups that are a version too old when their turn comes. A group that several
+policies train needs a place for each policy.
 
-While steps are done again, whole batches lie ready for steps to come. What is BATCHED for a step takes a
-place of that step and of no other, so those beyond the steps that the formula looks at do not count. If they
-did, a step whose batch has lost groups, since abandoned weights had a part in them, could get no others: the
-trainer would wait for generation, and generation for the trainer.
+While steps are repeated, whole batches are ready for future steps. A BATCHED group takes a place of its own
+step only, so batches of steps beyond the formula do not count. Otherwise a step whose batch has lost groups
+to abandoned weights could not get new ones: the trainer would wait for generation, and generation for the
+trainer.
 
-Work that runs is capped by nothing else
-(docs/decisions/buffer.md#no-limit-on-running-groups-beyond-admission). The term `steps − v_train` keeps the
-last steps of a job from being over-supplied: no step is left for a group beyond it.
+Running work has no other limit (docs/decisions/buffer.md#no-limit-on-running-groups-beyond-admission). The
+term `steps − v_train` keeps the last steps of a job from being over-supplied: no step is left for a group
+beyond it.
 """
 
 from __future__ import annotations

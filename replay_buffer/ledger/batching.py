@@ -1,18 +1,18 @@
 """Assembling the batch of a policy's step: the hard staleness check, overtaken groups, which groups it takes.
 
-The order of `sampling` decides among groups never trained; what was trained before fills the places they
-leave, unless a group under way would lose its own by that.
+The order of `sampling` decides among untrained groups. Reused groups fill the remaining places, unless a
+group in flight would lose its place by that.
 
 Look-ahead. The batch of step s + 1 may be given while the commit of s is still to come: the trainer computes
-s + 1 while the weights that s made are written and announced. That is the trainer that was given s, and one
-step, never more. Staleness is counted from the number of the step, and what is BATCHED is outstanding, so
-neither bound moves; what s trains can be used again from s + 2 on. While steps are done again, or an earlier
-epoch has published the same weights so far, only the commit tells which units count: s + 1 waits for it.
+s + 1 while the weights that s made are written and announced. Only the trainer of s gets it, and only one
+step ahead. Staleness is counted from the number of the step, and BATCHED groups are outstanding, so both
+bounds hold. Groups of s can be reused from s + 2 on. While steps are repeated, or an earlier epoch has
+published the same weights so far, only the commit shows which units count, so s + 1 waits for it.
 
 Replay (`buffer.max_reuse`). A trained group that has uses left and is young enough for the next step is
 SCORED again; then it is TRAINED for good, and COMMITTED with the first checkpoint after its last use. It is
-never dropped: its part in the weights is there. `Training.steps` has its uses; a trainer that comes back
-undoes those after its checkpoint, and only those.
+never dropped, because the weights already include it. `Training.steps` has its uses; a restarted trainer
+undoes only the uses after its checkpoint.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ NO_VERSIONS = Versions(NO_VERSION, NO_VERSION, 0)
 
 
 def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
-    """The batch of `step`, the same one however often it is asked for.
+    """Return the batch of `step`, the same one for every repeated request.
 
-    A batch is `batch_groups` SCORED groups, never trained ones first. None has a version of the policy below
-    `step − η`: what fell below is dropped here. A group that holds (or may come to hold) version `step − η`
-    and is not finished would be too old for the next step; under `wait` the step does not start without it,
-    until the limit.
+    A batch is `batch_groups` SCORED groups, never trained ones first. No group has a version of the policy
+    below `step − η`; older groups are dropped here. An unfinished group that has (or may get) version `step −
+    η` would be too old for the next step. Under `wait` the step waits for it, up to the limit.
 
-    `step` is the next to be committed, or the one after it if the trainer has the batch of that one."""
+    `step` is the next step to commit, or the one after it if the trainer already has the batch of the next.
+    """
     policy, step = message.policy, message.step
     if (refusal := refused(index, policy, message.epoch)) is not None:
         return refusal
@@ -78,9 +78,9 @@ def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
 
 
 def _only_after_commit(index: Index, policy: str, step: int) -> Waiting | None:
-    """Whether the batch of `step` has to wait for the commit of the step before: while that may still decide
-    which units count. It does as long as the redo log goes on, and as long as an earlier epoch has published
-    the same weights up to here: what is left of its later versions becomes true or abandoned with it."""
+    """Return whether the batch of `step` has to wait for the commit of the previous step, because that commit
+    may still decide which units count. It may while the redo log continues, or while an earlier epoch has
+    published the same weights up to here: with the commit its later versions become valid or abandoned."""
     done = index.consumer(policy).v_train
     if index.plans(policy, step):
         why = "steps are done again"

@@ -1,12 +1,12 @@
-"""The end of a group that is not whole in time, or has nothing to teach.
+"""The end of a group that is incomplete at its deadline, or has no signal for training.
 
 The policy of groups: under `complete` a group waits for all its samples. The other two give it a deadline,
-counted from its first lease: `deadline_drop` ends it there, `deadline_partial` goes on with the samples that
-are stored by then, if they are enough; what is missing becomes ABSENT. It does the same where a group has
-used up its leases. The deadline is one for generating: what is stored is scored in the time scoring takes.
+counted from its first lease: `deadline_drop` drops the group, `deadline_partial` continues with the stored
+samples, if they are enough; missing samples become ABSENT. The same happens if a group has used up its
+leases. The deadline is for generation only; scoring of stored samples has no deadline.
 
-A sample may also become MASKED by the policy of verdicts (`verdicts.py`). It is none of those that have come:
-with too few of them left the group ends, whatever it still waits for.
+A sample may also become MASKED by the policy of verdicts (`verdicts.py`). It does not count as present: if
+too few samples remain, the group ends at once.
 """
 
 from __future__ import annotations

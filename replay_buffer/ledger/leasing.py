@@ -357,11 +357,12 @@ class StoreEpisodes:
 
 
 def store_episodes(index: Index, command: StoreEpisodes, now_ms: int) -> Decision:
-    """Store what the live lease of the group delivers, each sample once.
+    """Store the samples of the group's live lease, each once.
 
-    A sample that this very lease stored before is acknowledged again: its acknowledgement was lost. Anything
-    else from a lease that is not live is refused, for its group may be another worker's by now. An episode
-    too old for every step to come, or from abandoned weights, ends its whole group."""
+    A sample that the same lease stored before is acknowledged again, because its acknowledgement was lost.
+    All other samples of a dead lease are refused, because another worker may have the group now. An episode
+    that is too old for every future step, or from abandoned weights, ends its whole group.
+    """
     tx = Transaction(index, now_ms)
     group = index.groups.get(command.group_id)
     if group is None or command.lease_id not in group.leases:

@@ -1,8 +1,9 @@
-"""Pacing: how far ahead of its trainer a job generates, within what admission allows (`buffer.pacing`).
+"""Pacing: the number of groups that a job generates ahead of its trainer, within admission's limit
+(`buffer.pacing`).
 
-The staleness bound says how many groups may be outstanding. A trainer that is the slower side needs fewer of
-them: all the others lie scored until their step comes, and are as many steps old by then. Under `fresh` a job
-holds `ahead` groups beyond those that the trainer works on, B ≤ ahead ≤ η·B, and grants a lease where
+The staleness bound says how many groups may be outstanding. If the trainer is the slower side, it needs fewer
+of them: the others wait for their step and become stale. Under `fresh` a job holds `ahead` groups in addition
+to the trainer's current ones, B ≤ ahead ≤ η·B, and grants a lease if
 
     outstanding < ahead + (1 − max(0, v_train − v_serving)) · B
 

@@ -1,12 +1,12 @@
-"""Which scored groups a step takes: an order (`buffer.sampling`), and how far age overrules it.
+"""Selection of scored groups for a step: the order (`buffer.sampling`), and its exceptions for old groups.
 
 A group of version `w` can be trained up to step `w + η`. With the batch of step `v` made, it still finds a
-place as long as no more than `(w + η − v)·B` groups of version `w` or older are left: so many the steps
-`v + 1 … w + η` can take. Whatever exceeds that must go now, oldest versions first; what need not go is taken
-in the order asked for. As admission lets no more groups in than there are places, no order costs a group that
-arrives with the version it was leased at.
+place as long as no more than `(w + η − v)·B` groups of version `w` or older are left: the steps `v + 1 … w +
+η` can take that many. Groups beyond that must be taken now, oldest versions first; the other places are
+filled in the requested order. As admission lets no more groups in than there are places, no order costs a
+group that arrives with the version it was leased at.
 
-Pure, and of the ready groups alone: numbers in, places out.
+Pure, with the ready groups as the only input.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 A transaction is an overlay on an index: it reads through to the index, keeps what it changes to itself, and
 counts every transition with its reason.
 
-A fault that every episode meets ends the job with its reason, and no task is lost by it: where generating or
-scoring succeeds no more, over several tasks and for some time (short before the first success), it is not the
-tasks' trouble. What the streak of failures gave up meanwhile is queued again: when it ends, and before where
-no other tasks are left to be tried.
+A fault that every episode meets ends the job with its reason, and no task is lost. If generation or scoring
+always fails, over several tasks and for some time (a short time before the first success), the tasks are not
+the cause. Tasks that were given up during such a streak are queued again when it ends, or earlier if no other
+tasks are left.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Verdicts: what scoring returned, and what becomes of an episode and its group by it.
+"""Verdicts, and their effects on an episode and its group.
 
 A score is final. Any other verdict is tried again as often as its policy says (`reward.on_timeout`,
-`on_error`, `on_abstain`); then the group is dropped, or the episode is MASKED and the group goes on without
-it, or the job ends. None of them is ever a reward of 0: an answer at fault itself comes as a score. Where a
-group is scored as one, its episodes are tried again together.
+`on_error`, `on_abstain`); then the group is dropped, or the episode is MASKED and the group continues without
+it, or the job ends. Such a verdict never becomes a reward of 0; an answer that is itself at fault arrives as
+a score. If a group is scored as one, its episodes are retried together.
 """
 
 from __future__ import annotations

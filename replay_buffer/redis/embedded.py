@@ -79,10 +79,11 @@ class EmbeddedRedis:
     async def start(self) -> None:
         """Start the server unless it runs, and wait until it has read its files and answers.
 
-        A log that ends inside a transaction is mended before anything is appended to it: of a command that is
-        cut off, the server drops the command and leaves the transaction open. The next one would be taken
-        into it, and the start after that would bring half of what was lost back to life. A second start, with
-        the log ending between two commands, drops the whole transaction."""
+        A log that ends inside a transaction is repaired before it is used. If the last command is cut off,
+        the server drops only that command and leaves the transaction open. New commands would join the open
+        transaction, and a later start would restore half of the lost one. A second start, with the log ending
+        between two commands, drops the whole transaction.
+        """
         if self.pid is not None and not await self._end_if_hung():
             return
         binary = find_redis_server()

@@ -1,17 +1,16 @@
-"""Large episodes: where their bytes lie, outside the hash of their group (docs/decisions/0006).
+"""Large episodes, whose bytes are stored outside the hash of their group.
 
-The hash `…:large` says where. It is written by the same script call as the ledger, so an episode is
-acknowledged with both or with neither. What a crash leaves half done is removed when the store is opened:
-keys are named in the set `…:staged` before they are written, and taken off it by the write that refers to
-them; files are those that nothing refers to.
+The hash `…:large` has their places. It is written by the same script call as the ledger, so an episode is
+acknowledged with both or with neither. Leftovers of a crash are removed when the store is opened. Keys are
+named in the set `…:staged` before they are written, and removed from it by the write that refers to them.
+Files without a reference are leftovers.
 
 An episode that came in a file (`areal_async/rpc/by_file.py`) stays in it whatever its size: the file gets a
 second name in the folder, and no byte is copied.
 
-A file is complete and, but for tier `memory`, flushed to disk before its name is given out. What
-is freed stays for `GRACE_S`: whoever was just told where it lies may still open it, and with `everysec` a
-Redis that lost its last second may refer to it again. A name is never
-used twice.
+A file is complete and, except with tier `memory`, flushed to disk before its name is published. A freed file
+stays for `GRACE_S`: a reader that knows its place may still open it, and with `everysec` a Redis that lost
+its last second may refer to it again. A name is never used twice.
 """
 
 from __future__ import annotations

@@ -260,11 +260,13 @@ class Store:
     # --- taking over ---
 
     async def _take(self) -> int:
-        """The epoch counts on, whoever had it, which fences every write under an older one, this front's own
-        that were lost from sight among them. Returns the revision found.
+        """Take over the job under the next epoch, which fences every write under an older one, including this
+        front's own unanswered writes. Return the revision found.
 
-        A front that had the job takes it back only if no other came in between. An attempt of its own whose
-        answer was lost is none; nor is an older epoch: then its own opening is among what Redis has lost."""
+        A front that had the job takes it back only if no other front took it meanwhile. Its own attempt
+        without an answer does not count as another front. Neither does an older epoch, because then Redis has
+        lost this front's own opening.
+        """
         ask = self._connected.ask
         sha = await ask("SCRIPT", "LOAD", TAKE_SCRIPT)
         front, owner, state = await ask("HMGET", self._keys.meta, "front", "owner", "state")

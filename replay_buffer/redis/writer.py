@@ -1,8 +1,8 @@
 """Writes to Redis, in order and without waiting for one another.
 
 Promises: writes reach Redis in the order of `submit`, each all or nothing; many are under way at once, so
-with tier `always` they share an fsync. From the first write that is not confirmed on, none is: all fail
-alike, and `on_failure` is called at once, once.
+with tier `always` they share an fsync. After the first unconfirmed write, all later writes fail too, and
+`on_failure` is called at once, once.
 
 A write carries the revision it was decided at, so none can pass that was built on one that failed.
 

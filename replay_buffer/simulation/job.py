@@ -1,9 +1,9 @@
-"""One job on a simulated clock. What is real: every decision of `replay_buffer.ledger` (leases, admission,
-pacing, staleness, batches, sampling), applied to its index, and the edges by which the buffer wakes who
-waits. How long things take is the `SimulatedWorld`'s.
+"""One job on a simulated clock. It uses the real decisions of `replay_buffer.ledger` (leases, admission,
+pacing, staleness, batches, sampling), applied to its index, and the real edges by which the buffer wakes
+waiting requests. Durations come from the `SimulatedWorld`.
 
-A group is stored and scored as one piece, when its last episode is: no rule but those of partial groups
-sees the difference, and a group of sixteen costs what a group of one does. Nobody dies, and no lease
+A group is stored and scored as one piece, when its last episode is: only the rules of partial groups would
+see the difference, and a group of sixteen costs as much as a group of one. No process dies, and no lease
 expires.
 """
 

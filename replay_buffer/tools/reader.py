@@ -1,9 +1,9 @@
-"""A job's ledger and episodes for somebody who only looks.
+"""Read-only access to a job's ledger and episodes.
 
-Promises: nothing is changed. Of a run that is alive, its Redis is asked with commands that read, and no front
-epoch is taken; where that is on another host, the buffer is asked; of one that has ended, a copy of its files
-is, in a Redis of the reader's own. What is read is the ledger as of one moment; episodes are read after it,
-so those of a group that left meanwhile are missing.
+Promises: nothing is changed. For a live run, its Redis gets only read commands, and no front epoch is taken;
+if that Redis is on another host, the buffer is asked instead. For an ended run, a separate Redis serves a
+copy of its files. The ledger is read as of one moment. Episodes are read later, so the episodes of a group
+that was removed meanwhile are missing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Rewards in this process, for a run that is inline.
+"""Rewards in this process, for an inline run.
 
 Promises: calls run one at a time, on one thread of the process whoever submits them, so that a debugger has
-one prompt and a reward need not be reentrant; a reward sees the inputs that a pool's worker would; what it
-raises is raised by `submit`. A call past its deadline is logged and goes on, and its result counts: nothing
-can end a function of this process, so a reward that hangs hangs the run.
+one prompt and a reward need not be reentrant; a reward gets the same inputs as in a pool's worker; its errors
+are raised by `submit`. A call past its deadline is logged and continues, and its result counts. A function of
+this process cannot be ended, so a reward that hangs blocks the run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The calls that wait for workers: whose turn it is, how much a worker is handed, when it is killed.
-No I/O.
+"""The queues of calls for workers: the order of rewards, the size of an invocation, the time of a kill. No
+I/O.
 
 Rewards share the time of the workers, not their number of calls: the turn goes to the reward that has used
-the least. One that had nothing to do does not come back with a claim to all the time it did not use.
+the least. A reward that was idle gets no credit for its unused time.
 """
 
 from __future__ import annotations

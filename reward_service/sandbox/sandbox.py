@@ -72,9 +72,10 @@ class Sandbox:
 
     def run_each(self, program: Program, inputs: Sequence[bytes]) -> list[RunOutcome]:
         """Run the program with one input after the other instead of `program.stdin`, in one jail that is
-        emptied and laid out anew between them; `program.within_s` and `limits.clock_s` are those of all runs.
-        Returns the outcomes of at least one run and at most so many as there are inputs: a run that does not
-        end with exit status 0 is the last. Not isolated, one is all. Raises as `run` does."""
+        emptied and prepared again between them; `program.within_s` and `limits.clock_s` apply to all runs
+        together. Return the outcomes of at least one run and at most one per input: a run that does not end
+        with exit status 0 is the last. Without isolation there is only one run. Raises the errors of
+        `run`."""
         spoken, files, limits = self._read(program)
         within_s, build_ms = math.inf if program.within_s is None else program.within_s, 0.0
         if spoken.compile:

@@ -1,9 +1,10 @@
-"""`code_stdio` and `code_tests`: what the program in the response does.
+"""`code_stdio` and `code_tests`: scores for the behaviour of the program in the response.
 
-A response without a program, one that does not compile, crashes or passes a limit is a wrong answer: 0. What
-is not the model's fault is an error, never 0: a ground truth that cannot be read raises ValueError; without a
-sandbox or a compiler the verdict is an error of kind `sandbox` or `compile`. A task without ground truth is
-not judged. `cases` has the forms of the ground truth, docs/sandbox.md what programs are confined by.
+A response without a program, one that does not compile, crashes or passes a limit is a wrong answer: 0. A
+failure that is not the model's fault is an error, never 0: a ground truth that cannot be read raises
+ValueError; without a sandbox or a compiler the verdict is an error of kind `sandbox` or `compile`. A task
+without ground truth is not judged. `cases` has the forms of the ground truth, docs/sandbox.md what programs
+are confined by.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@
           - {name: overlong, weight: 1.0, args: {limit: 4096, buffer: 512}}
 
 The score of `weighted` is the sum of weight * score; the components are the scores of the parts by their
-names, and the parts' own components as `part.component`. A part without a score makes the whole none, with
-the part's verdict; one that the answer itself kept from judging it is worth 0. Where a part also values
-segments, agents or units, those are weighted and added too.
+names, and the parts' own components as `part.component`. If a part has no score, its verdict is the verdict
+of the whole. A part that could not judge because of the answer's own fault is worth 0. Rewards of segments,
+agents or units are weighted and added too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Equality of two pieces of maths: structure by structure, numbers exactly, formulas by value.
 
-What has an order (points, intervals, matrices) must agree in order and brackets; what has none (sets, several
-solutions) in any order. Words, and letters in an order, are the same letter for letter. `x = 5` and `5` are
-the same, as are `50 %`, `50` (one of the two with the sign) and `0.5`. A unit may be left out; two units must
-agree after conversion. `formulas` compares what differs in form.
+Ordered values (points, intervals, matrices) must agree in order and brackets; sets and lists of solutions may
+be in any order. Words, and sequences of letters, must agree letter for letter. `x = 5` and `5` are the same,
+as are `50 %`, `50` (one of the two with the sign) and `0.5`. A unit may be left out; two units must agree
+after conversion. `formulas` compares values that differ in form.
 """
 
 from __future__ import annotations

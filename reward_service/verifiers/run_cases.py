@@ -1,8 +1,8 @@
 """Runs a program against the cases of its task, in a sandbox and within a budget of time.
 
-Limits of the program (CPU and time of a case, `budget_s`, memory, output) make it wrong. They count what it
-does itself: not making jails, and not waiting for a processor while the machine is busy. The deadline of the
-call is ours, so where that ends a run there is no score (`Overloaded`).
+Limits of the program (CPU and time of a case, `budget_s`, memory, output) make it wrong. They count only the
+program's own time, without the creation of jails and without waits for a processor on a busy machine. The
+deadline of the call is not the program's fault, so a run that it ends has no score (`Overloaded`).
 """
 
 from __future__ import annotations

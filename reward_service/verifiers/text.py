@@ -97,12 +97,13 @@ class RegexArguments(Section):
 
 @verifier(RegexArguments)
 def regex(given: RewardInput, arguments: RegexArguments) -> float | Score | Abstain:
-    """1 when the pattern matches, else 0; with `negate` the other way round.
+    """Return 1 if the pattern matches, else 0; with `negate` the opposite.
 
-    With `group`, what the last match holds in that group must be the ground truth, up to white space. Where
-    there is no answer at `where`, nothing matches. Component `too_costly`: 1, and there only when so, where
-    it takes too long; the score is then 0, with `negate` too. Raises regex.error for a ground truth that is
-    no pattern."""
+    With `group`, that group of the last match must equal the ground truth, up to white space. Without an
+    answer at `where`, the pattern does not match. The component `too_costly` is present, with the value 1,
+    only if matching takes too long; the score is then 0, with `negate` too. Raises regex.error for a ground
+    truth that is no pattern.
+    """
     pattern, group = arguments.pattern, arguments.group
     if given.ground_truth is None and (pattern is None or group is not None):
         return Abstain("the task has no ground truth")
@@ -145,11 +146,12 @@ class FormatTagsArguments(Section):
 
 @verifier(FormatTagsArguments)
 def format_tags(given: RewardInput, arguments: FormatTagsArguments) -> Score:
-    """1 when the response is made of the tags, each once, in their order, else 0; with `partial` the share of
-    the tags that are there once, opened and closed. Component `tags`: that share.
+    """Return 1 if the response consists of the tags, each once, in their order, else 0; with `partial` the
+    share of tags that occur exactly once, opened and closed. The component `tags` is that share.
 
     By default the form is `<think>…</think> <answer>…</answer>`, as in DeepSeek-R1's format reward (2025).
-    Tags may hold one another only if they are named so; none is looked for in what they hold."""
+    Tags may be nested only if they are named so; the contents of tags are not searched for tags.
+    """
     tags = arguments.tags
     opened = arguments.opened_by_prompt or given.prompt.rstrip().endswith(f"<{tags[0]}>")
     text = f"<{tags[0]}>{given.response}" if opened else given.response

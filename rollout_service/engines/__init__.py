@@ -19,12 +19,13 @@ BUILT_IN = {name: f"rollout_service.engines.{name}:PART" for name in ("local", "
 def make_engine(
     job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None = None, replica: int = 0
 ) -> Engine:
-    """The engine that the job names, for `slots` requests at once; it is yet to be started. `activity` is
-    the name under which its busy time is counted. `place` is the process that it belongs to, `replica` its
-    number there: they name a server's log, and choose among `rollout.server.urls` and the visible GPUs.
+    """Return the job's engine for `slots` requests at once, not yet started. `activity` is the name under
+    which its busy time is counted. `place` is the process that it belongs to, `replica` its number there:
+    they name a server's log, and choose among `rollout.server.urls` and the visible GPUs.
 
-    Raises `EngineError` when the server's environment or the GPU is not there, `PartError` when there is no
-    such engine, or it cannot do what the job asks of it."""
+    Raises `EngineError` if the server's environment or the GPU is missing, and `PartError` if there is no
+    such engine or it does not support the job's settings.
+    """
     part: EnginePart = load_part(job, "rollout.engine")
     engine: Engine = part.make(job, slots=slots, activity=activity, place=place, replica=replica)
     return engine

@@ -1,9 +1,9 @@
-"""A worker's side of the gateway: the keys of its episodes, the engine, and what is recorded.
+"""A worker's side of the gateway: the keys of its episodes, the engine, and the recording.
 
 Promises: the gateway's process is started when an episode first asks for it, and started again when it dies;
-the address stays the same. A session's key works until the session ends and never again. When the process
-dies, the calls under way are lost, and an episode that had any fails: nobody knows what its agent was sent.
-The others go on, their conversations as new paths.
+the address stays the same. A session's key works until the session ends and never again. If the process dies,
+calls in flight are lost. An episode with such a call fails, because the answers that its agent received are
+unknown. Other episodes continue, with their conversations as new paths.
 """
 
 from __future__ import annotations

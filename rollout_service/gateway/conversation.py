@@ -1,8 +1,7 @@
-"""The paths of one episode's calls: which recorded answer a new call goes on from.
+"""The paths of one episode's calls, and the recorded answer that a new call continues.
 
-Promise: what the engine is asked to continue is either the exact ids of a recorded answer followed by the ids
-of what is new, or the ids of a whole new rendering. Text that was sampled is never tokenised again to stand
-for itself.
+Promise: the prompt of a call is either the exact ids of a recorded answer followed by the ids of the new
+messages, or the ids of a completely new rendering. Sampled text is never tokenized again within its path.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The gateway's process: an HTTP server for agents, and the conversations of their episodes.
 
-Promises: it serves who has the key of an episode under way; a key that was never given out, or whose episode
-has ended, gets 401 with the reason and nothing else. It holds no engine and no episode: those are the
-worker's, which it asks over a socket, and it ends when its worker does. Keys are never logged.
+Promises: it serves clients with the key of a running episode; an unknown key, or the key of an ended episode,
+gets 401 with the reason only. Engine and episodes are in the worker, which it asks over a socket, and it ends
+with its worker. Keys are never logged.
 
-A call is recorded at one place, after the last byte that says something has left for a client that is still
-there, and before the empty end of its reply: who has read a reply to its end can count on its record. One
-that goes away before ends its call, which then leaves no trace in the episode.
+A call is recorded after the last content byte was sent to a connected client, and before the empty end of its
+reply. So a reply that was read to its end is recorded. If the client disconnects earlier, its call ends and
+leaves no trace in the episode.
 """
 
 from __future__ import annotations

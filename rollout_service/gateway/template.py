@@ -139,11 +139,12 @@ _MOST_PENDING = 64  # Ids without a whole character, after which the rest of an 
 
 
 class StreamedText:
-    """An answer's text as it grows: only what can no longer turn out to be something else is let out.
+    """An answer's text while it grows, which releases only text that can no longer change its meaning.
 
-    Held back are half a character, what may be the beginning of a stop text or of a tool call, and everything
-    from a tool call on. What was let out is a beginning of the finished answer's content. Each part of the
-    text is looked at a bounded number of times."""
+    It holds back half a character, text that may begin a stop text or a tool call, and everything from a tool
+    call on. The released text is always a prefix of the finished answer's content. Each part of the text is
+    looked at a bounded number of times.
+    """
 
     def __init__(self, template: ChatTemplate, stop: Sequence[str], markers: Sequence[str]) -> None:
         self._template = template

@@ -1,16 +1,16 @@
-"""Several engines of one worker behind the face of one: their requests, weights, deaths and restarts.
+"""Several engines of one worker that act as one engine: their requests, weights, deaths and restarts.
 
 Promises:
-- A request goes to the replica that holds its prefix, or to one with room (`placement.py`). The rest waits
-  here, the oldest lease's first; the priority goes on to the engine. A request that is given up while it
-  waits takes no place.
+- A request goes to the replica that holds its prefix, or to one with room (`placement.py`). Other requests
+  wait here, those of the oldest lease first; the priority is passed to the engine. A cancelled waiting
+  request takes no place.
 - An engine that dies, or samples nothing for `stuck_s`, is ended and another one started after the pause of
   the restart policy, with the newest snapshot. It serves only once it has the version that the set serves.
-  More deaths than the policy allows are the end, with the last error's words (a server's last log lines among
-  them).
+  More deaths than the policy allows end the set, with the text of the last error (including a server's last
+  log lines).
 - The requests of a lost engine run again, from their first token, on another replica or on the new engine.
-  Callers do not notice. Only a stream that has told units of the answer ends in an error: another answer
-  would take them back.
+  Callers do not notice. Only a stream that has already reported units ends in an error, because another
+  answer would contradict them.
 - `version` is the oldest that a replica serves, so that admission allows no more than it may; every unit is
   tagged by the engine that sampled it.
 - A request's deadline holds wherever it is.

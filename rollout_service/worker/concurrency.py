@@ -3,9 +3,9 @@
 `fixed`: as many as are allowed. `adaptive`: additive increase, multiplicative decrease, between a floor and a
 ceiling. It begins at `START_SHARE` of the ceiling and doubles until the engine first says that it has enough
 (its own queue, or its KV room), then rises by `STEP_SHARE` of the ceiling a look; under pressure it falls to
-`FALL` of what runs. It rises only while what is allowed is used: a job that waits for something else than the
-engine says nothing about the engine. Nor does a queue during an exchange of weights and shortly after: it
-holds what ran before.
+`FALL` of what runs. It rises only while the limit is used, because a job that waits for other parts gives no
+information about the engine. A queue during or shortly after a weight update gives none either, because it
+contains the requests that ran before.
 """
 
 from __future__ import annotations

@@ -67,10 +67,10 @@ class JudgeArguments(Section):
     system: str = ""
     """System message of a chat; none if it is empty. Its placeholders are filled in as in `template`."""
     parse: Annotated[str, AfterValidator(_pattern)] = ""
-    """Regular expression of the last line of the reply, which it must match as a whole; the grade is its one
-    group, or the line. Empty: the grade is a field of JSON if the servers take a schema (`response_format`),
-    else the last line is `Grade: <grade>`. Nothing else in a reply counts, and a second such line makes it
-    none."""
+    """Regular expression that must match the whole last line of the reply. The grade is its one group, or the
+    line. If empty, the grade is a JSON field if the servers take a schema (`response_format`), else the last
+    line is `Grade: <grade>`. The rest of the reply is ignored, and with a second such line there is no
+    grade."""
     scale: Annotated[tuple[float, float], AfterValidator(_scale)] = (0.0, 10.0)
     """Grades that stand for the rewards 0 and 1; others follow in proportion, and a grade outside of them is
     none. The first may be the larger."""

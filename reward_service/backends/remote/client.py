@@ -2,12 +2,12 @@
 docs/reward-service.md#serve-a-reward-over-http.
 
 Promises: every call submitted gets its verdicts exactly once. A call begins when it is sent; it has the
-reward's deadline then, and `ANSWER_GRACE_S` for the way back. A server that dies loses nothing: what it had
-goes to another one, or waits for it to come back, at most `outage_s` while none answers. What a server
-breaks, refuses or loses again and again is an error that says so, and the answer's own fault only where it
-alone is too large for the server. At most `MAX_QUEUED` calls wait.
+reward's deadline then, and `ANSWER_GRACE_S` for the way back. If a server dies, its calls go to another one,
+or wait until a server answers again, at most `outage_s`. A call that a server repeatedly breaks, refuses or
+loses becomes an error with that reason. It is the answer's own fault only if the answer alone is too large
+for the server. At most `MAX_QUEUED` calls wait.
 
-A call may be scored twice, where the answer to the first time was lost; one verdict counts.
+A call may be scored twice if its first answer was lost; one verdict counts.
 """
 
 from __future__ import annotations

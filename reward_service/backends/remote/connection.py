@@ -1,8 +1,8 @@
-"""One reward server as its client sees it: what it offers, whether it may be asked, and one request.
+"""The client's view of one reward server: its offers, its availability, and requests to it.
 
 `RemoteServer.keep` runs as long as the client lives: it looks at the server every `LOOK_S`, after a loss with
-growing pauses. A server that cannot be used (another protocol, another reward, a
-wrong token) is asked again too: it may come back as what it should be.
+growing pauses. An unusable server (another protocol, another reward, a wrong token) is checked again too,
+because it may be corrected.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The first process of a jail: lays out files, starts the program, reaps what it leaves, hands back files.
+"""The first process of a jail: lays out files, starts the program, reaps its processes, hands back files.
 
-In a jail of bubblewrap it is process 1: whatever the program starts is below it, no signal from inside
-reaches it, and with its death the kernel kills every process of the jail. Without one (`none`) it is the
-process that all orphans of the program fall to, until the launcher ends them.
+In a jail of bubblewrap it is process 1: all processes of the program are its descendants, no signal from
+inside reaches it, and when it dies the kernel kills every process of the jail. Without a jail (`none`) it
+adopts all orphans of the program, until the launcher ends them.
 
 The launcher hands this text to the interpreter in a descriptor, since the program's user need not be able to
 read the folder that it lies in. So it imports the standard library only, and of that what loads quickly.

@@ -114,9 +114,10 @@ class WaitMeter:
         """Nanoseconds that each thread ran and waited, since when both stand still, its wait so far."""
 
     def look(self, roots: Sequence[int], now_s: float) -> None:
-        """Add what a thread below `roots` has waited since it was seen before, if it is the only one that can
-        run, since several may wait for each other; at most the time since the last look. The kernel counts a
-        wait when it ends; one that goes on shows as a thread that can run and has not run."""
+        """Add the waiting time of a thread below `roots` since the last look, if it is the only thread that
+        can run, because several threads may wait for each other. At most the time since the last look is
+        added. The kernel counts a wait when it ends; a continuing wait appears as a thread that can run and
+        has not run."""
         most_s, self._looked_s = now_s - self._looked_s, now_s
         task = lone_runnable(roots)
         seen = read(f"{task}/schedstat").split()[:2] if task else []

@@ -1,4 +1,4 @@
-"""A filter of system calls: what no program that reads, computes and prints has a use for.
+"""A filter of system calls that a program needs neither for reading, computing nor printing.
 
 It refuses, with EPERM: sockets of every family (a pair of Unix ones remains, without addresses and without
 descriptors sent over it); locks, leases and watches on files, since the system folders are the host's; new

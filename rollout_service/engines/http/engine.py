@@ -3,9 +3,9 @@
 Promises what `engines/base.py` asks. The server is a child of this process, in an environment of its own, or
 one that runs already and is attached by URL; either way it is an unpatched release. In particular:
 
-- Nothing that the server would die of is sent to it: ids, lengths and directories are checked here.
-- A unit's version is what the server says of that unit. After a load that failed the old weights are loaded
-  again where the server can do that, or the engine is lost: no unit carries a version that did not sample it.
+- No request that would crash the server is sent to it: ids, lengths and directories are checked here.
+- A unit has the version that the server reports for it. After a failed load the old weights are loaded again
+  if the server can do that, or the engine is lost, so every unit carries the version that sampled it.
 - Once lost the engine stays lost until `start`: its process is killed, and every call ends in `EngineLost`.
 """
 

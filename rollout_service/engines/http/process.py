@@ -1,10 +1,10 @@
-"""The server of an engine: started or found, waited for, watched and ended, with everything it starts.
+"""The server of an engine: its start or attachment, readiness, supervision and end, with all its descendants.
 
 Promises: the process group of the server is gone after `stop`, and after the death of this process in
 whatever way (see `runtime/process.py`); a server that ends before it serves, or does not serve in time, is an
-`EngineError` that shows the last lines of its log. A server whose process has ended is dead at once. One that
-is there, or was attached, may only be slow: it is taken for dead when it has left several probes without an
-answer over a stated time.
+`EngineError` that shows the last lines of its log. A server whose process has exited is dead at once. A
+running or attached server may only be slow: it is treated as dead after several unanswered probes over a
+stated time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Continuous batching, one step at a time, without threads or clocks.
 
-Promises: every request that was submitted comes out of `step`, `abort` or `fail` exactly once; what one
-request asks for changes no unit of another; `swap` keeps every request in flight, and each unit carries the
-tag of the weights whose logits it was drawn from.
+Promises: every request that was submitted comes out of `step`, `abort` or `fail` exactly once; no request
+affects the units of another; `swap` keeps every request in flight, and each unit carries the tag of the
+weights whose logits it was drawn from.
 
 A row of the KV cache is a prefix, and the requests that begin with it share it: the samples of a group are
 one row, computed once, until they have sampled different units. Then each gets a row of its own, a copy.

@@ -1,8 +1,8 @@
 """The engine `sglang`: an unpatched SGLang server.
 
-`recompute`: requests in flight are retracted, and every KV is computed anew under the new weights. `keep`:
-requests in flight go on with the KV they have; a request of a later call never uses KV of older weights,
-because prefixes are cached under the version that the request was called under. `session`: as `keep`, but the
+`recompute`: requests in flight are retracted, and all KV is computed again under the new weights. `keep`:
+requests in flight continue with their KV; a request of a later call never uses KV of older weights, because
+prefixes are cached under the version that the request was called under. `session`: as `keep`, but the
 prefixes of a session stay cached under the version that it began under.
 
 Not promised: `Sampling.seed` (the server ignores it). A request aborted before its first units were handed

@@ -1,7 +1,7 @@
 """New weights for a serving SGLang server: from a snapshot's directory, or from process to process.
 
-Of the latter, the channel `nccl`, the trainer's half is `areal_async/weights/channels/tensor_sender.py`. Once
-its server is paused, an engine asks the trainer for the new version's tensors; then each request to the
+The second way is the channel `nccl`, whose trainer's half is `areal_async/weights/channels/tensor_sender.py`.
+Once its server is paused, an engine asks the trainer for the new version's tensors; then each request to the
 server takes one bucket of them from the process group that trainer and engines share. A server answers a
 request only once its tensors have arrived. Before each the trainer is asked: it says yes when all members are
 ready.
@@ -9,11 +9,11 @@ ready.
 Promises:
 - The new version is named with the last bucket, when everything before it was loaded: a server that has only
   a part of an update never says that it serves it.
-- Whatever fails, the server is given the snapshot's directory, or it is lost. A group in which anything
-  failed is never used again; the next one has another name. The trainer is told what fails here, so that no
-  other engine waits for this one.
-- Nothing waits without a limit: for the trainer's answer `ASK_S`, for a bucket the limit that the trainer
-  names and the receiver's grace.
+- After any failure, the server loads the snapshot's directory, or it is lost. A failed group is never used
+  again; the next one has another name. Failures here are reported to the trainer, so that no other engine
+  waits for this one.
+- Every wait has a limit: `ASK_S` for the trainer's answer, and for a bucket the trainer's limit plus the
+  receiver's grace.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ and drops the whole cache, so that they begin again from their ids under the new
 their KV. Requests sent later have a cache salt of their own, so that none of them meets KV of older weights;
 with `session` the later ones of a session have the salt of the version that it began under.
 
-What was reloaded half is never served: should anything fail once a reload has begun, the engine is lost.
+Partially loaded weights are never served: if a step fails after a reload has begun, the engine is lost.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Requests to a vLLM server and the reading of its answers; and `probe`, which checks its features.
 
-The server takes ids and gives ids, of each the log-prob, and the spans of the answer that were sampled under
-one label of the weights. Labels are this engine's own: `label` makes them, `tag_of` reads them back.
-Each error of the probe names what is missing and what to do.
+The server takes ids. It returns ids with their log-probs, and the spans of the answer that were sampled under
+one label of the weights. Labels are this engine's own: `label` makes them, `tag_of` reads them back. Each
+error of the probe names the missing feature and the remedy.
 """
 
 from __future__ import annotations

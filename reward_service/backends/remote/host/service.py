@@ -1,10 +1,10 @@
-"""The reference server's work: what it offers, told from the rewards' files without running them; admission,
-scoring, deadline.
+"""The reference server's service: its offers, read from the rewards' files without running them; admission,
+scoring, deadlines.
 
-Promises: a request that is taken is answered within its deadline, with one verdict for each input; an input
-that has none by then is an error that says so, and is no timeout: it may never have begun. What is under way
-is bounded: a request is refused as `busy` beyond `max_waiting` inputs, or when its turn would come too late,
-with the time after which to come again. No request sees another's verdicts.
+Promises: an accepted request is answered within its deadline, with one verdict for each input; an unfinished
+input gets an error and not a timeout, because it may never have begun. Work in flight is bounded: a request
+is refused as `busy` beyond `max_waiting` inputs, or if its turn would come too late, with the time after
+which to retry. No request sees another's verdicts.
 """
 
 from __future__ import annotations
