@@ -1,28 +1,28 @@
-"""Checkpoints: everything that a trainer needs to go on as if it had never stopped.
+"""Checkpoints, from which a trainer continues as if it had never stopped.
 
-`<root>/step-000050/` holds the state after 50 steps: weights, optimizer and random state (written by the
-back end, files of each rank's own), the buffer's ledger as of the same commit, and `manifest.json` with the
-hash of every other file. A folder gets its name only when it is complete, so what has a name can be loaded
-or is refused as damaged. Nothing is pickled.
+`<root>/step-000050/` holds the state after 50 steps: weights, optimizer and random state (written by the back
+end, files of each rank's own), the buffer's ledger as of the same commit, and `manifest.json` with the hash
+of every other file. A folder gets its name only when it is complete, so a named folder can be loaded, or is
+refused as damaged. Nothing is pickled.
 
-The step waits for the copy of its state into the host's memory and for nothing else: a thread of each rank
-writes and hashes that rank's files while training goes on. Rank 0 gathers the hashes, writes the manifest
-and gives the folder its name. One checkpoint is written at a time; a second waits for it.
+The step waits only for the copy of its state into the host's memory: a thread of each rank writes and hashes
+that rank's files while training goes on. Rank 0 gathers the hashes, writes the manifest and gives the folder
+its name. One checkpoint is written at a time; a second waits for it.
 
-What a trainer leaves in shared memory for the case that only its process dies is such a folder too, without
-the ledger's copy (`saved_states.py` says when which is written).
+The state in shared memory, for the case that only the trainer's process dies, is such a folder too, without
+the ledger's copy (`saved_states.py` decides when each is written).
 
 The newest `keep` checkpoints are kept, and the `keep_best` best by held-out accuracy (`to_keep`).
 
-Of a job with a store (`checkpoint_store.py`) each rank puts its files there too, and rank 0 the manifest at
-the end, before the checkpoint counts as durable. A store that is away holds up the next checkpoint, not the
+In a job with a store (`checkpoint_store.py`) each rank uploads its files too, and rank 0 uploads the manifest
+last, before the checkpoint counts as durable. An unavailable store delays the next checkpoint, but not the
 steps until then.
 
-Ranks on several hosts share no disk. Their checkpoints are whole in the store alone: what is written here
-goes once it is there. What they leave in memory is in parts, each host's folder with the files of its ranks.
-It gets its name on rank 0's host, then on the others, and what was there before stays until all have named
-it. Such a state is taken only if all hosts have it, by the bytes of its manifest, and each rank finds on its
-own host all files that it reads.
+Ranks on several hosts share no disk. Their checkpoints are complete only in the store, and local files are
+removed once they are uploaded. A state in memory is split: each host's folder has the files of its ranks. It
+gets its name on rank 0's host, then on the others, and the previous state stays until all have named it. Such
+a state is used only if all hosts have it, with the same manifest, and each rank finds on its own host all
+files that it reads.
 """
 
 from __future__ import annotations
@@ -289,10 +289,10 @@ class Checkpoints:
     def _gathered(
         self, step: int, fresh: Path, write: Callable[[], Mapping[str, FileEntry]]
     ) -> dict[str, FileEntry] | None:
-        """The files of all ranks once they are written, on rank 0; None elsewhere. However long a rank takes,
-        the others do not wait for it in one collective. Where one cannot write, all raise: `DiskFull` if any
-        of them had no room, and by then nothing is left of what was begun; otherwise the error of this rank,
-        or `TrainerError` with that of another."""
+        """Return the files of all ranks once they are written, on rank 0; None elsewhere. The ranks do not
+        wait for a slow one in a single collective. If one cannot write, all raise: `DiskFull` if any of them
+        had no room, after removing the unfinished files; otherwise this rank's error, or `TrainerError` with
+        another rank's."""
 
         def mine() -> RankOutcome:
             with room_for("a checkpoint", self.root):

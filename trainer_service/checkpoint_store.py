@@ -1,9 +1,10 @@
 """The files of a trainer in the job's store: its checkpoints, and at the end the trained model.
 
 Below the store's URL lies `checkpoints/step-000050/`, with the very files of the folder on disk. Each rank
-puts those that it has written; `manifest.json` comes last, and what has none is no checkpoint: a trainer
-killed on the way leaves the one before as the newest. A store that is away is asked again for `AWAY_S`; the
-status of the trainer says so. What cannot be removed from it is removed later.
+uploads the files that it has written. `manifest.json` is uploaded last, and a folder without it is not a
+checkpoint: if a trainer is killed meanwhile, the previous one stays the newest. Requests to an unavailable
+store are retried for `AWAY_S`, and the trainer's status shows it. Files that cannot be removed are removed
+later.
 """
 
 from __future__ import annotations

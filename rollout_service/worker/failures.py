@@ -43,11 +43,12 @@ class EpisodeTimeout(ArealError):
 
 
 def fault_of(error: BaseException, ctx: Context, limit_s: float | None = None) -> FaultOf:
-    """Tell whose fault it is that an episode failed with `error`; `limit_s` is its time.
+    """Return who is at fault for an episode that failed with `error`. `limit_s` is its time limit.
 
-    Before anything was sampled there is no answer to blame. From then on it is the answer's, whatever an
-    agent, tool, environment or workflow raised at it, but for what is known to be something else: the model
-    must not be able to bring about an end without a score."""
+    Before the first sampled unit no answer can be at fault. After it, the answer is at fault for every error
+    of an agent, tool, environment or workflow, except for errors with another known cause: the model must not
+    be able to cause an end without a score.
+    """
     late = isinstance(error, EpisodeTimeout | DeadlinePassed)
     unserved = late and limit_s is not None and 2 * ctx.waited_s >= limit_s
     let_down = ctx.trouble is not None or any(_lets_down(one) for one in _causes(error))

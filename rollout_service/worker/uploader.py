@@ -1,12 +1,12 @@
 """Sends finished episodes to the buffer, and hands leases back to it.
 
 Promises: an episode that was added is sent until the buffer has acknowledged or refused it, or its lease is
-lost; a lease of which nothing more will come is closed, and handed back with the reason where it is not
-whole.
+lost; a lease that will get no more samples is closed, and if it is incomplete it is handed back with the
+reason.
 
 An episode waits at most `LINGER_S` for others of its lease, and not at all when it is the last: a group of
 short episodes travels as one message, and a long one does not hold back those that are done. A lease has one
-message under way at a time; what finishes meanwhile goes with the next.
+message in flight at a time; episodes that finish meanwhile are sent with the next.
 """
 
 from __future__ import annotations

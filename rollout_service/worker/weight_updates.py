@@ -1,9 +1,9 @@
 """Keeps an engine on the newest weights.
 
 Promise (`versions_are_true`): the engine is given a snapshot only after every hash of it matched. Waiting,
-reading and verifying happen while the engine generates; only pause → load → resume is on its clock, and that
-is what is measured. A snapshot that cannot be used is acknowledged with the reason, and the engine goes on
-with what it has.
+reading and verifying happen while the engine generates. Only pause → load → resume stops it, and the metrics
+measure that time. An unusable snapshot is acknowledged with the reason, and the engine keeps its current
+weights.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""The rollout worker: leases groups, runs their episodes, puts what they produced.
+"""The rollout worker: leases groups, runs their episodes and sends the results to the buffer.
 
 Promises:
 - Groups are leased while fewer episodes run than `concurrency.py` allows (the last group may go over it, and
-  so may the late answer to an older request), and not while as many finished ones await acknowledgement: when
-  the buffer is slow or away generation slows down, and nothing is thrown away for lack of room.
+  so may the late answer to an older request), and not while as many finished ones await acknowledgement: if
+  the buffer is slow or away, generation slows down, and no episode is discarded for lack of room.
 - An episode that finished is sent until the buffer has acknowledged or refused it, or its lease is lost.
 - A lost lease ends its episodes; other leases do not notice.
-- A worker told to stop leases no more, puts what finishes within its grace, and hands the rest over at once.
-  One told to drain finishes what it has, and ends.
-- An episode that its own answers bring to an early end is finished, and says so. One that fails otherwise
-  costs its own sample, and so does one that the engine keeps waiting: the lease goes back once its other
-  samples are stored, with the reason; where nothing succeeds anywhere the buffer ends the job. While nothing
-  succeeds here, leases are asked for with growing pauses; at last this worker ends with the reason.
-- A lease ends when the buffer says so, not by a clock of ours: during an outage of the buffer it is extended.
+- A worker that is told to stop leases no more, sends the episodes that finish within its grace, and hands the
+  rest over at once. A draining worker finishes its episodes and exits.
+- An episode that its own answers end early counts as finished, with a note. An episode that fails otherwise,
+  or waits too long for the engine, loses only its own sample: the lease is handed back with the reason once
+  its other samples are stored. If no worker succeeds, the buffer ends the job. While this worker has no
+  success, it asks for leases with growing pauses, and finally exits with the reason.
+- The buffer, not a clock of the worker, ends a lease, and extends it by its own outages.
 - Every wait has a deadline, and an outage of the buffer is waited out.
 
-Does not decide what is leased, nor what becomes of a released group: that is the buffer's.
+The buffer decides which groups are leased, and the fate of a released group.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The workflow of an existing agent: it calls the policy over HTTP, and what is sampled for it is trained.
+"""The workflow of an existing agent: the agent calls the policy over HTTP, and the sampled answers are
+trained.
 
 Promises: the agent has access only while its episode runs; a command runs in a process group of its own,
-which is killed as a whole when the command has ended, is late, or the episode is cancelled. An agent that
-fails, prints too much or is late ends its episode by the fault of its answers (`fault_of`), unless it has no
-answer yet, says by `InfrastructureFault` or status 75 that something else is to blame, or waited for an
-engine that did not answer.
+which is killed as a whole when the command has ended, is late, or the episode is cancelled. If an agent
+fails, prints too much or is late, the episode ends and its answers are at fault (`fault_of`). Exceptions are
+an agent without an answer so far, one that reports another cause by `InfrastructureFault` or status 75, and
+one that waited for a silent engine.
 """
 
 from __future__ import annotations

@@ -176,18 +176,19 @@ class Context:
         train: bool = True,
         **sampling: Any,
     ) -> Reply:
-        """Continue `parent` (a new path when None) with `prompt`, then sample. `policy` names the one that
-        answers: by default the agent's, and without one the job's first. A path stays with the policies of
-        one tokenizer.
+        """Continue `parent` (a new path when None) with `prompt`, then sample. `policy` names the answering
+        policy: by default the agent's, and without an agent the job's first. A path stays with the policies
+        of one tokenizer.
 
         `prompt` is text, chat messages or token ids; None samples right after `parent`. Messages after a
-        reply are what the chat template appends to it; where the template would change what came before,
+        reply become the text that the chat template appends; if the template would change earlier text,
         `rewritten` decides: `error` raises `TemplateRewrites`, `root` begins a new path with the conversation
         rendered anew. `tools` are schemas for the template (of a new path). Further keywords replace fields
         of the job's sampling parameters (`seed=7`, `max_new_tokens=16`, …). `train=False` makes the answer
-        context, which is in no gradient: needed for one that is sampled greedily or with top-p or top-k.
-        The first call sets the episode's prompt text, every call its response text; `builder.text` changes
-        either. Raises `RequestError` for what the engine cannot serve."""
+        untrained context, which is required for answers sampled greedily or with top-p or top-k. The first
+        call sets the episode's prompt text, every call its response text; `builder.text` changes either.
+        Raises `RequestError` for a request that the engine cannot serve.
+        """
         root = parent is None
         agent, policy = self.speaker(agent, policy)
         voice = self.engines[policy]
@@ -372,9 +373,9 @@ class Context:
         rewritten: Rewritten = "error",
     ) -> ToolReply:
         """Call a tool (of the job's `tools`, or a function marked `@tool`) and add its answer after `parent`
-        as a TOOL segment. Text is the tool's one argument, a mapping its named ones. What goes wrong in the
-        tool is an answer too: `error: …`. `show` makes the prompt of the answer: by default a message of the
-        role `tool` where the path is a chat, else the text itself."""
+        as a TOOL segment. A text is passed as the tool's only argument, a mapping as named arguments. An
+        error in the tool becomes an answer too: `error: …`. `show` turns the answer into a prompt: by default
+        a message of the role `tool` in a chat, else the text itself."""
         answer = await self.call_tool(name, arguments, timeout_s=timeout_s)
         text = f"error: {answer.error}" if answer.error else answer.text
         called = name.name if isinstance(name, Tool) else name

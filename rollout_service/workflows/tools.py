@@ -40,11 +40,13 @@ class CallsBusy(CallTimeout):
 
 
 class BlockingCalls:
-    """Runs blocking code of the user's, each call in a thread with a deadline. Used from one event loop.
+    """A runner of the user's blocking code, with each call in a thread with a deadline. Used from one event
+    loop.
 
-    A call past its deadline raises `CallTimeout` and holds nobody up. A thread cannot be ended, so what hangs
-    keeps its place until it ends by itself, and there are at most `limit` places: when all are taken for a
-    whole deadline, further calls fail and say so, instead of piling up."""
+    A call past its deadline raises `CallTimeout` and blocks no other call. A thread cannot be ended, so a
+    hung call keeps its place until it returns, and there are at most `limit` places. If all are taken for a
+    whole deadline, further calls fail with that reason instead of piling up.
+    """
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit

@@ -1,4 +1,4 @@
-"""Prompts become ids, and how a path of ids goes on after an answer.
+"""Conversion of prompts to ids, and the continuation of a path of ids after an answer.
 
 An answer is ids that were sampled; they are never made from text again. The next call shows the same
 conversation with the answer in it and something after it: the rendering R. It was sampled after the
@@ -10,9 +10,9 @@ is the rest of R (`tail`), provided that R still shows what came before:
   neither says anything else. Then R begins with the rendering of the conversation up to the answer, or shows
   the answer up to the first closing of a turn.
 
-The rest begins with the closing of the answer's turn as far as the model has not sampled it. A template that
-drops or moves text (Qwen3 drops earlier thinking, for example) fails this, and the path ends. Workflows and
-the gateway go on by this one rule.
+The rest begins with the part of the turn's closing that the model has not sampled. If a template drops or
+moves text (Qwen3 drops earlier thinking, for example), the path ends. Workflows and the gateway use this same
+rule.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Advantages of samples, from what the samples of one group earned; `parts.py` says how to write your own.
+"""Advantages of samples, computed from the rewards of the samples in one group. `parts.py` describes how to
+write your own.
 
-What the samples are, `trainer.objective.group_by` says: episodes of a task, or what an agent did in them, or
-what was earned from a turn on. R is what a sample earned, n the size of its group, mean_g and std_g (n - 1)
-are of the group. A group of one, and one whose rewards are all equal, get exactly 0, before what is whitened
-over the batch is.
+`trainer.objective.group_by` defines the samples: episodes of a task, one agent's sequences in them, or
+rewards from a turn on. R is the reward of a sample, n the size of its group, and mean_g and std_g (n - 1) are
+of the group. A group of one sample, or with equal rewards, gets exactly 0, before any whitening over the
+batch.
 """
 
 from __future__ import annotations
@@ -69,20 +70,22 @@ def opo(samples: Samples) -> Tensor:
 
 @advantage(needs_group=2)
 def pass_at_k(samples: Samples) -> Tensor:
-    """A = r_max - r_second for the best of the group and 0 for the others: f64 [N]. It is what each adds to
-    the best of the group, max_g - max of the others, so that the objective is pass@k with k the size of the
-    group; two that are equally good add nothing. Source: Tang et al. 2025, "Optimizing language models for
-    inference time objectives using reinforcement learning" (leave-one-out; k samples a task)."""
+    """Return A = r_max - r_second for the best sample of the group and 0 for the others: f64 [N]. It is the
+    contribution of each sample to the group's maximum, max_g - max of the others, so the objective is pass@k
+    with k the size of the group. If two samples are equally good, A is 0. Source: Tang et al. 2025,
+    "Optimizing language models for inference time objectives using reinforcement learning" (leave-one-out; k
+    samples a task)."""
     return (samples.reward - samples.others_best(samples.reward)).clamp(min=0.0)
 
 
 @advantage(needs_group=2, unpenalised=True)
 def gdpo(samples: Samples, *, weights: dict[str, float] | None = None, eps: Positive = 1e-6) -> Tensor:
-    """A = Σ_c w_c · (R_c - mean_g) / (std_g + eps) over the components c of the reward, whitened over the
-    samples of the batch: f64 [N]. `weights` names the components that count, 1 each without. A sample
-    without a component is not compared by it. Source: Liu et al. 2026, "GDPO".
+    """Return A = Σ_c w_c · (R_c - mean_g) / (std_g + eps) over the components c of the reward, whitened over
+    the samples of the batch: f64 [N]. `weights` names the components and their weights; by default each
+    weighs 1. A sample without a component is not compared by it. Source: Liu et al. 2026, "GDPO".
 
-    Raises `ObjectiveError` where no reward of the step has any of the components."""
+    Raises `ObjectiveError` if no reward of the step has any of the components.
+    """
     chosen = weights or dict.fromkeys(samples.components, 1.0)
     found = {name: values for name, values in samples.components.items() if name in chosen}
     if not found:

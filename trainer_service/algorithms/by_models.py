@@ -23,8 +23,8 @@ def dpo(
     loss: Literal["dpo", "ipo", "hinge"] = "dpo",
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0,
 ) -> Tensor:
-    """-E · dL/ds of the unit's episode: f64 [U]. L is the mean of a loss of `sequence_losses.py` over pairs,
-    the episodes of highest and of lowest reward of each group of which not all earned the same, and s an
+    """Return -E · dL/ds of the unit's episode: f64 [U]. L is the mean of a loss of `sequence_losses.py` over
+    pairs: the episodes with the highest and the lowest reward of each group with unequal rewards. s is an
     episode's sum of log-probs. With the loss `reinforce` and the normaliser `constant` of length 1 the
     gradient is that of L, by the chain rule, in the first of a step's updates. Source: Guo et al. 2024,
     "Direct language model alignment from online AI feedback"; the pairs of Xu et al. 2023, "Some things are
@@ -72,11 +72,11 @@ def distill(units: UnitTable, *, gamma: Fraction = 0.0) -> Tensor:
 
 @advantage(of="unit", needs_group=2, unpenalised=True, columns=("process", "ref"))
 def prime(units: UnitTable, *, gamma: Fraction = 1.0, beta: Positive = 0.05, whiten: bool = True) -> Tensor:
-    """A_t = Σ_{k≥t} γ^{k-t} (r_k - mean of the others' r̄) + R - mean of the others' R: f64 [U], with
-    r = β (process - ref), r̄ an episode's mean of it, and the others those of its group. The process reward
-    model is trained beside the policy on whether episodes earn their reward (`process_slopes`). An episode
-    that has no other gets 0. Source: Cui et al. 2025, "Process reinforcement through implicit rewards",
-    eq. 5."""
+    """Return A_t = Σ_{k≥t} γ^{k-t} (r_k - mean of the others' r̄) + R - mean of the others' R: f64 [U], with
+    r = β (process - ref), r̄ an episode's mean of it, and "the others" the other episodes of its group. The
+    process reward model is trained together with the policy to predict the rewards of episodes
+    (`process_slopes`). An episode alone in its group gets 0. Source: Cui et al. 2025, "Process reinforcement
+    through implicit rewards", eq. 5."""
     import torch
 
     from trainer_service.algorithms.credit import Samples
@@ -101,15 +101,17 @@ def prime(units: UnitTable, *, gamma: Fraction = 1.0, beta: Positive = 0.05, whi
 
 
 def process_slopes(units: UnitTable, beta: float, balanced: bool = False) -> tuple[Tensor, dict[str, float]]:
-    """f64 [U]: dL/d process of each unit, and `loss`, `accuracy` and `auc` of the process reward model.
+    """Return f64 [U]: dL/d process of each unit, and `loss`, `accuracy` and `auc` of the process reward
+    model.
 
     L = -mean_e [w R log σ(β s) + v (1 - R) log σ(-β s)], with s an episode's sum of process - ref, R its
     reward, held within 0 and 1, and w = v = 1. Source: Yuan et al. 2024, "Free process rewards without
     process labels", eq. 5. `balanced`: w = 1/(2p) and v = 1/(2(1-p)), with p the mean of R over n episodes,
     held within 1/n and 1 - 1/n.
 
-    `auc` is the share of the pairs of a right and a wrong episode of which the right one has the greater s,
-    ties counting half: 0.5 is chance, however many are right. It is left out where all are right, or none."""
+    `auc` is the share of pairs of a right and a wrong episode in which the right one has the greater s, ties
+    counting half: 0.5 is chance for any share of right episodes. It is left out if all or none are right.
+    """
     import torch
     import torch.nn.functional as F
 

@@ -75,10 +75,10 @@ def mis(
     high: Positive = 0.05,
     cap: Positive = CAP,
 ) -> WithFigures:
-    """min(w, cap), and 0 for every unit of an episode whose mean divergence is outside [low, high], in nats a
-    token; `low` none is -high: f32 [S]. The divergence of the proximal policy from the behaviour policy is
-    estimated by `k1` -d, `k2` d²/2 or `k3` e^d - 1 - d, with d = prox - beh; only `k1` can be below 0.
-    Source: Liu et al. 2025, "When speed kills stability" (masked importance sampling of sequences by their
+    """Return min(w, cap), and 0 for every unit of an episode whose mean divergence is outside [low, high], in
+    nats a token; `low` none is -high: f32 [S]. The divergence of the proximal policy from the behaviour
+    policy is estimated by `k1` -d, `k2` d²/2 or `k3` e^d - 1 - d, with d = prox - beh; only `k1` can be below
+    0. Source: Liu et al. 2025, "When speed kills stability" (masked importance sampling of sequences by their
     geometric mean ratio, which is `k1`); the estimators are those of Schulman 2020."""
     found = units.mean_of_episode(estimate(estimator, units.behaviour, units["prox"]))
     dropped = (found > high) | (found < (-high if low is None else low))
@@ -87,12 +87,14 @@ def mis(
 
 @correction(columns=("prox", "advantage"), figures=("dropped_share",), of="step")
 def m2po(weight: Tensor, units: UnitTable, *, threshold: Positive = 0.04, cap: Positive = CAP) -> WithFigures:
-    """min(w, cap), and 0 for some of the units that the advantage pushes further from the behaviour policy,
-    A (prox - beh) > 0: those of the whole step with the largest (prox - beh)², as few as bring the mean of
-    the others of them down to `threshold`; of equal ones all go: f32 [S].
+    """Return min(w, cap), and 0 for some of the units that the advantage pushes further from the behaviour
+    policy, A (prox - beh) > 0. Of these, the units of the step with the largest (prox - beh)² are dropped, as
+    few as needed to bring the mean of the rest down to `threshold`; of equal ones all are dropped: f32 [S].
 
-    Source: Zheng et al. 2025, "Prosperity before collapse" (M2PO); which units it is about is their code's.
-    Dropping others too takes away what leads back to the behaviour policy, and the policy breaks down."""
+    Source: Zheng et al. 2025, "Prosperity before collapse" (M2PO); the choice of units follows their code.
+    Dropping other units too removes the gradients that lead back to the behaviour policy, and the policy
+    breaks down.
+    """
     d = _log_weight(units).double()
     outward = (units.advantage * d > 0) & units.mask
     moment = d.square().masked_fill(~outward, -1.0)

@@ -1,10 +1,10 @@
-"""Who is given credit for which reward: the samples that an advantage compares, and rewards of units.
+"""Credit assignment: the samples that an advantage compares, and the rewards of units.
 
-A *sequence* is what one agent did in one episode, in the order of time. It earns the agent's reward where
-scoring gave one, and else the episode's. Rewards of segments and of units say where in the sequence it is
-earned; what they leave out is earned by its last unit. So the rewards of a sequence always sum up to that.
+A *sequence* has the units of one agent in one episode, in the order of time. Its reward is the agent's if
+scoring gave one, else the episode's. Rewards of segments and of units distribute it over the sequence; its
+last unit gets the rest. So the rewards of a sequence always sum up to that.
 
-`group_by` says what is compared with what:
+`group_by` defines the groups of comparison:
 
     task             episodes of one task
     task_agent       sequences of one agent in the episodes of one task

@@ -44,11 +44,11 @@ def gigpo(
     norm: Literal["none", "std"] = "none",
     eps: Positive = 1e-6,
 ) -> Tensor:
-    """A = A_episode + ω · A_step: f64 [G]. A_episode is what the agent earned in the episode less the mean of
-    its group. A_step is the return from the segment on, Σ_k γ^k r_k over it and the agent's later segments,
-    less the mean of those that began in the same state: equal anchors of the agent in episodes of one task.
-    A segment that alone has its anchor, or has none, gets A_episode. `norm: std` divides both by the std of
-    what they are compared with. Source: Feng et al. 2025, "Group-in-group policy optimization for LLM
+    """Return A = A_episode + ω · A_step: f64 [G]. A_episode is the agent's reward in the episode minus the
+    mean of its group. A_step is the return from the segment on, Σ_k γ^k r_k over it and the agent's later
+    segments, minus the mean return of segments that began in the same state: equal anchors of the agent in
+    episodes of one task. A segment with a unique anchor, or without one, gets A_episode. `norm: std` divides
+    both by the std of their group. Source: Feng et al. 2025, "Group-in-group policy optimization for LLM
     agent training", sec. 4."""
     from trainer_service.algorithms.credit import Samples, samples_of_segments
     from trainer_service.algorithms.table import keys
@@ -74,11 +74,11 @@ def marti(
     history: Literal["all", "last"] = "all",
     eps: Positive = 1e-6,
 ) -> Tensor:
-    """A = (R' - mean) / (std + eps) over the same turn of the same agent in the group's other episodes, with
-    R' = R + α Δ: f64 [G]. R is the agent's reward of the turn, Q the mean of those of its earlier turns
-    (`history: last`: of the one before). Δ is R - Q (`margin`) or Q R - (1 - Q)(1 - R) (`quality`, for
-    rewards from 0 to 1), and 0 in the first turn. Source: Zhang et al. 2025, "MARTI", reward shaping, after
-    Park et al. 2025, "MAPoRL"."""
+    """Return A = (R' - mean) / (std + eps) over the same turn of the same agent in the group's other
+    episodes, with R' = R + α Δ: f64 [G]. R is the agent's reward of the turn, Q the mean of its rewards in
+    earlier turns (`history: last`: the reward of the previous turn). Δ is R - Q (`margin`) or Q R - (1 - Q)(1
+    - R) (`quality`, for rewards from 0 to 1), and 0 in the first turn. Source: Zhang et al. 2025, "MARTI",
+    reward shaping, after Park et al. 2025, "MAPoRL"."""
     import torch
 
     from trainer_service.algorithms.credit import samples_of_segments

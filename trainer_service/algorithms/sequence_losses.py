@@ -1,12 +1,13 @@
 """Losses of whole sequences: supervised, preference and reward-model ones.
 
 Each is a function of one number for each of N sequences, s: the sum of a column of the back end over the
-sequence's units, their log-probs, or the number that a reward model gives it. What comes out is one loss for
-each of n examples, whose mean is the step's. An example is a sequence, or a pair of neighbours, the chosen
+sequence's units, their log-probs, or the number that a reward model gives it. The result is one loss for each
+of n examples; their mean is the step's loss. An example is a sequence, or a pair of neighbours, the chosen
 one and the rejected.
 
-`rewards` of a loss is what it takes for the reward of a sequence, by which held-out pairs are told right.
-Notation: π(y) is s, ref(y) the same by the reference, |y| the number of units, σ the logistic function.
+`rewards` of a loss gives its implicit reward of a sequence, which decides whether a held-out pair is ranked
+right. Notation: π(y) is s, ref(y) the same by the reference, |y| the number of units, σ the logistic
+function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The unit table of a step: what is known of its episodes, of their segments and of their sampled units.
+"""The unit table of a step: the data of its episodes, of their segments and of their sampled units.
 
 Three levels, each with what is above it:
 
@@ -6,9 +6,9 @@ Three levels, each with what is above it:
     SegmentTable   G sampled segments with something to train, of all ranks; alike on every rank
     UnitTable      U sampled units of this rank's rows, or of one micro-batch of them
 
-What belongs together is said by ids, never by positions. Sums that go over units are taken over all ranks by
-`UnitTable.by_episode` and its like, so that what an advantage or a correction makes of the table depends
-neither on how rows were packed nor on who trains them.
+Tables are joined by ids, never by positions. Sums over units are taken over all ranks by
+`UnitTable.by_episode` and similar methods, so that advantages and corrections do not depend on the packing of
+rows or on their ranks.
 """
 
 from __future__ import annotations

@@ -177,20 +177,20 @@ class TrainingBackend(Protocol):
         Raises `ModelError` if the models have different shapes."""
 
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
-        """The weights under the names of the model's files, in the job's dtype, aliases left out: the boxes
-        that this rank holds, which with those of the others cover each tensor once; or to `gather` all of
-        them on rank 0. Of a model with `both` heads the value layer is not among them. All ranks iterate to
-        the end together. A piece is good until the next is asked for, or the next update."""
+        """Yield the weights under the names of the model's files, in the job's dtype, without aliases. Each
+        rank yields its own boxes; together the ranks cover each tensor once. With `gather`, rank 0 yields all
+        of them. The value layer of a model with `both` heads is left out. All ranks iterate to the end
+        together. A piece is valid until the next one is requested, or until the next update."""
 
     def prepare_save(self) -> None:
         """Begin to get the host memory that `save` copies into, so that the first checkpoint stops the step
         no longer than the later ones. Called once, before the first step; returns at once."""
 
     def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
-        """Copy this rank's part of the random state, and of weights and optimizer of each model that
-        changes, into the host's memory; what is returned writes it into the existing `folder`, on any thread
-        and while training goes on, and tells the files by their names. The memory is used again by the next
-        call: the writing must be over."""
+        """Copy this rank's part of the random state, and of weights and optimizer of each model that changes,
+        into the host's memory. Return a function that writes it into the existing `folder`, on any thread and
+        during training, and returns the files by their names. The next call reuses the memory, so the writing
+        must be finished by then."""
 
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
         """Restore the state that `save` wrote at these `updates`, on any number of ranks. Without `updates`,

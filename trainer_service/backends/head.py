@@ -11,7 +11,7 @@ those are written once, in the weight's dtype; the gradient of the hidden states
 taken in fp32 (also where the layer computes in bf16, whose 8 bits would lose the later tiles). That costs one
 more product of hidden states and weight than keeping the logits, a quarter of the layer's work.
 
-Where ranks have a part of the vocabulary each, the same rule is applied once more: a rank's part is a tile.
+If each rank has a part of the vocabulary, the same rule is applied once more, with a rank's part as a tile.
 Every rank ends with the same columns, and with the whole gradient of the hidden states.
 """
 

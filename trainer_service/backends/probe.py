@@ -1,9 +1,10 @@
 """The probe of a model: a pack of rows gives the log-probs of the model's own forward pass, or it is refused.
 
-A model that does something with neighbouring tokens that packing does not know (sinks, a state that goes on
-into the next row, a mask of its own) gives log-probs that look right and are not. So each model of a trainer,
-trained or frozen, computes a pack of four rows, two of which share a prefix, and its own eager forward pass
-computes each row alone, both in fp32. Windows are a few tokens wide for this, so that the rows reach them.
+A model may treat neighbouring tokens in a way that packing does not support (sinks, a state that continues
+into the next row, a mask of its own). Its log-probs would look plausible and be wrong. So each model of a
+trainer, trained or frozen, computes a pack of four rows, two of which share a prefix, and its own eager
+forward pass computes each row alone, both in fp32. Windows are a few tokens wide for this, so that the rows
+reach them.
 """
 
 from __future__ import annotations

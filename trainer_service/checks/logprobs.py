@@ -1,16 +1,17 @@
-"""The log-prob check: are the engine's log-probs those of the weights that it names?
+"""The log-prob check, which compares the engine's log-probs with those of the weights that it names.
 
 For the first batch that holds units of the version the trainer starts the step from, it recomputes their
 behaviour log-probs at the temperature of each call. Every gradient rests on the two being equal. If that
 batch is the first of this process, its version may be what the engines were started with; so the check runs
-once more, on the first batch with units of a version that this process made, which came to them by an update.
+once more, on the first batch with units of a version that this process made and the engines received by an
+update.
 
 It judges the whole distribution of the differences, not the largest: of a million units in bfloat16 some are
 far off by rounding alone. A mistake with few units, such as one token id, shows in a mean of their own.
 
 Promises: it runs at most twice in the life of a trainer process, before any gradient of the batch; it costs a
-forward pass over the units compared, and a look at the manifest where there are none; all ranks come to the
-same verdict; what cannot be compared is counted, by reason, and never passed off as compared.
+forward pass over the units compared, and a look at the manifest where there are none; all ranks reach the
+same verdict; units that cannot be compared are counted by reason, and never reported as compared.
 """
 
 from __future__ import annotations

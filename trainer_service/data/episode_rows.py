@@ -78,12 +78,13 @@ def rows_of_episodes(
     with_places: bool = False,
     mixture: Mixture | None = None,
 ) -> list[TrainingRow]:
-    """The rows to train of these episodes, in order. Units below `lowest_version` are masked, and a row of
-    nothing else is left out. Rows `with_places` know where in its episode each unit stands. `mixture`
-    is what the model is made of, where routes are replayed.
+    """Return the training rows of these episodes, in order. Units below `lowest_version` are masked, and a
+    row with only masked units is left out. Rows `with_places` have the place of each unit in its episode.
+    `mixture` is the structure of the model if routes are replayed.
 
-    Raises `BatchError` when a blob cannot be read or is not what the manifest names, and
-    `UntrainableEpisode` when a unit to train was not sampled from what is trained."""
+    Raises `BatchError` if a blob cannot be read or does not match the manifest, and `UntrainableEpisode` if a
+    trained unit was not sampled from the trained policy.
+    """
     items = list(fetched)
     episodes: dict[int, Episode] = {}
     sources: list[tuple[EpisodeBytes, int]] = []  # Of each row the episode, and which of its rows it is

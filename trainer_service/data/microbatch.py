@@ -1,11 +1,11 @@
 """Packed micro-batches: from rows of tokens to the tensors of one forward pass.
 
-What rows of one group share is packed once (`prefixes`): what is packed are trees of rows.
+Shared prefixes of rows in one group are packed once (`prefixes`), so a pack consists of trees of rows.
 
-Three pure functions say who trains what, alike on every rank: `deal_groups` deals whole groups to the
-minibatches (optimizer updates) of a step, `deal_rows` the rows of a minibatch to the ranks by what they cost,
-`spread` the rows of one rank to as many micro-batches as every other has. A rank that is short of rows even
-so has empty ones, passes that add nothing.
+Three pure functions distribute the rows, with equal results on every rank: `deal_groups` deals whole groups
+to the minibatches (optimizer updates) of a step, `deal_rows` the rows of a minibatch to the ranks by what
+they cost, `spread` the rows of one rank to as many micro-batches as every other has. A rank with too few rows
+gets empty micro-batches, whose passes add nothing.
 """
 
 from __future__ import annotations
@@ -78,11 +78,12 @@ def plan_passes(
     *,
     groups: NDArray[np.int64] | None = None,
 ) -> list[list[TrainingRow]]:
-    """This rank's rows, dealt to forward passes of at most `budget` tokens, on several ranks at most those of
-    the longest row of all: at least one pass, and as many as on any other rank, alike in `cost`. All ranks
-    call it.
+    """Return this rank's rows, divided into forward passes of at most `budget` tokens, or on several ranks at
+    most the length of the longest row of all. There is at least one pass, and equally many on all ranks, of
+    similar `cost`. All ranks call it.
 
-    `groups` i64 [E] are of the batch's episodes: with them rows of one group share what they begin with."""
+    `groups` i64 [E] has the group of each episode of the batch; with it, rows of one group share prefixes.
+    """
     longest = max((row.packed_length for row in rows), default=0)
     if ranks.world > 1:
         # A longer row has a pass of its own, for which others wait: they may as well do as much meanwhile.
@@ -177,17 +178,18 @@ def deal_episodes(
 
 
 def deal_rows(costs: Sequence[Sequence[int]], ranks: int, groups: Sequence[int] | None = None) -> list[Share]:
-    """The share of each rank, where `costs` are those of each episode's rows; 0 for one that is not trained.
-    `groups` [E] says which episodes are of one group; without it each is alone.
+    """Return the share of each rank. `costs` has the cost of each row of each episode, 0 for an untrained
+    row. `groups` [E] has the group of each episode; without it each episode is a group.
 
-    The costliest piece goes first, to the rank with the least. A piece is a whole group, which shares what it
-    begins with on one rank alone, unless that would put the rank above the ideal: the larger of the ranks'
-    mean and the costliest row. Then its episodes are dealt singly, and where one of those is still too much,
-    which several ranks then fetch, its rows. Every row that costs something is in exactly one share, and
-    every episode in at least one, if without rows: whoever has it fetches its bytes and checks them. No share
-    costs more than the ranks' mean and the costliest row together. Ties go to the lower index.
+    The costliest piece goes first, to the rank with the least. A piece is a whole group, because prefixes are
+    shared on one rank only, unless that would put the rank above the ideal: the larger of the ranks' mean and
+    the costliest row. Then its episodes are dealt singly, and where one of those is still too much, which
+    several ranks then fetch, its rows. Every row that costs something is in exactly one share, and every
+    episode in at least one, if without rows: whoever has it fetches its bytes and checks them. No share costs
+    more than the ranks' mean and the costliest row together. Ties go to the lower index.
 
-    The rule is that of Graham (1969), "Bounds on multiprocessing timing anomalies"."""
+    The rule is that of Graham (1969), "Bounds on multiprocessing timing anomalies".
+    """
     shares: list[Share] = [{} for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     total, largest = sum(map(sum, costs)), max((cost for rows in costs for cost in rows), default=0)
@@ -220,11 +222,12 @@ WHOLE, GROUP = ALL = (-1, -2)  # Row of a piece that is a whole episode, or a wh
 
 
 def spread(lengths: Sequence[int], costs: Sequence[int], budget: int, passes: int) -> list[list[int]]:
-    """Row indices of each of `passes` micro-batches of at most `budget` tokens, the costliest first, so that
-    ranks in step run their costliest passes together; `passes` is at least what `pack` needs.
+    """Return the row indices of each of `passes` micro-batches of at most `budget` tokens, the costliest
+    first, so that ranks in step run their costliest passes together; `passes` is at least what `pack` needs.
 
     The costliest row goes first, to the micro-batch with room for it that costs least. Where a row finds no
-    room, they are filled one after the other as `pack` fills them, and the rest is empty."""
+    room, they are filled one after the other as `pack` fills them, and the rest is empty.
+    """
     plan: list[list[int]] = [[] for _ in range(passes)]
     tokens, loads = [0] * passes, [0] * passes
     for index in sorted(range(len(lengths)), key=lambda i: (-costs[i], -lengths[i], i)):

@@ -1,6 +1,6 @@
-"""Recorded batches: what a step was trained on, kept so that it can be replayed without generation.
+"""Recorded batches of training steps, for replays without generation.
 
-With `trainer.record_batches`, and for a step in which something is not finite (`loop/faults.py`),
+With `trainer.record_batches`, and for a step with a value that is not finite (`loop/faults.py`),
 `<run>/batches/step-000000/` gets, from each rank and once the step is trained, `episodes-<rank>.bin` (codec
 blobs one after the other) and then `step-<rank>.msgpack` (a `RankRecord`: where each blob is, the manifest as
 the buffer gave it, and the losses).

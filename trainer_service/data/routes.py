@@ -1,11 +1,11 @@
-"""Replayed routes: what a router's choice becomes where the engine's is known.
+"""Replayed routes, which replace a router's choice of experts by the engine's.
 
-A router gives each expert a score, takes the best K, and weighs what they compute by their scores. A replay
-takes the engine's K instead, and weighs them by the scores of the trainer's own router: the gradient of the
-weights reaches that router, and the choice, which has none, is the one under which the token was sampled.
+A router gives each expert a score, takes the best K, and weighs their outputs by their scores. A replay takes
+the engine's K instead, and weighs them by the scores of the trainer's own router: the gradient of the weights
+reaches that router, and the choice, which has none, is the one under which the token was sampled.
 
-The arithmetic is here for every back end: `rules_of` finds the rules of a model's routers from what they say
-of some tokens, `replayed` applies one. `mixture_to_replay` says whether a job's trainer replays at all.
+The arithmetic is here for every back end: `rules_of` finds the rules of a model's routers from their results
+for some tokens, `replayed` applies one. `mixture_to_replay` decides whether a job's trainer replays.
 """
 
 from __future__ import annotations
@@ -114,12 +114,13 @@ def _has_rules(folder: Path, *, must: bool) -> bool:
 
 
 def replayed(logits: Tensor, own: Tensor, routes: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:
-    """Weights f32 [T, K] and experts i64 [T, K] of tokens whose router gives `logits` [T, E] and would choose
-    `own` i64 [T, K]. `routes` [T, K], of any integer type, are the engine's; -1 is none.
+    """Return weights f32 [T, K] and experts i64 [T, K] of tokens whose router gives `logits` [T, E] and would
+    choose `own` i64 [T, K]. `routes` [T, K], of any integer type, are the engine's; -1 is none.
 
-    A token without any keeps its own. Of one with fewer than K (the engine masked an expert, or dropped the
-    token there), and of an expert that is named twice, what is left out weighs 0, and the weights are
-    normalised over the rest."""
+    A token without any route keeps its own experts. If a token has fewer than K experts (the engine masked
+    one, or dropped the token), or names one twice, the missing ones weigh 0 and the weights are normalised
+    over the rest.
+    """
     routes = routes.to(own.dtype)
     known = (routes >= 0).any(-1, keepdim=True)
     same = routes[:, :, None] == routes[:, None, :]

@@ -1,11 +1,11 @@
 """FSDP2: named models sharded over ranks, AdamW on the shards.
 
-Promises: n ranks compute what one computes (losses are summed over ranks, never averaged); weights,
-optimizer and random state come back from a checkpoint on any number of ranks; between two micro-batches a
-rank holds gradients of its own shard alone, in fp32.
+Promises: n ranks compute what one computes (losses are summed over ranks, never averaged); weights, optimizer
+and random state come back from a checkpoint on any number of ranks; between two micro-batches a rank holds
+only the gradients of its own shard, in fp32.
 
 With several copies of the model (`data`), each is on ranks that follow each other, and gradients are summed
-over the copies too. Copies are equal bit by bit: what is counted, written or given out is the first's.
+over the copies too. Copies are equal bit by bit, so only the first copy is counted, written or published.
 
 With `sequence`, neighbouring ranks have a stretch of each row (`sequence.py`), and shards of the weights
 each, as ranks with rows of their own have: a copy is spread over `shard` x `sequence` of them.

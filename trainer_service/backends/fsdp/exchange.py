@@ -1,7 +1,7 @@
 """Attention over the tokens of several ranks by an exchange of heads (arXiv:2309.14509).
 
-Each rank has all heads of its stretch of tokens. It gives the others their heads of it, attends with its own
-heads over all tokens, and gives back what the others' tokens have of the result.
+Each rank has all heads of its stretch of tokens. It sends the other ranks their heads, attends with its own
+heads over all tokens, and returns the results for the others' tokens.
 
 Attention's backward pass needs its result as it was before it was given back, the layer after it as it is
 afterwards. Those are the same numbers in other places: with `once` a rank keeps the latter alone and gets the

@@ -1,9 +1,9 @@
 """Loading a Hugging Face directory as a sharded model.
 
 Each rank reads its own rows of each tensor from the files (safetensors only) into its shards, so its host
-holds these and one tensor besides. Modules are made on the meta device and get memory after sharding. What is
-in no file, such as the `inv_freq` of a rotary embedding, each rank's module then computes itself; a value
-layer that is in none begins as zeros.
+holds these and one tensor besides. Modules are made on the meta device and get memory after sharding. Each
+rank's module computes tensors that are in no file, such as the `inv_freq` of a rotary embedding; a missing
+value layer begins as zeros.
 """
 
 from __future__ import annotations

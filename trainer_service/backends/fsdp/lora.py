@@ -1,4 +1,4 @@
-"""Low-rank adapters in a model that FSDP shards: the base is frozen, and the adapters are what is trained.
+"""Low-rank adapters in a model that FSDP shards: the base is frozen, and only the adapters are trained.
 
 peft puts the layers in; values and names are ours, since the model is on the meta device then and its files
 hold the base alone. With targets that are linear layers W [out, in], A [rank, in] begins as a uniform sample

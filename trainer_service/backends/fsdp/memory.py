@@ -469,14 +469,15 @@ def _block_products(block: DecoderBlock, hidden: int, c: int) -> int:
 
 
 def block_activations(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
-    """Bytes per token that autograd keeps of one block.
+    """Return bytes per token that autograd keeps of one block.
 
     A norm of n numbers keeps its input in fp32 and the normalised numbers; the linear layers behind it share
     one input. Attention keeps queries, keys, values (after the rotation, whose factors need no gradient), its
     output twice (once packed again for the next layer; of heads that ranks share once, see `exchange.py`) and
     a log-sum per head. A gated layer of width w keeps gate, up, the activated gate and their product. An
     expert adds its input and its output, which is multiplied by the router's weight. A frozen norm keeps its
-    input alone; an adapter keeps what A gives."""
+    input alone; an adapter keeps what A gives.
+    """
     c = options.compute_bytes
     queries, keys = block.width("q_proj.weight"), block.width("k_proj.weight")
     size = 2 * _norm(hidden, c) + 2 * c * hidden

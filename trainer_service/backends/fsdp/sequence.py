@@ -2,11 +2,11 @@
 
 The ranks of a group build the same micro-batch. Its T tokens, padded to a multiple of the group with one more
 row that nothing is predicted in, are cut into as many equal stretches, and everything in the model but
-attention is of a rank's own. Attention gets what it needs of the other stretches as `sharing.py` says.
+attention is of a rank's own. Attention gets data of the other stretches as `sharing.py` describes.
 
-Columns come of the rank whose stretch has the place of their units. All ranks end with the columns of all
-units, so that the loss is that of one rank (`shared_loss`); gradients go back to the stretch they came of.
-What a rank's parameters get is its part of the gradient: the sum over the group is that of one rank.
+The rank whose stretch has a unit's place computes its columns. All ranks end with the columns of all units,
+so the loss equals that of one rank (`shared_loss`); gradients go back to their stretch. Each rank's
+parameters get a part of the gradient, and the sum over the group equals the gradient of one rank.
 """
 
 from __future__ import annotations

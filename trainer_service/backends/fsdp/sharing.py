@@ -1,10 +1,10 @@
 """Sharing of a model's attention by ranks that have a part of each row. Pure, without torch.
 
-Two ways are known, and both are exact. By *heads* (DeepSpeed-Ulysses, arXiv:2309.14509): an all-to-all
-gives each rank all tokens of some heads, it attends as one rank does, and a second one brings the results
-back. In a *ring* (Ring Attention, arXiv:2310.01889): each rank keeps its queries, and keys and values go
-round. The first sends less and keeps attention as it is, so it is taken as far as the query heads can be
-dealt evenly; what is left of the ranks is a ring (both together: USP, arXiv:2405.07719).
+There are two exact methods. By *heads* (DeepSpeed-Ulysses, arXiv:2309.14509): an all-to-all gives each rank
+all tokens of some heads, it attends as one rank does, and a second one brings the results back. In a *ring*
+(Ring Attention, arXiv:2310.01889): each rank keeps its queries, and keys and values go round. The first sends
+less and leaves attention unchanged, so it is used as far as the query heads can be divided evenly; the
+remaining factor of ranks is a ring (both together: USP, arXiv:2405.07719).
 
 Of 4 ranks: 28 heads are dealt to 4; 6 heads to 2, two such pairs being a ring of 2; 5 heads to none, which
 leaves a ring of 4. A model with fewer key/value heads than its heads are dealt to sends each as often as it

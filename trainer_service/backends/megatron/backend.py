@@ -1,8 +1,8 @@
 """Megatron-Core: named models over tensor, pipeline, expert and data ranks, AdamW with distributed state.
 
 Promises: a grid computes what one rank computes (losses are summed over data ranks, never averaged); weights,
-optimizer and random state come back from a checkpoint on any grid; no rank holds more of a tensor than its
-own part of it, while it loads, trains or gives out.
+optimizer and random state come back from a checkpoint on any grid; no rank holds more than its own part of a
+tensor, while it loads, trains or publishes.
 
 A model's ranks are Megatron's: tensor ranks follow each other, then come data ranks, then stages. All ranks
 of a share read its rows; the columns come out on the first tensor rank of the last stage.

@@ -1,4 +1,4 @@
-"""Which boxes of a model's Hugging Face tensors a rank's parameters are.
+"""The mapping from a rank's parameters to boxes of a model's Hugging Face tensors.
 
 One table serves loading, giving out and checkpoints: `boxes_of` cuts a tensor that has the shape of a rank's
 parameter into views, each a box of a tensor in the model's files. `linear_qkv` has for each key head its
