@@ -1,13 +1,13 @@
-"""When a trainer leaves its state, and where: in a checkpoint on disk, or in shared memory.
+"""States that a trainer saves: checkpoints on disk and states in shared memory, and the time of each.
 
-A state in shared memory outlives the trainer's process and nothing else: it is in the run's own folder there
-(mode 0700, removed with the run). It is a checkpoint folder as on disk: it has its name only when all ranks
-have left their files and its step is committed, every file is verified by its hash before it is used, and the
-one before stays until then. It has no copy of the ledger, which outlives the trainer too, and the buffer
-frees nothing for it.
+A state in shared memory survives only the end of the trainer's process. It is in the run's own folder there
+(mode 0700, removed with the run). It is a checkpoint folder as on disk: it gets its name only when all ranks
+have written their files and its step is committed, every file is verified by its hash before use, and the
+previous state stays until then. It has no copy of the ledger, which survives the trainer too, and the buffer
+frees no groups for it.
 
-Both are written by a thread beside the steps, from one copy of the state in the host's memory, so one of
-either kind is in the making at a time. `Cadence` says how often that is cheap enough.
+A thread writes both kinds during training, from one copy of the state in the host's memory, so only one is
+written at a time. `Cadence` decides how often that is cheap enough.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reading YAML strictly: a key given twice is a mistake, and `1e-5` is a number.
 
-How deep and large data of others is, aliases followed, is counted before anything is made of it: what reads
-it further goes one call deeper for each level.
+The depth and size of data from others, with aliases expanded, are checked before any object is built, because
+later code recurses once per level.
 """
 
 from __future__ import annotations

@@ -185,8 +185,8 @@ class ControllerApi:
         )
 
     async def find(self, key: str) -> tuple[Path, dict[str, Any]]:
-        """Return the run folder of a job by its name or id, and the facts about it that replace those of the
-        folder on the page. Raises `UnknownJob`."""
+        """Return the run folder of a job by its name or id, and the facts that the page shows instead of the
+        folder's. Raises `UnknownJob`."""
         (job,) = (await self._call(lambda: self._listed([self._controller.find(key)]))).jobs
         return Path(job.run_folder), {each: said for each, said in _said(job).items() if said}
 

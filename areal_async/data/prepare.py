@@ -1,7 +1,7 @@
 """`data prepare`: convert sources to the files of a job, mix them, drop duplicates and long prompts, split.
 
 Promises: the result depends on sources, options and seed alone; no prompt is in both files; a mixture has its
-shares to within one row and repeats none; nothing is written unless all of it is right.
+shares to within one row and repeats none; no file is written unless all of them are valid.
 """
 
 from __future__ import annotations

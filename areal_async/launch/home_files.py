@@ -154,8 +154,9 @@ def _roots(job: JobConfig) -> list[_Root]:
 class HomeFilesServer:
     """The handlers of the requests in `home_messages.py`, for `job`, whose run is in `run_dir`.
 
-    A file is read only if it is in the listing of what the job names. Raises `RunError` where a part of the
-    user's lies in the home folder itself, or above it."""
+    A file is read only if it is in the listing of the files that the job names. Raises `RunError` if a part
+    of the user is directly in the home folder, or above it.
+    """
 
     def __init__(self, run_dir: Path, job: JobConfig) -> None:
         self._run_dir = run_dir

@@ -1,14 +1,18 @@
 """The life of a run as a pure state machine: events in, actions out; the clock comes with each event.
 
-Promises: the buffer serves before anything else is started; a service that dies is started again after the
-pause that `base/processes.py` decides, and the others go on meanwhile; one that dies too often, that a
-restart would not cure, or that does not serve in time (counted, for what needs weights, from the last start
-of the trainer), ends the run with a reason that names it, unless it joined later and has never served; the
-ranks of a trainer live and die together: with one the others are killed, which wait for it in a collective,
-it counts as one death, and they start again at once when all are gone; one that is drained leaves, in
-whatever way it ends; once a stop has begun nothing is started, the stages of `plan.STOP_STAGES` are ended in
-order, and `STOP_LIMIT_S` after the stop began every process has been told to end and then killed; the run is
-over only when no process is left or the limit has passed."""
+Promises:
+- The buffer serves before any other process is started.
+- A dead service is restarted after the pause that `base/processes.py` decides, and the others continue.
+- The run ends with a reason that names the service if the service dies too often, if a restart would not
+  help, or if it is not ready in time (for a service that needs weights, counted from the last start of the
+  trainer). A service that joined later and has never served does not end the run.
+- The ranks of a trainer live and die together. If one dies, the others, which wait for it in a collective,
+  are killed. This counts as one death, and they restart at once when all have exited.
+- A drained service leaves, in whatever way it exits.
+- Once a stop has begun no process is started, and the stages of `plan.STOP_STAGES` are ended in order.
+  `STOP_LIMIT_S` after the stop began every process has been terminated and then killed.
+- The run is over only when no process is left or the limit has passed.
+"""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The state of the run, in a word or two."""
+        """Return the state of the run, in a word or two."""
         if self.alive:
             return "running"
         if supervisor_of(self.folder) is not None:

@@ -103,8 +103,8 @@ class Spares:
         environment: Mapping[str, str],
         descriptors: Mapping[str, int],
     ) -> ChildProcess | None:
-        """Return a process that becomes the service from now on; None if no spare is ready. It is given these
-        `descriptors`, each by the variable that names it."""
+        """Return a process that becomes the service from now on; None if no spare is ready. It gets these
+        `descriptors`, each under its variable's name."""
         if place.role not in ROLES:
             return None
         for spare in [spare for spare in self._spares if spare.ready and spare.child.alive]:

@@ -41,10 +41,11 @@ log = get_logger("supervisor")
 
 @contextmanager
 def mirrored(job: JobConfig, run_dir: Path, *, overwrite: bool, resume: bool) -> Iterator[None]:
-    """Keep what the store has of the run up to date meanwhile, if the job has one.
+    """Keep the run's copy in the store up to date meanwhile, if the job has a store.
 
-    Raises `RunFolderError` where it has work of another run that is neither to be resumed nor overwritten, or
-    another host runs it; `RunError` where at the end the store does not take the rest."""
+    Raises `RunFolderError` if the store has work of another run and neither a resume nor an overwrite was
+    requested, or if another host runs it; `RunError` if the store does not accept the rest at the end.
+    """
     mirrors = [Mirror(run_dir, url, wanted=wanted) for url, wanted in _places(job).items()]
     with _as_run_errors():
         for mirror in mirrors:

@@ -1,8 +1,7 @@
-"""A Hugging Face model folder: which files are its weights, what their headers say, and what
-its `config.json` says of its layers.
+"""A Hugging Face model folder: its weight files, their headers, and the layers in its `config.json`.
 
-A folder may have other safetensors files, such as the `consolidated.safetensors` of another format: what
-counts are those that transformers loads. Needs no torch.
+A folder may have other safetensors files, such as the `consolidated.safetensors` of another format: only the
+files that transformers loads count. Needs no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The routers of a transformers model that is a mixture of experts: what chooses the experts of each token.
+"""The routers of a mixture of experts in transformers, which choose the experts of each token.
 
 A router is called with hidden states and returns `(logits [T, E], weights [T, K], experts i64 [T, K])`, in
-whatever part of a block it sits; transformers names its class where it says what a model can record.
+any part of a block; transformers names its class in the list of outputs that a model can record.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Requests that each role may make: one table, which shows what a stolen key opens.
+"""Requests that each role may make, in one table, which also shows the damage that a stolen key can do.
 
-A server whose access are the keys of a role (`RoleKeys`) asks here for each request, with the role that the
-asker has proven in the handshake. A request that is not in the table is refused to everybody.
+A server with the keys of a role (`RoleKeys`) checks each request here, with the role that the client has
+proven in the handshake. Requests outside the table are always refused.
 """
 
 from __future__ import annotations

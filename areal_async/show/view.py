@@ -1,6 +1,6 @@
-"""A run on the terminal: one panel that renews itself, or plain lines where there is no terminal.
+"""A run on the terminal: one panel that refreshes itself, or plain lines without a terminal.
 
-What is shown comes as a `RunStatus`; panel and line say the same, in rows and in one line.
+The input is a `RunStatus`; panel and line show the same figures, in rows and in one line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Episodes as a parquet file for data frames: one row each, without loss.
 
 The common columns stand beside `blob`, the episode's codec blob, which has everything (see `codec.unpack`).
-The file is written in row groups, so that memory does not grow with it, and gets its name once it is whole.
+The file is written in row groups, so that memory does not grow with it, and gets its name once it is
+complete.
 """
 
 from __future__ import annotations

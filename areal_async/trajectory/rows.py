@@ -1,8 +1,8 @@
-"""Training rows: the root-to-leaf paths of an episode, each sampled unit trained once, and whether what they
-train was sampled from what is trained.
+"""Training rows, which are the root-to-leaf paths of an episode with each sampled unit trained once, and the
+check that trained units were sampled from the trained distribution.
 
-A batch's manifest says how large each row is once units of old versions are masked. `row_profile` is what has
-to be kept of an episode for that, `row_sizes` what follows from it.
+A batch's manifest says how large each row is once units of old versions are masked. `row_profile` is the
+necessary summary of an episode, and `row_sizes` computes the sizes from it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Row:
     logprobs: NDArray[np.float32]
     """f32 [T], 0 where no version sampled the unit"""
     versions: NDArray[np.int32]
-    """i32 [T], -1 where none"""
+    """i32 [T], -1 for units that were not sampled."""
     columns: Mapping[str, NDArray]
     """Optional columns of the episode, [T] or [T, width]."""
     path: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""The ledger in memory: the records that Redis holds, and what follows from them.
+"""The ledger in memory: the records in Redis, and values derived from them.
 
-Only `apply` changes an index. Everything beside the records is derived from them, record by record, so an
-index made from the records alone equals one that came to them step by step.
+Only `apply` changes an index. All other values are derived from the records, one by one, so an index built
+from the records equals an index that was updated step by step.
 """
 
 from __future__ import annotations

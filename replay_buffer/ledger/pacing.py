@@ -7,22 +7,21 @@ to the trainer's current ones, B ≤ ahead ≤ η·B, and grants a lease if
 
     outstanding < ahead + (1 − max(0, v_train − v_serving)) · B
 
-which is admission's formula with ahead / B in place of η. As few as keep the trainer from waiting are found
-from its own steps, when the batch of each can be made:
+which is admission's formula with ahead / B in place of η. The trainer's own steps determine the smallest
+`ahead` that keeps the trainer from waiting. It changes when the batch of a step can be made:
 
-- It waited, and in the last `WINDOW` steps a worker had asked for more than this rule gave: as many groups
-  are added as it would have trained in `GAIN` times the time that it waited, one batch at most. That time
-  counts as no more than a running mean of such times, for a lead that a single delay calls for is not
-  needed when the next comes.
-- Trained groups took the places of new ones (`buffer.max_reuse`): as many are added as did.
-- It had what it needed: `LEAK` of a batch is taken away, and besides that, once in `WINDOW` steps, a part of
-  what lay scored and unneeded at each of them. So a job settles where its trainer waits for about LEAK / GAIN
-  of its time, and for up to LEAK / (GAIN · SMOOTH) of it where its waits are rare and long. Where generation
-  is as fast as training, durations that vary empty the buffer now and then: that a worker was held back some
-  steps ago is then why too little is there now.
+- If the trainer waited or reused groups (`buffer.max_reuse`), and in the last `WINDOW` steps a worker had
+  asked for more than this rule gave, `ahead` grows by at most one batch. It grows by the groups that the
+  trainer would have trained in `GAIN` times the wait, and by the number of reused groups. The wait is capped
+  by a running mean of waits, because a lead after a single delay is not needed later.
+- If the trainer did not wait, `ahead` shrinks by `LEAK` of a batch. Once in `WINDOW` steps it also shrinks by
+  a part of the scored groups that were left over at each of these steps. So the trainer of a job settles at
+  waits of about LEAK / GAIN of its time, and up to LEAK / (GAIN · SMOOTH) if waits are rare and long.
 
-Less than one batch is never held where η ≥ 1: the batch that is to follow must be under way while a step is
-trained.
+If generation is as fast as training, varying durations empty the buffer now and then. The cause is then a
+worker that was held back some steps ago.
+
+With η ≥ 1 `ahead` is at least one batch, because the next batch must be in flight while a step is trained.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The ledger and the episodes in Redis.
 
-Promises: opening takes the job over and fences every earlier front, by epoch; what is loaded after that
-cannot change but through this store. A Redis that could lose the ledger (it evicts keys, or does not persist
-as the configured tier asks) is refused, with the setting to change."""
+Promises: opening takes the job over and fences every earlier front, by epoch; after that only this store can
+change the loaded records. A Redis that could lose the ledger (it evicts keys, or does not persist as the
+configured tier asks) is refused, with the setting to change.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The protocol of all backends, which score calls: the pool of processes, remote servers, models.
 
-A call is one `RewardInput`, or under scope `group` the list of those of one group.
+A call is one `RewardInput`, or under scope `group` the list of one group's inputs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether rewards can be loaded, as a scoring process loads them: `python -m reward_service.tools.loads`.
+"""A check that rewards can be loaded in a scoring process: `python -m reward_service.tools.loads`.
 
-Reads a `RewardTrial` from standard input and prints one line: a JSON list with what is wrong with each, empty
-texts where nothing is. What a reward's file prints while it is imported goes to standard error.
+Reads a `RewardTrial` from standard input and prints one line: a JSON list with the error of each reward, or
+an empty text. Output of a reward's file during its import goes to standard error.
 """
 
 from __future__ import annotations

@@ -73,9 +73,9 @@ def code_stdio(given: RewardInput, arguments: CodeStdioArguments) -> Score | Fai
 
 @verifier(CodeArguments, prepare=prepare_runner, needs_truth=True)
 def code_tests(given: RewardInput, arguments: CodeArguments) -> Score | Failure:
-    """The score of `code_stdio`, for Python functions: the ground truth holds assertions, a function that
-    checks, or arguments and results. All tests of a response share one run: `cpu_s` and `wall_s` are those of
-    all of them. The program does not see the tests, nor can it say that it passed: see
+    """Return the score as in `code_stdio`, for Python functions. The ground truth has assertions, a function
+    that checks, or arguments and results. All tests of a response share one run, and `cpu_s` and `wall_s`
+    apply to all of them together. The program can neither see the tests nor claim that it passed: see
     `reward_service.sandbox.harness`."""
     return _judged(given, arguments, "python", "tokens")
 

@@ -1,7 +1,7 @@
-"""Fenced blocks of a response, and which of them is the program.
+"""Fenced blocks of a response, and the choice of the block with the program.
 
-Shared by all that takes programs from a response; pure, and linear in the response's length. Blocks are read
-as CommonMark reads them, those of lists and quotes included, and thoughts are left out (`answers`).
+All code that takes programs from a response uses it; pure, and linear in the response's length. Blocks are
+parsed as in CommonMark, including blocks in lists and quotes, and thoughts are left out (`answers`).
 """
 
 from __future__ import annotations

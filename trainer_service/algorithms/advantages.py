@@ -29,10 +29,10 @@ def grpo(samples: Samples, *, eps: Positive = 1e-6) -> Tensor:
 
 @advantage(needs_group=2)
 def dr_grpo(samples: Samples) -> Tensor:
-    """A = R - mean_g: f64 [N]. Without the std, which favours tasks that are nearly always or nearly never
-    solved; goes with the `constant` normaliser. With `group_by: task_turn` it is MAGRPO's. Source: Liu et al.
-    2025, "Understanding R1-Zero-like training", "Dr. GRPO"; Liu et al. 2025, "LLM collaboration with
-    multi-agent reinforcement learning" (MAGRPO)."""
+    """Return A = R - mean_g: f64 [N]. It omits the std, which favours tasks that are nearly always or nearly
+    never solved; combine it with the `constant` normaliser. With `group_by: task_turn` it is the advantage of
+    MAGRPO. Source: Liu et al. 2025, "Understanding R1-Zero-like training", "Dr. GRPO"; Liu et al. 2025, "LLM
+    collaboration with multi-agent reinforcement learning" (MAGRPO)."""
     return samples.centred(samples.reward)
 
 

@@ -1,8 +1,8 @@
 """Normalisers: the coefficient of each unit in the loss of one optimizer update, which is
 Σ coefficient · (loss of the unit) over all its micro-batches and ranks.
 
-`Totals` counts over the whole update, so the result depends neither on how rows were packed nor on who trains
-them. `parts.py` says how to write your own.
+`Totals` counts over the whole update, so the result depends neither on the packing of rows nor on their
+ranks. `parts.py` describes how to write your own.
 """
 
 from __future__ import annotations

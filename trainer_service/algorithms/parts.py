@@ -269,7 +269,7 @@ class Correction(UnitPart):
     corrects: bool = True
     """Whether stale units may be trained with it; without, the job must say that it is meant."""
     of: Literal["unit", "step"] = "unit"
-    """`step` where it compares units: it is called once with the table of the whole step."""
+    """`step` if it compares units. It is then called once with the table of the whole step."""
     prox: Literal["", "behaviour"] = ""
     """`behaviour` where the loss takes its ratio against the behaviour policy instead of a proximal one."""
 

@@ -60,9 +60,9 @@ class ModelUse:
     total_updates: int = 0
     """Optimizer updates of the whole run, for the schedule of the learning rate."""
     head: ModelHead = "tokens"
-    """Outputs: `tokens` has the columns of a distribution, `value` those of one number for each unit,
-    by a linear layer on the last hidden state instead of the output layer, and `both` has that layer beside
-    it. The layer begins as zeros where the folder has none."""
+    """Outputs of the model. `tokens` has the columns of a distribution. `value` has the columns of one number
+    per unit, from a linear layer on the last hidden state that replaces the output layer. `both` has both
+    layers. The linear layer begins as zeros if the folder has none."""
     follows: bool = False
     """Whether `follow` is called on it: its weights are kept in fp32 then, and saved."""
 

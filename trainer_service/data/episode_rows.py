@@ -1,7 +1,8 @@
 """Training rows of fetched codec blobs, with every check that comes before a gradient.
 
 Promise `staleness_is_bounded`: `check_staleness` looks at the units themselves, on every rank, whatever the
-manifest and the buffer say. A violation is fatal. So is a unit that was not sampled from what is trained.
+manifest and the buffer say. A violation is fatal. So is a trained unit that was not sampled from the trained
+policy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows to train, from the examples of a file.
 
-A *lesson* is one example as rows: one, or of a pair the chosen and the rejected. What is learned of a row are
-its units; of a row for a model that gives numbers its last token is the one unit.
+A *lesson* is one example as rows: one row, or for a pair the chosen and the rejected one. The units of a row
+are trained. For a model that gives numbers, the last token of a row is its only unit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""One rank's learning from one batch: its plan, its rows, the checks before a gradient.
+"""The training of one rank on one batch: its plan, its rows, the checks before a gradient.
 
-Knows neither the buffer nor who gets the weights, so the same code runs in a job and in a replay.
+It depends neither on the buffer nor on the receivers of weights, so the same code runs in a job and in a
+replay.
 """
 
 from __future__ import annotations

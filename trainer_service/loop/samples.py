@@ -1,7 +1,7 @@
 """A few episodes of every few steps, decoded and with their advantages, for a person to read.
 
-They are written beside the steps that follow. What goes wrong costs nothing but the samples of that step;
-only a full disk ends the trainer, as it does when a record is written.
+They are written during the following steps. An error only loses the samples of that step, except that a full
+disk ends the trainer, as for any record.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Well-known GPUs: memory, peak rate of bf16 products and bandwidth, from their makers' data sheets.
 
-Memory is what the driver shows (MiB, before anything runs on it), which is less than the name says where a
-part holds error-correcting codes. Rates are of dense bf16 with fp32 sums, without sparsity.
+Memory is what the driver shows (MiB, before anything runs on it), which is less than the nominal size if a
+part of it is used for error-correcting codes. Rates are of dense bf16 with fp32 sums, without sparsity.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`areal-async plan`: the memory that a job's trainer needs on each rank, and what fits.
 
-Reads the job file, the model's `config.json` and the headers of its safetensors files, no weights; without
-these files transformers says what they would hold. Else torch is imported only to ask which GPU is visible,
-where there is one.
+Reads the job file, the model's `config.json` and the headers of its safetensors files, but no weights.
+Without these files, transformers computes their shapes. Otherwise torch is imported only to find a visible
+GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`areal-async quickstart`: from nothing to a policy that got better, in two jobs.
 
-Makes the task set, the tokenizer and a random model; warms the model up by SFT (first job), then trains it
-by asynchronous RL (second job). Both job files are left beside the data, to be read and run again.
+Makes the task set, the tokenizer and a random model; warms the model up by SFT (first job), then trains it by
+asynchronous RL (second job). Both job files stay beside the data, so that you can read them and run them
+again.
 """
 
 from __future__ import annotations

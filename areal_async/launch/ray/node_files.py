@@ -1,5 +1,5 @@
-"""Files of a run that come home from the nodes of its Ray cluster: those of the buffer at an orderly end, and
-before a resume those that a killed supervisor has left there (`buffer_files.py`)."""
+"""Files of a run that are copied home from the nodes of its Ray cluster: the buffer's files at an orderly
+end, and before a resume the files that a killed supervisor has left there (`buffer_files.py`)."""
 
 from __future__ import annotations
 

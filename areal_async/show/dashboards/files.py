@@ -1,7 +1,7 @@
-"""The files that Prometheus and Grafana need, written for a place and for the runs that they are to show.
+"""The files that Prometheus and Grafana need, written for a folder and for the runs to show.
 
-Promises: what is written is complete, so that both programs start with it and find each other; written again,
-it replaces what it wrote and touches nothing else.
+Promises: the files are complete, so that both programs start with them and find each other; a second call
+replaces only its own files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Prometheus and Grafana as child processes, with everything found, until Ctrl-C.
 
-Promises: both listen on loopback alone; neither outlives this process; where one ends by itself the other is
-ended too and its log is named. What is not installed is said with what to do, and what can be started is.
+Promises: both listen on loopback alone; neither outlives this process; if one exits by itself, the other is
+ended too and an error names the log. Missing programs are reported with the remedy, and installed ones are
+started.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run folders as the page reads them: status, new records, samples. Nothing is written.
 
-Whatever a reader names is looked up among what is there, so that no path is ever made of it; each answer is
-bounded, and goes on from where the last one ended.
+Names from a reader are looked up in listings and never become part of a path; each answer is bounded, and
+continues where the last one ended.
 """
 
 from __future__ import annotations

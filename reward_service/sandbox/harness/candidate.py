@@ -1,6 +1,6 @@
-"""The program's side: runs the program, then does what the examiner asks, until it is gone.
+"""The program's side: runs the program, then executes the examiner's requests, until the examiner exits.
 
-Nothing here is trusted by the examiner: the program shares this process and may change all of it. Instances
+The examiner trusts no part of this process, because the program shares it and may change all of it. Instances
 of its class `Solution` stay here under a number, which the examiner is given.
 """
 

@@ -1,7 +1,7 @@
-"""A memory control group for one launcher and its jails: what no process in it can get past.
+"""A memory control group for one launcher and its jails, which limits the memory of all processes in it.
 
 The launcher enters it once, at its start, so that a jail is born inside (moving a process costs as much as
-making a jail). Whether a group can be had is found out by making one and entering it.
+making a jail). To find out whether groups are available, one is created and entered.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Watches one jail from outside: gathers what it prints, ends it at its limits, says how it ended.
+"""A monitor of one jail from outside: collects its output, ends it at its limits, and reports its end.
 
-A jail may run its program several times, with one input after the other. The limits are those of each run but
-for `within_s` and `clock_s`, which are those of all of them.
+A jail may run its program several times, with one input after the other. The limits apply to each run, except
+`within_s` and `clock_s`, which apply to all runs together.
 """
 
 from __future__ import annotations

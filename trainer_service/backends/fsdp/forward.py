@@ -1,7 +1,7 @@
 """The forward pass of FSDP2 over a micro-batch: hidden states, and from them the columns.
 
-The output layer's parameters belong to the root of the sharded model and are whole only inside its forward
-pass: so the root's forward is replaced by one that runs the function it is given.
+The output layer's parameters belong to the root of the sharded model and are unsharded only during its
+forward pass. So the root's forward is replaced by one that runs a given function.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One of a back end's models on a rank: its module, and what changes of it.
+"""One of a back end's models on a rank: its module, and its state that changes.
 
-A trained model has AdamW on the rank's own shards, a schedule and a clipping of its own; one that follows
-another has its shards moved; a frozen one has neither, and takes the dtype that is computed in.
+A trained model has AdamW on the rank's own shards, a schedule and a clipping of its own; the shards of a
+model that follows another are moved; a frozen model has neither, and uses the dtype of the computation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Activations that the backward pass computes again instead of keeping them.
 
-What is recomputed are the model's blocks, each by itself: `full` keeps only what goes into a block,
-`selective` also the results of its matrix products and of attention, which are what is dear to compute.
+Each block of the model is recomputed separately. `full` keeps only the input of a block; `selective` also
+keeps the results of its matrix products and of attention, which are expensive to compute.
 """
 
 from __future__ import annotations

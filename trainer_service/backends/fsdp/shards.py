@@ -1,7 +1,7 @@
 """Sharded tensors in safetensors files, one file per rank, readable on any number of ranks.
 
-Each file says in its metadata which rows of which tensor it holds (`{name: [first row, rows of the whole]}`),
-so a reader takes the rows it needs from whichever files have them. Nothing is pickled.
+The metadata of each file names its rows of each tensor (`{name: [first row, rows of the whole]}`), so a
+reader finds the rows that it needs in any number of files. Nothing is pickled.
 """
 
 from __future__ import annotations
