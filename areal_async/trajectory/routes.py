@@ -1,15 +1,15 @@
-"""Routes: for each unit that was fed to a mixture of experts, the experts that the engine chose.
+"""Routes: the experts of a mixture-of-experts model to which the engine sent each unit.
 
-An episode carries them as the optional column `routes`, u8 or u16 [T, L * K]: for each of L layers of experts
-the ids of the K experts, in the order of the layers. The largest value of the type means none: the unit was
-not fed, the engine did not report its routes, or the expert was dropped.
+An episode has them as the optional column `routes`, u8 or u16 [T, L * K]. It has the ids of K experts for
+each of L expert layers, in the order of the layers. The largest value of the dtype means none. It marks a
+unit that was not fed, a unit whose engine reported no routes, and an omitted expert.
 
-Routes are far larger than the rest of an episode (48 layers of 8 experts are 384 bytes a unit, the rest is
-13), and only the trainer reads them. So they are not part of its blob: `pack_routes` packs them into separate
-bytes, which are sent beside it, and `with_routes` puts them back. Little-endian: magic `ARTE`, u16 1, u16
-bytes of a value, u32 units, u32 width, u32 CRC-32 of the episode's token ids, u32 CRC-32 of the values; the
-values.
-"""
+Routes are far larger than the rest of an episode: with 48 layers and 8 experts, 384 bytes a unit instead of
+13. Only the trainer reads them, so the blob does not include them. `pack_routes` writes them to separate
+bytes, which are sent beside the blob. `with_routes` adds them to the episode again.
+
+The packed bytes are little-endian: magic `ARTE`, u16 1, u16 bytes of a value, u32 units, u32 width, u32
+CRC-32 of the episode's token ids, u32 CRC-32 of the values, and then the values."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ Routes = NDArray[np.uint8] | NDArray[np.uint16]
 
 
 def route_type(experts: int) -> np.dtype:
-    """Return the smallest integer type for the ids of this many experts and the value for "no route"."""
+    """Return the smallest dtype that holds the ids of `experts` experts and the value for none."""
     return COLUMN_DTYPES["u8" if experts < 256 else "u16"]
 
 
 def no_route(dtype: np.dtype) -> int:
-    """Return the value that means "no route"."""
+    """Return the value that means none."""
     return int(np.iinfo(dtype).max)
 
 
 def stored_routes(ids: NDArray, experts: int) -> Routes:
-    """Return [T, L * K] of expert ids [T, L, K] of any integer type. Invalid ids become "no route"."""
+    """Return expert ids [T, L, K] of any integer type as routes [T, L * K]. A value that is not the id of an
+    expert becomes none."""
     dtype = route_type(experts)
     flat = ids.reshape(len(ids), -1)
     found: Routes = np.where((flat >= 0) & (flat < experts), flat, no_route(dtype)).astype(dtype)
@@ -49,12 +50,12 @@ def stored_routes(ids: NDArray, experts: int) -> Routes:
 
 
 def routes_of(episode: Episode) -> Routes | None:
-    """Return u8 or u16 [T, width] of the episode's units; None if it has no routes."""
+    """Return the routes of the episode's units, u8 or u16 [T, width], or None if it has no routes."""
     return episode.units.columns.get(ROUTES)
 
 
 def pack_routes(episode: Episode) -> bytes | None:
-    """Return the routes of an episode as separate bytes; None if it has none."""
+    """Return the routes of an episode as separate bytes, or None if it has no routes."""
     routes = routes_of(episode)
     if routes is None:
         return None
@@ -64,8 +65,8 @@ def pack_routes(episode: Episode) -> bytes | None:
 
 
 def with_routes(episode: Episode, packed: memoryview | bytes) -> Episode:
-    """Return the episode with routes that `pack_routes` made. Raises `CodecError` if the bytes belong to
-    another episode."""
+    """Return the episode with the routes in `packed`, which `pack_routes` wrote. Raises `CodecError` if they
+    are not routes of this episode."""
     view = memoryview(packed)
     if len(view) < _HEAD.size:
         raise CodecError(f"{len(view)} bytes are no routes")

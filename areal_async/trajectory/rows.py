@@ -1,9 +1,8 @@
-"""Training rows, which are the root-to-leaf paths of an episode with each sampled unit trained once, and the
-check that trained units were sampled from the trained distribution.
+"""Training rows of an episode: its root-to-leaf paths. Each sampled unit is trained in exactly one row.
 
-A batch's manifest says how large each row is once units of old versions are masked. `row_profile` is the
-necessary summary of an episode, and `row_sizes` computes the sizes from it.
-"""
+`untrainable` finds units that were not sampled from the distribution that is trained. A batch's manifest has
+the size of each row after units of old versions are masked. `row_profile` returns the data for this;
+`row_sizes` computes the sizes from it."""
 
 from __future__ import annotations
 
@@ -23,28 +22,28 @@ from areal_async.trajectory.layout import DEFAULT_LIMITS, Call, EpisodeLimits, S
 class Row:
     """One root-to-leaf path of T tokens, as the engine saw it.
 
-    mask[t] == 1 means that token t was sampled and is trained in this row; logprobs[t] is its behaviour
-    log-prob given tokens < t. Arrays are read-only and may be views of the episode.
-    """
+    mask[t] == 1 means that token t was sampled and is trained in this row. logprobs[t] is its behaviour
+    log-prob, given tokens < t. Arrays are read-only and may be views of the episode."""
 
     token_ids: NDArray[np.int32]
     """i32 [T]"""
     mask: NDArray[np.uint8]
     """u8 [T]"""
     logprobs: NDArray[np.float32]
-    """f32 [T], 0 where no version sampled the unit"""
+    """f32 [T], 0 if no version sampled the unit"""
     versions: NDArray[np.int32]
-    """i32 [T], -1 for units that were not sampled."""
+    """i32 [T], -1 for none"""
     columns: Mapping[str, NDArray]
     """Optional columns of the episode, [T] or [T, width]."""
     path: tuple[int, ...]
     """Segments from root to leaf."""
     lengths: tuple[int, ...]
-    """Units of each segment of the path; they sum to T."""
+    """Units of each segment of the path. Their sum is T."""
 
 
 def seen_by(episode: Episode, policy: str) -> Episode:
-    """Return the episode as the trainer of `policy` sees it: units of other policies are context (mask 0)."""
+    """Return the episode as the trainer of `policy` sees it. Units that other policies sampled become context
+    (mask 0)."""
     if episode.versions.keys() <= {policy}:
         return episode
     header, segments, units = episode.header, episode.segments, episode.units
@@ -65,10 +64,9 @@ def seen_by(episode: Episode, policy: str) -> Episode:
 def training_rows(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> list[Row]:
     """Return the rows of an episode, in the order of their leaves.
 
-    A segment that several leaves share is trained in the row of the first leaf and is context in the others
-    (mask 0 there), so each unit with mask 1 is trained in exactly one row. A path without trained units of
-    its own gives no row. Raises SizeError if shared prefixes make the rows larger than `limits`.
-    """
+    If several leaves share a segment, the row of the first leaf trains it. In the other rows it is context
+    (mask 0), so each unit with mask 1 is trained in exactly one row. A path gives no row if it has no units
+    of its own to train. Raises SizeError if shared prefixes make the rows larger than `limits`."""
     units = episode.units
     if not episode.n_sampled:
         return []
@@ -83,18 +81,18 @@ def training_rows(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -
 
 
 def _is_chain(parent: list[int]) -> bool:
-    """Whether each segment continues the one before it: there is one row then, the unit table itself."""
+    """Return whether each segment continues the segment before it. Then the unit table itself is the only
+    row."""
     return parent == list(range(-1, len(parent) - 1))
 
 
 def _owned_paths(
     parent: list[int], length: list[int], offset: list[int], mask: bytes, limits: EpisodeLimits
 ) -> list[tuple[list[int], int]]:
-    """(path, first position in the path that the row owns) of every leaf with something to train.
+    """Return (path, first position in the path that the row owns) of each leaf that has units to train.
 
     The unowned part of a path is a prefix: an ancestor of an owned segment belongs to an earlier leaf or to
-    this one.
-    """
+    this leaf."""
     n_segments = len(parent)
     has_child = bytearray(n_segments)
     depth = [1] * n_segments
@@ -150,12 +148,12 @@ def _row(episode: Episode, path: list[int], owned: int, offset: list[int], lengt
     return Row(*of_units, tuple(path), lengths)
 
 
-_PROFILE_ENTRY = struct.Struct("<4i")  # row, version, units of it that the row trains, position of the last
+_PROFILE_ENTRY = struct.Struct("<4i")  # Row, version, its trained units in the row, position of the last
 
 
 def row_profile(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
-    """Return the sizes of the episode's training rows by version: 16 bytes for each version of each row, rows
-    in the order of `training_rows`. Raises SizeError as `training_rows` does."""
+    """Return the sizes of the episode's training rows by version. There are 16 bytes for each version of each
+    row, in the order of `training_rows`. Raises SizeError as `training_rows` does."""
     if not episode.n_sampled:
         return b""
     units, segments = episode.units, episode.segments
@@ -176,8 +174,10 @@ def row_profile(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> 
 
 
 def row_sizes(profile: bytes, lowest_version: int = 0) -> list[tuple[int, int]]:
-    """(tokens fed, units trained) of each training row when units below `lowest_version` are masked: a row is
-    cut after its last trained unit, which is predicted and not fed. (0, 0) for one with none left."""
+    """Return (tokens fed, units trained) of each training row after units below `lowest_version` are masked.
+
+    A row is cut after its last trained unit, which is predicted and not fed. The result is (0, 0) for a row
+    without such units."""
     sizes: list[tuple[int, int]] = []
     for row, version, n_units, last in _PROFILE_ENTRY.iter_unpack(profile):
         if row == len(sizes):
@@ -189,14 +189,12 @@ def row_sizes(profile: bytes, lowest_version: int = 0) -> list[tuple[int, int]]:
 
 
 def untrainable(episode: Episode) -> str:
-    """Return a description of the first call whose trained units (mask 1) were not sampled from the trained
-    distribution; empty if there is none. Units with mask 0 are context and may be sampled in any way.
+    """Return a message about the first call with units that were not sampled from the trained distribution.
+    Only units with mask 1 count; units with mask 0 are context. Return "" if there is no such call.
 
     The trainer weighs each unit by softmax(logits / temperature) of the trained weights, at the temperature
-    of the call that sampled the unit. For a unit sampled greedily, from a truncated distribution or at
-    another temperature, the ratio would compare two different distributions, and the weight would be silently
-    wrong.
-    """
+    of the unit's call. Other sampling (greedy, truncated, or log-probs at another temperature) would give a
+    ratio of two different distributions. The weight would be wrong, and no error would show it."""
     offset, length, mask = episode.segments.offset, episode.segments.length, episode.units.mask
     for call in episode.header.calls:
         how = _other_than_trained(call)
