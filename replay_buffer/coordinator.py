@@ -266,7 +266,7 @@ class Coordinator:
         )
 
     def tasks(self, task_ids: Sequence[str]) -> list[Task]:
-        """Return these tasks, without those that do not exist. Raises `FaultError("unavailable")`."""
+        """Return the existing tasks among these. Raises `FaultError("unavailable")`."""
         table, found = self._ready().tasks, []
         for task_id in task_ids:
             with contextlib.suppress(ValueError, IndexError):

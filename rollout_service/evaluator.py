@@ -1,15 +1,15 @@
-"""The evaluator: held-out tasks on an engine of its own, beside training.
+"""The evaluator: held-out tasks on a separate engine, during training.
 
     python -m rollout_service.evaluator --topology topology.json --name evaluator
 
-Promises: every snapshot pinned for evaluation is answered once, with an "evaluation" record in the run log
-or with the reason why there is none; one engine holds one version, so every answer of a record comes from
-the version it names; an engine that samples nothing for `rollout.stuck_s` is taken for dead, and where none
-can be had, the process that is started next evaluates; training waits for nothing here. Ends with status 0
-after the final snapshot.
+Promises: every snapshot pinned for evaluation is answered once, with an "evaluation" record in the run log or
+with the reason why there is none; one engine holds one version, so every answer of a record comes from the
+version it names; an engine that samples nothing for `rollout.stuck_s` is treated as dead, and if no new
+engine can be started, the next process of the evaluator evaluates; training never waits for the evaluator.
+Ends with status 0 after the final snapshot.
 
-A record's `accuracy` is mean@n over the tasks that were scored (`statistics.py`): the mean reward where there
-is partial credit, which the record says. What is no score is counted beside it, never as 0.
+A record's `accuracy` is mean@n over the tasks that were scored (`statistics.py`): the mean reward if rewards
+give partial credit, as the record says. Samples without a score are counted separately, never as 0.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ class Evaluator:
 
     async def evaluate(self, snapshot: Weights, tasks: Sequence[Task]) -> Evaluation:
         """Load `snapshot`, answer every task as often as the job says and score the answers. Raises
-        `EvaluationError` when nothing was scored, `EngineError` when the snapshot cannot be loaded and
-        `ReplicaGone` when the engine died: then no result is recorded."""
+        `EvaluationError` if nothing was scored, `EngineError` if the snapshot cannot be loaded and
+        `ReplicaGone` if the engine died; no result is recorded then."""
         for other in self.others:
             await other.refresh()
         await (self.engine.exchange if self._started else self.engine.start)(snapshot)
@@ -337,8 +337,8 @@ def engine_job(job: JobConfig) -> JobConfig:
 
 
 def lone_engine(ctx: ServiceContext, slots: int | None = None) -> ReplicaSet:
-    """Return the engine of an evaluation for `slots` requests at once, by default those of the job. It is yet
-    to be started. `ctx` is of the engine's policy."""
+    """Return the engine of an evaluation for `slots` requests at once, by default the job's number. It is not
+    yet started. `ctx` is of the engine's policy."""
     job, most = engine_job(ctx.job), slots or ctx.job.evaluation.max_concurrent
     return ReplicaSet(
         lambda _: make_engine(job, slots=most, activity="evaluation", place=ctx),
@@ -366,9 +366,8 @@ async def follow(
     retry_pause_s: float = RETRY_PAUSE_S,
     give_up_s: float = GIVE_UP_S,
 ) -> None:
-    """Evaluate what is pinned, in order, until the final snapshot is done or none will come. Raises
-    `EvaluationError` when the publisher was not heard of for `give_up_s`, `ReplicaGone` when the engine
-    died."""
+    """Evaluate pinned snapshots in order, until the final one is evaluated or none will come. Raises
+    `EvaluationError` if the publisher was silent for `give_up_s`, and `ReplicaGone` if the engine died."""
     after: VersionTag | None = None
     heard_s = time.monotonic()
     while True:
@@ -463,7 +462,7 @@ def is_done(records: RunRecords, steps: int) -> bool:
 
 
 async def main(ctx: ServiceContext) -> None:
-    """The process. Raises `ArealError` for what makes going on pointless."""
+    """Run the evaluator's process. Raises `ArealError` for an error that makes continuing pointless."""
     job = ctx.job
     if job.tasks.evaluation is None:
         raise EvaluationError("there is nothing to evaluate on: set tasks.evaluation in the job file")

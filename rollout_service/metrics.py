@@ -52,8 +52,8 @@ EVALUATED_VERSION = Gauge("areal_evaluation_version", "Version of the last snaps
 
 
 class EngineMetrics(Collector):
-    """Figures of started engines, one of each policy, read when they are asked for: a decode step pays
-    nothing. What has no policy is of all; of the KV rooms the fullest counts."""
+    """Metrics of started engines, one per policy, read at the scrape, so that a decode step pays nothing.
+    Figures without a policy cover all engines; the KV share is that of the fullest one."""
 
     def __init__(self, *engines: Any) -> None:
         self._engines = engines
@@ -79,7 +79,8 @@ ALL_SOURCES = "*"  # The label of the figures over all data sources
 def show_evaluation(
     tag: VersionTag, overall: Statistics, by_source: Mapping[str, Statistics], unscored: Mapping[str, int]
 ) -> None:
-    """Set the figures of the evaluation of `tag`, by data source; those of a source that gave none go."""
+    """Set the figures of the evaluation of `tag` by data source, and remove the figures of sources without
+    any."""
     ACCURACY.labels(tag.policy).set(overall.mean.value)
     EVALUATED_VERSION.labels(tag.policy).set(tag.version)
     for gauge in (SCORE, UNSCORED):

@@ -1,6 +1,7 @@
-"""The rollout service's process: engines, connections, worker. See `worker.py` for what it promises.
+"""The rollout service's process: engines, connections, worker. `worker.py` lists its promises.
 
-One process has a name at a time: a second one is refused, and the first does not notice.
+A name belongs to one process at a time. A second process with the name is refused, and the first does not
+notice.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Per task, over its scored samples:
     maj    the score of the answer that most samples gave: maj@n. Ties go to the answer whose first sample
            has the smallest number; samples of one answer that were scored differently count with their mean.
 
-A figure is the mean over tasks, so a task with fewer scored samples weighs as much as any other. What was not
-scored is counted and never taken for 0; a task without a single score is in no figure.
+A figure is the mean over tasks, so a task with fewer scored samples weighs as much as any other. Unscored
+samples are counted separately and never treated as 0; a task without any score is in no figure.
 
 The interval is the percentile bootstrap's (Efron 1979) over tasks: tasks are what was drawn from a larger
 population, samples of one task depend on each other. Percentile and not BCa: the figures are means, whose

@@ -91,7 +91,7 @@ class Registry:
 
     @cached_property
     def built_in(self) -> Mapping[str, str]:
-        """The owner's table: name → `module:attribute`."""
+        """Return the owner's table: name → `module:attribute`."""
         found: Mapping[str, str] = _imported(self.table)
         return found
 

@@ -37,7 +37,7 @@ class RewardSpec(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def label(self) -> str:
-        """The name in metrics, without the folders of a file."""
+        """Return the name in metrics, which lacks the folders of a file."""
         return self.name.rpartition("/")[2]
 
 

@@ -10,8 +10,8 @@ Promises:
 <<<<<<< HEAD
 - `call` ends by its deadline: with the reply, the service's `FaultError`, `RpcTimeout`, `PeerGone`, or
   `ProtocolError` for a reply that does not belong to the request.
-- A request keeps its id through every retry, so a server that lives runs it once; after a restart of the
-  server the client says hello again and repeats what is unanswered.
+- A request keeps its id through every retry, so a running server executes it once. After a restart of the
+  server the client sends a new hello and repeats its unanswered requests.
 - `busy` and `unavailable` are retried with back-off inside the deadline.
 - At most `CallLimits.in_flight` requests are under way; further calls wait in line, inside their deadline.
 =======

@@ -21,7 +21,7 @@ SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)  # Of the GPUs, that could g
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant of a job, over all seeds. `change` is what is other in it: a part, or overrides."""
+    """One variant of a job, over all seeds. `change` is the difference to the job: a part, or overrides."""
 
     change: str
     steps_per_s: float
@@ -44,7 +44,7 @@ class Advice:
 
     @property
     def bottleneck(self) -> str:
-        """The part that holds the job up; empty where no part by itself does."""
+        """Return the part that limits the job; empty if no single part does."""
         first = self.parts[0]
         return first.change if self.gain(first) > self.noise else ""
 
@@ -54,8 +54,8 @@ class Advice:
 
     @property
     def better(self) -> list[Variant]:
-        """The alternatives that are faster by more than the noise, or as fast and fresher by a tenth of a
-        step at least."""
+        """Return the alternatives that are faster by more than the noise, or equally fast and fresher by at
+        least a tenth of a step."""
         fresher = self.now.prediction.staleness_mean - 0.1
         return [
             each
@@ -66,8 +66,8 @@ class Advice:
 
 
 def advise(rules: Rules, shape: Shape, costs: Costs, *, steps: int, off: float = 0.0) -> Advice:
-    """Simulate the job, its parts and its alternatives. `off`: by how much, relatively, the simulation misses
-    what the job really does: differences smaller than that are not trusted."""
+    """Simulate the job, its parts and its alternatives. `off` is the relative error of the simulation against
+    the real run; smaller differences are ignored."""
 
     def outcome(
         change: str, rules: Rules, shape: Shape, costs: Costs, seeds: tuple[int, ...] = SEEDS
@@ -146,7 +146,7 @@ def variants(rules: Rules, shape: Shape, costs: Costs) -> Iterator[tuple[str, Ru
 
 
 def _splits(rules: Rules, shape: Shape) -> Iterator[tuple[str, Rules, Shape]]:
-    """The same GPUs, dealt out otherwise: one for each rank and each engine."""
+    """Return other divisions of the same GPUs, with one for each rank and each engine."""
     gpus = shape.ranks + shape.workers * shape.replicas
     seen = {shape.workers}
     for share in SHARES:

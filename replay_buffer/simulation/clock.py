@@ -11,9 +11,9 @@ Event = Callable[[], object]
 
 
 class Clock:
-    """Holds what is to happen, in its order. `cores` is how many pieces of work can go on at full speed at
-    once; more than that slow each other down evenly, as an operating system's scheduler has it. Times are
-    milliseconds."""
+    """A queue of simulated events, in order of time. `cores` is the number of pieces of work that run at full
+    speed at once. More pieces slow each other down evenly, as under an operating system's scheduler. Times
+    are milliseconds."""
 
     def __init__(self, cores: float = math.inf, start_ms: float = 0.0) -> None:
         self.now_ms = start_ms
@@ -31,7 +31,7 @@ class Clock:
 
     @property
     def work_ms(self) -> float:
-        """The work that one piece that never stopped would have got done until now."""
+        """Return the work that a piece would have got done by now if it had never stopped."""
         return self._at_work_ms + (self.now_ms - self._at_ms) * self._rate
 
     def after(self, delay_ms: float, event: Event) -> None:
@@ -53,13 +53,13 @@ class Clock:
         heapq.heappush(self._works, (work_ms, next(self._order), event))
 
     def demand(self, change: int) -> None:
-        """So many pieces of work more, or fewer, go on from now."""
+        """Add `change` to the number of running pieces of work and update their speed."""
         self._at_ms, self._at_work_ms = self.now_ms, self.work_ms
         self._demand += change
         self._rate = min(1.0, self._cores / self._demand) if self._demand else 1.0
 
     def tick(self) -> bool:
-        """Let the next event happen; False where there is none."""
+        """Let the next event happen; return False if there is none."""
         if self._works:
             due_ms = self._at_ms + (self._works[0][0] - self._at_work_ms) / self._rate
             if not self._waits or due_ms <= self._waits[0][0]:

@@ -27,7 +27,8 @@ class Spread(Section):
     most: float | None = Field(default=None, gt=0)
     """Largest length: a larger one is cut to this, as `rollout.sampling.max_new_tokens` cuts an answer."""
     quantiles: tuple[float, ...] = ()
-    """Instead of a mean: values at even shares from the least to the most; what is between them is drawn."""
+    """Values at even shares from the smallest to the largest, used instead of a mean. Draws interpolate
+    between them."""
 
     @model_validator(mode="after")
     def _is_given_once(self) -> Spread:
@@ -53,7 +54,7 @@ class Spread(Section):
         return value if self.most is None else min(value, self.most)
 
     def expected(self) -> float:
-        """The mean of what is drawn; where `most` cuts a lognormal, that of many draws."""
+        """Return the mean of the drawn values. If `most` cuts a lognormal, it is the mean of many draws."""
         if not self.quantiles and (not self.sigma or self.most is None):
             assert self.mean is not None
             return self.mean if self.most is None else min(self.mean, self.most)
@@ -79,7 +80,7 @@ class EngineCosts(Section):
     episode_s: float = Field(default=0.0, ge=0)
     """Seconds of the worker's own work for each episode, one after the other: rendering, packing, sending."""
     recompute: bool = True
-    """Whether an exchange of weights has what is under way computed again (rollout.update_mode)."""
+    """True if a weight update recomputes requests in flight (rollout.update_mode)."""
 
     @model_validator(mode="after")
     def _takes_time(self) -> EngineCosts:
@@ -152,7 +153,7 @@ class Costs(Section):
 
 
 def read_costs(path: Path) -> Costs:
-    """The costs in a YAML file. Raises `ConfigError` with every mistake in it."""
+    """Return the costs in a YAML file. Raises `ConfigError` with every mistake in it."""
     content = read_mapping(path)
     try:
         return Costs.model_validate(content)
@@ -161,7 +162,7 @@ def read_costs(path: Path) -> Costs:
 
 
 def _mistake(detail: Mapping[str, Any]) -> Mistake:
-    """Return what one entry of `ValidationError.errors()` says of the file."""
+    """Return one entry of `ValidationError.errors()` as a mistake of the file."""
     field, found = ".".join(map(str, detail["loc"])) or "the file", detail.get("input")
     section = _section(detail["loc"][:-1])
     if detail["type"] == "missing":
@@ -181,7 +182,7 @@ def _mistake(detail: Mapping[str, Any]) -> Mistake:
 
 
 def _section(location: tuple[int | str, ...]) -> type[Section] | None:
-    """The section at a place in the file."""
+    """Return the section at a path in the file."""
     model: type[Section] = Costs
     for name in location:
         info = model.model_fields.get(str(name))

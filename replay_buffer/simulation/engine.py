@@ -17,7 +17,7 @@ DONE = 1e-6  # Tokens by which a request may be short of its last and has it all
 
 @dataclass(slots=True)
 class SimulatedAnswer:
-    """A request: tokens that it samples, those of its prompt, and what is called when it has them."""
+    """A request: the number of tokens to sample, the number in its prompt, and the callback for its end."""
 
     tokens: float
     prompt: float
@@ -75,7 +75,7 @@ class SimulatedEngine:
         self._go_on()
 
     def exchange(self, pause_s: float) -> None:
-        """Take other weights; what runs goes on under them."""
+        """Load other weights; running requests continue under them."""
         if self._running:
             self._move()
             contexts = self._contexts + len(self._running) * self._moved

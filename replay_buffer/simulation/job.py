@@ -1,9 +1,9 @@
-"""One job on a simulated clock. What is real: every decision of `replay_buffer.ledger` (leases, admission,
-pacing, staleness, batches, sampling), applied to its index, and the edges by which the buffer wakes who
-waits. How long things take is the `SimulatedWorld`'s.
+"""One job on a simulated clock. It uses the real decisions of `replay_buffer.ledger` (leases, admission,
+pacing, staleness, batches, sampling), applied to its index, and the real edges by which the buffer wakes
+waiting requests. Durations come from the `SimulatedWorld`.
 
-A group is stored and scored as one piece, when its last episode is: no rule but those of partial groups
-sees the difference, and a group of sixteen costs what a group of one does. Nobody dies, and no lease
+A group is stored and scored as one piece, when its last episode is: only the rules of partial groups would
+see the difference, and a group of sixteen costs as much as a group of one. No process dies, and no lease
 expires.
 """
 
@@ -51,13 +51,13 @@ class SimulatedWorld(Protocol):
     def workers(self) -> int: ...
 
     def room(self, worker: int, step: int) -> int:
-        """Return how many more groups the worker takes now, while `step` is to be trained."""
+        """Return how many more groups the worker takes now, during the training of `step`."""
 
     def generate(self, worker: int, group_id: str, version: int) -> None:
         """Make the group's episodes with the weights of `version`, then call `SimulatedJob.generated`."""
 
     def score(self, group_id: str) -> None:
-        """Score what was generated, then call `SimulatedJob.scored`."""
+        """Score a generated group, then call `SimulatedJob.scored`."""
 
     def train(self, step: int, group_ids: Sequence[str]) -> None:
         """Train a step, then call `SimulatedJob.trained`."""
@@ -70,7 +70,7 @@ class SimulatedWorld(Protocol):
         """Time from the end of a publication until the worker serves it."""
 
     def served(self, worker: int, version: int) -> None:
-        """The worker serves `version` from now on."""
+        """Note that the worker now serves `version`."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Figures:
     trained: int
     dropped: int
     max_staleness: int
-    """Count over all steps, those of the warm-up too."""
+    """Largest staleness over all steps, warm-up included."""
     mean_staleness: float
     overlapped: int
     """Steps, of all, that began while groups were generated: none in synchronous training."""
@@ -171,7 +171,7 @@ class SimulatedJob:
         self._send(OpenedWith(self.policy, "trainer", 0))
 
     def run(self, steps: int, warm_up: int) -> Figures:
-        """Until `warm_up + steps` steps are committed, or nothing more can happen."""
+        """Run until `warm_up + steps` steps are committed, or no event is left."""
         collecting = gc.isenabled()
         gc.disable()  # The records hold no cycles
         try:
@@ -230,7 +230,7 @@ class SimulatedJob:
         return START_MS + int(self.clock.now_ms)
 
     def _let_go_on(self) -> None:
-        """Whoever waits for what has become possible asks again, as after an edge of the front."""
+        """Repeat the requests of everyone who waits for something that has become possible."""
         while self._edges:
             edges, self._edges = self._edges, set()
             if "batch" in edges:
@@ -243,8 +243,8 @@ class SimulatedJob:
     # --- workers ---
 
     def _lease_all(self) -> None:
-        """Whoever has most room was the first to wait. What one worker is refused, no other that serves the
-        same weights or older ones is given."""
+        """Lease to the worker with the most room first. If one worker is refused, every other worker that
+        serves the same or older weights is refused too."""
         self._refused = [False] * len(self.serving)
         rooms = [self._world.room(worker, self.v_train) for worker in range(len(self.serving))]
         for worker in sorted(range(len(rooms)), key=lambda w: -rooms[w]):
@@ -270,7 +270,7 @@ class SimulatedJob:
             self._world.generate(worker, lease.group_id, version)
 
     def generated(self, group_id: str) -> None:
-        """The group's last episode is there."""
+        """Handle the end of the group's last episode."""
         lease, worker, first = self._leases.pop(group_id)
         epoch = self.index.consumer(self.policy).epoch
         versions = {self.policy: Versions(first, max(first, self.serving[worker]), epoch)}
@@ -284,7 +284,7 @@ class SimulatedJob:
             self._world.score(group_id)
 
     def scored(self, group_id: str, *, kept: bool = True) -> None:
-        """The group has its last verdict; unless `kept`, they have it dropped."""
+        """Handle the group's last verdict. Unless `kept`, the group is dropped."""
         verdict = self._claims.pop(group_id)
         if not kept:
             verdict = EpisodeVerdict(verdict.episode_id, verdict.claim_id, Abstain())
@@ -314,7 +314,7 @@ class SimulatedJob:
             self.clock.after(max(1, due_ms - self._now_ms), self._ask)
 
     def trained(self) -> None:
-        """The trainer has done its step; it is published when the one before is."""
+        """Handle the end of a training step. It is published after the previous publication."""
         if self._step == self.v_train:
             self._publish(self._step)
         else:
@@ -349,7 +349,7 @@ class SimulatedJob:
 
 
 def _soon(clock: Clock, delay_ms: float, event: partial[None]) -> None:
-    """`event` now if there is nothing to wait for: what happens at one moment keeps its order."""
+    """Run `event` now if there is nothing to wait for, and keep the order of events of one moment."""
     if delay_ms > 0:
         clock.after(delay_ms, event)
     else:

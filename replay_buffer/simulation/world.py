@@ -1,4 +1,4 @@
-"""Workers, rewards and a trainer of which is known what they cost."""
+"""Workers, rewards and a trainer with known costs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Shape:
 
     @classmethod
     def of(cls, job: JobConfig) -> Shape:
-        """The shape that a job file gives."""
+        """Return the shape of a job file's job."""
         return cls(
             group_size=job.rollout.group_size,
             workers=job.rollout.workers,
@@ -71,7 +71,7 @@ class Prediction:
     running: float
     """Mean episodes that run at once, on all engines."""
     steps: int
-    """That were simulated, without the warm-up."""
+    """Number of simulated steps, without the warm-up."""
     events: int
 
 
@@ -204,12 +204,13 @@ class MeasuredWorld:
         self._running_since_ms = now_ms
 
     def _answered(self, worker: int, group_id: str, scoring_ms: float) -> None:
-        """An episode is sampled: its worker has to do the rest."""
+        """Handle the end of sampling of an episode, whose worker still has work to do."""
         sent = partial(self._sent, worker, group_id, scoring_ms)
         self._pass_through(self._loops[worker], self._costs.engine.episode_s, sent)
 
     def _sent(self, worker: int, group_id: str, scoring_ms: float) -> None:
-        """An episode is done. It is scored from now on, whatever its group's others still do."""
+        """Handle a finished episode. Its scoring begins now, even if other episodes of its group still
+        run."""
         self._count(-1)
         self._running[worker] -= 1
         left = self._left[group_id]

@@ -1,4 +1,4 @@
-"""`areal-async advise`: what holds a run up, and what would balance it."""
+"""`areal-async advise`: the bottleneck of a run, and changes that would remove it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def main(request: AdviseRequest) -> None:
 
 
 def seen_in(window: Window) -> dict[str, float]:
-    """Return what the run did between its `load` records: steps a second, mean staleness, idle shares."""
+    """Return steps per second, mean staleness and idle shares of the run between its `load` records."""
     workers = len(window.named("rollout"))
     waited, took = sum(r["wait_s"] for r in window.steps), sum(r["step_s"] for r in window.steps)
     return {

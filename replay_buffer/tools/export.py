@@ -51,7 +51,7 @@ async def export(request: ExportRequest) -> dict[str, int]:
 
 
 def exported(group: GroupRecord, sample: int, blob: bytes, data_source: str) -> ExportedEpisode:
-    """Return what the ledger says of an episode, beside its bytes."""
+    """Return the ledger's record of an episode, together with its bytes."""
     episode = group.episodes[sample]
     judged = episode.state == EpisodeState.VERDICT
     return ExportedEpisode(

@@ -75,7 +75,7 @@ class Window:
         )
 
     def sums(self, prefix: str, what: str) -> list[float]:
-        """The same of sums; empty where there are none."""
+        """Return the same figures from sums; empty if there are none."""
         told = [
             (self.first["services"][name].get(what, ()), self.last["services"][name].get(what, ()))
             for name in self.named(prefix)
@@ -97,8 +97,8 @@ class Window:
 
 
 def measured(runs: Sequence[Run]) -> Costs:
-    """The costs that runs of one job's parts, at settings that may differ, have had. The more their batches
-    differ, the better is known what a step costs by itself. Raises `RunFolderError`."""
+    """Return the measured costs of runs that have the job's parts, possibly with other settings. The fixed
+    cost of a step is estimated better if their batches differ more. Raises `RunFolderError`."""
     windows = [Window.of(run) for run in runs]
     newest = windows[-1]
     shared = newest.job.trainer.device == "cpu" and newest.job.rollout.device == "cpu"
@@ -159,9 +159,9 @@ def measured(runs: Sequence[Run]) -> Costs:
 
 
 def _engine(windows: Sequence[Window]) -> tuple[float, float, float, float, float]:
-    """Seconds of a pass, of each request in it, of a pass over prompts, and of a prompt's token; and of all
-    passes together, 0 where the engine does not see them: then a token costs what it did at the load that
-    the runs had."""
+    """Return the seconds of a pass, of each request in it, of a pass over prompts, and of a prompt's token;
+    and of all passes together. The last is 0 if the engine does not measure passes: a token then costs the
+    same as in the measured runs."""
     told = [sums for window in windows if (sums := window.sums("rollout", "passes"))]
     if not told:
         tokens = sum(window.used("rollout", "tokens") for window in windows)
@@ -198,7 +198,8 @@ def _trainer(windows: Sequence[Window], *, shared: bool) -> tuple[float, float]:
 
 
 def _least_squares(products: np.ndarray, by_value: np.ndarray) -> list[float]:
-    """The coefficients of least squares, none below 0: those that would be are left out, one by one."""
+    """Return the coefficients of least squares, none below 0. Negative coefficients are left out one by
+    one."""
     used = [i for i in range(len(by_value)) if products[i, i] > 0]
     while used:
         scale = np.sqrt(products.diagonal()[used])

@@ -35,8 +35,8 @@ def main(request: PeekRequest) -> None:
 
 
 async def found_by(request: PeekRequest) -> tuple[dict[str, Any], RenderableType]:
-    """Return what was asked for, as JSON and as a page. Raises `NotFound` for a name that the buffer does not
-    hold."""
+    """Return the requested record, as JSON and as a page. Raises `NotFound` if the buffer has no such
+    name."""
     state = state_of(request.state)
     async with open_reader(find_run(request.run)) as reader:
         look = await reader.look()
@@ -56,7 +56,7 @@ async def found_by(request: PeekRequest) -> tuple[dict[str, Any], RenderableType
 
 
 def state_of(name: str | None) -> GroupState | None:
-    """The state called `name`, in any case. Raises `NotFound`, naming those that there are."""
+    """Return the state called `name`, in any case. Raises `NotFound`, which lists the existing states."""
     known = {state.name: state for state in GroupState if state < GroupState.COMMITTED}
     if name is not None and name.upper() not in known:
         raise NotFound(f"--state: there is no state {name!r}; groups are {', '.join(known)}.")
@@ -64,13 +64,14 @@ def state_of(name: str | None) -> GroupState | None:
 
 
 def chosen(index: Index, state: GroupState | None) -> list[GroupRecord]:
-    """The groups in `state` (None: in any), the oldest first."""
+    """Return the groups in `state` (None: in any), the oldest first."""
     groups = sorted(index.groups.values(), key=attrgetter("seq"))
     return [group for group in groups if state is None or group.least_state == state]
 
 
 def find(look: Look, name: str) -> tuple[GroupRecord, int | None]:
-    """The group called `name`, or that of the episode called so and its sample. Raises `NotFound`."""
+    """Return the group called `name`, or the group and sample of the episode called `name`. Raises
+    `NotFound`."""
     groups = look.index.groups
     if name in groups:
         return groups[name], None
@@ -87,7 +88,7 @@ def find(look: Look, name: str) -> tuple[GroupRecord, int | None]:
 
 
 def answer_of(group: GroupRecord) -> dict[str, Any]:
-    """Return what the ledger has of a group, with names for its states."""
+    """Return the ledger's record of a group, with names for its states."""
     found = asdict(group) | {"state": GroupState(group.least_state).name, "steps": steps_of(group)}
     episodes = enumerate(asdict(each) for each in group.episodes)
     return found | {
@@ -103,7 +104,7 @@ def answer_of(group: GroupRecord) -> dict[str, Any]:
 
 
 def texts_of(look: Look, group: GroupRecord, held: Episode) -> dict[str, str]:
-    """Return what an episode says, beside what would be right."""
+    """Return the text of an episode, and the correct answer."""
     truth = look.index.tasks.task(group.row, group.pass_index).ground_truth
     header = held.header
     return {"prompt": header.prompt_text, "response": header.response_text, "ground truth": str(truth)}
@@ -113,7 +114,7 @@ def texts_of(look: Look, group: GroupRecord, held: Episode) -> dict[str, str]:
 
 
 def groups_page(look: Look, groups: Sequence[GroupRecord], limit: int) -> RenderableType:
-    """A table with one row for each group."""
+    """Return a table with one row for each group."""
     if not groups:
         return Text("the buffer holds no group of that kind.")
     rows = (
@@ -134,7 +135,7 @@ def groups_page(look: Look, groups: Sequence[GroupRecord], limit: int) -> Render
 
 
 def group_page(look: Look, group: GroupRecord) -> RenderableType:
-    """Return what the ledger says of a group and each of its episodes."""
+    """Return a page with the ledger's records of a group and of each of its episodes."""
     rows = (
         (
             f"{group.group_id}.{sample}",
@@ -152,8 +153,8 @@ def group_page(look: Look, group: GroupRecord) -> RenderableType:
 
 
 def episode_page(look: Look, group: GroupRecord, sample: int, blob: bytes | None) -> RenderableType:
-    """Return what the ledger says of an episode, and what the episode holds. `blob` is None when it is not
-    held."""
+    """Return a page with the ledger's record of an episode and the episode's contents. `blob` is None if the
+    bytes are missing."""
     episode, title = group.episodes[sample], Text(f"{group.group_id}.{sample}", "bold")
     components = "".join(f", {name} {value:g}" for name, value in (episode.components or {}).items())
     rows = _of_group(look, group) | {
@@ -251,7 +252,7 @@ def versions_text(episodes: Iterable[EpisodeRecord]) -> str:
 
 
 def rewards_text(episodes: Iterable[EpisodeRecord]) -> str:
-    """The mean of the rewards, and from what to what they go: `0.25 (0 … 1)`."""
+    """Return the mean and the range of the rewards: `0.25 (0 … 1)`."""
     rewards = [episode.reward for episode in episodes if episode.state == EpisodeState.VERDICT]
     if not rewards:
         return "–"
@@ -260,7 +261,7 @@ def rewards_text(episodes: Iterable[EpisodeRecord]) -> str:
 
 
 def steps_of(group: GroupRecord) -> list[int]:
-    """Every step, of any policy, that the group is batched for or was trained in."""
+    """Return every step, of any policy, that the group is batched for or was trained in."""
     steps = {step for each in group.training.values() for step in (*each.steps, each.step) if step >= 0}
     return sorted(steps)
 

@@ -1,9 +1,9 @@
-"""A job's ledger and episodes for somebody who only looks.
+"""Read-only access to a job's ledger and episodes.
 
-Promises: nothing is changed. Of a run that is alive, its Redis is asked with commands that read, and no front
-epoch is taken; where that is on another host, the buffer is asked; of one that has ended, a copy of its files
-is, in a Redis of the reader's own. What is read is the ledger as of one moment; episodes are read after it,
-so those of a group that left meanwhile are missing.
+Promises: nothing is changed. For a live run, its Redis gets only read commands, and no front epoch is taken;
+if that Redis is on another host, the buffer is asked instead. For an ended run, a separate Redis serves a
+copy of its files. The ledger is read as of one moment. Episodes are read later, so the episodes of a group
+that was removed meanwhile are missing.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LedgerReader:
         self._keys = Keys(run.job.job)
 
     async def look(self) -> Look:
-        """The ledger now. Raises `StoreUnavailable` or `StoreUnusable`."""
+        """Return the current ledger. Raises `StoreUnavailable` or `StoreUnusable`."""
         try:
             found = await read_ledger(self._redis, self._keys, self._url, transaction=True)
         except StoreUnavailable as error:
@@ -84,7 +84,7 @@ class LedgerReader:
         )
 
     async def blobs(self, group: GroupRecord) -> dict[int, bytes]:
-        """The codec blobs of a group by sample; what is not held is missing."""
+        """Return the existing codec blobs of a group by sample."""
         names = [f"{group.group_id}.{sample}" for sample in range(len(group.episodes))]
         held = table(await self._redis.ask("HGETALL", self._keys.blobs(group.group_id)))
         refs = await self._redis.ask("HMGET", self._keys.large, *names)
@@ -144,8 +144,8 @@ def _from_file(path: Path, ref: BlobRef) -> bytes | None:
 
 @contextlib.asynccontextmanager
 async def open_reader(run: Run) -> AsyncIterator[LedgerReader | BufferReader]:
-    """A reader of the run's ledger. Raises `RunFolderError` when there is none (any more), `TaskFileError`
-    when the task file is gone, `WireError` where a buffer on another host does not answer."""
+    """Return a reader of the run's ledger. Raises `RunFolderError` if there is no ledger, `TaskFileError` if
+    the task file is gone, and `WireError` if a buffer on another host does not answer."""
     tasks = TaskOrder.of(run.job)
     async with contextlib.AsyncExitStack() as stack:
         if run.job.buffer.redis != "embedded":
@@ -168,7 +168,8 @@ async def open_reader(run: Run) -> AsyncIterator[LedgerReader | BufferReader]:
 
 @contextlib.asynccontextmanager
 async def _copied_redis(run: Run) -> AsyncIterator[str]:
-    """A Redis on a copy of the run's files: opening them may change them (a torn end is cut off)."""
+    """Start a Redis on a copy of the run's files, because opening them may change them (a torn end is cut
+    off)."""
     source = run.folder / "buffer"
     if not any(source.glob("appendonly*")) and not (source / "dump.rdb").exists():
         raise RunFolderError(f"{run.folder} holds nothing of a buffer (any more).")

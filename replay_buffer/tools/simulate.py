@@ -49,7 +49,7 @@ def main(request: SimulateRequest) -> None:
 
 
 def costs_of(request: SimulateRequest) -> Costs:
-    """The costs that the command line names."""
+    """Return the costs that the command line names."""
     if bool(request.runs) == bool(request.costs):
         fix = "Name a run that measured them, --from RUN, or a file that gives them, --costs YAML"
         problem = "costs are needed, from one place"

@@ -36,7 +36,7 @@ def main(request: StatsRequest) -> None:
 
 
 def stats_live(run: Run) -> BufferStats:
-    """Return what a buffer that serves says of itself. Raises `RpcTimeout` when it does not answer."""
+    """Return the status of a running buffer. Raises `RpcTimeout` if it does not answer."""
     assert run.topology is not None
     address = Address(run.topology.buffer, "buffer")
     with SyncClient(
@@ -46,7 +46,7 @@ def stats_live(run: Run) -> BufferStats:
 
 
 async def stats_ended(run: Run) -> tuple[BufferStats, int]:
-    """The figures in the ledger of a run that is not alive, and how many milliseconds ago it was written."""
+    """Return the figures in the ledger of an ended run, and how many milliseconds ago it was written."""
     async with open_reader(run) as reader:
         look = await reader.look()
     figures = msgspec.structs.replace(stats_of(look.index, look.now_ms), redis_bytes=look.redis_bytes)
@@ -54,7 +54,7 @@ async def stats_ended(run: Run) -> tuple[BufferStats, int]:
 
 
 def answer_of(run: Run, stats: BufferStats, written_ms_ago: int | None) -> dict[str, Any]:
-    """Return what `--json` prints; every field is there, also those that are 0 or empty."""
+    """Return the output of `--json`. Every field is present, including 0 and empty ones."""
     fields = {"job": run.job.job, "folder": run.folder, "alive": run.alive}
     return fields | {"written_ms_ago": written_ms_ago, "stats": msgspec.structs.asdict(stats)}
 

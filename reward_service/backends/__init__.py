@@ -1,6 +1,6 @@
 """The protocol of all backends, which score calls: the pool of processes, remote servers, models.
 
-A call is one `RewardInput`, or under scope `group` the list of those of one group.
+A call is one `RewardInput`, or under scope `group` the list of one group's inputs.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def inputs_of(call: Call) -> list[RewardInput]:
 
 
 class ScoringBackend(Protocol):
-    """Scores the calls of one reward (of several, where the pool does). All methods belong to one event loop.
+    """A scorer of the calls of one reward (the pool: of several). All methods belong to one event loop.
 
-    Promises: every call submitted gets its verdicts exactly once, within its reward's `timeout_s` (plus a
-    second) of the moment it began; what is submitted beyond `capacity` waits its turn."""
+    Promises: every submitted call gets its verdicts exactly once, within its reward's `timeout_s` (plus a
+    second) of its start; calls beyond `capacity` wait.
+    """
 
     broken: asyncio.Future[RewardLoadError]
     """Done when no more call can succeed; the error says why and what to do."""
@@ -52,7 +53,7 @@ class ScoringBackend(Protocol):
 
     @property
     def alive(self) -> int:
-        """The part of `capacity` that is ready now; 0 means that nothing can be scored at present."""
+        """Return the part of `capacity` that is ready now; 0 if no answer can be scored at present."""
 
     @property
     def call_seconds(self) -> float:
@@ -67,15 +68,16 @@ class ScoringBackend(Protocol):
 
 
 class BackendReward:
-    """A reward that no process of the pool computes, as the registry knows it: what it takes, and what scores
-    it. Subclasses are parts of the job file; the implementation is imported where episodes are scored."""
+    """A reward that is computed outside the pool, as the registry knows it: its arguments and its backend.
+    Subclasses are parts of the job file. The implementation is imported only in the process that scores
+    episodes."""
 
     Arguments: ClassVar[type[Section]]
     scopes: ClassVar[tuple[str, ...]] = ("episode",)
     implementation: ClassVar[str]
     """`module:Class` of the `ScoringBackend`, which is made with `(spec, section)`."""
     worker_class: ClassVar[str] = ""
-    """`module:Class` of what a pool's worker makes, where the backend is a pool: see `LoadReward`."""
+    """`module:Class` that a pool's worker creates, if the backend is a pool: see `LoadReward`."""
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
@@ -84,7 +86,7 @@ class BackendReward:
 
     @classmethod
     def make(cls, spec: RewardSpec, section: RewardSection) -> ScoringBackend:
-        """The backend of the reward `spec` of a job's section. Raises `RewardLoadError`."""
+        """Return the backend of the reward `spec` of a job's section. Raises `RewardLoadError`."""
         module, _, name = cls.implementation.partition(":")
         backend: ScoringBackend = getattr(importlib.import_module(module), name)(spec, section)
         return backend
@@ -134,8 +136,8 @@ class MissingText(ValueError):
 
 
 def fill(template: str, given: RewardInput) -> str:
-    """`template` with its placeholders replaced, in one pass: what a response contains is never taken for a
-    placeholder, and braces that are none of ours stay. Raises `MissingText`."""
+    """Return `template` with its placeholders replaced in one pass. Text of a response is never treated as a
+    placeholder, and other braces stay. Raises `MissingText`."""
 
     def text(match: re.Match[str]) -> str:
         name = match.group(1)
@@ -153,5 +155,5 @@ def fill(template: str, given: RewardInput) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A text as it is; anything else as JSON."""
+    """Return a text unchanged; any other value as JSON."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -47,8 +47,8 @@ class ClientLimits(NamedTuple):
     """Size of an answer."""
     connect_s: float
     keepalive_s: float
-    """Time after which an idle connection is closed from this side. A server closes it too, and a request on
-    one that is just being closed fails for nothing."""
+    """Time after which an idle connection is closed from this side. It must be shorter than the server's
+    time, because a request on a connection that is being closed fails."""
 
 
 class HttpClient:
@@ -123,7 +123,7 @@ class ServerState:
     tolerated: int = 0
     in_flight: int = 0
     failures: int = 0
-    """Failures in a row; those of requests that were under way together count once."""
+    """Failures in a row. Failures of requests that were in flight together count once."""
     failed_s: float = float("-inf")
     answered_s: float = float("-inf")
     resting_until_s: float = float("-inf")
@@ -142,15 +142,15 @@ class ServerState:
         self.in_flight += 1
 
     def answered(self, now_s: float) -> None:
-        """A request ended with what was asked for, or with a refusal that has to do with it alone."""
+        """Record that a request ended with a result, or with a refusal that concerns this request only."""
         self.in_flight -= 1
         self.answered_s = now_s
         self.failures = 0
         self.resting_until_s = float("-inf")
 
     def failed(self, began_s: float, now_s: float, told_s: float | None = None) -> bool:
-        """A request that began at `began_s` failed; `told_s`: the wait that the server asked for. Returns
-        whether the server begins to rest by it."""
+        """Record that a request that began at `began_s` failed. `told_s` is the wait that the server asked
+        for. Return whether the server now begins to rest."""
         self.in_flight -= 1
         if told_s is not None:
             self.rest(told_s, now_s)
@@ -164,8 +164,8 @@ class ServerState:
         return True
 
     def abandoned(self, began_s: float, now_s: float) -> None:
-        """A request that began at `began_s` was given up without an answer: a failure, unless the server
-        answered others meanwhile."""
+        """Record that a request that began at `began_s` was given up without an answer. It counts as a
+        failure, unless the server answered others meanwhile."""
         if self.answered_s < began_s:
             self.failed(began_s, now_s)
         else:
@@ -177,8 +177,8 @@ class ServerState:
 
 
 def choose(servers: Sequence[ServerState], now_s: float) -> ServerState | float | None:
-    """The server for a request that begins now, the one with the fewest under way; or, if none may take it,
-    the seconds until one may; or None, when that depends on the answers to requests under way."""
+    """Return the server with the fewest running requests for a new request. If none may take it, return the
+    seconds until one may, or None if that depends on running requests."""
     ready = [server for server in servers if server.takes(now_s)]
     if ready:
         # One that failed and has rested goes first: it gets this one request to show that it is back.

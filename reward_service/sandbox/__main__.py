@@ -1,4 +1,5 @@
-"""`python -m reward_service.sandbox`: whether this machine can isolate programs, and what it has for them."""
+"""`python -m reward_service.sandbox`: report whether this machine can isolate programs, and which languages
+it has."""
 
 from __future__ import annotations
 

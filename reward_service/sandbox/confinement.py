@@ -49,8 +49,8 @@ class LauncherClient:
         return self.answer()
 
     def begin(self, head: dict[str, Any], body: bytes, clock_s: float, link: int | None = None) -> None:
-        """Send a request, with the descriptor that is to be the program's link, if any. `answer` comes next.
-        Raises SandboxError."""
+        """Send a request, with the descriptor of the program's link, if any. `answer` comes next. Raises
+        SandboxError."""
         connection = self._connected()
         try:
             connection.settimeout(clock_s + ANSWER_GRACE_S)
@@ -190,8 +190,8 @@ class Confinement(NamedTuple):
 
 
 def find(launcher: LauncherClient) -> Confinement:
-    """The first way to be isolated that works here. Raises CannotIsolate, with why none does and what to
-    change."""
+    """Return the first isolation method that works on this machine. Raises CannotIsolate with the reason why
+    each fails and the setting to change."""
     offered, _ = launcher.ask({"probe": True}, b"", 5.0)
     missing = "bwrap is not installed" if shutil.which("bwrap") is None else offered["no_filter"]
     reasons: list[str] = []

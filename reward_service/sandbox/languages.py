@@ -23,12 +23,12 @@ COMPILE_LIMITS = RunLimits(
     wall_s=40.0, cpu_s=30.0, address_space=False, processes=64, open_files=512, output_kb=64
 )
 HARNESS_PYTHON = "harness-python"
-"""The interpreter of Python programs for our own `sandbox.harness`: it imports nothing from the folder of the
-run, and runs nothing of what is installed beside it before it begins."""
+"""The interpreter of Python programs that runs our own `sandbox.harness`. It imports nothing from the folder
+of the run, and runs no installed code before it begins."""
 
 
 OFFERED = ("numpy",)
-"""Packages of our own environment that Python programs have where no environment is named."""
+"""Packages of our own environment that Python programs can use if no environment is named."""
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Numerical libraries reserve memory for each thread, and a run has few."""
 ASKED = """
@@ -74,8 +74,9 @@ class Language:
 
 
 def language(name: str, *, for_others: bool = False, environment: str = "") -> Language:
-    """`for_others`: to be run by a user who may read what everyone may. `environment`: an interpreter or a
-    virtual environment for Python. Raises CompilerMissing, which says what to install."""
+    """Return the language. `for_others` means that a user with no special read rights runs it. `environment`
+    is an interpreter or a virtual environment for Python. Raises CompilerMissing, which says what to
+    install."""
     found = spoken_by(name)
     if found == HARNESS_PYTHON:
         python = _python(for_others, environment)
@@ -116,7 +117,7 @@ def _found(names: tuple[str, ...], needed_for: str) -> str:
 
 
 def _prefix(path: str) -> tuple[str, ...]:
-    """The folder to show in a jail for a program outside the system folders."""
+    """Return the folder to show in a jail for a program outside the system folders."""
     if path.startswith(("/usr/", "/bin/", "/lib")):
         return ()
     return (str(Path(path).parents[1]),)
@@ -175,7 +176,7 @@ def _asked(environment: str) -> tuple[str, str, list[str]]:
 
 
 def _offered(for_others: bool) -> list[PackageFolder]:
-    """Return the folder with those of our own packages that are offered, as far as they are installed."""
+    """Return the folder with our own packages that are offered and installed."""
     for folder in map(Path, sys.path):
         names = [name for one in OFFERED for name in (one, f"{one}.libs") if (folder / name).is_dir()]
         if names and folder.name in ("site-packages", "dist-packages"):

@@ -9,8 +9,8 @@ import msgspec
 from areal_async.base.errors import ArealError
 
 Level = Literal["isolated", "none"]
-"""`isolated`: namespaces, a filter of system calls, memory held. `none`: a child process with limits and a
-folder of its own, which is no protection."""
+"""With `isolated`: namespaces, a filter of system calls, limited memory. With `none`: a child process with
+limits and its own folder, which is no protection."""
 EndKind = Literal[
     "ok",
     "exit",
@@ -55,8 +55,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     source: str = ""
     language: str = "python"
     environment: str = ""
-    """Interpreter or virtual environment of a program in Python, with its packages. Empty: the standard
-    library, and what `languages.OFFERED` names where it is installed."""
+    """Interpreter or virtual environment of a Python program, with its packages. Empty means the standard
+    library, and the installed packages of `languages.OFFERED`."""
     command: tuple[str, ...] = ()
     """Absolute path of a program in a system folder, and its arguments. Instead of `source`."""
     files: dict[str, bytes] = {}  # Relative path → content, laid into the folder that it runs in
@@ -83,8 +83,7 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Time in which the program could have run and the machine did something else, as far as the kernel says
     so and no other thread of the program ran meanwhile."""
     spent_ms: float = 0.0
-    """Time that the program is charged with, compiling included: without what it waited, at least its CPU
-    time."""
+    """Time charged to the program, compiling included and waiting excluded, but at least its CPU time."""
     cpu_ms: float = 0.0
     peak_mb: float = 0.0
     """Most memory of all processes together, with files in memory. Where it is held by looking (`memory sum`,
@@ -122,8 +121,8 @@ class Overloaded(SandboxError):
 
 
 class CannotIsolate(SandboxError):
-    """This machine, or that of a sandbox server, cannot isolate programs: `why`, and as `fix` what to
-    change."""
+    """This machine, or the machine of a sandbox server, cannot isolate programs. `why` is the reason and
+    `fix` the setting to change."""
 
     def __init__(self, why: str, fix: str) -> None:
         super().__init__(f"{why}. {fix}.")

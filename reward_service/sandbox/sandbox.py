@@ -51,8 +51,8 @@ class Sandbox:
 
     @classmethod
     def at(cls, level: Level, launcher: LauncherClient | None = None) -> Sandbox:
-        """A sandbox of this level, which closes `launcher`. Raises CannotIsolate where this machine cannot
-        isolate programs; it says what to change."""
+        """Return a sandbox of this level, which closes `launcher`. Raises CannotIsolate, with the setting to
+        change, if this machine cannot isolate programs."""
         launcher = launcher or LauncherClient()
         try:
             return cls(Confinement("none") if level == "none" else find(launcher), launcher)
@@ -72,9 +72,10 @@ class Sandbox:
 
     def run_each(self, program: Program, inputs: Sequence[bytes]) -> list[RunOutcome]:
         """Run the program with one input after the other instead of `program.stdin`, in one jail that is
-        emptied and laid out anew between them; `program.within_s` and `limits.clock_s` are those of all runs.
-        Returns the outcomes of at least one run and at most so many as there are inputs: a run that does not
-        end with exit status 0 is the last. Not isolated, one is all. Raises as `run` does."""
+        emptied and prepared again between them; `program.within_s` and `limits.clock_s` apply to all runs
+        together. Return the outcomes of at least one run and at most one per input: a run that does not end
+        with exit status 0 is the last. Without isolation there is only one run. Raises the errors of
+        `run`."""
         spoken, files, limits = self._read(program)
         within_s, build_ms = math.inf if program.within_s is None else program.within_s, 0.0
         if spoken.compile:
@@ -108,7 +109,8 @@ class Sandbox:
             return self._pair(orders)
 
     def _read(self, program: Program) -> tuple[Language, dict[str, bytes], RunLimits]:
-        """The language of a program (of a command: one that only runs it), its files and its limits."""
+        """Return the language of a program (for a command, a language that only runs it), its files and its
+        limits."""
         for name in (*program.files, *program.collect):
             check_name(name)
         if program.command:
@@ -228,8 +230,8 @@ def _size_bytes(build: Build) -> int:
 
 
 def ending(limit: str, wait_status: int | None) -> tuple[EndKind, int]:
-    """(kind, status) from the limit that ended a run, if one did, and the wait status. Raises SandboxError
-    when neither is there: the jail itself was killed from outside."""
+    """Return (kind, status) from the limit that ended a run, if any, and from the wait status. Raises
+    SandboxError if both are missing because the jail itself was killed from outside."""
     if limit:
         return msgspec.convert(limit, EndKind), 0
     if wait_status is None:

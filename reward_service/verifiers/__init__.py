@@ -50,9 +50,11 @@ def verifier(
 ) -> Callable[[Judge[A]], Callable[..., Any]]:
     """Make `judge(given, arguments)` a built-in reward that is called as `judge(given, **arguments)`.
 
-    `arguments` declares what it takes, and `prepare(arguments)` does what is best done before the first call.
-    The reward has these as `Arguments` and `preload(**arguments)`, which raises RewardLoadError. A call with
-    arguments of another kind raises ValueError. `needs_truth`: a task without ground truth is not judged."""
+    `arguments` declares its arguments, and `prepare(arguments)` does the work that should precede the first
+    call. The reward has these as `Arguments` and `preload(**arguments)`, which raises RewardLoadError. A call
+    with arguments of another type raises ValueError. With `needs_truth`, a task without ground truth is not
+    judged.
+    """
 
     def made(judge: Judge[A]) -> Callable[..., Any]:
         parsed_of: dict[str, A] = {}
@@ -161,7 +163,7 @@ def within(cpu_s: float, work: Callable[[], T]) -> T:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise `error` in a thread at its next step in Python code; None takes back one that is on its way."""
+    """Raise `error` in a thread at its next step in Python code; None cancels a pending one."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), ctypes.py_object(error) if error is not None else None
     )

@@ -55,7 +55,7 @@ def boxes(text: str) -> list[str]:
 
 
 def _placed_boxes(text: str) -> Iterator[tuple[int, str, int]]:
-    """Yield the place of each box, what it holds, and its end."""
+    """Yield the place, content and end of each box."""
     position = 0
     while (match := BOX.search(text, position)) is not None:
         position = match.end()
@@ -70,7 +70,7 @@ def _placed_boxes(text: str) -> Iterator[tuple[int, str, int]]:
 
 
 def trimmed(text: str) -> str:
-    """The text without white space at either end, of which TeX writes one kind as a backslash and a blank."""
+    """Return the text without white space at either end, including TeX's backslash and blank."""
     text = text.strip()
     slashes = len(text) - len(text.rstrip("\\"))
     return text[:-1].rstrip() if slashes % 2 else text
@@ -94,8 +94,8 @@ def closing(text: str, start: int) -> int | None:
 
 
 def boxed(text: str) -> str | None:
-    """Return what the last box holds; where several are listed (`\\boxed{1}$ and $\\boxed{4}`), what each
-    holds."""
+    """Return the content of the last box, or of all boxes if several are listed (`\boxed{1}$ and
+    $\boxed{4}`)."""
     names: list[str] = []
     held: list[str] = []
     last = 0
@@ -156,8 +156,8 @@ STYLES = ("<wide>", "<narrow>", "<font>")
 
 
 def folded(text: str) -> str:
-    """The text with plain letters, digits and signs for those of full width or of another style, and
-    without characters that are not seen."""
+    """Return the text with full-width or styled letters, digits and signs replaced by plain ones, and without
+    invisible characters."""
     if text.isascii():
         return text
     return "".join(
@@ -170,10 +170,11 @@ def folded(text: str) -> str:
 
 
 def accepted(truth: Any) -> list[str]:
-    """The texts that are right: the ground truth, or each text of a list; none where the task has no ground
+    """Return the correct texts: the ground truth, or each text of a list; none if the task has no ground
     truth. Numbers are written as Python does.
 
-    Raises ValueError for what is neither text, number nor a list of these: the task is wrong."""
+    Raises ValueError for any other type, since the task is wrong.
+    """
     if truth is None:
         return []
     texts = truth if isinstance(truth, list) else [truth]
@@ -192,7 +193,7 @@ NUMBERS = (
     "millions billion billions trillion trillions"
 )
 HEDGES = frozenset(f"{SECOND} {DENIED} {NUMBERS}".split())
-"""Words beside an answer that make it another answer, or none: a second one, a denial, a multiple."""
+"""Words beside an answer that change or void it: a second answer, a denial, a multiple."""
 
 
 def hedged(words: str) -> bool:

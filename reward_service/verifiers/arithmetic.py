@@ -51,7 +51,7 @@ def arithmetic(given: RewardInput, _: NoArguments) -> float:
 
 
 def final_number(response: str) -> str | None:
-    """The text of the number that ends the response, or nothing."""
+    """Return the text of the number that ends the response, or None."""
     tail = folded(response.rstrip()[-LAST_CHARACTERS:])
     match = ANSWER.search(tail)
     if match is None:
@@ -62,7 +62,8 @@ def final_number(response: str) -> str | None:
 
 
 def parse_number(text: str) -> tuple[Fraction, bool] | None:
-    """The exact value, and whether it was written as a decimal; nothing for what is no number."""
+    """Return the exact value, and whether it was written as a decimal. Return None if the text is not a
+    number."""
     text = folded(text)
     if len(text) > LONGEST_NUMBER or not re.fullmatch(NUMBER, text):
         return None
@@ -126,9 +127,9 @@ def number_of(response: str, *, flexible: bool) -> str | None:
 
 
 def _names_a_unit(behind: str) -> bool:
-    """Return whether what follows a number leaves it as it is: words, and signs that are no operators. One
-    letter directly behind it, but for those of common units, makes another number of it (`5k`, `5x`), and so
-    does a sign that is a number itself (`½`, `²`, `万`)."""
+    """Return whether the text after a number leaves its value unchanged: words, and signs that are not
+    operators. One letter directly after it, except a common unit, changes it (`5k`, `5x`), and so does a sign
+    that is a number itself (`½`, `²`, `万`)."""
     if not all(PLAIN.match(sign) and unicodedata.category(sign) not in ("No", "Nl") for sign in behind):
         return False
     counts = unicodedata.numeric(behind.lstrip()[:1] or " ", None) is not None

@@ -57,14 +57,14 @@ class Cases(msgspec.Struct, frozen=True):
         return {entry.removeprefix("Solution().") for entry in entries}
 
     def first(self, n: int) -> Cases:
-        """These cases, at most `n` of each form; all for 0."""
+        """Return at most `n` of these cases of each form; all of them for 0."""
         if not n:
             return self
         return msgspec.structs.replace(self, stdio=self.stdio[:n], calls=self.calls[:n], codes=self.codes[:n])
 
 
 def read_cases(truth: Any) -> Cases:
-    """Raises ValueError for what is none of the forms: the task is wrong, not the model."""
+    """Return the cases. Raises ValueError for an unknown form, since the task and not the model is wrong."""
     truth = _result(truth)
     if isinstance(truth, str):
         return code_cases([truth])
@@ -121,9 +121,10 @@ def _entry_point(name: Any) -> str:
 
 
 def code_cases(texts: list[str], setup: str = "", entry_point: str = "") -> Cases:
-    """Every assertion and every function `test…` at the top is a case; what stands between goes before all of
-    them. A text that defines `check` is one case, and so is one with none of these. Raises ValueError for
-    what is not Python, for tests that run nothing of the program, and for names that nobody defines."""
+    """Return the cases of a text. Every assertion and every function `test…` at the top level is a case; the
+    code between them runs before each case. A text that defines `check`, or has neither, is one case. Raises
+    ValueError for text that is not Python, for tests that run nothing of the program, and for undefined
+    names."""
     try:
         return _code_cases(texts, setup, entry_point)
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -192,12 +193,12 @@ def _typed(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """The text of one case; a list holds its lines."""
+    """Return the text of one case. A list contains its lines."""
     return "\n".join(str(line) for line in value) if isinstance(value, list) else str(value)
 
 
 def _arguments(value: Any) -> list[Any]:
-    """A list holds the arguments; a text holds one of them a line, as JSON."""
+    """Return the arguments. A list contains the arguments; a text has one per line, as JSON."""
     if not isinstance(value, str):
         return list(value) if isinstance(value, list) else [value]
     try:
@@ -258,8 +259,8 @@ class Names(NamedTuple):
 
 
 def names_of(texts: Iterable[str], declared: str = "") -> Names:
-    """`declared`: the entry point, which is the program's whatever else has that name. Raises ValueError for
-    what is not Python."""
+    """Return the names of a program. `declared` is the entry point, which belongs to the program even if
+    something else has that name. Raises ValueError if the text is not Python."""
     used: dict[str, None] = {}
     bound: set[str] = set(dir(builtins)) - {declared}
     star = False
@@ -286,8 +287,8 @@ def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 
 
 def needs_live_objects(texts: Iterable[str], entries: Iterable[str]) -> bool:
-    """Return whether tests do with a result of the program what no plain data lets them: set an attribute,
-    get one that plain data does not have, call it, take its items one by one."""
+    """Return whether tests use a result of the program in a way that plain data does not allow: set an
+    attribute, get one that plain data lacks, call it, or take its items one by one."""
     uses = _Uses(set(entries) - {"Solution"})
     for text in texts:
         uses.visit(ast.parse(text))
@@ -334,8 +335,8 @@ class _Uses(ast.NodeVisitor):
 
 
 def marked(text: str) -> str:
-    """`text`, with every call that is a statement of its own marked as one (`examiner.in_place`). Raises
-    ValueError for what is nested too deeply."""
+    """Return `text` with every call that is a statement marked (`examiner.in_place`). Raises ValueError if it
+    is nested too deeply."""
     try:
         tree = _Statements().visit(ast.parse(text))
         return ast.unparse(ast.fix_missing_locations(tree))

@@ -1,9 +1,10 @@
-"""`code_stdio` and `code_tests`: what the program in the response does.
+"""`code_stdio` and `code_tests`: scores for the behaviour of the program in the response.
 
-A response without a program, one that does not compile, crashes or passes a limit is a wrong answer: 0. What
-is not the model's fault is an error, never 0: a ground truth that cannot be read raises ValueError; without a
-sandbox or a compiler the verdict is an error of kind `sandbox` or `compile`. A task without ground truth is
-not judged. `cases` has the forms of the ground truth, docs/sandbox.md what programs are confined by.
+A response without a program, one that does not compile, crashes or passes a limit is a wrong answer: 0. A
+failure that is not the model's fault is an error, never 0: a ground truth that cannot be read raises
+ValueError; without a sandbox or a compiler the verdict is an error of kind `sandbox` or `compile`. A task
+without ground truth is not judged. `cases` has the forms of the ground truth, docs/sandbox.md what programs
+are confined by.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ def code_stdio(given: RewardInput, arguments: CodeStdioArguments) -> Score | Fai
 
 @verifier(CodeArguments, prepare=prepare_runner, needs_truth=True)
 def code_tests(given: RewardInput, arguments: CodeArguments) -> Score | Failure:
-    """The score of `code_stdio`, for Python functions: the ground truth holds assertions, a function that
-    checks, or arguments and results. All tests of a response share one run: `cpu_s` and `wall_s` are those of
-    all of them. The program does not see the tests, nor can it say that it passed: see
+    """Return the score as in `code_stdio`, for Python functions. The ground truth has assertions, a function
+    that checks, or arguments and results. All tests of a response share one run, and `cpu_s` and `wall_s`
+    apply to all of them together. The program can neither see the tests nor claim that it passed: see
     `reward_service.sandbox.harness`."""
     return _judged(given, arguments, "python", "tokens")
 
@@ -124,8 +125,8 @@ def _score_of(result: Result, *, partial: bool) -> Score:
 
 
 def _modules_of(truth: Any) -> set[str]:
-    """Modules that the tests of a task import; none where the ground truth cannot be read, which is the
-    matter of another check."""
+    """Return the modules that the tests of a task import; none if the ground truth cannot be read, which
+    another check reports."""
     try:
         with warnings.catch_warnings(action="ignore"):  # the text need not be code
             return modules_of(read_cases(truth))
@@ -134,8 +135,8 @@ def _modules_of(truth: Any) -> set[str]:
 
 
 def _modules_away(names: Sequence[str], given: Mapping[str, Any]) -> list[str]:
-    """Return the modules that programs cannot import with the arguments `given`; none where no program can
-    run, which is the matter of another check."""
+    """Return the modules that programs cannot import with the arguments `given`; none if no program can run,
+    which another check reports."""
     known = {name: given[name] for name in ("sandbox", "environment") if name in given}
     try:
         return modules_away(names, SandboxArguments.model_validate(known)) if names else []

@@ -9,9 +9,9 @@
           - {name: overlong, weight: 1.0, args: {limit: 4096, buffer: 512}}
 
 The score of `weighted` is the sum of weight * score; the components are the scores of the parts by their
-names, and the parts' own components as `part.component`. A part without a score makes the whole none, with
-the part's verdict; one that the answer itself kept from judging it is worth 0. Where a part also values
-segments, agents or units, those are weighted and added too.
+names, and the parts' own components as `part.component`. If a part has no score, its verdict is the verdict
+of the whole. A part that could not judge because of the answer's own fault is worth 0. Rewards of segments,
+agents or units are weighted and added too.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ ENVIRONMENT_REWARD = "reward"
 
 @verifier(NoArguments)
 def environment(given: RewardInput, _: NoArguments) -> Score | Abstain:
-    """The episode's own reward (`ctx.reward(value)`), or the sum of its segments' rewards where the workflow
-    set only those. Its other named rewards are the components. Nothing is judged here: an episode without any
-    reward is not scored 0 but abstained from."""
+    """Return the episode's own reward (`ctx.reward(value)`), or the sum of its segments' rewards if the
+    workflow set only those. Its other named rewards are the components. An episode without any reward is an
+    abstention, not a score of 0."""
     episode = given.episode
     named = dict(episode.header.rewards)
     of_segments = [value for value in episode.segments.reward.tolist() if not math.isnan(value)]
@@ -60,7 +60,7 @@ def environment(given: RewardInput, _: NoArguments) -> Score | Abstain:
 
 
 def _check_environment(job: JobConfig, _: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-    """The workflow records a reward, or is not known to record none."""
+    """Check that the workflow records a reward, unless that is unknown."""
     workflow, arguments = job.rollout.workflow, job.rollout.workflow_args
     records = getattr(WORKFLOWS.known(workflow), "records_reward", None)
     if records is not None and not records(arguments):
@@ -99,11 +99,11 @@ class WeightedPart(Section):
 
     @property
     def known_as(self) -> str:
-        """The label, else the name, of `path.py:f` only `f`."""
+        """Return the label, else the name; for `path.py:f` only `f`."""
         return self.label or self.name.rpartition(":")[2]
 
     def load(self) -> Callable[[RewardInput], Any]:
-        """The reward with its arguments, ready to be called with one input. Raises RewardLoadError."""
+        """Return the reward with its arguments, ready for calls with one input. Raises RewardLoadError."""
         return _loaded(self.name, json.dumps(self.args, sort_keys=True))
 
 
@@ -136,8 +136,8 @@ def _load_parts(arguments: WeightedArguments) -> None:
 
 @verifier(WeightedArguments, prepare=_load_parts)
 async def weighted(given: RewardInput, arguments: WeightedArguments) -> Verdict:
-    """The weighted sum, as a Score; else the first verdict of a part that is none, in their order. A part
-    that raises fails as it would by itself."""
+    """Return the weighted sum as a Score, or else the first verdict, in order, that is not a score. An error
+    of a part is treated as if the part ran alone."""
     scores: list[tuple[WeightedPart, Score]] = []
     for part in arguments.parts:
         verdict = await _verdict_of(part, given)
@@ -186,8 +186,8 @@ def _loaded(name: str, args_text: str) -> Callable[[RewardInput], Any]:
 
 
 def _sum_of_parts(valued: Sequence[tuple[float, Parts]]) -> Parts | None:
-    """The weighted sum of what the parts gave to segments, agents and units; units in as many as the longest
-    list has (the pool compares that with the episode)."""
+    """Return the weighted sum of the parts' rewards for segments, agents and units. It has as many units as
+    the longest list; the pool compares that with the episode."""
     if not valued:
         return None
     segments: defaultdict[int, float] = defaultdict(float)

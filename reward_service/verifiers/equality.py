@@ -1,9 +1,9 @@
 """Equality of two pieces of maths: structure by structure, numbers exactly, formulas by value.
 
-What has an order (points, intervals, matrices) must agree in order and brackets; what has none (sets, several
-solutions) in any order. Words, and letters in an order, are the same letter for letter. `x = 5` and `5` are
-the same, as are `50 %`, `50` (one of the two with the sign) and `0.5`. A unit may be left out; two units must
-agree after conversion. `formulas` compares what differs in form.
+Ordered values (points, intervals, matrices) must agree in order and brackets; sets and lists of solutions may
+be in any order. Words, and sequences of letters, must agree letter for letter. `x = 5` and `5` are the same,
+as are `50 %`, `50` (one of the two with the sign) and `0.5`. A unit may be left out; two units must agree
+after conversion. `formulas` compares values that differ in form.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ OPENING, CLOSING = "([{", ")]}"
 
 
 class Bracketed(NamedTuple):
-    """A bracketed or listed text: its brackets (`\\{`, `(`, `[`, or nothing) and what the commas part."""
+    """A bracketed or listed text: its brackets (`\{`, `(`, `[`, or nothing) and its comma-separated items."""
 
     opening: str
     closing: str
@@ -256,7 +256,7 @@ def _matrices(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool 
 
 
 def _cells(text: str) -> tuple[str, list[list[str]]] | None:
-    """The kind of a matrix (with round or square brackets it is none of its own), and its cells."""
+    """Return the kind of a matrix (empty with round or square brackets), and its cells."""
     match = MATRIX.fullmatch(text.strip())
     if match is None or r"\begin" in match[4]:
         return None
@@ -271,12 +271,12 @@ class Region(NamedTuple):
     """Numbers that a relation, an interval, a union or a set builder allows."""
 
     unknown: str
-    """The unknown that it is said of; empty where none is named."""
+    """The unknown that the region is for; empty if none is named."""
     pieces: list[str]
 
 
 def _region(text: str) -> Region | None:
-    """The region that a text names; None where it has neither unknown nor union."""
+    """Return the region that a text names; None if it has neither an unknown nor a union."""
     text = text.strip()
     if match := BUILDER.fullmatch(text):
         unknown, rest = match[1], match[3].strip()
@@ -393,7 +393,7 @@ def _split(text: str) -> Bracketed | None:
 
 
 def _part(item: str) -> tuple[str, str]:
-    """The name and the value of one of several solutions: `x = 1` is 1."""
+    """Return the name and the value of one of several solutions: `x = 1` is 1."""
     match = ASSIGNED.match(item)
     if match is None or not _in_their_order(match[1]):
         return "", item.strip()
@@ -420,7 +420,7 @@ def _at_commas(text: str) -> list[str]:
 
 
 def _as_words(text: str) -> str:
-    """The letters of an answer in words, without case; nothing for what is maths."""
+    """Return the letters of an answer in words, in one case; empty if the answer is a formula."""
     words = IN_WORDS.sub(r"\1", text).strip()
     bare = words.strip("() .")
     lengths = {min(len(word), 2) for word in bare.split()}

@@ -1,13 +1,13 @@
-"""Equality of two formulas in LaTeX by value: read into sympy's terms, then computed and compared.
+"""Equality of two LaTeX formulas by value. Both are converted to sympy expressions, evaluated and compared.
 
 Rational numbers are compared exactly. Other numbers are computed with more and more digits until they differ
 or until no more digits can tell them apart. Formulas with unknowns are the same when they have the same value
-at every sample point where both are defined as real numbers. A formula that cannot be read is the same as
-nothing.
+at every sample point where both are defined as real numbers. A formula that cannot be parsed is equal to no
+other formula.
 
-Formulas that would cost too much are not compared: `TooCostly`, before sympy computes anything. The limits
-are for what would not stay in Python code or in memory; the caller bounds the time that the rest takes. The
-libraries are imported at the first comparison that needs them, or by `preload`.
+Formulas that would cost too much raise `TooCostly` before sympy computes anything. These limits guard against
+long calls into C code and against large memory; the caller limits the time of everything else. The libraries
+are imported at the first comparison that needs them, or by `preload`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NAME = re.compile(
     r"|\\(?:text|begin|end)\s*\{[^{}]*\}|_\s*\{[^{}]*\}|\\[a-zA-Z]+"
     r"|(?P<word>[a-zA-Z]{4,})|(?P<capitals>[A-Z](?:\s*[A-Z])+)"
 )
-"""Letters in an order (`\\angle ABC`, `AB`, `left`), and what is passed over in looking for them."""
+"""A sequence of letters (`\angle ABC`, `AB`, `left`), and the commands to skip when looking for one."""
 CROSS = re.compile(r"\\vec\s*\{([a-zA-Z]+)\}\s*\\times\s*\\vec\s*\{([a-zA-Z]+)\}")
 
 NESTED_CROSS = re.compile(r"\\vec\s*\{[a-zA-Z]+\}\s*\\times|\\times\s*\\vec")
@@ -90,7 +90,7 @@ def _forget() -> None:
 
 @functools.lru_cache(maxsize=256)
 def _parsed(text: str) -> Any:
-    """The formula in sympy's terms, with `i` as the root of -1. Raises errors of any kind."""
+    """Return the formula as a sympy expression, with `i` as the root of -1. Raises errors of any kind."""
     import sympy
 
     text = BEFORE_TIMES.sub(r"\\\1(\2) ", IN_DEGREES.sub(r"\\\1(\\frac{\2\\pi}{180})", text))
@@ -125,7 +125,7 @@ def _as_one_symbol(match: re.Match[str]) -> str:
 
 
 def _cross_product(match: re.Match[str]) -> str:
-    """The product of two vectors as a symbol of its own, with the sign that their order gives."""
+    """Return the product of two vectors as a symbol of its own, with the sign that their order gives."""
     first, second = sorted((match[1], match[2]))
     return f"({'' if first == match[1] else '-'}Q_{{1{first}x{second}}})" if first != second else "(0)"
 
@@ -182,7 +182,7 @@ def _size(part: Any, unknown: float) -> float:
 
 
 def _most_terms(formula: Any) -> int:
-    """The most terms that a part of the formula has when it is multiplied out."""
+    """Return the largest number of terms that a part of the formula has when it is multiplied out."""
     import sympy
 
     most, unknowns = 1, len(formula.free_symbols)
@@ -337,8 +337,8 @@ def _points(unknowns: int) -> Iterator[list[Any]]:
 
 
 def _agree(wanted: Any, given: Any, point: dict[Any, Any], slack: Fraction = Fraction(0)) -> bool | None:
-    """Return whether both have the same value at a point; None where one of them is not defined, or not
-    real, or too large to be computed."""
+    """Return whether both have the same value at a point; None if one of them is undefined, not real, or too
+    large to compute."""
     import sympy
 
     unknown = max((int(abs(value)).bit_length() for value in point.values()), default=0)
@@ -359,8 +359,8 @@ def _agree(wanted: Any, given: Any, point: dict[Any, Any], slack: Fraction = Fra
 
 
 def _value(formula: Any, point: dict[Any, Any], digits: int) -> Any:
-    """The value to 15 digits, worked out with as many as that takes; 0 where `digits` cannot tell it from 0,
-    and None where it is not defined."""
+    """Return the value to 15 digits, computed with as many digits as needed; 0 if `digits` cannot distinguish
+    it from 0, and None if it is undefined."""
     import sympy
 
     try:

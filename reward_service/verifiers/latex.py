@@ -128,7 +128,7 @@ BECAUSE = re.compile(r",? (?:because|since|as|so|which|when|where|after|for|give
 
 
 def tidy(text: str) -> str:
-    """The maths in `text` in one way of writing, without the signs that show where it begins and ends."""
+    """Return the formula in `text` in a normal form, without its delimiters."""
     text = one_spaced(_in_ascii(text))
     for _ in range(MOST_WRAPPINGS):
         text = boxed(text) or text
@@ -144,7 +144,7 @@ def tidy(text: str) -> str:
 
 
 def _in_ascii(text: str) -> str:
-    """The text with LaTeX for what Unicode has a sign for."""
+    """Return the text with Unicode signs replaced by LaTeX."""
     if text.isascii():
         return text
     text = VULGAR.sub(lambda match: FRACTION_SIGN.sub(r"\\frac{\1}{\2}", _compatible(match[0])), text)
@@ -159,8 +159,8 @@ def _compatible(signs: str) -> str:
 
 
 def one_spaced(text: str) -> str:
-    """The text with one space for each run of white space: TeX sees no more, and no pattern goes back over a
-    run."""
+    """Return the text with one space for each run of white space. TeX treats both alike, and no pattern has
+    to backtrack over a run."""
     return " ".join(text.split())
 
 
@@ -183,7 +183,7 @@ def formulas(text: str) -> Iterator[tuple[int, str]]:
 
 
 def undollared(text: str) -> str:
-    """The text without `$…$`, `\\(…\\)` or `\\[…\\]` around the whole."""
+    """Return the text without an outer `$…$`, `\(…\)` or `\[…\]`."""
     for opening, ending in (("$$", "$$"), (r"\(", r"\)"), (r"\[", r"\]"), ("$", "$")):
         if len(text) >= len(opening) + len(ending) and text.startswith(opening) and text.endswith(ending):
             inner = text[len(opening) : -len(ending)]
@@ -193,7 +193,7 @@ def undollared(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """The text without braces, or round brackets around no comma, that hold the whole."""
+    """Return the text without outer braces, or without outer round brackets that contain no comma."""
     for _ in range(MOST_WRAPPINGS):
         if text.startswith("{") and closing(text, 0) == len(text) - 1:
             text = text[1:-1].strip()
@@ -204,9 +204,10 @@ def unwrapped(text: str) -> str:
 
 
 def last_maths(text: str) -> str | None:
-    """The last formula or number of a text that marks no answer; None where it has neither.
+    """Return the last formula or number of a text that marks no answer; None if it has neither.
 
-    A formula that stands later than the last number wins, and the other way round."""
+    The later one of the last formula and the last number is returned.
+    """
     formula, number = deque(formulas(text), maxlen=1), last_match(NUMBER, text)
     if formula and (number is None or number.end() <= formula[0][0]):
         return formula[0][1]
@@ -214,7 +215,7 @@ def last_maths(text: str) -> str | None:
 
 
 def said_maths(sentence: str) -> str:
-    """The answer in what follows "the answer is": its first formula, else what stands before a reason."""
+    """Return the answer after "the answer is": its first formula, else the text before a reason."""
     for _, formula in formulas(sentence):
         return formula
     return BECAUSE.sub("", HEDGE.sub("", one_spaced(sentence)))
@@ -380,7 +381,8 @@ def _is_a_thing(word: str) -> bool:
 
 
 def unit_of(words: str, power: str | None = None) -> MeasureUnit:
-    """The unit that `words` name (`square meters`, `km/h`, `apples`); of no kind when it is none we know."""
+    """Return the unit that `words` name (`square meters`, `km/h`, `apples`). An unknown unit has an empty
+    kind."""
     words = " ".join(words.replace(" per ", "/").replace("²", "^2").replace("³", "^3").split()).strip(". ")
     for prefix, exponent in (("square ", "2"), ("sq ", "2"), ("sq. ", "2"), ("cubic ", "3"), ("cu ", "3")):
         if words.startswith(prefix):
@@ -395,7 +397,7 @@ def _short(word: str) -> str:
 
 
 def number(text: str) -> Fraction | None:
-    """The value of a tidied text that is one number; None when it is anything else."""
+    """Return the value of a tidied text that is one number; None for any other text."""
     text = BARE_POWER.sub(r"\g<1>1\\times \g<2>", text.strip())
     if not text or len(text) > LONGEST_NUMBER:
         return None

@@ -1,9 +1,8 @@
 """`math`: the answer is mathematically the same as the ground truth.
 
-The answer is looked for as `answers.py` says (`where`); of a response that marks none, its last formula or
-number counts. What is the same is said in `equality.py`. An answer that cannot be read, is too large to be
-computed, or takes longer to compare than `budget_s`, is wrong: 0. Comparing takes a millisecond for numbers
-and some tens for formulas.
+`answers.py` finds the answer (`where`). If a response marks no answer, its last formula or number counts.
+`equality.py` defines equality. The score is 0 if the answer cannot be read, is too large to be computed, or
+takes longer to compare than `budget_s`. Comparing takes a millisecond for numbers and some tens for formulas.
 """
 
 from __future__ import annotations
@@ -37,12 +36,13 @@ class MathArguments(Section):
 
 @verifier(MathArguments, prepare=lambda _: preload(), needs_truth=True)
 def math(given: RewardInput, arguments: MathArguments) -> Score | Abstain:
-    """1 when the answer is right, else 0. Component `answered`: 1 when there was an answer at all. Component
-    `too_costly`: 1, and there only when so, for an answer that was not compared with every ground truth,
-    since that would take more than `budget_s` seconds of CPU time or more room than a number should.
+    """Return 1 if the answer is right, else 0. The component `answered` is 1 if there was an answer. The
+    component `too_costly` is present, with the value 1, only if the answer was not compared with every ground
+    truth, because that would take more than `budget_s` seconds of CPU time or too much memory.
 
-    A ground truth that is a list holds several texts of which any is right. Raises ValueError for an empty
-    one, and for one that is neither text nor number: the task is wrong, not the model."""
+    A ground truth may be a list of texts, each of them right. Raises ValueError for an empty one, and for one
+    that is neither text nor number: the task is wrong, not the model.
+    """
     stated = given.ground_truth if isinstance(given.ground_truth, list) else [given.ground_truth]
     truths = [tidy(text) for truth in stated for text in accepted(truth)]
     if not truths:
@@ -64,7 +64,7 @@ def math(given: RewardInput, arguments: MathArguments) -> Score | Abstain:
 
 
 def find(response: str, where: Where = "any") -> str | None:
-    """The answer in a response, tidied; None when there is none."""
+    """Return the tidied answer in a response; None if there is none."""
     tail = spoken(response)[-LAST_CHARACTERS:]
     last = last_match(BOX, tail)
     if last is not None and tail[last.end()] == "{" and closing(tail, last.end()) is None:

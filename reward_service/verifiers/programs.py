@@ -1,7 +1,7 @@
-"""Fenced blocks of a response, and which of them is the program.
+"""Fenced blocks of a response, and the choice of the block with the program.
 
-Shared by all that takes programs from a response; pure, and linear in the response's length. Blocks are read
-as CommonMark reads them, those of lists and quotes included, and thoughts are left out (`answers`).
+All code that takes programs from a response uses it; pure, and linear in the response's length. Blocks are
+parsed as in CommonMark, including blocks in lists and quotes, and thoughts are left out (`answers`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONTAINER = r"(?P<before>[ \t]*+(?:(?:>|(?:[-*+]|\d{1,9}[.)])[ \t])[ \t]*+)*+)"
 OPENING = re.compile(
     rf"^{CONTAINER}(?P<fence>`{{3,}}+|~{{3,}}+)[ \t]*+(?P<tag>[A-Za-z0-9_+#.-]*+)[^<`\n]*+$", re.MULTILINE
 )
-"""Possessive throughout: what one part has taken no other tries again, so a line is read once."""
+"""Pattern with possessive quantifiers throughout, so that a line is read only once."""
 IN_LINE = re.compile(r"(?<=\S)[ \t]++(```[A-Za-z0-9_+#.-]++)$", re.MULTILINE)
 """A fence behind text of its line, where models do not write it on a line of its own."""
 LONGEST = 200_000  # Characters of a response in which blocks are looked for, from its end
@@ -70,7 +70,7 @@ def blocks(response: str) -> list[Block]:
 
 
 def _outside_of(container: str, text: str) -> str:
-    """The text of a block without the marks of its quote and the indentation of its list."""
+    """Return the text of a block without the marks of its quote and the indentation of its list."""
     if not container:
         return text
     if ">" in container:
@@ -122,7 +122,7 @@ def _active(text: str, language: str) -> bool:
 
 
 def looks_like(text: str, language: str) -> bool:
-    """Return whether a text may be a program in `language`, and not what one prints or how it is started."""
+    """Return whether a text may be a program in `language`, rather than its output or its command line."""
     if language != "python" or not _active(text, language):
         return _active(text, language)
     try:

@@ -1,8 +1,8 @@
 """Runs a program against the cases of its task, in a sandbox and within a budget of time.
 
-Limits of the program (CPU and time of a case, `budget_s`, memory, output) make it wrong. They count what it
-does itself: not making jails, and not waiting for a processor while the machine is busy. The deadline of the
-call is ours, so where that ends a run there is no score (`Overloaded`).
+Limits of the program (CPU and time of a case, `budget_s`, memory, output) make it wrong. They count only the
+program's own time, without the creation of jails and without waits for a processor on a busy machine. The
+deadline of the call is not the program's fault, so a run that it ends has no score (`Overloaded`).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class SandboxArguments(Section):
     """The sandbox of programs, and their limits."""
 
     sandbox: Level = "isolated"
-    """`isolated` (docs/sandbox.md): the job is refused where programs cannot be isolated. `none`: they are
-    plain child processes of the service, free to do what it may: no protection."""
+    """With `isolated` the job is refused if programs cannot be isolated (docs/sandbox.md). With `none`
+    programs are plain child processes of the service and have all its rights."""
     cpu_s: float = Field(default=2.0, gt=0)
     """CPU time of one case, in seconds."""
     wall_s: float = Field(default=5.0, gt=0)
@@ -65,7 +65,7 @@ class SandboxArguments(Section):
     """Memory of all processes of one run."""
     environment: FolderOrName = ""
     """Python of programs and tests: a virtual environment, or an interpreter. Its packages can be imported.
-    Empty: the standard library, and numpy where it is installed beside this project."""
+    Empty means the standard library, and numpy if it is installed beside this project."""
     processes: int = Field(default=16, ge=2, le=65_536)
     """Processes and threads of one run."""
     budget_s: float = Field(default=8.0, gt=0)
@@ -83,7 +83,7 @@ class Result(msgspec.Struct):
     """The results of the cases."""
 
     passed: list[bool]
-    """One for each case; false for those that were not run."""
+    """One for each case; false for cases that were not run."""
     compiled: bool = True
     out_of_time: bool = False
     spent_s: float = 0.0
@@ -98,12 +98,12 @@ class Result(msgspec.Struct):
 
 @functools.cache
 def runner(level: Level) -> Sandbox:
-    """The sandbox of this process, made when first asked for. Raises SandboxError."""
+    """Return the sandbox of this process, created at the first call. Raises SandboxError."""
     return Sandbox.at(level)
 
 
 def prepare_runner(arguments: SandboxArguments) -> None:
-    """Have the sandbox ready before the first call. Raises RewardLoadError where there is none, or no such
+    """Prepare the sandbox before the first call. Raises RewardLoadError if there is no sandbox, or no such
     environment."""
     try:
         runner(arguments.sandbox).check_environment(arguments.environment)
@@ -121,8 +121,8 @@ class Budget:
         self._ends_s = time.monotonic() + min(time_left_s() - GRACE_S, LONGEST_S)
 
     def limits(self, run: int, *, cases: int = 1, output_bytes: int = 0) -> RunLimits:
-        """Return the limits of a run of `cases` cases together, the first of which has the number `run`, that
-        prints so much when it is right. Raises Overloaded where the deadline of the call has come."""
+        """Return the limits of a joint run of `cases` cases. `run` is the number of the first one. A correct
+        program prints the given amount. Raises Overloaded if the deadline of the call has passed."""
         arguments, clock_s = self._arguments, self._ends_s - time.monotonic()
         if clock_s < LEAST_RUN_S:
             raise self.overloaded(run)
@@ -157,9 +157,9 @@ def run_cases(
     compare: Compare = "tokens",
     tolerance: float = 1e-6,
 ) -> Result:
-    """All cases, or until the first that fails unless `partial`. Raises SandboxError (Overloaded where the
-    deadline of the call came first), CompilerMissing, and ValueError for tests that fail or end before they
-    have asked anything of the program."""
+    """Run all cases or, unless `partial`, the cases up to the first failure. Raises SandboxError (Overloaded
+    if the deadline of the call came first), CompilerMissing, and ValueError for tests that fail or end before
+    they have called the program."""
     sandbox = runner(arguments.sandbox)
     tests = len(cases.calls) + len(cases.codes)
     budget = Budget(arguments, len(cases.stdio) + tests)
@@ -266,7 +266,8 @@ MISSING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]{1,100})'", 
 
 
 def missing_module(said: str) -> str:
-    """The module that a program could not import, by how it ended; empty if that was not the reason."""
+    """Return the module that a program could not import, as its end shows; empty if that was not the
+    reason."""
     found = MISSING.findall(said[-2000:])
     return found[-1] if found else ""
 
@@ -318,7 +319,7 @@ def answers(outcome: RunOutcome) -> list[dict[str, Any]]:
 
 
 def same_output(got: bytes, expected: str, *, compare: Compare, tolerance: float) -> bool:
-    """Return whether a program's output is what was expected, as `CodeStdioArguments.compare` describes
+    """Return whether a program's output equals the expected output, as `CodeStdioArguments.compare` describes
     it."""
     if compare == "exact":
         return got == expected.encode("utf-8", "replace")

@@ -43,10 +43,11 @@ class ExactMatchArguments(Section):
 
 @verifier(ExactMatchArguments, needs_truth=True)
 def exact_match(given: RewardInput, arguments: ExactMatchArguments) -> float:
-    """1 when answer and ground truth are the same text, else 0.
+    """Return 1 if answer and ground truth are the same text, else 0.
 
-    Runs of white space count as one space, and none at either end. A ground truth that is no text is compared
-    as Python writes it. No answer at `where` is wrong."""
+    Runs of white space count as one space, and are ignored at either end. A ground truth that is not a text
+    is compared in Python's notation. A missing answer at `where` is wrong.
+    """
     answer = given.response if arguments.where is None else answer_of(given.spoken, arguments.where)
     if answer is None:
         return 0.0
@@ -96,12 +97,13 @@ class RegexArguments(Section):
 
 @verifier(RegexArguments)
 def regex(given: RewardInput, arguments: RegexArguments) -> float | Score | Abstain:
-    """1 when the pattern matches, else 0; with `negate` the other way round.
+    """Return 1 if the pattern matches, else 0; with `negate` the opposite.
 
-    With `group`, what the last match holds in that group must be the ground truth, up to white space. Where
-    there is no answer at `where`, nothing matches. Component `too_costly`: 1, and there only when so, where
-    it takes too long; the score is then 0, with `negate` too. Raises regex.error for a ground truth that is
-    no pattern."""
+    With `group`, that group of the last match must equal the ground truth, up to white space. Without an
+    answer at `where`, the pattern does not match. The component `too_costly` is present, with the value 1,
+    only if matching takes too long; the score is then 0, with `negate` too. Raises regex.error for a ground
+    truth that is no pattern.
+    """
     pattern, group = arguments.pattern, arguments.group
     if given.ground_truth is None and (pattern is None or group is not None):
         return Abstain("the task has no ground truth")
@@ -144,11 +146,12 @@ class FormatTagsArguments(Section):
 
 @verifier(FormatTagsArguments)
 def format_tags(given: RewardInput, arguments: FormatTagsArguments) -> Score:
-    """1 when the response is made of the tags, each once, in their order, else 0; with `partial` the share of
-    the tags that are there once, opened and closed. Component `tags`: that share.
+    """Return 1 if the response consists of the tags, each once, in their order, else 0; with `partial` the
+    share of tags that occur exactly once, opened and closed. The component `tags` is that share.
 
     By default the form is `<think>…</think> <answer>…</answer>`, as in DeepSeek-R1's format reward (2025).
-    Tags may hold one another only if they are named so; none is looked for in what they hold."""
+    Tags may be nested only if they are named so; the contents of tags are not searched for tags.
+    """
     tags = arguments.tags
     opened = arguments.opened_by_prompt or given.prompt.rstrip().endswith(f"<{tags[0]}>")
     text = f"<{tags[0]}>{given.response}" if opened else given.response
@@ -164,7 +167,7 @@ def _once(text: str, tag: str) -> bool:
 
 
 def _in_order(text: str, tags: Sequence[str], *, outside: bool, empty: bool) -> bool:
-    """Return whether each tag begins behind the one before it; every one is there once."""
+    """Return whether each tag begins after the previous one. Every tag must occur exactly once."""
     position = 0
     for tag in tags:
         start, end = text.index(f"<{tag}>"), text.index(f"</{tag}>")
@@ -212,7 +215,7 @@ def choice(given: RewardInput, arguments: ChoiceArguments) -> float:
 
 
 def chosen(stated: str, options: dict[str, str], letters: str = LETTERS) -> str | None:
-    """The letter that a stated answer chooses; None for none, or for more than one."""
+    """Return the letter that a stated answer chooses; None for no letter, or for more than one."""
     plain = DECORATION.sub(r"\1", folded(stated[:LONGEST])).strip().strip("*$ ").strip()
     for letter, text in options.items():
         if _plain(plain) == _plain(text) != "":
@@ -289,7 +292,8 @@ class OverlongArguments(Section):
 
 @verifier(OverlongArguments)
 def overlong(given: RewardInput, arguments: OverlongArguments) -> float:
-    """A number from -1 to 0. An answer that was cut off at its length limit is longer than `limit`."""
+    """Return a number from -1 to 0. An answer that was cut off at its length limit counts as longer than
+    `limit`."""
     if given.truncated:
         return -1.0
     beyond = arguments.limit - arguments.buffer - length_of(given, arguments.unit)

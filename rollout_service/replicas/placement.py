@@ -59,8 +59,8 @@ def choose(replicas: Sequence[ReplicaLoad], home: int | None) -> int | None:
 
 
 class PrefixAffinity:
-    """Remembers the replica that holds the prefix of each session and group. Bounded: the one unused for
-    longest is forgotten."""
+    """A map from each session and group to the replica that holds its prefix. It is bounded: the least
+    recently used entry is forgotten."""
 
     def __init__(self, limit: int = MAX_REMEMBERED) -> None:
         self._limit = limit
@@ -78,8 +78,8 @@ class PrefixAffinity:
         return None
 
     def assign(self, session: str, index: int) -> None:
-        """Note that the session's prefix is at replica `index` now. Its group stays where it was first, for
-        most of its sessions are there."""
+        """Note that the session's prefix is now at replica `index`. Its group stays at its first replica,
+        because most of its sessions are there."""
         for number, key in enumerate(keys_of(session)):
             if number == 0 or key not in self._of:
                 self._of[key] = index

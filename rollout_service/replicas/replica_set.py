@@ -1,16 +1,16 @@
-"""Several engines of one worker behind the face of one: their requests, weights, deaths and restarts.
+"""Several engines of one worker that act as one engine: their requests, weights, deaths and restarts.
 
 Promises:
-- A request goes to the replica that holds its prefix, or to one with room (`placement.py`). The rest waits
-  here, the oldest lease's first; the priority goes on to the engine. A request that is given up while it
-  waits takes no place.
+- A request goes to the replica that holds its prefix, or to one with room (`placement.py`). Other requests
+  wait here, those of the oldest lease first; the priority is passed to the engine. A cancelled waiting
+  request takes no place.
 - An engine that dies, or samples nothing for `stuck_s`, is ended and another one started after the pause of
   the restart policy, with the newest snapshot. It serves only once it has the version that the set serves.
-  More deaths than the policy allows are the end, with the last error's words (a server's last log lines among
-  them).
+  More deaths than the policy allows end the set, with the text of the last error (including a server's last
+  log lines).
 - The requests of a lost engine run again, from their first token, on another replica or on the new engine.
-  Callers do not notice. Only a stream that has told units of the answer ends in an error: another answer
-  would take them back.
+  Callers do not notice. Only a stream that has already reported units ends in an error, because another
+  answer would contradict them.
 - `version` is the oldest that a replica serves, so that admission allows no more than it may; every unit is
   tagged by the engine that sampled it.
 - A request's deadline holds wherever it is.
@@ -115,10 +115,9 @@ async def exchange(
 
 @dataclass
 class StallDetector:
-    """Notices an engine that has requests but makes no progress: for `limit_s` without a pause it had
-    requests, but neither sampled a token nor finished a request. Time in which nobody looked does not
-    count. Times are
-    seconds of `clock`; `look` is to be called every `WATCH_S`."""
+    """A detector of engines that have requests but make no progress: for `limit_s` without a break an engine
+    had requests, but neither sampled a token nor finished a request. Time without a look does not count.
+    Times are seconds of `clock`; call `look` every `WATCH_S`."""
 
     limit_s: float
     clock: Callable[[], float] = time.monotonic
@@ -127,8 +126,8 @@ class StallDetector:
     _looked_s: float = 0.0
 
     def look(self, *, tokens: int, requests: int, running: int, paused: bool) -> float | None:
-        """Return the seconds without progress once they are too many, else None. `tokens` and `requests`
-        count what the engine has done so far; any change of them is progress."""
+        """Return the seconds without progress if there are too many, else None. `tokens` and `requests` are
+        the engine's counts so far; any change of them is progress."""
         now_s, done = self.clock(), (tokens, requests)
         gap_s, self._looked_s = now_s - self._looked_s, now_s
         if done != self._done or not running or paused:
@@ -140,7 +139,7 @@ class StallDetector:
 
 @dataclass(eq=False)
 class EngineReplica:
-    """One engine after the other, each from `make(index)`. `trouble` is to be called every `WATCH_S`."""
+    """A series of engines, each from `make(index)`. Call `trouble` every `WATCH_S`."""
 
     index: int
     make: Callable[[int], Engine]
@@ -289,7 +288,7 @@ class ReplicaSet:
 
     @property
     def version(self) -> VersionTag:
-        """The oldest version that a replica serves."""
+        """Return the oldest version that a replica serves."""
         serving = [replica.engine.version for replica in self.replicas if replica.serves]
         return min(serving, default=self._served().tag)
 
@@ -464,7 +463,7 @@ class ReplicaSet:
     # --- deaths --------------------------------------------------------------------------------------
 
     def _was_lost(self, replica: EngineReplica, engine: Engine, error: EngineError) -> bool:
-        """Return whether `error` means that `engine` is gone, so that what it was doing may be done again."""
+        """Return whether `error` means that `engine` is gone, so that its work may be repeated."""
         if self._stopping or self._failed is not None:
             return False
         if replica.engine is not engine or not replica.serves:
@@ -505,7 +504,7 @@ class ReplicaSet:
         self._admit_waiting()
 
     async def _catch_up(self, replica: EngineReplica) -> None:
-        """Have a restarted engine serve, once it has what the set serves or newer weights."""
+        """Let a restarted engine serve once it has the weights of the set or newer ones."""
         async with self._updating:
             while replica.engine.version < self._served().tag:
                 # Fetched: what the set serves was acknowledged, so its files may be filled again.
@@ -536,8 +535,8 @@ class ReplicaSet:
 
     @asynccontextmanager
     async def _snapshot(self) -> AsyncIterator[Weights]:
-        """Give the snapshot that an engine starts with: the newest, however long the trainer takes to answer,
-        or the one served if nothing gives the newest."""
+        """Return the snapshot that an engine starts with: the newest, however long the trainer takes to
+        answer, or the served one if there is no source of newer ones."""
         if self.newest is None:
             yield self._served()
             return

@@ -100,7 +100,7 @@ def main(request: EvaluateRequest) -> None:
 
 
 async def evaluated(ctx: ServiceContext, model: Path, limit: int | None, out: IO[bytes] | None) -> Evaluation:
-    """Answer and score the first `limit` held-out tasks of the job. Raises what the evaluator raises."""
+    """Answer and score the first `limit` held-out tasks of the job. Raises the errors of the evaluator."""
     job = ctx.job
     assert job.tasks.evaluation is not None
     tasks: Sequence[Task] = list(read_tasks(job.tasks.evaluation))[:limit]

@@ -20,7 +20,7 @@ Message = dict[str, Any]
 
 
 class Talker:
-    """Asks one engine; a chat grows by what was asked and answered."""
+    """A client of one engine that can continue a chat."""
 
     def __init__(self, voice: PolicyEngine, request: AnswersRequest) -> None:
         self._voice, self._raw, self._seed, self._asked = voice, request.raw, request.seed, 0

@@ -35,8 +35,8 @@ from areal_async.show.progress import progress
 from areal_async.storage.urls import is_url
 
 MOST_TOKENS = 8192
-"""Length of prompt and answer together that engines reserve room for, where the model has so many positions;
-`--set rollout.max_model_len=N` changes it."""
+"""Reserved length of prompt and answer together, if the model has so many positions; `--set
+rollout.max_model_len=N` changes it."""
 MOST_NEW_TOKENS = 512
 """Most tokens of an answer that is evaluated, if neither a run nor an option says how many."""
 OPTIONS = {
@@ -70,7 +70,7 @@ class ModelFolder:
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """Tensors by their names in the files, mapped. Raises `ConfigError` where there are none."""
+        """Return mapped tensors by their names in the files. Raises `ConfigError` if there are none."""
         from safetensors.torch import load_file
 
         files = sorted(self.path.glob("*.safetensors"))

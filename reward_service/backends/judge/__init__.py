@@ -65,12 +65,12 @@ class JudgeArguments(Section):
     sentence that says not to obey it. `json`: as one JSON text. `none`: bare, so that it may pass for a part
     of the template."""
     system: str = ""
-    """System message of a chat; none where it is empty. Filled in as `template`."""
+    """System message of a chat; none if it is empty. Its placeholders are filled in as in `template`."""
     parse: Annotated[str, AfterValidator(_pattern)] = ""
-    """Regular expression of the last line of the reply, which it must match as a whole; the grade is its one
-    group, or the line. Empty: the grade is a field of JSON if the servers take a schema (`response_format`),
-    else the last line is `Grade: <grade>`. Nothing else in a reply counts, and a second such line makes it
-    none."""
+    """Regular expression that must match the whole last line of the reply. The grade is its one group, or the
+    line. If empty, the grade is a JSON field if the servers take a schema (`response_format`), else the last
+    line is `Grade: <grade>`. The rest of the reply is ignored, and with a second such line there is no
+    grade."""
     scale: Annotated[tuple[float, float], AfterValidator(_scale)] = (0.0, 10.0)
     """Grades that stand for the rewards 0 and 1; others follow in proportion, and a grade outside of them is
     none. The first may be the larger."""
@@ -84,8 +84,8 @@ class JudgeArguments(Section):
     """The reward that several votes give."""
     temperature: float = Field(default=0.0, ge=0)
     seed: int | None = None
-    """Seed of the first vote; the following ones count up. None: none is sent, and a request that is repeated
-    may be answered otherwise."""
+    """Seed of the first vote; each further vote adds 1. With None no seed is sent, and a repeated request may
+    get another reply."""
     max_tokens: int = Field(default=512, ge=1)
     """Longest reply."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
@@ -113,5 +113,6 @@ class JudgeReward(BackendReward):
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
-        """An answer without a grade is followed by a neutral one, which shows whose fault that was."""
+        """Return the extra time of a call. A failure on an answer is followed by a try with a neutral answer,
+        which shows who was at fault."""
         return timeout_s

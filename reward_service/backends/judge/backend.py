@@ -97,7 +97,7 @@ class Judge:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Ends what is under way; every call left gets its verdict."""
+        """End the running requests; every call left gets its verdict."""
         self._closed = True
         for runner in self._runners:
             runner.cancel()
@@ -209,7 +209,7 @@ class Judge:
         return verdict
 
     def _bodies(self, given: RewardInput) -> list[bytes]:
-        """The request of each vote. Raises `MissingText`."""
+        """Return the request of each vote. Raises `MissingText`."""
         arguments, structured = self._arguments, self._structured
         shown = msgspec.structs.replace(given, response=quoted(given.response, arguments.quote))
         text = fill(arguments.template, shown) + self._parse.form(structured=structured)
@@ -258,7 +258,7 @@ class Judge:
                 return Failure(told.kind, f"{told} (until the deadline of {self._timeout_s:g} s)")
 
     async def _take(self) -> ServerState:
-        """A server for one request; waits while all rest."""
+        """Return a server for one request; wait while all of them rest."""
         while True:
             choice = choose(self._servers, time.monotonic())
             if isinstance(choice, ServerState):

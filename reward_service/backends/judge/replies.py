@@ -1,5 +1,5 @@
-"""One request to an OpenAI-compatible server, and what its reply is worth: from texts to votes, from votes to
-a verdict."""
+"""One request to an OpenAI-compatible server, and the evaluation of its reply: texts become votes, and votes
+become a verdict."""
 
 from __future__ import annotations
 
@@ -69,8 +69,9 @@ async def ask(http: HttpClient, url: str, body: bytes) -> JudgeReply:
 
 
 def choice_of(url: str, content: bytes) -> JudgeReply:
-    """Return the first choice of a body with status 200. Raises `Trouble`; it passes where the server failed,
-    by a body that is no completion or a generation that it broke off: no answer can bring that about."""
+    """Return the first choice of a body with status 200. Raises `Trouble`. The trouble is temporary if the
+    server failed, with a body that is no completion or a generation that it stopped, because no answer can
+    cause that."""
     try:
         found = json.loads(content)  # msgspec refuses half a surrogate pair, which a judge may quote
     except (ValueError, RecursionError):
@@ -105,7 +106,7 @@ def _refusal(url: str, status: int, headers: Mapping[str, str], content: bytes) 
 
 
 def words(content: bytes) -> str:
-    """The message in an error body, else its beginning."""
+    """Return the message in an error body, else the beginning of the body."""
     text = content.decode(errors="replace")
     value: Any = None
     with contextlib.suppress(ValueError, RecursionError):
@@ -124,10 +125,12 @@ class NoGrade(ValueError):
 
 
 class Parser:
-    """`Parser(pattern, scale, grades)(reply)` is the vote in a reply; see `JudgeArguments`.
+    """A parser of votes: `Parser(pattern, scale, grades)(reply)` is the vote in a reply; see
+    `JudgeArguments`.
 
-    The grade is one field of the reply: `grade` of one JSON object, or its last line. What else the reply
-    says, and what it quotes of the answer, is not looked at."""
+    The grade is one field of the reply: `grade` of one JSON object, or its last line. The rest of the reply,
+    including quotes of the answer, is ignored.
+    """
 
     def __init__(self, pattern: str, scale: tuple[float, float], grades: Mapping[str, float]) -> None:
         self._low, self._high = low, high = scale
@@ -139,7 +142,7 @@ class Parser:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema of a structured reply, as `response_format` has it."""
+        """Return the schema of a structured reply, as `response_format` needs it."""
         low, high = sorted((self._low, self._high))
         number = {"type": "number", "minimum": low, "maximum": high}
         grade = {"type": "string", "enum": [*self._grades]} if self._grades else number
@@ -189,7 +192,7 @@ class Parser:
 
 
 def field_of(reply: str) -> str:
-    """The grade of a reply that is one JSON object."""
+    """Return the grade of a reply that is one JSON object."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if [name for name, _ in pairs].count(FIELD) > 1:
@@ -212,11 +215,12 @@ def field_of(reply: str) -> str:
 def verdict_of(
     votes: Sequence[float], lost: Sequence[Failure | Timeout], needed: int, how: Aggregate
 ) -> Verdict:
-    """The verdict of `votes`, beside which some were `lost`.
+    """Return the verdict of `votes`, with the `lost` ones beside them.
 
-    Fewer votes than `needed`: what became of the lost ones, a broken server before a reply without a grade. A
-    majority that is none, because two grades have equally many votes, is an `Abstain`. With several votes the
-    components say how many counted and how far apart they lie."""
+    With fewer votes than `needed`, it is the verdict of the lost ones; a broken server goes before a reply
+    without a grade. If two grades have equally many votes, it is an `Abstain`. With several votes the
+    components are the number of counted votes and their spread.
+    """
     asked = len(votes) + len(lost)
     if len(votes) < needed:
         return _lost(len(votes), asked, needed, lost)
@@ -235,7 +239,8 @@ def verdict_of(
 
 
 def quoted(response: str, how: Quote) -> str:
-    """A response as the judge is shown it, so that nothing in it can pass for a part of the template."""
+    """Return a response in the form shown to the judge. No text in it can look like a part of the
+    template."""
     if how == "none":
         return response
     if how == "json":

@@ -64,8 +64,8 @@ class RemoteArguments(Section):
         return self
 
     def token(self) -> str:
-        """The token, empty where none is asked for. Raises ValueError, which names the field, for one that
-        is not there."""
+        """Return the token, empty if none is needed. Raises ValueError with the field's name if it is
+        missing."""
         if self.token_env:
             found = os.environ.get(self.token_env, "")
             if not found:
@@ -75,7 +75,7 @@ class RemoteArguments(Section):
 
 
 def read_token(path: Path) -> str:
-    """The token in the file at `path`: its text without the white space around it. Raises ValueError."""
+    """Return the token in the file at `path`, without the white space around it. Raises ValueError."""
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

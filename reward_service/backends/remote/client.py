@@ -2,12 +2,12 @@
 docs/reward-service.md#serve-a-reward-over-http.
 
 Promises: every call submitted gets its verdicts exactly once. A call begins when it is sent; it has the
-reward's deadline then, and `ANSWER_GRACE_S` for the way back. A server that dies loses nothing: what it had
-goes to another one, or waits for it to come back, at most `outage_s` while none answers. What a server
-breaks, refuses or loses again and again is an error that says so, and the answer's own fault only where it
-alone is too large for the server. At most `MAX_QUEUED` calls wait.
+reward's deadline then, and `ANSWER_GRACE_S` for the way back. If a server dies, its calls go to another one,
+or wait until a server answers again, at most `outage_s`. A call that a server repeatedly breaks, refuses or
+loses becomes an error with that reason. It is the answer's own fault only if the answer alone is too large
+for the server. At most `MAX_QUEUED` calls wait.
 
-A call may be scored twice, where the answer to the first time was lost; one verdict counts.
+A call may be scored twice if its first answer was lost; one verdict counts.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RemoteBackend:
         self.call_seconds = 0.05
         self.replicas: list[RemoteServer] = []
         self._open: set[Pending] = set()
-        """Calls without verdicts: those of the queue, and those of requests under way."""
+        """Calls without verdicts, both queued and in flight."""
         self._queue: deque[Pending] = deque()
         self._room = asyncio.Event()
         self._news = asyncio.Event()
@@ -168,7 +168,7 @@ class RemoteBackend:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """A fault in any of these tasks must be heard, or calls would wait for ever."""
+        """Report an error of any of these tasks, since calls would otherwise wait for ever."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self.broken.done():
             self.broken.set_result(RewardLoadError(f"the reward remote: {type(error).__name__}: {error}"))
@@ -176,7 +176,7 @@ class RemoteBackend:
     # --- calls ---------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        """Hand out what waits whenever there is room; end what has waited too long."""
+        """Send waiting calls while there is room, and end calls that have waited too long."""
         while True:
             self._news.clear()
             now_s = time.monotonic()
@@ -196,7 +196,8 @@ class RemoteBackend:
             await set_within(self._news, TICK_S if self._queue else None)
 
     def _cut(self, replica: RemoteServer) -> tuple[list[Pending], list[msgspec.Raw]]:
-        """The next calls for `replica`, as many as a request may hold, and their inputs as it wants them."""
+        """Return the next calls for `replica`, as many as a request may hold, and their inputs in the
+        replica's form."""
         most = min(self._batch, replica.limits.max_inputs)
         room_bytes = max(1, replica.limits.max_body_bytes - REQUEST_ROOM_BYTES)
         batch: list[Pending] = []
@@ -226,7 +227,7 @@ class RemoteBackend:
         return batch, inputs
 
     async def _request(self, replica: RemoteServer, batch: list[Pending], inputs: list[msgspec.Raw]) -> None:
-        """One request, and what its end means for each of its calls."""
+        """Send one request and settle each of its calls."""
         began_s = time.monotonic()
         try:
             answered = await replica.score(inputs)
@@ -282,7 +283,7 @@ class RemoteBackend:
             replica.state.rest(max(pause, asked_s), time.monotonic())
 
     def _wait(self, call: Pending, cause: str, told: str) -> None:
-        """The server had no time for it: send it again, but not for ever."""
+        """Queue a call again that the server had no time for, a limited number of times."""
         now_s = time.monotonic()
         call.refused += 1
         call.refused_s = call.refused_s or now_s
@@ -335,8 +336,8 @@ def _with_answers(call: Pending, response: str) -> list[msgspec.Raw]:
 
 
 def _read_verdict(raw: msgspec.Raw, given: RewardInput) -> Verdict:
-    """Return a verdict, checked as those of the pool are. One that is none is an error of the kind `remote`,
-    and spoils no other."""
+    """Return a verdict, checked like verdicts of the pool. An invalid one is an error of the kind `remote`
+    and does not affect the others."""
     try:
         return as_verdict(VERDICT_DECODER.decode(raw), given)
     except (ValueError, RecursionError) as error:

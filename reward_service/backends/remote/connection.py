@@ -1,8 +1,8 @@
-"""One reward server as its client sees it: what it offers, whether it may be asked, and one request.
+"""The client's view of one reward server: its offers, its availability, and requests to it.
 
 `RemoteServer.keep` runs as long as the client lives: it looks at the server every `LOOK_S`, after a loss with
-growing pauses. A server that cannot be used (another protocol, another reward, a
-wrong token) is asked again too: it may come back as what it should be.
+growing pauses. An unusable server (another protocol, another reward, a wrong token) is checked again too,
+because it may be corrected.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ GATEWAY_STATUSES = (502, 503, 504)  # What a proxy says when the server behind i
 LOOK_S = 2.0  # Between two looks at a server that answers: it may be about to end, or another one by now
 ASK_LIMIT_S = 5.0
 NOTICE_S = 0.5
-"""Time beyond an input's deadline in which the server ends what is late and starts what waited behind it."""
+"""Time beyond an input's deadline in which the server ends late calls and starts the waiting ones."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0  # Between two looks at a server that does not answer
 OUTCOMES = ("gone", "late", "broken")  # Kinds of a `RemoteError` that is no refusal
@@ -63,9 +63,9 @@ TOLERATED = 2  # Failures of a server in a row after which it is still asked as 
 
 
 class RemoteError(ArealError):
-    """Asking a server came to nothing. `kind`: that of its refusal; or `gone` (not reachable, or lost under
-    the request: whether it was run is not known), `late` (no answer in time over a connection that stands),
-    `broken` (it answers outside the protocol, or has another reward than the one wanted)."""
+    """A request to a server failed. `kind` is the kind of its refusal; or `gone` (not reachable, or lost
+    during the request, which may have run), `late` (no answer in time over an intact connection), `broken`
+    (an answer outside the protocol, or a reward other than the requested one)."""
 
     def __init__(
         self, kind: RefusalKind | Literal["gone", "late", "broken"], message: str, retry_after_s: float = 0.0
@@ -113,7 +113,7 @@ class RemoteServer:
         await self._http.close()
 
     def ready(self, now_s: float) -> bool:
-        """Return whether calls may be sent to it, apart from those that it has."""
+        """Return whether the server accepts more calls."""
         return self._ready and self.state.rests_s(now_s) <= 0
 
     @property
@@ -126,8 +126,8 @@ class RemoteServer:
         return self._ready and self.state.takes(now_s) and self.state.in_flight < self.slots
 
     async def score(self, inputs: list[msgspec.Raw]) -> list[msgspec.Raw]:
-        """The verdicts of one request, after `state.begin()`. Raises `RemoteError`; ends within the reward's
-        deadline and `ANSWER_GRACE_S`."""
+        """Return the verdicts of one request, after `state.begin()`. Raises `RemoteError`. Ends within the
+        reward's deadline and `ANSWER_GRACE_S`."""
         began_s = time.monotonic()
         outcome = "ok"
         try:
@@ -232,7 +232,7 @@ class RemoteServer:
         log.info("reward server ready", server=self.url, reward=self.reward.name, version=self.reward.version)
 
     def _fitting(self, info: Info) -> RewardInfo:
-        """The reward that is wanted. Raises `RemoteError`."""
+        """Return the requested reward. Raises `RemoteError`."""
         name, version = self._arguments.reward, self._arguments.version
         names = ", ".join(reward.name for reward in info.rewards) or "none"
         found = [reward for reward in info.rewards if name in ("", reward.name)]
@@ -262,8 +262,8 @@ class RemoteServer:
 
 
 def read_answer(answer: HttpAnswer, kind: type[T]) -> T:
-    """Return the content of an answer, which is a `kind`. Raises `RemoteError` for a refusal, which a body of
-    the protocol says better than the status, and for what is neither."""
+    """Return the content of an answer of the type `kind`. Raises `RemoteError` for a refusal, and for an
+    answer that is neither. The body of a refusal is preferred to its HTTP status."""
     status, headers, content = answer
     asked_s = retry_after_s(headers) or 0.0
     try:

@@ -1,8 +1,8 @@
-"""The reward protocol: what a client and a reward server say to each other.
-docs/reward-service.md#serve-a-reward-over-http explains it.
+"""The reward protocol between a client and a reward server. See
+docs/reward-service.md#serve-a-reward-over-http.
 
-A message is a JSON object; the path says what is asked. Readers ignore fields that they do not know, so
-fields may be added within one protocol version.
+A message is a JSON object, and the path names the request. Readers ignore unknown fields, so fields may be
+added within one protocol version.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Time for the answer, from the arrival on: an input that the server has not got to by then is an `error`
     of the kind `NOT_RUN`, and is sent again."""
     inputs: list[msgspec.Raw]
-    """Encoded `Input`s: with the scope `group` those of one group, in the order of its samples."""
+    """Encoded `Input`s. With the scope `group` they are the inputs of one group, in the order of its
+    samples."""
     scope: Scope = "episode"
     args: dict[str, Any] = {}
 
@@ -119,7 +120,7 @@ class RefusedAnswer(msgspec.Struct, frozen=True):
 
 
 class Verdicts(msgspec.Struct, frozen=True):
-    """Answer to `score`. The verdicts are those of areal_async.base.verdicts."""
+    """Answer to `score`, with verdicts of areal_async.base.verdicts."""
 
     verdicts: list[msgspec.Raw]
     request_id: str = ""

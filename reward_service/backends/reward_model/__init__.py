@@ -39,8 +39,7 @@ class RewardModelArguments(Section):
     `{extra_info.NAME}` filled in. `chat`: the chat template of the model's own tokenizer, with the prompt as
     the user's message and the response as the assistant's."""
     label: str | int | None = None
-    """Which class is the reward, by name or index, where the model has several; its value is then a
-    probability."""
+    """Class whose probability is the reward, by name or index, if the model has several classes."""
     activation: Literal["none", "sigmoid"] = "none"
     """Function that is applied to the number of a model with one output."""
     max_batch: int = Field(default=32, ge=1, le=65_536)
@@ -55,7 +54,7 @@ class RewardModelArguments(Section):
     device: Annotated[str, AfterValidator(_is_a_device)] = "auto"
     """`auto`: a GPU where there is one. Else `cpu`, `cuda` or `cuda:N`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto`: float32 on a CPU, else what the model was saved in."""
+    """With `auto`: float32 on a CPU, else the dtype of the saved model."""
     threads: int = Field(default=1, ge=1, le=1024)
     """Threads of the computation on a CPU."""
 
@@ -75,12 +74,14 @@ class RewardModelReward(BackendReward):
 
     @classmethod
     def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
-        """The process may die at any moment, and the next one loads the model first."""
+        """Return the extra time of a call: the process may die at any moment, and the next one loads the
+        model first."""
         return START_LIMIT_S
 
     @classmethod
     def check_files(cls, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """Yield what is missing in the model's folder; a name in the hub's cache is not looked at."""
+        """Yield an entry for each missing file in the model's folder. A name in the hub's cache is not
+        checked."""
         # Imported here: it asks the rewards themselves.
         from areal_async.config.files import json_in, model_mistakes
 

@@ -36,7 +36,7 @@ class RewardModel(WorkerPool):
 
     @property
     def call_seconds(self) -> float:
-        """A text takes as long as its batch."""
+        """Return the time of a call. A text takes as long as its batch."""
         return super().call_seconds * self.capacity
 
     async def submit(

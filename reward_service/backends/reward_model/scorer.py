@@ -80,7 +80,8 @@ class ModelScorer:
         self.max_tokens = min(limit for limit in limits if isinstance(limit, int) and limit > 0)
 
     def tokenize(self, texts: Sequence[tuple[str, str] | Failure]) -> list[TokenizedText | Failure]:
-        """The tokens of each text: of prompt and response for a chat template, else of all and nothing."""
+        """Return the tokens of each text: of prompt and response for a chat template, else of the whole text
+        and an empty response."""
         return [text if isinstance(text, Failure) else self._row(*text) for text in texts]
 
     def score(self, rows: Sequence[TokenizedText | Failure]) -> list[Verdict]:
@@ -154,7 +155,8 @@ class ModelScorer:
         return found
 
     def _check_device(self) -> None:
-        """After an error on a GPU nothing may work any more: then this process must not go on."""
+        """Check the device after an error. A broken GPU context must end this process, because nothing works
+        on it any more."""
         if self.device == "cpu":
             return
         try:
@@ -223,8 +225,8 @@ class ModelFunction:
         ]
 
     def _blamed(self, failure: Failure, given: RewardInput) -> Failure:
-        """The failure of a text, with whose fault it is. What a device could not compute is tried once
-        more."""
+        """Return the failure of a text. The answer is at fault if a neutral answer gets a score. A failure on
+        a device is first tried once more."""
         if failure.kind == "model" and isinstance(self._alone(given), Score):
             return failure
         neutral = self._alone(structs.replace(given, response=NEUTRAL))

@@ -32,6 +32,6 @@ sys.path.remove(os.getcwd())
 
 @functools.cache
 def files_of(side: str) -> dict[str, bytes]:
-    """The files of the `examiner` or the `candidate`, by their paths in its jail."""
+    """Return the files of the `examiner` or the `candidate`, by their paths in its jail."""
     modules = {f"harness/{name}.py": (HERE / f"{name}.py").read_bytes() for name in ("plain", side)}
     return {"harness/__init__.py": b"", **modules}

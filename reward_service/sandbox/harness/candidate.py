@@ -1,6 +1,6 @@
-"""The program's side: runs the program, then does what the examiner asks, until it is gone.
+"""The program's side: runs the program, then executes the examiner's requests, until the examiner exits.
 
-Nothing here is trusted by the examiner: the program shares this process and may change all of it. Instances
+The examiner trusts no part of this process, because the program shares it and may change all of it. Instances
 of its class `Solution` stay here under a number, which the examiner is given.
 """
 
@@ -67,7 +67,7 @@ class Candidate:
         return reply
 
     def changed(self, argument: Any) -> Any:
-        """The argument as it is now, where a caller can see a change."""
+        """Return the current value of the argument, if a caller can see a change."""
         if type(argument).__name__ not in CHANGEABLE:
             return None
         try:
@@ -136,7 +136,7 @@ class Callback:
 
 
 def raised(error: BaseException) -> dict[str, Any]:
-    """The nearest of Python's own exceptions, which is what tests know."""
+    """Return the nearest built-in exception, because tests know only these."""
     kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
     try:
         arguments = encode(list(error.args), lambda _, __: None)

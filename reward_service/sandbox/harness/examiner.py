@@ -41,7 +41,7 @@ class Spoiled(BaseException):
 
 
 class Examiner:
-    """Asks the program. What comes back is plain data, a reference, or an exception of Python's own."""
+    """A proxy that calls the program. Results are plain data, a reference, or a built-in exception."""
 
     def __init__(self, link: HarnessLink) -> None:
         self.link = link
@@ -105,7 +105,7 @@ class Examiner:
                 become(mine, self.value(theirs))
 
     def call_back(self, message: dict[str, Any]) -> None:
-        """The program calls a function that tests have handed it."""
+        """Call a function of the tests on behalf of the program."""
         number, arguments, named = message["callback"], message.get("args"), message.get("named")
         if number not in range(len(self.callbacks)) or type(named) is not dict or type(arguments) is not list:
             raise Malformed("no such function")
@@ -188,8 +188,8 @@ class Instance(Reference):
 
 
 def in_place(function: Any) -> Any:
-    """The function as a statement calls it: for what it does to its arguments. Where its result is used, the
-    arguments stay as the tests have them: `assert f(x) == sum(x)` is not to be met by emptying `x`."""
+    """Call the function as a statement does, for its changes to the arguments. If the result is used, the
+    arguments stay unchanged, so that a program cannot satisfy `assert f(x) == sum(x)` by emptying `x`."""
     return function._in_place if hasattr(type(function), "_in_place") else function
 
 
@@ -233,9 +233,8 @@ def exception(name: Any, arguments: Any) -> BaseException:
 
 
 def same_result(got: Any, expected: Any, tolerance: float, *, wrapped: bool) -> bool:
-    """`got` is a plain value. What is given out piece by piece (an iterator, the keys of a dictionary) is
-    compared as a list. `wrapped`: the data set puts every result into a list of its own, which a program may
-    leave out."""
+    """Return whether a result equals the plain value `got`. Iterators and views are compared as lists.
+    `wrapped` means that the data set puts every result into a list, which a program may omit."""
     if hasattr(type(got), "__next__") or isinstance(got, VIEWS):
         got = list(got)
     wanted = [expected[0], expected] if wrapped else [expected]

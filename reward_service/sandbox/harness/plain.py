@@ -87,7 +87,7 @@ WRITTEN: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: ["bytes", bytes.hex(value)],
     bytearray: lambda value: ["bytearray", bytearray.hex(value)],
 }
-"""Encodings of types without items, those of classes derived from them included."""
+"""Encodings of types without items, and of classes derived from them."""
 PARTS: dict[tuple[str, str], Callable[[Any], Iterable[Any]]] = {
     ("builtins", "complex"): lambda value: (value.real, value.imag),
     ("builtins", "range"): lambda value: map(_integer, (value.start, value.stop, value.step)),
@@ -128,8 +128,8 @@ def _of(module: str, name: str) -> Any:
 
 
 def decode(data: Any, refer: Callable[[str, list[Any]], Any], depth: int = 0) -> Any:
-    """Return the value of an encoding. `refer` makes what the kinds of references stand for, and raises
-    Malformed for what is none. Raises Malformed."""
+    """Return the value of an encoding. `refer` resolves references of each kind. Raises Malformed for an
+    invalid encoding or reference."""
     if type(data) in SCALARS:
         return data
     if depth > MAX_DEPTH + 1 or not isinstance(data, list) or not data or not isinstance(data[0], str):
@@ -187,7 +187,7 @@ GATHERED: dict[str, Callable[..., Any]] = {
 
 
 class LinkEnded(EOFError):
-    """The other side has closed the link, or sent what is no message."""
+    """The other side has closed the link, or sent an invalid message."""
 
 
 class HarnessLink:
@@ -236,8 +236,8 @@ class HarnessLink:
 
 
 def installed_packages() -> list[str]:
-    """Folders of packages: those that the sandbox names, and the interpreter's own. Interpreters of the
-    harness start without `site`, which would run what lies in them."""
+    """Return the folders of packages: the ones that the sandbox names, and the interpreter's own.
+    Interpreters of the harness start without `site`, because `site` would run code from these folders."""
     named = os.environ.get("PYTHONPATH", "").split(":")
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     found = (*named, f"{sys.prefix}/lib/{version}/site-packages", f"{sys.prefix}/lib/python3/dist-packages")

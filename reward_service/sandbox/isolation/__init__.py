@@ -9,7 +9,7 @@
     init          process 1 of a jail: starts the program, reaps, hands back files
     messages      what these processes tell each other
 
-The modules use the standard library only and import each other relatively: the launcher loads them from this
-folder alone, so that it starts in milliseconds and holds nothing worth stealing. The public face is
+The modules use the standard library only and import each other relatively. The launcher loads them from this
+folder alone, so that it starts in milliseconds and has no secrets in memory. The public face is
 `reward_service.sandbox`.
 """

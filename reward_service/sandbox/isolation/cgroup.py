@@ -1,7 +1,7 @@
-"""A memory control group for one launcher and its jails: what no process in it can get past.
+"""A memory control group for one launcher and its jails, which limits the memory of all processes in it.
 
 The launcher enters it once, at its start, so that a jail is born inside (moving a process costs as much as
-making a jail). Whether a group can be had is found out by making one and entering it.
+making a jail). To find out whether groups are available, one is created and entered.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class MemoryGroup:
             raise
 
     def begin(self, limit_bytes: int) -> None:
-        """Allow this process and all below it `limit_bytes` beside what they hold now. Raises OSError."""
+        """Limit this process and its descendants to `limit_bytes` beyond their current memory. Raises
+        OSError."""
         used_bytes, files_bytes = self._holds()
         self._fixed_bytes = used_bytes - files_bytes
         self._set_limit(str(self._fixed_bytes + RESERVE_BYTES + limit_bytes))
@@ -88,7 +89,7 @@ class MemoryGroup:
         return max(0, used_bytes - files_bytes - self._fixed_bytes)
 
     def peak_bytes(self) -> int:
-        """The most since `begin`; 0 where the kernel does not tell."""
+        """Return the peak since `begin`; 0 if the kernel does not report it."""
         if self._peak_fd is None:
             return 0
         _, files_bytes = self._holds()
@@ -122,7 +123,7 @@ class MemoryGroup:
 
 
 def enter() -> MemoryGroup | None:
-    """A new group with this process in it; none where this user may not have one."""
+    """Create a new group with this process in it. Return None if this user may not create one."""
     for above, version in places():
         _remove_dead(above)
         with contextlib.suppress(OSError, ValueError, KeyError):

@@ -1,8 +1,8 @@
-"""The first process of a jail: lays out files, starts the program, reaps what it leaves, hands back files.
+"""The first process of a jail: lays out files, starts the program, reaps its processes, hands back files.
 
-In a jail of bubblewrap it is process 1: whatever the program starts is below it, no signal from inside
-reaches it, and with its death the kernel kills every process of the jail. Without one (`none`) it is the
-process that all orphans of the program fall to, until the launcher ends them.
+In a jail of bubblewrap it is process 1: all processes of the program are its descendants, no signal from
+inside reaches it, and when it dies the kernel kills every process of the jail. Without a jail (`none`) it
+adopts all orphans of the program, until the launcher ends them.
 
 The launcher hands this text to the interpreter in a descriptor, since the program's user need not be able to
 read the folder that it lies in. So it imports the standard library only, and of that what loads quickly.
@@ -53,8 +53,8 @@ def main() -> None:
 def run(
     request: dict[str, Any], body: bytes, control: int, inputs: Sequence[int], link: Sequence[int]
 ) -> None:
-    """Start the program with each input in turn, wait for its end, kill what it left behind, and report;
-    until one run fails."""
+    """Start the program with each input in turn, wait for its end, kill its remaining processes, and report.
+    Stop when a run fails."""
     _lay_out(request, body)
     prctl(PR_SET_DUMPABLE, 0)  # no program of the same user may look into this process
     if request["level"] != "isolated":
@@ -214,8 +214,8 @@ def prctl(option: int, value: int) -> None:
 
 
 def _wait_for(child: int) -> tuple[int, float]:
-    """The wait status of `child` and how long it has waited for a processor, after reaping everything that
-    ended before it."""
+    """Return the wait status of `child` and how long it has waited for a processor. All processes that ended
+    before it are reaped."""
     while True:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         waited_s = _waited_s(child) if ended is not None and ended.si_pid == child else 0.0

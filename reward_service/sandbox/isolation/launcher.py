@@ -146,7 +146,7 @@ class SandboxLauncher:
 
 
 def own_uid(base: int) -> int:
-    """A user for what runs in the jails of this launcher, and of no other."""
+    """Return a user id for the processes in the jails of this launcher only."""
     return base + (os.getpid() if base > 1 << 20 else os.getpid() % 4000)
 
 
@@ -160,7 +160,7 @@ def _others(request: dict[str, Any]) -> int:
 
 
 def _in_memory(data: bytes) -> BinaryIO:
-    """A file in memory that can be read and nothing else."""
+    """Return a read-only file in memory."""
     fd = os.memfd_create("data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
         file.write(data)

@@ -22,7 +22,8 @@ def send(link: socket.socket, head: dict[str, Any], body: bytes = b"") -> None:
 
 
 def receive(link: socket.socket) -> tuple[dict[str, Any], bytes] | None:
-    """The next message, or None when the other side has gone. Raises ValueError for what is no message."""
+    """Return the next message, or None if the other side has gone. Raises ValueError for an invalid
+    message."""
     opening = _exactly(link, HEAD.size)
     if opening is None:
         return None

@@ -1,7 +1,7 @@
-"""Watches one jail from outside: gathers what it prints, ends it at its limits, says how it ended.
+"""A monitor of one jail from outside: collects its output, ends it at its limits, and reports its end.
 
-A jail may run its program several times, with one input after the other. The limits are those of each run but
-for `within_s` and `clock_s`, which are those of all of them.
+A jail may run its program several times, with one input after the other. The limits apply to each run, except
+`within_s` and `clock_s`, which apply to all runs together.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class RunMonitor:
         return True
 
     def _next_run(self) -> None:
-        """The jail is empty, and waits to be told to run the program with the next input."""
+        """Wait in the empty jail for the next input to run the program with."""
         self._drain_streams()
         self._count_memory()
         if self._limit:
@@ -282,8 +282,8 @@ class RunMonitor:
         return None
 
     def _keep(self, fd: int, data: bytes) -> bool:
-        """Keep what the limit allows, the beginning of the output and the end of the errors; True when more
-        has come than a program should print."""
+        """Keep the beginning of the output and the end of the errors, within the limit. Return True if the
+        program has printed more than allowed."""
         kept, most = self._output[fd], self._limits["output_kb"] << 10
         self._printed[fd] += len(data)
         if fd == self._streams[0]:
@@ -294,13 +294,13 @@ class RunMonitor:
         return self._printed[fd] > most * ERRORS_FACTOR
 
     def _drain(self) -> None:
-        """Take what was printed and told before the end."""
+        """Take the output and messages that were sent before the end."""
         self._drain_streams()
         while select.select([self._control], [], [], 0)[0] and self._told():
             pass
 
     def _drain_streams(self) -> None:
-        """The pipes may hold no more than their size."""
+        """Drain the streams, since the pipes have a limited size."""
         for fd in self._streams:
             while self._read(fd):
                 pass

@@ -13,7 +13,7 @@ TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
 
 
 def read(path: str) -> str:
-    """The file's text; empty for a process that has gone meanwhile."""
+    """Return the file's text; empty for a process that has exited meanwhile."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -91,7 +91,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def usage(root: int) -> TreeUsage:
-    """Return the use of the descendants of `root`; CPU also of those that have ended and were waited for."""
+    """Return the use of the descendants of `root`. CPU time includes ended descendants that were waited
+    for."""
     total = TreeUsage()
     total.cpu_ms = _cpu_ms(root, own=False)
     for pid in descendants(root):
@@ -113,9 +114,10 @@ class WaitMeter:
         """Nanoseconds that each thread ran and waited, since when both stand still, its wait so far."""
 
     def look(self, roots: Sequence[int], now_s: float) -> None:
-        """Add what a thread below `roots` has waited since it was seen before, if it is the only one that can
-        run, since several may wait for each other; at most the time since the last look. The kernel counts a
-        wait when it ends; one that goes on shows as a thread that can run and has not run."""
+        """Add the waiting time of a thread below `roots` since the last look, if it is the only thread that
+        can run, because several threads may wait for each other. At most the time since the last look is
+        added. The kernel counts a wait when it ends; a continuing wait appears as a thread that can run and
+        has not run."""
         most_s, self._looked_s = now_s - self._looked_s, now_s
         task = lone_runnable(roots)
         seen = read(f"{task}/schedstat").split()[:2] if task else []
@@ -130,7 +132,7 @@ class WaitMeter:
 
 
 def lone_runnable(roots: Sequence[int]) -> str:
-    """Return the folder of the one thread below `roots` that can run; empty if there is none or more than
+    """Return the folder of the only thread below `roots` that can run; empty if there is none or more than
     one."""
     found = ""
     for folder in (f"/proc/{pid}/task" for root in roots for pid in descendants(root)):
@@ -155,7 +157,7 @@ def proportional_bytes(root: int, counted: int) -> int:
 
 
 def channel_bytes(root: int) -> int:
-    """The most that the sockets and pipes of the descendants of `root` may hold for them."""
+    """Return the largest memory that the sockets and pipes of the descendants of `root` may use."""
     found: set[str] = set()
     for folder in (f"/proc/{pid}/fd" for pid in descendants(root)):
         for name in names(folder):
@@ -193,8 +195,8 @@ def threads_of_user(uid: int) -> int:
 
 
 def remove(folder: str) -> None:
-    """`folder` with all in it, however deep: what lies in folders in it is moved up first. What cannot be
-    removed stays."""
+    """Remove `folder` and all its contents at any depth. Contents of inner folders are moved up first. Files
+    that cannot be removed stay."""
     moved, prefix = 0, f".{os.urandom(8).hex()}"
     progress = True
     while progress:

@@ -1,4 +1,4 @@
-"""A filter of system calls: what no program that reads, computes and prints has a use for.
+"""A filter of system calls that a program needs neither for reading, computing nor printing.
 
 It refuses, with EPERM: sockets of every family (a pair of Unix ones remains, without addresses and without
 descriptors sent over it); locks, leases and watches on files, since the system folders are the host's; new
@@ -59,10 +59,12 @@ class Condition(ctypes.Structure):
 
 
 def program(*, grouped: bool, machine: int | None = None) -> bytes:
-    """The filter as `struct sock_filter[]`, for this machine or the architecture `machine` (AUDIT_ARCH_*).
+    """Return the filter as `struct sock_filter[]`, for this machine or the architecture `machine`
+    (AUDIT_ARCH_*).
 
-    `grouped`: a memory group counts all memory, so that shared memory need not be refused. Raises OSError
-    where libseccomp is missing or cannot make the filter."""
+    `grouped` means that a memory group counts all memory, so that shared memory need not be refused. Raises
+    OSError if libseccomp is missing or cannot make the filter.
+    """
     library = ctypes.CDLL(LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(ALLOW)))

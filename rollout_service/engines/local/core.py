@@ -1,8 +1,8 @@
 """Continuous batching, one step at a time, without threads or clocks.
 
-Promises: every request that was submitted comes out of `step`, `abort` or `fail` exactly once; what one
-request asks for changes no unit of another; `swap` keeps every request in flight, and each unit carries the
-tag of the weights whose logits it was drawn from.
+Promises: every request that was submitted comes out of `step`, `abort` or `fail` exactly once; no request
+affects the units of another; `swap` keeps every request in flight, and each unit carries the tag of the
+weights whose logits it was drawn from.
 
 A row of the KV cache is a prefix, and the requests that begin with it share it: the samples of a group are
 one row, computed once, until they have sampled different units. Then each gets a row of its own, a copy.
@@ -122,7 +122,7 @@ class EngineCore:
         return float(self._table.length[self._active].sum()) / (self.slots * self.max_model_len)
 
     def abort(self, request_ids: Iterable[str]) -> list[Finished]:
-        """End requests now, with what they have. Unknown ids have finished already."""
+        """End requests now with their units so far. Unknown ids have finished already."""
         wanted = set(request_ids)
         done = []
         for request in [r for r in self.waiting if r.request_id in wanted]:
@@ -134,7 +134,7 @@ class EngineCore:
         return done + self._finish(slots, ["abort"] * len(slots))
 
     def fail(self, error: EngineError) -> list[Finished]:
-        """Give up what is being computed, and start over with an empty cache; what waits goes on waiting."""
+        """Fail the running requests and start over with an empty cache. Waiting requests keep waiting."""
         active = [self._table.requests[slot] for slot in self._active.tolist()]
         self._reset()
         self.requests_total += len(active)
@@ -231,9 +231,9 @@ class EngineCore:
         return self._sample(slots, self.model.logits(hidden[:, 0]), self._row[slots])
 
     def _went(self, slots: Slots, start: Slots, n: Slots, source: Slots, length: int) -> None:
-        """Note where the last pass, over rows of `length` tokens, sent the `n` tokens of each slot from
-        `start` on, which row `source` begins with. What is computed anew under other weights keeps the routes
-        that it was sampled under."""
+        """Record the experts of the last pass over rows of `length` tokens: for each slot, of the `n` tokens
+        from `start` on. The slot's row begins with `source`. Tokens that are computed again under other
+        weights keep the routes under which they were sampled."""
         if self.model.experts:
             by_row = torch.stack(self.model.experts, 1).unflatten(0, (-1, length))
             self._table.went(slots, start, n, by_row.cpu().numpy()[source])

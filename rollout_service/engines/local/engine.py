@@ -63,8 +63,8 @@ def with_pass(sums: tuple[float, ...], sampled: int, prompt_tokens: int, seconds
 
 @dataclass(eq=False)
 class LocalEngine:
-    """One replica of the policy in this process. Implements `engines.base.Engine`, and tells what it
-    samples unit by unit."""
+    """One replica of the policy in this process. Implements `engines.base.Engine`, and reports its samples
+    unit by unit."""
 
     directory: Path
     """Folder of the architecture and the tokenizer; snapshots give the weights."""
@@ -191,8 +191,8 @@ class LocalEngine:
         return self._core
 
     def _post(self, command: Callable[[], None]) -> None:
-        """Have the thread run `command` between two steps. What is posted in one round of the event loop gets
-        there together: requests that begin together are prefilled together, and the thread wakes once."""
+        """Let the thread run `command` between two steps. Commands of one round of the event loop arrive
+        together, so requests that begin together are prefilled together and the thread wakes once."""
         self._outbox.append(command)
         if len(self._outbox) == 1:
             asyncio.get_running_loop().call_soon(self._hand_over)
@@ -204,7 +204,7 @@ class LocalEngine:
             self._wake.notify()
 
     async def _call(self, command: Callable[[], T]) -> T:
-        """`_post`, and wait for what it returns or raises. Cancelled before its turn, it is not run."""
+        """Post `command` and return its result. If cancelled before its turn, it does not run."""
         if self._stopping:
             raise EngineError("the engine has stopped")
         done: Future[T] = Future()
@@ -295,7 +295,8 @@ class LocalEngine:
             return inbox
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Run a part of the engine that must not end its thread: what was being computed fails, by name."""
+        """Run a part of the engine that must not end its thread. On an error, the running requests fail with
+        its name."""
         try:
             work()
         except Exception as error:

@@ -40,7 +40,7 @@ class SlotKV:
         self.values: dict[int, Tensor] = {}
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` positions in every row; what is stored stays."""
+        """Make room for `length` positions in every row. Stored positions stay."""
         if length <= self.length:
             return
         grown = min(self.max_length, max(round_up(length), 2 * self.length))
@@ -68,8 +68,9 @@ class SlotKV:
 
 
 class Prefill:
-    """A pass over whole sequences from position 0, right-padded to T. What follows a sequence's end is
-    garbage that causality keeps from its units, and that later writes and masks keep from others."""
+    """A pass over whole sequences from position 0, right-padded to T. Positions after a sequence's end
+    contain garbage. Causality hides it from the sequence's own units, and later writes and masks hide it from
+    others."""
 
     def __init__(self, kv: SlotKV, rows: Tensor, source: Tensor) -> None:
         """Row `rows[i]` of the cache gets what sequence `source[i]` of the batch computes."""
@@ -160,8 +161,8 @@ def _attention(
     dropout: float = 0.0,  # 0 in inference
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls in every attention layer. Raises `EngineError` for an argument that it
-    does not know."""
+    """Compute attention; transformers calls this function in every attention layer. Raises `EngineError` for
+    an unknown argument."""
     if unknown := unknown_arguments({"attention_mask": attention_mask, **others}):
         raise EngineError(
             f"{type(module).__name__} calls its attention with {unknown}, which the local engine does not "

@@ -35,8 +35,8 @@ class LocalModel:
     def __init__(
         self, directory: Path, *, device: str = "cpu", dtype: str = "float32", mixture: Mixture | None = None
     ) -> None:
-        """With the `mixture` of the model, each pass leaves in `experts` the experts that the routers chose.
-        Raises `EngineError` when the directory holds no causal language model."""
+        """Load the model. With its `mixture`, each pass stores the experts that the routers chose in
+        `experts`. Raises `EngineError` if the directory has no causal language model."""
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, dtype)
         try:

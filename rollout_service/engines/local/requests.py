@@ -119,7 +119,7 @@ class RequestTable:
     """State of up to `slots` requests of at most `max_model_len` tokens each."""
 
     def __init__(self, slots: int, max_model_len: int, mixture: Mixture | None = None) -> None:
-        """The table has routes too if it is given a `mixture`."""
+        """Create the table, with routes if a `mixture` is given."""
         self.max_model_len = max_model_len
         self.requests: list[GenerateRequest | None] = [None] * slots
         self.free = list(range(slots - 1, -1, -1))

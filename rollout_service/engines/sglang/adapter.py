@@ -1,8 +1,8 @@
 """The engine `sglang`: an unpatched SGLang server.
 
-`recompute`: requests in flight are retracted, and every KV is computed anew under the new weights. `keep`:
-requests in flight go on with the KV they have; a request of a later call never uses KV of older weights,
-because prefixes are cached under the version that the request was called under. `session`: as `keep`, but the
+`recompute`: requests in flight are retracted, and all KV is computed again under the new weights. `keep`:
+requests in flight continue with their KV; a request of a later call never uses KV of older weights, because
+prefixes are cached under the version that the request was called under. `session`: as `keep`, but the
 prefixes of a session stay cached under the version that it began under.
 
 Not promised: `Sampling.seed` (the server ignores it). A request aborted before its first units were handed
@@ -74,8 +74,8 @@ DROPPED_VARIABLES = frozenset(("PROMETHEUS_MULTIPROC_DIR", "SGLANG_RETURN_ORIGIN
 
 
 def command(launch: Launch) -> list[str]:
-    """The argument vector. Raises `EngineError` for a flag in rollout.server.arguments that is the engine's
-    to give."""
+    """Return the argument vector. Raises `EngineError` for a flag in rollout.server.arguments that the engine
+    sets itself."""
     settings = launch.settings
     flags: dict[str, Flag] = {
         "model-path": str(launch.weights.path),
@@ -117,7 +117,8 @@ def command(launch: Launch) -> list[str]:
 
 
 def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the server: `inherited`, without what would change the server under our feet."""
+    """Return the environment of the server: `inherited`, without variables that would change the server's
+    behaviour."""
     found = server_variables(launch, inherited, DROPPED_VARIABLES) | {
         # Each load would write a progress bar into the log.
         "TQDM_DISABLE": "1",
@@ -153,8 +154,8 @@ class Loads(msgspec.Struct):
 
     @property
     def decoded(self) -> int:
-        """Units sampled since the server started, but for the first one of an answer and those of a step that
-        took 2 s or more."""
+        """Return the number of units sampled since the server started, without the first unit of each answer
+        and the units of steps that took 2 s or more."""
         return int(sum(rank.decode_moments[-1] for rank in self.loads if rank.decode_moments))
 
 

@@ -1,6 +1,6 @@
-"""Requests to an SGLang server and the reading of its answers; and `probe`, which checks its features.
+"""Requests to an SGLang server, the parsing of its answers, and `probe`, which checks its features.
 
-Each error of the probe names what is missing and what to do.
+Each error of the probe names the missing feature and the remedy.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def generate_body(
 
 
 class SglangStream:
-    """A streamed answer, put together while its units are told. `disjoint`: each part has what is new in it;
-    else each has everything so far."""
+    """A streamed answer, assembled while its units are reported. With `disjoint` each part has only the new
+    units; else each part has all units so far."""
 
     def __init__(self, disjoint: bool, tell: Tell) -> None:
         self._disjoint = disjoint
@@ -123,8 +123,8 @@ class SglangStream:
             self._told = known
 
     def _drop_repeated(self, meta: AnswerMeta) -> None:
-        """The part that ends an answer in the server's queue (where a pause or a want of KV room had put it)
-        repeats its last id and all log-probs, alone or behind what was new."""
+        """Drop repeated units. If a pause or a lack of KV room put an answer into the server's queue, its
+        last part repeats the last id and all log-probs, alone or after the new units."""
         n_units, n_logprobs = meta.completion_tokens, meta.output_token_logprobs_length
         if n_units is None or n_logprobs is None or len(self._ids) <= n_units:
             return
@@ -278,8 +278,8 @@ def _problems(info: SglangInfo, update_mode: UpdateMode, max_model_len: int, dty
 
 
 async def _check_answers(client: ServerClient, vocab_size: int) -> None:
-    """Check that units carry versions, and that log-probs are of what is sampled from. These are also the
-    server's first requests: it is warm afterwards."""
+    """Check that units carry versions, and that log-probs are those of the sampling distribution. These are
+    also the server's first requests and warm it up."""
     watched = list(range(min(vocab_size, 64)))
     spread = []
     for temperature in (1.0, COLD):

@@ -1,7 +1,7 @@
 """New weights for a serving SGLang server: from a snapshot's directory, or from process to process.
 
-Of the latter, the channel `nccl`, the trainer's half is `areal_async/weights/channels/tensor_sender.py`. Once
-its server is paused, an engine asks the trainer for the new version's tensors; then each request to the
+The second way is the channel `nccl`, whose trainer's half is `areal_async/weights/channels/tensor_sender.py`.
+Once its server is paused, an engine asks the trainer for the new version's tensors; then each request to the
 server takes one bucket of them from the process group that trainer and engines share. A server answers a
 request only once its tensors have arrived. Before each the trainer is asked: it says yes when all members are
 ready.
@@ -9,11 +9,11 @@ ready.
 Promises:
 - The new version is named with the last bucket, when everything before it was loaded: a server that has only
   a part of an update never says that it serves it.
-- Whatever fails, the server is given the snapshot's directory, or it is lost. A group in which anything
-  failed is never used again; the next one has another name. The trainer is told what fails here, so that no
-  other engine waits for this one.
-- Nothing waits without a limit: for the trainer's answer `ASK_S`, for a bucket the limit that the trainer
-  names and the receiver's grace.
+- After any failure, the server loads the snapshot's directory, or it is lost. A failed group is never used
+  again; the next one has another name. Failures here are reported to the trainer, so that no other engine
+  waits for this one.
+- Every wait has a limit: `ASK_S` for the trainer's answer, and for a bucket the trainer's limit plus the
+  receiver's grace.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ STEP_MS = 1000
 """Longest that the trainer keeps an engine waiting for the others before it is asked again: a trainer that
 died shows in no other way."""
 GRACE_S = 10.0
-"""The trainer's limit ends first and closes the group, so that the server can say what failed; a server that
-answers nothing even then is stuck inside the group."""
+"""Grace of the engine's limit after the trainer's. The trainer's limit ends first and closes the group, so
+that the server can report the failure. A server that is silent even then is stuck inside the group."""
 RANK_S = 1.0
-"""Further grace for each rank before the engine's own: over gloo a member hands bytes on to higher ranks
-alone, so that the end of one that is stuck frees those that wait for it, if they are more patient."""
+"""Additional grace for each rank. Over gloo a member forwards bytes only to higher ranks, so the end of a
+stuck member frees the members that wait for it, if they wait longer."""
 LONGEST_BREAK = 63
 """Updates taken from the directory after many failures in a row, before a group is tried again."""
 
@@ -83,8 +83,8 @@ class Answered(msgspec.Struct):
 
 
 async def load_directory(client: ServerClient, snapshot: Directory, *, flush: bool, timeout_s: float) -> None:
-    """Have the paused server load `snapshot.path` and serve it as its tag; with `flush` no KV of other
-    weights is left in its cache. Raises `EngineError`, after which nobody knows what the server holds."""
+    """Load `snapshot.path` into the paused server and serve it as its tag. With `flush`, its cache has no KV
+    of other weights afterwards. Raises `EngineError`, after which the server's weights are unknown."""
     tag = snapshot.tag.label
     body = {
         "model_path": str(snapshot.path),
@@ -121,8 +121,8 @@ class TensorReceiver:
     _break: int = 0  # Updates that are still taken from the directory before the next try
 
     async def opened(self, client: ServerClient, python: Path | None) -> None:
-        """A server has started; `python` is its environment's, None for an attached one. Raises `EngineError`
-        for one that tensors cannot be sent into."""
+        """Prepare for a started server. `python` is the interpreter of its environment, None for an attached
+        server. Raises `EngineError` if the server cannot receive tensors."""
         sizes = await client.get("/server_info", Parallel)
         for flag, size in (("pp-size", sizes.pp_size), ("dp-size", sizes.dp_size)):
             if size > 1:
@@ -138,9 +138,11 @@ class TensorReceiver:
             await client.request("POST", "/end_weight_update", {})
 
     async def load(self, client: ServerClient, snapshot: Directory, *, flush: bool, timeout_s: float) -> None:
-        """Have the paused server serve `snapshot`, by its tensors if they can be had, else by its directory.
+        """Load `snapshot` into the paused server, from the trainer's tensors if possible, else from the
+        directory.
 
-        Raises `EngineError`, after which nobody knows what the server holds."""
+        Raises `EngineError`, after which the server's weights are unknown.
+        """
         if self._break:
             self._break -= 1
         else:
@@ -167,8 +169,8 @@ class TensorReceiver:
         await self.trainer.close()
 
     async def _take(self, client: ServerClient, snapshot: Directory, flush: bool) -> bool:
-        """Whether the trainer had the tensors. With an error the server holds what it held, or a mixture; the
-        group is gone and no session is open."""
+        """Return whether the trainer had the tensors. After an error the server has the old weights or a
+        mixture, the group is gone, and no session is open."""
         answer = await self._ask(AskTensors(self.name, self._group, snapshot.tag, self._ranks))
         if isinstance(answer, SendsNothing):
             log.info("snapshot is loaded", version=snapshot.tag.version, reason=answer.reason)

@@ -6,7 +6,7 @@ and drops the whole cache, so that they begin again from their ids under the new
 their KV. Requests sent later have a cache salt of their own, so that none of them meets KV of older weights;
 with `session` the later ones of a session have the salt of the version that it began under.
 
-What was reloaded half is never served: should anything fail once a reload has begun, the engine is lost.
+Partially loaded weights are never served: if a step fails after a reload has begun, the engine is lost.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ SEVERAL_RANKS = {"tensor-parallel-size", "pipeline-parallel-size"}  # Flags with
 
 
 def command(launch: Launch) -> list[str]:
-    """The argument vector. Raises `EngineError` for what the server cannot do on the device, and for a flag
-    in rollout.server.arguments that is the engine's to give."""
+    """Return the argument vector. Raises `EngineError` if the server cannot run this job on the device, and
+    for a flag in rollout.server.arguments that the engine sets itself."""
     settings = launch.settings
     flags: dict[str, Flag] = {
         "model": str(launch.weights.path),
@@ -130,7 +130,8 @@ def command(launch: Launch) -> list[str]:
 
 
 def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the server: that of this process, and what the server needs."""
+    """Return the environment of the server: the environment of this process, and the variables that the
+    server needs."""
     found = server_variables(launch, inherited) | {
         # The endpoints that pause, reload and name the weights. vLLM's own key would leave them open to
         # everybody on the machine: `http/keyed.py` does not.
@@ -295,8 +296,9 @@ async def _control(
 
 
 def parse_load(text: str) -> ServerLoad:
-    """Return the load in a server's `/metrics`, summed over its engines; the KV's share (the server's name
-    for it says per cent) is that of the fullest. What is not there is 0."""
+    """Return the load in a server's `/metrics`, summed over its engines. The share of KV in use is the one of
+    the fullest engine; despite the server's name for it, it is not in per cent. A missing series counts as
+    0."""
     values: dict[str, list[float]] = {WAITING: [], KV_USED: [], GENERATED: []}
     for line in text.splitlines():
         name, _, rest = line.partition("{")

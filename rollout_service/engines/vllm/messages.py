@@ -1,8 +1,8 @@
 """Requests to a vLLM server and the reading of its answers; and `probe`, which checks its features.
 
-The server takes ids and gives ids, of each the log-prob, and the spans of the answer that were sampled under
-one label of the weights. Labels are this engine's own: `label` makes them, `tag_of` reads them back.
-Each error of the probe names what is missing and what to do.
+The server takes ids. It returns ids with their log-probs, and the spans of the answer that were sampled under
+one label of the weights. Labels are this engine's own: `label` makes them, `tag_of` reads them back. Each
+error of the probe names the missing feature and the remedy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Logprobs(msgspec.Struct):
 
 
 class AnswerChoice(msgspec.Struct):
-    """An answer; of a stream, what is new in it, and at its end the spans of all of it."""
+    """An answer. In a stream, each one has the new units, and the last one has the version spans of all
+    units."""
 
     finish_reason: str | None
     token_ids: list[int]
@@ -53,14 +54,14 @@ class Usage(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """The part of the server's answer that is used. Its decoding fails where a field is missing, but for
-    `usage`, which a stream has not."""
+    """The used part of the server's answer. Its decoding fails if a field is missing, except `usage`, which a
+    stream lacks."""
 
     choices: list[AnswerChoice]
     usage: Usage | None = None
 
     def only(self) -> AnswerChoice:
-        """Raises `EngineError` where there is none, or more."""
+        """Return the only choice. Raises `EngineError` if there is none, or more than one."""
         if len(self.choices) != 1:
             raise EngineError(f"the server gave {len(self.choices)} answers to one request")
         return self.choices[0]
@@ -149,8 +150,8 @@ def tag_of(text: str, owner: str) -> VersionTag:
 
 
 def parse(answer: Answer, owner: str, *, logprobs_of: LogprobsOf) -> GenerateResult:
-    """Return what was sampled, without its text. Raises `EngineError` for an answer that is not whole,
-    `EngineLost` as `tag_of`."""
+    """Return the sampled units, without their text. Raises `EngineError` for an incomplete answer, and
+    `EngineLost` for unknown weights (`tag_of`)."""
     choice = answer.only()
     details = answer.usage.prompt_tokens_details if answer.usage is not None else None
     units = [
@@ -238,9 +239,10 @@ class Checksums(msgspec.Struct):
 
 
 async def probe(client: ServerClient, *, max_model_len: int, tied: bool) -> str:
-    """Check a server and return its release. `tied` says that the model's output layer is its embedding.
+    """Check a server and return its release. `tied` means that the model's output layer is its embedding.
 
-    Raises `EngineError`, which says what is missing and with which flag or variable it is there."""
+    Raises `EngineError`, which names the missing feature and the flag or variable that enables it.
+    """
     release = (await client.get("/version", VllmRelease)).version
     if not release.startswith(RELEASES):
         raise EngineError(

@@ -1,8 +1,8 @@
-"""New weights for a vLLM server: what a snapshot's directory must be before it reloads from it.
+"""New weights for a vLLM server, and the checks of a snapshot's directory before a reload.
 
-vLLM 0.32.0 asks for it, measured: `reload_weights` leaves a tensor that the directory lacks as it was and
-still answers 200; with a tensor too many, or of another shape, the whole server dies; and on a CPU a tied
-output layer keeps the weights it was started with, because the reload skips it and its packed copy stays. So
+Measurements of vLLM 0.32.0 show why: `reload_weights` keeps the old values of a missing tensor and still
+answers 200; with a tensor too many, or of another shape, the whole server dies; and on a CPU a tied output
+layer keeps the weights it was started with, because the reload skips it and its packed copy stays. So
 directories are compared with the first one, and on a CPU the tied layer is given to the server as one of its
 own (`untied`).
 """

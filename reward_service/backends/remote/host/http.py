@@ -1,5 +1,5 @@
-"""The reference server's HTTP: starlette on the project's `HttpServer`; who may reach it, and what a request
-must show."""
+"""HTTP of the reference server: starlette on the project's `HttpServer`, with checks of clients and
+tokens."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ BUSY_REST_MS = 1000
 
 
 def http_socket(address: str, token: str) -> socket.socket:
-    """A listening socket at `host:port`; port 0 picks one. Raises `EndpointError`, also for one that other
-    machines would reach without a token."""
+    """Return a listening socket at `host:port`; port 0 picks one. Raises `EndpointError`, also if other
+    machines could reach it without a token."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or int(port) > 65535:

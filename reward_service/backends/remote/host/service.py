@@ -1,10 +1,10 @@
-"""The reference server's work: what it offers, told from the rewards' files without running them; admission,
-scoring, deadline.
+"""The reference server's service: its offers, read from the rewards' files without running them; admission,
+scoring, deadlines.
 
-Promises: a request that is taken is answered within its deadline, with one verdict for each input; an input
-that has none by then is an error that says so, and is no timeout: it may never have begun. What is under way
-is bounded: a request is refused as `busy` beyond `max_waiting` inputs, or when its turn would come too late,
-with the time after which to come again. No request sees another's verdicts.
+Promises: an accepted request is answered within its deadline, with one verdict for each input; an unfinished
+input gets an error and not a timeout, because it may never have begun. Work in flight is bounded: a request
+is refused as `busy` beyond `max_waiting` inputs, or if its turn would come too late, with the time after
+which to retry. No request sees another's verdicts.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def read_offers(
     args: Mapping[str, Any] | None = None,
     timeout_s: float = 10.0,
 ) -> list[ServedReward]:
-    """The offers that the command line names; `args` are those of the only one. Raises `RewardLoadError`."""
+    """Return the offers that the command line names. `args` are the arguments if there is only one. Raises
+    `RewardLoadError`."""
     if args and len(targets) > 1:
         raise RewardLoadError("--args are those of one reward: serve the others by a server of their own")
     offers: dict[str, ServedReward] = {}
@@ -139,7 +140,7 @@ class ScoringService:
         return Health(status, self._in_flight, self._max_waiting)
 
     async def drain(self, limit_s: float) -> None:
-        """Take nothing more, and wait for what is under way, at most `limit_s`."""
+        """Refuse new calls, and wait at most `limit_s` for the running ones."""
         self._draining = True
         await set_within(self._idle, limit_s)
 
