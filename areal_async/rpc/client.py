@@ -7,21 +7,12 @@
 `SyncClient` is the blocking client.
 
 Promises:
-<<<<<<< HEAD
-- `call` ends by its deadline: with the reply, the service's `FaultError`, `RpcTimeout`, `PeerGone`, or
-  `ProtocolError` for a reply that does not belong to the request.
-- A request keeps its id through every retry, so a running server executes it once. After a restart of the
-  server the client sends a new hello and repeats its unanswered requests.
-- `busy` and `unavailable` are retried with back-off inside the deadline.
-- At most `CallLimits.in_flight` requests are under way; further calls wait in line, inside their deadline.
-=======
 - `call` ends by its deadline. It returns the reply or raises the service's `FaultError`, `RpcTimeout`,
   `PeerGone`, or `ProtocolError` for a reply of the wrong type.
 - A request keeps its id through every retry, so a running server handles it once. After a restart of the
   server, the client says hello again and repeats unanswered requests.
 - `busy` and `unavailable` are retried with back-off within the deadline.
-- At most `max_in_flight` requests are in flight. Further calls wait in line, within their deadline.
->>>>>>> r36-p3
+- At most `CallLimits.in_flight` requests are in flight. Further calls wait in line, within their deadline.
 """
 
 from __future__ import annotations
@@ -94,8 +85,8 @@ class _Pending:
 
 @dataclass(frozen=True)
 class CallLimits:
-    """Bounds of one client's calls: those under way, and the bytes of a part of an answer, of which a longer
-    one ends the connection."""
+    """Limits of a client: calls in flight, and bytes of one part of a reply. A longer part closes the
+    connection."""
 
     in_flight: int = 64
     part_bytes: int = MAX_MESSAGE_BYTES
@@ -104,19 +95,12 @@ class CallLimits:
 class Client:
     """A client of the server at an address.
 
-<<<<<<< HEAD
-    `timeout_s` is the patience of every call that names none of its own. An unanswered request is repeated
-    after `resend_after_s`, then after twice as long, and so on: only a lost reply needs it, since a lost
-    connection is noticed at once. `async with` connects and closes.
-=======
     The address is an `Address`, which may move, or a fixed endpoint. All methods belong to one event loop.
     Calls may run concurrently.
 
     `timeout_s` applies to every call without a timeout of its own. An unanswered request is repeated after
     `resend_after_s`, then after twice as long, and so on. Only a lost reply needs this, because a lost
-    connection is noticed at once. An answer with a part above `max_part_bytes` closes the connection. `async
-    with` connects and closes.
->>>>>>> r36-p3
+    connection is noticed at once. `async with` connects and closes.
     """
 
     def __init__(
@@ -306,16 +290,10 @@ class Client:
         context = open_context()
         sock = context.socket(zmq.DEALER)
         try:
-<<<<<<< HEAD
-            endpoints.tune(sock, max_part_bytes=self._part_bytes)
-            # Not zmq.IMMEDIATE: with it, libzmq drops replies that came just before a disconnect. What it may
-            # queue for a server that is not there is answered WHO by the next one, and then repeated.
-=======
             endpoints.tune(sock, max_part_bytes=self._part_bytes)
             # zmq.IMMEDIATE is not set: with it, libzmq drops replies that arrived just before a disconnect.
             # Without it, libzmq may queue requests while the server is down. The next server answers them
             # with WHO, and the client repeats them.
->>>>>>> r36-p3
             sock.setsockopt(zmq.RECONNECT_IVL, 20)
             sock.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
             monitor = sock.get_monitor_socket(_EVENTS)
