@@ -169,11 +169,10 @@ def run_job(
     cluster_file: Path | None = None,
     inline: bool = False,
 ) -> RunResult:
-    """Run `job`, or resume its run. Return once all its processes have exited.
-
-    Call it in the main thread. Without a `cluster`, all processes run on this machine. Messages name
-    `cluster_file`. `inline`: all roles run in this process, and an error of one is raised unchanged. Raises
-    `ConfigError` if the machine cannot run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`."""
+    """Run `job`, or resume its run. Return once all its processes have exited. Call it in the main thread.
+    Without a `cluster`, all processes run on this machine. Messages name `cluster_file`. `inline`: all roles
+    run in this process, and an error of one is raised unchanged. Raises `ConfigError` if the machine cannot
+    run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`."""
     console = console or RunConsole()
     raise_file_limit()
     check_start(job, modules=modules, cluster=cluster, inline=inline)

@@ -9,7 +9,7 @@ import msgspec
 from areal_async.base.errors import ArealError
 
 Level = Literal["isolated", "none"]
-"""With `isolated`: namespaces, a filter of system calls, limited memory. With `none`: a child process with
+"""`isolated` means namespaces, a filter of system calls, limited memory. `none` means a child process with
 limits and its own folder, which is no protection."""
 EndKind = Literal[
     "ok",

@@ -178,9 +178,8 @@ class Context:
         train: bool = True,
         **sampling: Any,
     ) -> Reply:
-        """Continue `parent` with `prompt`, then sample. Without `parent`, a new path begins. `policy` names
-        the policy that answers. The default is the agent's policy, or the job's first policy if there is no
-        agent. All policies on a path must have the same tokenizer.
+        """Continue `parent` with `prompt`, then sample. Without `parent`, a path begins. `policy` answers:
+        by default the agent's, or the job's first. All policies on a path must have the same tokenizer.
 
         `prompt` is text, chat messages or token ids. None samples directly after `parent`. Messages after a
         reply become the text that the chat template appends. If the template would change earlier text,

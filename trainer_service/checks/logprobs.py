@@ -342,8 +342,7 @@ class LogprobCheck:
         epoch: int,
         same_as: Sequence[int],
     ) -> None:
-        """Compare the units of this batch that version `step` sampled, if any. Do nothing once a version of
-        this process was compared.
+        """Compare the units of this batch that version `step` sampled, if no version was compared before.
 
         `epoch` is the trainer's epoch. `same_as` lists earlier epochs that published this version with equal
         weights (rank 0's list is used). Raises `SelfCheckError` if a difference exceeds its limit and the job

@@ -94,8 +94,7 @@ def replay(
     out: Path | None,
     console: Console,
 ) -> list[int]:
-    """Train from `start` (None: from the model) to step `last`, print each step, and write the model to the
-    folder `out`.
+    """Train from `start` (None: the model) to step `last`, print each step, and write the model to `out`.
 
     Returns the steps that differ. Raises the errors of training. With `exact`, raises `TrainerError` at the
     first difference."""

@@ -54,7 +54,7 @@ class RewardModelArguments(Section):
     device: Annotated[str, AfterValidator(_is_a_device)] = "auto"
     """`auto`: a GPU where there is one. Else `cpu`, `cuda` or `cuda:N`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """With `auto`: float32 on a CPU, else the dtype of the saved model."""
+    """`auto` means float32 on a CPU, else the dtype of the saved model."""
     threads: int = Field(default=1, ge=1, le=1024)
     """Threads of the computation on a CPU."""
 

@@ -181,7 +181,7 @@ def _rotary(folder: Path, device: torch.device) -> Rotary:
 
 def _transformer_config(found: Dimensions, options: MegatronOptions) -> TransformerConfig:
     """Return the configuration of the layers."""
-    # This function is long because each setting has its own line.
+    # Long: each setting has its own line.
     grid, dtype, recompute = options.grid, options.dtype, options.recompute
     mixture: dict[str, Any] = {}
     if found.experts:
