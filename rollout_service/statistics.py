@@ -116,7 +116,7 @@ def intervals(columns: Floats, *, seed: int, resamples: int = RESAMPLES) -> tupl
     n, k = columns.shape
     if n < 2:
         return np.full(k, np.nan), np.full(k, np.nan)
-    # Sorted, because the order of tasks must not matter. All columns use the same drawn tasks.
+    # Sorted, because the order of tasks must not matter. The values of one task need not stay in one row.
     columns = np.sort(columns, axis=0)
     rng = np.random.default_rng(seed)
     means = np.empty((resamples, k))

@@ -20,7 +20,7 @@ class Local(EnginePart):
     ) -> Any:
         from rollout_service.engines.devices import own_device
 
-        # imports torch, which checking a job should not load
+        # loads torch only here
         from rollout_service.engines.local import engine
 
         return engine.LocalEngine(

@@ -35,7 +35,7 @@ class LocalModel:
     def __init__(
         self, directory: Path, *, device: str = "cpu", dtype: str = "float32", mixture: Mixture | None = None
     ) -> None:
-        """With the `mixture` of the model, each pass stores the chosen experts in `experts`. Raises
+        """If the model's `mixture` is given, each pass stores the chosen experts in `experts`. Raises
         `EngineError` if the directory has no causal language model."""
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, dtype)
