@@ -144,8 +144,9 @@ def _from_file(path: Path, ref: BlobRef) -> bytes | None:
 
 @contextlib.asynccontextmanager
 async def open_reader(run: Run) -> AsyncIterator[LedgerReader | BufferReader]:
-    """Yield a reader of the run's ledger. Raises `RunFolderError` if there is none any more, `TaskFileError`
-    if the task file is missing, and `WireError` if a buffer on another host does not answer."""
+    """Yield a reader of the run's ledger. Raises `RunFolderError` if the ledger no longer exists, and
+    `TaskFileError` if the task file is missing. Raises `WireError` if a buffer on another host does not
+    answer."""
     tasks = TaskOrder.of(run.job)
     async with contextlib.AsyncExitStack() as stack:
         if run.job.buffer.redis != "embedded":
