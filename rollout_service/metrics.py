@@ -52,8 +52,9 @@ EVALUATED_VERSION = Gauge("areal_evaluation_version", "Version of the last snaps
 
 
 class EngineMetrics(Collector):
-    """Metrics of started engines, one per policy, read at the scrape, so that a decode step pays nothing.
-    Figures without a policy cover all engines; the KV share is that of the fullest one."""
+    """Collector of the figures of started engines, one engine per policy. It reads them on request, so a
+    decode step has no extra cost. Figures without a policy label are totals. The KV figure is that of the
+    fullest cache."""
 
     def __init__(self, *engines: Any) -> None:
         self._engines = engines
@@ -73,14 +74,14 @@ class EngineMetrics(Collector):
         yield version
 
 
-ALL_SOURCES = "*"  # The label of the figures over all data sources
+ALL_SOURCES = "*"  # Label of the figures over all data sources
 
 
 def show_evaluation(
     tag: VersionTag, overall: Statistics, by_source: Mapping[str, Statistics], unscored: Mapping[str, int]
 ) -> None:
-    """Set the figures of the evaluation of `tag` by data source, and remove the figures of sources without
-    any."""
+    """Set the figures of the evaluation of `tag` by data source, and remove those of sources without
+    results."""
     ACCURACY.labels(tag.policy).set(overall.mean.value)
     EVALUATED_VERSION.labels(tag.policy).set(tag.version)
     for gauge in (SCORE, UNSCORED):

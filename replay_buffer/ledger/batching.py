@@ -262,7 +262,7 @@ class _Assembly:
 
     def _wait_for_overtaken(self, chosen: list[GroupRecord]) -> Waiting | None:
         """Return a reason if the step waits for overtaken groups. It does not wait if all of `chosen` are new
-        and as old as the overtaken groups, because no place would be left for another group."""
+        and as old as the overtaken groups. No place would then be left for another group."""
         tx, step = self.tx, self.step
         limit = self.rules.lowest_version(step)
         overtaken = [group for group in self._aged(limit) if group.state in UNFINISHED]

@@ -1,8 +1,8 @@
 """Choice of scored groups for a step: an order (`buffer.sampling`), which age can override.
 
-A group of version `w` can be trained up to step `w + η`. When the batch of step `v` is made, the steps `v + 1
-… w + η` can still take `(w + η − v)·B` groups of version `w` or older. If more such groups are left, the
-excess must be taken now, oldest versions first. All other groups are taken in the chosen order. Admission
+A group of version `w` can be trained up to step `w + η`. After the batch of step `v` is made, the steps `v +
+1 … w + η` remain. They can take `(w + η − v)·B` groups of version `w` or older. If more such groups are left,
+the excess must be taken now, oldest versions first. All other groups are taken in the chosen order. Admission
 grants no more groups than there are places. So no order drops a group that arrives with the version of its
 lease.
 

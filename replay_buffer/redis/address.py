@@ -88,8 +88,8 @@ class RedisAddress:
 
 
 Trouble = Literal["gone", "disk", "memory", "replica", "refused"]
-"""Reasons why Redis accepts no writes: it does not answer, cannot write to its disk, is at its memory limit,
-is not the master, or gives another reason."""
+"""Reasons why Redis accepts no writes. It does not answer, cannot write to its disk, is at its memory limit,
+or is not the master. `refused` is any other reason."""
 
 
 class StoreError(ArealError):

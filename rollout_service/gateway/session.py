@@ -255,8 +255,8 @@ class AgentCalls:
 
 
 def _check_trainable(changes: dict[str, Any]) -> None:
-    """Raise `ApiError` for top-p or top-k. An importance ratio needs samples at a temperature without
-    truncation."""
+    """Raise `ApiError` for top-p, top-k or temperature 0. An importance ratio needs samples at a positive
+    temperature without truncation."""
     good = {"temperature": lambda v: v > 0, "top_p": lambda v: v == 1, "top_k": lambda v: v == 0}
     for name, value in changes.items():
         if not good[name](value):

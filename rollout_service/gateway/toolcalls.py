@@ -6,11 +6,11 @@
               [TOOL_CALLS]NAME[ARGS]{…} for each call                         Mistral Small 3.2 and later
     llama     {"name": …, "parameters": {…}}, after <|python_tag|> or alone   Llama 3.1 and later
 
-Calls inside a thought are none (`areal_async/models/answers.py`). Text of which one call is malformed is no
-tool call at all: the agent gets it as content, as the model wrote it. Nothing is corrected: a call whose
-arguments stand under another key, or with a parameter that is not closed, is malformed. A tag that begins no
-call, and that is not closed before the next one, is a mention. Arguments that no reply could carry
-(`requests.load_json`) are malformed. Time is linear in the text.
+Calls inside a thought do not count (`areal_async/models/answers.py`). If one call is malformed, the text has
+no tool calls. The agent then gets the model's whole text as content. Nothing is corrected. A call is
+malformed if its arguments have another key, a parameter is not closed, or no reply could carry the arguments
+(`requests.load_json`). A tag that begins no call and is not closed before the next tag is only a mention. The
+time is linear in the text's length.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The context of a workflow: generation that records the engine's input and output.
 
-Promise: every call of `generate` adds to the episode exactly the ids, log-probs, versions and epochs that the
-engine returned, after exactly the ids that it was given. A path of the episode is never tokenised again. Text
-after a reply is tokenised alone and appended (`turns.py` for chats).
+Promise: every call of `generate` adds exactly the ids that the engine was given, and the ids, log-probs,
+versions and epochs that it returned. A path of the episode is never tokenised again. Text after a reply is
+tokenised alone and appended (`turns.py` for chats).
 """
 
 from __future__ import annotations
