@@ -1,4 +1,5 @@
-"""The experience buffer: tasks, leases, episodes, verdicts and batches of one job, in Redis.
+"""The replay buffer: tasks, leases, episodes, verdicts and batches of one job, in Redis.
 
-`ledger` decides, purely; `redis` writes; `coordinator` keeps the two in step; `server` speaks the wire.
-Other services use its requests (`areal_async.rpc.messages`) and nothing of this package."""
+`ledger` makes decisions as pure functions, and `redis` writes them. `coordinator` keeps both consistent, and
+`server` handles the protocol. Other services use its requests (`areal_async.rpc.messages`) and nothing else
+from this package."""

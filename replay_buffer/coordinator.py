@@ -1,14 +1,18 @@
-"""The front of a job's ledger: one process that decides, and answers only what Redis has confirmed.
+"""The front of a job's ledger: the one process that decides. It replies only after Redis has confirmed a
+write.
 
-Promises: commands are decided one after the other on the index in memory, and their writes go to Redis in
-that order without waiting for one another; a reply is given only when its write, and every write before it,
-is confirmed. When a write is not, the index is dropped at once, whoever waits is told `unavailable`, and the
-index is built again from Redis. A front that another one has replaced, or whose Redis has become unusable,
-ends: `ended` has the reason.
+Promises:
 
-Deadlines are kept by the ledger's clock, which no settable clock moves. No deadline comes nearer while nobody
-can renew anything: the clock stands still between two fronts; and while Redis does not answer, or this
-process is held up, every deadline moves on by the length of the outage.
+- Commands are decided one after the other on the index in memory. Their writes go to Redis in the same order,
+  and many may be in flight.
+- A reply is sent only after its write and every earlier write are confirmed.
+- If a write is not confirmed, the index is dropped immediately, waiting callers get `unavailable`, and the
+  index is rebuilt from Redis.
+- A front ends if another front has replaced it, or if its Redis is unusable. `ended` has the reason.
+
+Deadlines use the ledger's clock, which does not follow changes of the system clock. Deadlines do not approach
+while nobody can renew anything. Between two fronts, the clock stands still. If Redis does not answer, or this
+process is blocked, every deadline moves by the length of the outage.
 """
 
 from __future__ import annotations
@@ -48,12 +52,12 @@ from replay_buffer.redis.store import Opened, Store
 from replay_buffer.redis.writer import Bytes, LedgerClock
 from replay_buffer.routes import Given, RoutesFile
 
-BEAT_S = 0.5  # The front looks at the clock at least this often
-OUTAGE_MS = 3_000  # A longer gap between two looks is an outage of this process
+BEAT_S = 0.5  # Longest time between two looks at the clock
+OUTAGE_MS = 3_000  # A longer gap between two looks counts as an outage of this process
 ALIVE_MS = 5_000
-"""A front that has nothing to write says so often that it lives: the next one takes the time since the last
-write for an outage."""
-GATHER_S = 0.02  # How long a claim waits for a group to become complete
+"""Time between the keep-alive writes of an idle front. The next front treats the time since the last write as
+an outage."""
+GATHER_S = 0.02  # Longest wait of a claim for a group to become complete
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
 RETRY_MS = 100
@@ -67,10 +71,11 @@ log = get_logger("buffer")
 
 
 class Coordinator:
-    """`start`, then `execute` and `poll` from any number of coroutines of one loop, then `stop`.
+    """The front of a job's ledger. Call `start`, then `execute` and `poll` from any number of coroutines of
+    one loop, then `stop`.
 
-    `revive` is awaited before each attempt to reach a Redis that was lost; `on_confirmed` is told each
-    revision that Redis has confirmed, before anybody else is."""
+    `revive` is awaited before each attempt to reach a lost Redis. `on_confirmed` gets each revision that
+    Redis has confirmed, before any caller does."""
 
     def __init__(
         self,
@@ -82,9 +87,9 @@ class Coordinator:
         on_confirmed: Callable[[int], None] | None = None,
         alive_ms: int = ALIVE_MS,
     ) -> None:
-        self.index: Index | None = None  # None while it is being rebuilt
+        self.index: Index | None = None  # None during a rebuild
         self.ended: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self.lost_writes = 0  # Acknowledged writes that Redis came back without
+        self.lost_writes = 0  # Acknowledged writes that Redis has lost
         self._why = "it starts"
         self._trouble: Trouble | None = None
         self._store = store
@@ -95,8 +100,8 @@ class Coordinator:
         self._on_confirmed = on_confirmed
         self._alive_ms = alive_ms
         self._polls: dict[Edge, dict[asyncio.Event, None]] = {edge: {} for edge in EDGES}
-        """Events that the polls under way wait on, the longest first: cleared before looking, set when it
-        fires."""
+        """Events of the waiting polls, longest wait first. A poll clears its event before it looks. The edge
+        sets it."""
         self._seen_ms = 0
         self._wrote_ms = 0
         self._stopping = False
@@ -108,7 +113,7 @@ class Coordinator:
 
     @property
     def trouble(self) -> Trouble | None:
-        """Why episodes cannot be written just now; None when they can."""
+        """Reason why episodes cannot be written now, or None."""
         return self._trouble if self.index is None else ("memory" if self._store.full else None)
 
     @property
@@ -116,20 +121,20 @@ class Coordinator:
         return self._clock.now_ms()
 
     async def start(self) -> None:
-        """Take the job over and load its ledger. Raises `StoreError`."""
+        """Take over the job and load its ledger. Raises `StoreError`."""
         self._use(await self._store.open(self._on_failure))
         if self.index is not None and self.index.meta.failed:
             self._take(self.index, BufferStarted())
         self._spawn(self._beat())
 
     def stop_waiting(self) -> None:
-        """Let waiting polls answer empty-handed, and keep no later one waiting."""
+        """Let waiting polls return empty replies. Later polls do not wait."""
         self._stopping = True
         self._fire()
 
     async def stop(self) -> None:
-        """Write what is decided, and the hour: a planned stop is an outage from here on only. Then let go of
-        Redis."""
+        """Write all decisions and the time, then disconnect from Redis. Because of the time, an outage counts
+        only from this planned stop on."""
         self.stop_waiting()
         if self.index is not None:
             self._take(self.index, KeepAlive())
@@ -140,9 +145,9 @@ class Coordinator:
         await self._store.close()
 
     async def execute(self, command: Command, attachments: Sequence[Bytes | BlobRef] = ()) -> Decision:
-        """Decide, write, and return the decision once it is true in Redis.
+        """Decide, write, and return the decision after Redis has confirmed it.
 
-        Raises `FaultError("unavailable")` when that cannot be known; the command may be repeated."""
+        Raises `FaultError("unavailable")` if the confirmation is unknown. The command may be repeated."""
         index = self._ready()
         self._pass_time(index)
         if self._store.full:
@@ -152,7 +157,7 @@ class Coordinator:
                 return Decision(Leases([], reason=FULL))
         decision, written = self._take(index, command, attachments)
         if written is not None:
-            # Shielded: a caller that goes away must not take the write's confirmation from the others.
+            # Shielded: a cancelled caller must not cancel the confirmation for the others.
             await _confirmed(asyncio.shield(written))
         if decision.writes is not None:
             failpoint("buffer.before_reply")
@@ -165,8 +170,8 @@ class Coordinator:
         routed: Sequence[int] = (),
         routes: Given = (),
     ) -> Decision:
-        """Execute a put; its large episodes are on disk before it is decided, and so are the `routes` of the
-        samples `routed`, which are not kept where this front keeps none."""
+        """Execute a put. Its large episodes are on disk before the decision. So are the `routes` of the
+        samples `routed`, unless this front keeps no routes."""
         self._ready()
         group_id, kept = command.group_id, self._store.routes if routed else None
         files: dict[int, RoutesFile] = {}
@@ -191,7 +196,7 @@ class Coordinator:
             if name:
                 self._store.settled(name, group_id)
             if kept is not None:
-                # The group may have been freed meanwhile.
+                # The group may have been freed since.
                 group = self.index.groups.get(group_id) if self.index is not None else None
                 kept.settled(group_id, files, stored={*stored}.intersection(_stored(group)))
 
@@ -204,10 +209,11 @@ class Coordinator:
         more_comes: Callable[[Index], bool] | None = None,
         again: asyncio.Event | None = None,
     ) -> Message:
-        """Execute; while the reply is empty, execute again whenever `edge` fires, for at most `wait_ms`. Who
-        sets `again` has this poll alone look again.
+        """Execute the command. While the reply is empty, execute again whenever `edge` fires, for at most
+        `wait_ms`. The event `again` makes only this poll look again.
 
-        While `more_comes`, what there is may wait for `GATHER_S`: fewer and fuller replies cost less."""
+        If `more_comes` returns true, a reply may wait for `GATHER_S`, because fewer and larger replies cost
+        less."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + wait_ms / 1000
         gather_s = deadline_s if more_comes is not None else 0.0
@@ -236,8 +242,8 @@ class Coordinator:
     async def blobs(
         self, wanted: Sequence[tuple[str, int]], *, by_file: bool = False
     ) -> list[Bytes | FilePart | None]:
-        """Episode bytes by (group id, sample); `by_file`: of those in files where they lie. Raises
-        `FaultError("unavailable")`."""
+        """Return episode bytes by (group id, sample). With `by_file`, return the places of bytes that are in
+        files. Raises `FaultError("unavailable")`."""
         try:
             return await self._store.blobs(wanted, by_file=by_file)
         except StoreUnavailable as error:
@@ -246,20 +252,21 @@ class Coordinator:
     async def routes(
         self, wanted: Sequence[tuple[str, int]], *, by_file: bool = False
     ) -> list[memoryview | FilePart | None]:
-        """Routes by (group id, sample), as `blobs` has episodes; None for those that there are none of."""
+        """Return routes by (group id, sample), in the form that `blobs` uses for episodes. None means that an
+        episode has no routes."""
         if self._store.routes is None:
             return [None] * len(wanted)
         return await self._store.routes.read(wanted, by_file=by_file)
 
     def records(self) -> LedgerRecords:
-        """All records as they are now. Raises `FaultError("unavailable")`."""
+        """Return all records in their present state. Raises `FaultError("unavailable")`."""
         index = self._ready()
         return LedgerRecords(
             index.meta, {**index.groups}, {**index.leases}, {**index.claims}, {**index.batches}
         )
 
     def tasks(self, task_ids: Sequence[str]) -> list[Task]:
-        """Return these tasks, without those that do not exist. Raises `FaultError("unavailable")`."""
+        """Return the existing tasks among these. Raises `FaultError("unavailable")`."""
         table, found = self._ready().tasks, []
         for task_id in task_ids:
             with contextlib.suppress(ValueError, IndexError):
@@ -278,7 +285,7 @@ class Coordinator:
     def _take(
         self, index: Index, command: Command, attachments: Sequence[Bytes | BlobRef] = ()
     ) -> tuple[Decision, asyncio.Future[None] | None]:
-        """Decide and apply; returns what confirms the decision."""
+        """Decide and apply. Return the decision and the future of its confirmation."""
         with busy("serve"):
             decision = decide(index, command, self.now_ms)
             if decision.writes is None:
@@ -303,7 +310,7 @@ class Coordinator:
             self._on_confirmed(revision)
 
     def _pass_time(self, index: Index) -> None:
-        """Take note of the time that has passed: an outage, or deadlines reached."""
+        """Handle the time that has passed: an outage, or deadlines that are due."""
         now_ms = self.now_ms
         gap_ms, self._seen_ms = now_ms - self._seen_ms, now_ms
         if gap_ms > OUTAGE_MS:
@@ -316,13 +323,13 @@ class Coordinator:
             self._take(index, KeepAlive())
 
     def _until_change(self, edge: Edge, left_s: float) -> float:
-        """Return how long to wait for an edge at most: the trainer's wait for overtaken groups ends by
-        itself."""
+        """Return how long to wait for an edge at most. The trainer's wait for overtaken groups ends without
+        an event."""
         due_ms = self.index.overtaken_due_ms if edge == "batch" and self.index is not None else None
         return left_s if due_ms is None else min(left_s, max(0.001, (due_ms - self.now_ms) / 1000))
 
     async def _beat(self) -> None:
-        """Let time pass when nobody asks."""
+        """Advance the ledger's time when no requests arrive."""
         while True:
             due_ms = self.index.next_deadline_ms if self.index is not None else None
             pause_s = BEAT_S if due_ms is None else min(BEAT_S, (due_ms - self.now_ms) / 1000)
@@ -330,7 +337,7 @@ class Coordinator:
             if self.index is not None:
                 self._pass_time(self.index)
 
-    # --- losing and finding Redis ---
+    # --- loss and return of Redis ---
 
     def _use(self, opened: Opened) -> None:
         if opened.lost_writes:
@@ -347,12 +354,12 @@ class Coordinator:
         note_loaded(
             index, front_epoch=opened.front_epoch, idle_ms=opened.idle_ms, lost_writes=opened.lost_writes
         )
-        # Only now that the loss is told: a front that dies before this leaves it to the next one to tell.
+        # Reset only after the loss is logged: if this front dies before, the next front logs it.
         self._tell_confirmed(opened.revision)
         if opened.idle_ms:
             self._take(index, ExtendDeadlines(opened.idle_ms))
         if opened.lost_writes:
-            # Claims that have ended live again, and their scorers' signs of life would keep them.
+            # Claims that had ended exist again, and heartbeats of their scorers would keep them alive.
             for scorer in list(index.claims_of):
                 self._take(index, Arrived(scorer))
         if opened.lost_episodes:
@@ -370,7 +377,7 @@ class Coordinator:
         )
 
     def _on_failure(self, error: StoreError) -> None:
-        """A write was not confirmed: nothing that was decided on top of it is true."""
+        """Handle a write that was not confirmed: every decision based on it is invalid."""
         self.index = None
         self._note(error)
         self._fire()
@@ -379,7 +386,7 @@ class Coordinator:
             self._spawn(self._rebuild(error))
 
     def _note(self, error: StoreError) -> None:
-        """Keep what Redis said: who asks meanwhile is told, and each new reason is logged once."""
+        """Record the error for callers that ask meanwhile, and log each new reason once."""
         if str(error) != self._why and self._trouble is not None:
             log.warning("waiting for Redis", reason=str(error))
         self._why = str(error)
@@ -406,7 +413,7 @@ class Coordinator:
         self._end(error)
 
     async def _wait_for_room(self) -> None:
-        """Episodes and leases wait until Redis has memory again; what frees it goes on."""
+        """Delay episodes and leases until Redis has memory again. Requests that free memory continue."""
         while self._store.full and self.index is not None:
             await asyncio.sleep(ROOM_PAUSE_S)
             with contextlib.suppress(StoreUnavailable):
@@ -431,7 +438,7 @@ class Coordinator:
 
 
 async def _happens(event: asyncio.Event, limit_s: float) -> bool:
-    """Wait for `event`, at most `limit_s`; whether it came."""
+    """Wait for `event`, at most `limit_s`. Return whether it was set."""
     if limit_s <= 0:
         return False
     try:
@@ -452,14 +459,14 @@ def _unavailable(error: StoreError) -> FaultError:
     return FaultError("unavailable", str(error), RETRY_MS)
 
 
-# --- what is written to the event log (areal_async/base/events.py has the form) ---
+# --- the event log (areal_async/base/events.py defines the format) ---
 
 
 NO_VERSIONS = Versions(-1, -1, -1)
 
 
 def note_loaded(index: Index, *, front_epoch: int, idle_ms: int, lost_writes: int) -> None:
-    """A ledger was taken over."""
+    """Log that a ledger was taken over."""
     if not recording():
         return
     record(
@@ -478,7 +485,7 @@ def note_loaded(index: Index, *, front_epoch: int, idle_ms: int, lost_writes: in
 
 
 def note_decided(index: Index, writes: WriteSet, command: str, *, front_epoch: int) -> None:
-    """`writes` were decided on `index`, which does not hold them yet."""
+    """Log that `writes` were decided on `index`, which does not contain them yet."""
     if not recording():
         return
     moved: dict[str, list[Any]] = {}
@@ -527,7 +534,8 @@ def note_decided(index: Index, writes: WriteSet, command: str, *, front_epoch: i
 
 
 def _place(meta: LedgerMeta, index: Index) -> dict[str, Any]:
-    """Return where the trainers and the cursor stand; a job of one policy has its name beside its figures."""
+    """Return the positions of the trainers and the cursor. In a job with one policy, its name and figures are
+    top-level fields."""
     trainers = {
         policy: {"v_train": each.v_train, "trainer_epoch": each.epoch, "checkpoint": each.checkpoint}
         for policy in index.consumers
@@ -539,19 +547,19 @@ def _place(meta: LedgerMeta, index: Index) -> dict[str, Any]:
 
 
 def _named(index: Index, what: Any, policy: str) -> Any:
-    """`what` of a policy: by its own name in a job of one."""
+    """Return `what` with the policy's name in front, or `what` alone in a job with one policy."""
     return what if len(index.consumers) == 1 else f"{policy}/{what}"
 
 
 def _standing(group: GroupRecord | None, policy: str) -> tuple[str, int]:
-    """The state of a group as a policy sees it, and its step; ("", -1) where it is not there."""
+    """Return the state of a group for a policy, and its step. ("", -1) if there is no group."""
     if group is None or policy not in group.training:
         return "", -1
     return GroupState(group.state_for(policy)).name, group.training[policy].step
 
 
 def _stored(group: GroupRecord | None) -> list[int]:
-    """Samples whose bytes are held."""
+    """Return the samples whose bytes are stored."""
     if group is None:
         return []
     return [sample for sample, episode in enumerate(group.episodes) if episode.is_held]

@@ -1,4 +1,4 @@
-"""The buffer's Prometheus series, read from its figures as of about a second ago."""
+"""The buffer's Prometheus series, read from figures that are about one second old."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ WAITS: dict[Trouble, str] = {
     "replica": "Redis has no master for the buffer to write to",
     "refused": "Redis refuses what the buffer asks, see the log of the buffer",
 }
-"""Text for a buffer that waits because it cannot write, in the words that a stall is reported with."""
+"""Text for a buffer that waits because it cannot write, as used in reports of a stall."""
 
 
 class BufferCollector(Collector):
-    """Shows the last figures it was given. The scrape runs in a thread of its own, so it never touches the
-    ledger.
+    """Collector of the last figures that it was given. A scrape runs in a thread of its own, so it never
+    reads the ledger.
 
-    `last_write` gives the confirmation of the write sent last: while it is not there, Redis is waited for.
-    `rules` has the limits beside which the figures are read."""
+    `last_write` returns the confirmation of the last write. While it is pending, the buffer waits for Redis.
+    `rules` has the limits that are exported beside the figures."""
 
     def __init__(
         self,
@@ -66,23 +66,24 @@ class BufferCollector(Collector):
         self._trouble: Trouble | None = None
 
     def waits(self, trouble: Trouble | None) -> None:
-        """Why nothing can be written just now; None when it can."""
+        """Set the reason why nothing can be written now, or None."""
         self._trouble = trouble
 
     def show(self, stats: BufferStats, lost_writes: int) -> None:
         self._stats, self._lost_writes = stats, lost_writes
 
     def figures(self) -> ServiceFigures:
-        """Return what the buffer says to whoever asks for its status, and what it waits for."""
+        """Return the buffer's figures for status requests, and what it waits for."""
         silent_s = self.unconfirmed_s()
         unconfirmed = f"no write confirmed for {silent_s:.0f} s" if silent_s > SILENT_S else ""
         board.waits("redis", WAITS[self._trouble] if self._trouble is not None else unconfirmed)
         return ServiceFigures(buffer=self._stats)
 
     def unconfirmed_s(self) -> float:
-        """Seconds, at least, that Redis has confirmed nothing of what it was sent; 0 when there is nothing.
+        """Return for how many seconds, at least, Redis has confirmed nothing although writes are pending. 0
+        if none is.
 
-        Writes are confirmed in order, so one that was not yet sent at the last look says nothing new."""
+        Writes are confirmed in order, so a write sent after the last look gives no new information."""
         if self._awaited is not None and not self._awaited[0].done():
             return self._clock() - self._awaited[1]
         write = self._last_write()

@@ -1,12 +1,12 @@
-"""Routes of held episodes: files beside the buffer, whatever their size and wherever its Redis is.
+"""Routes of stored episodes: files beside the buffer, whatever their size and wherever its Redis runs.
 
-Promises: no byte of them is in Redis; those of an episode that is stored are there until its own bytes are
-freed, and a little longer (`GRACE_S`), since whoever was just told where they lie may still open them.
+Promises: Redis contains no bytes of routes. The routes of a stored episode exist until the episode's bytes
+are freed, and `GRACE_S` longer, because a client that just got their place may still open them.
 
-Nothing refers to the files: the name says whose routes are in it, and where in it they begin. So the ledger
-and Redis know nothing of them. What a crash leaves over is removed when the store is opened, and an episode
-whose routes are gone, after a move of the front to another host for example, is trained without. A file that
-came from a client of this host holds the routes of a group: each of its episodes has a link to it.
+No record refers to the files. A file's name says which routes it has and where they begin. So the ledger and
+Redis do not know about routes. Files that a crash leaves are removed when the store is opened. If the routes
+of an episode are lost, for example after the front moved to another host, it is trained without them. A file
+from a client on this host has the routes of a group, and each episode of the group has a hard link to it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from urllib.parse import quote, unquote
 from areal_async.rpc.by_file import Filed, FilePart
 
 PREFIX = "routes-"
-"""Beginning of their names; they lie in one folder with those of episodes."""
+"""Prefix of their file names. Episode files are in the same folder."""
 GRACE_S = 3.0
 
 Place = tuple[str, int]
 """(group id, sample)"""
 Given = Filed | Sequence[memoryview]
-"""Routes as attachments: in a file of a client of this host, or as bytes."""
+"""Routes as attachments: in a file of a client on this host, or as bytes."""
 
 
 class RoutesFile(NamedTuple):
-    """The file `name` holds the routes of an episode, so many bytes from `at` on."""
+    """The file `name` with the routes of an episode, `size_bytes` from offset `at` on."""
 
     name: str
     at: int
@@ -42,7 +42,7 @@ class RoutesFile(NamedTuple):
 
 
 class RouteFiles:
-    """The files of one job in `folder`. Used from one event loop."""
+    """Files with routes of one job in `folder`. Used from one event loop."""
 
     def __init__(self, folder: Path, grace_s: float = GRACE_S) -> None:
         self._folder = folder
@@ -51,13 +51,14 @@ class RouteFiles:
         self._removing: dict[str, asyncio.TimerHandle] = {}
 
     async def open(self, groups: Collection[str]) -> None:
-        """Take in what is there, and remove those of other `groups`. May be called again."""
+        """Read the list of files, and remove files of groups that are not in `groups`. May be called
+        again."""
         self._stop_removing()
         self._held = await asyncio.to_thread(self._found, frozenset(groups))
 
     async def write(self, group_id: str, samples: Sequence[int], given: Given) -> dict[int, RoutesFile]:
-        """Put the routes of these samples into files, which must be given to `settled` once it is decided
-        which of them are stored. Raises OSError, having left nothing: the disk is full, or fails."""
+        """Write the routes of these samples into files. Pass the files to `settled` once it is decided which
+        samples are stored. If the disk is full or fails, raises OSError and leaves no file."""
         files = {
             sample: self._named(group_id, sample, number, given) for number, sample in enumerate(samples)
         }
@@ -65,7 +66,7 @@ class RouteFiles:
         return files
 
     def settled(self, group_id: str, files: Mapping[int, RoutesFile], *, stored: Collection[int]) -> None:
-        """The routes of the samples that are `stored` are held from now on, the others' are removed."""
+        """Keep the routes of the `stored` samples, and remove the others."""
         gone = [file.name for sample, file in files.items() if sample not in stored]
         for sample in files.keys() & set(stored):
             held = self._held.setdefault(group_id, {})
@@ -75,7 +76,7 @@ class RouteFiles:
         self._remove(gone)
 
     def free(self, freed: Mapping[str, Sequence[int] | None]) -> None:
-        """The bytes of these groups' samples, None for all, are freed."""
+        """Remove the routes of these groups' samples, whose bytes are freed. None means all samples."""
         for group_id, samples in freed.items():
             held = self._held.get(group_id, {})
             gone = [held.pop(sample, None) for sample in (list(held) if samples is None else samples)]
@@ -84,15 +85,15 @@ class RouteFiles:
             self._remove([file.name for file in gone if file is not None])
 
     async def read(self, wanted: Sequence[Place], *, by_file: bool) -> list[memoryview | FilePart | None]:
-        """The routes of these episodes, read from their files, or `by_file` where they lie; None for one that
-        has none."""
+        """Return the routes of these episodes, read from their files. With `by_file`, return only their
+        places. None means that an episode has no routes."""
         files = [self._held.get(group_id, {}).get(sample) for group_id, sample in wanted]
         if by_file:
             return [None if file is None else FilePart(*file) for file in files]
         return await asyncio.to_thread(lambda: [file and self._bytes(file) for file in files])
 
     def close(self) -> None:
-        """Remove what is left to remove: nobody asks for it any more."""
+        """Remove all freed files now, because no client asks for them any more."""
         for name in self._stop_removing():
             self._unlink(name)
 
@@ -112,7 +113,8 @@ class RouteFiles:
     def _named(self, group_id: str, sample: int, number: int, given: Given) -> RoutesFile:
         at, size = (given.offsets[number], given.sizes[number]) if isinstance(given, Filed) else (0, 0)
         size = size or len(given[number])
-        token = secrets.token_hex(4)  # No name is used twice: one that was freed may still be removed
+        # No name is used twice, because a freed file may still be waiting for removal
+        token = secrets.token_hex(4)
         return RoutesFile(f"{PREFIX}{quote(group_id, safe='')},{sample},{at},{size},{token}", at, size)
 
     # --- in a thread ---

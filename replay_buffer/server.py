@@ -1,14 +1,15 @@
-"""The replay buffer service: every message of the wire that concerns tasks, episodes and batches.
+"""The replay buffer service: every request that concerns tasks, episodes and batches.
 
 Promises:
-- `staleness_is_bounded`: no batch holds a unit older than η steps, whatever failed or was late.
-- `trained_effectively_once`: an acknowledged episode is in Redis, as durable as the acknowledgement says, and
-  in at most one batch; every message may be sent again.
-- `groups_are_whole`: a batch holds whole groups, each with all its episodes and their scores.
-- `nothing_is_unbounded`: what is held and what is under way has limits; at a limit leases wait.
 
-It does not judge what an episode says (that is the reward service), and does not survive the loss of Redis
-and its files together: then the last checkpoint is where the job resumes."""
+- `staleness_is_bounded`: no batch has a unit older than η steps, whatever failed or was late.
+- `trained_effectively_once`: an acknowledged episode is in Redis, as durable as the acknowledgement says, and
+  in at most one batch. Every message may be repeated.
+- `groups_are_whole`: a batch has whole groups, each with all its episodes and their scores.
+- `nothing_is_unbounded`: stored data and running requests have limits. At a limit, leases wait.
+
+The service does not judge the content of an episode. The reward service does. The buffer does not survive the
+loss of both Redis and its files. The job then resumes from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -70,30 +71,31 @@ from replay_buffer.redis.writer import FILE, ConfirmedRevision, LedgerClock
 from replay_buffer.routes import RouteFiles
 
 LONGEST_WAIT_MS = 30_000
-LARGE_PUT_BYTES = 4 << 20  # A put above it is read in a thread, so that it does not hold up everybody else
-PUTS_RUNNING = 8  # Puts that Redis may have yet to confirm: what it does for others waits behind no more
+LARGE_PUT_BYTES = 4 << 20  # Larger puts are read in a thread, so that they do not block other requests
+PUTS_RUNNING = 8  # Most unconfirmed puts in Redis: other requests wait behind no more than these
 LANES = {
     "score": Lane(8),
     "train": Lane(4),
     "lease": Lane(2, most_waiting=4096),
     "put": Lane(1, most_waiting=4096, most_bytes=256 << 20, most_running=PUTS_RUNNING),
 }
-"""Who is served before whom: what is scored and trained makes room, what is put takes it."""
+"""Priorities of requests. Scoring and training make room, and puts use it."""
 LANE_OF: dict[type[Message], str] = {
     Claim: "score",
     PutVerdicts: "score",
     PutEpisodes: "put",
     **dict.fromkeys((Lease, Heartbeat, Release, Arrived, Drain), "lease"),
 }
-INCOMING = "incoming"  # Folder of the files in which clients of this host give episodes
-SWEEP_S = 600.0  # How often what dead clients left there is removed
-FIGURES_S = 1.0  # How often the metrics are brought up to date
+INCOMING = "incoming"  # Folder of files with episodes that clients on this host hand over
+SWEEP_S = 600.0  # Seconds between removals of files that dead clients left there
+FIGURES_S = 1.0  # Seconds between updates of the metrics
 
 log = get_logger("buffer")
 
 
 def lane_of(request: Message) -> str:
-    """The trainer's lane is that of all that is not named: few and cheap requests."""
+    """Return the lane of a request. Requests without an entry get the trainer's lane, because they are few
+    and cheap."""
     return LANE_OF.get(type(request), "train")
 
 
@@ -102,7 +104,7 @@ def _wait_ms(message: Lease | Claim | NextBatch) -> int:
 
 
 class BufferServer:
-    """Answers the messages of one job by its coordinator."""
+    """Server of one job's requests. The coordinator answers them."""
 
     def __init__(self, coordinator: Coordinator, job: str, store: Store) -> None:
         self._coordinator = coordinator
@@ -110,7 +112,7 @@ class BufferServer:
         self._store = store
         self._redis_bytes = 0
         self._lease_waits: dict[str, asyncio.Event] = {}
-        """Worker → what has its newest lease request look again."""
+        """Worker → event that makes its newest lease request look again."""
         self.handlers: dict[type[Request[Any]], Handler] = {
             **dict.fromkeys((asked for asked in DECIDES if issubclass(asked, Request)), self._execute),
             Lease: self._lease,
@@ -124,7 +126,7 @@ class BufferServer:
             SeeLedger: self._see,
             SeeTasks: self._see_tasks,
         }
-        """Requests that the ledger decides by itself, and requests that need more than its decision."""
+        """Handlers of requests: some need only the ledger's decision, others need more."""
         self.handle = by_type("buffer", self.handlers)
 
     async def _execute(self, peer: Peer, message: Request[Any], attachments: list[memoryview]) -> Answer:
@@ -132,7 +134,7 @@ class BufferServer:
         return decision.reply, [decision.payload] if decision.payload is not None else []
 
     async def keep_figures(self, collector: metrics.BufferCollector) -> None:
-        """Bring the metrics up to date, for ever."""
+        """Update the metrics until cancelled."""
         while True:
             if self._coordinator.index is not None:
                 with contextlib.suppress(StoreUnavailable):
@@ -144,8 +146,8 @@ class BufferServer:
             await asyncio.sleep(FIGURES_S)
 
     async def _lease(self, peer: Peer, message: Lease, attachments: list[memoryview]) -> Answer:
-        """A worker that asks again, for it serves another version now, no longer waits for its older request:
-        that one is answered at once, so that old requests do not hold the worker's places."""
+        """Answer a lease request. If the worker asks again, it serves another version now. Its older request
+        is then answered immediately, so that old requests do not occupy the worker's places."""
         self._look_again(message.worker)
         current = self._lease_waits[message.worker] = asyncio.Event()
 
@@ -160,14 +162,14 @@ class BufferServer:
                 del self._lease_waits[message.worker]
 
     def _look_again(self, worker: str) -> None:
-        """Have only this worker's waiting lease requests look again."""
+        """Make only this worker's waiting lease requests look again."""
         if (waiting := self._lease_waits.get(worker)) is not None:
             waiting.set()
 
     async def _drain(self, peer: Peer, message: Drain, attachments: list[memoryview]) -> Answer:
         log.info("worker drains", worker=message.worker, reason=message.reason)
         reply = (await self._coordinator.execute(message)).reply
-        # Its waiting lease request is answered now: nothing will be granted to it.
+        # Its waiting lease request is answered now, because it will get no grants.
         self._look_again(message.worker)
         return reply
 
@@ -199,7 +201,7 @@ class BufferServer:
             read_arrival(self._job, message.group_id, sample, blob)
             for sample, blob in zip(message.samples, blobs, strict=True)
         )
-        # Their room counts too, though it is not in Redis.
+        # Their bytes count too, although they are not in Redis.
         return tuple(
             replace(each, size_bytes=each.size_bytes + more[each.sample]) if each.sample in more else each
             for each in arrivals
@@ -218,7 +220,7 @@ class BufferServer:
         blobs = await self._coordinator.blobs(
             [place_of(item.episode_id) for item in reply.items], by_file=peer.reads_files
         )
-        # Between the claim and the reading a group may have been dropped, and its bytes freed.
+        # Between the claim and the read, a group may have been dropped and its bytes freed.
         held = [(item, blob) for item, blob in zip(reply.items, blobs, strict=True) if blob is not None]
         return Claims([item for item, _ in held]), [blob for _, blob in held]
 
@@ -272,7 +274,7 @@ class BufferServer:
 
 
 def read_arrival(job: str, group_id: str, sample: int, blob: memoryview) -> Arrival:
-    """Return what a blob says of itself, checked against what its sender says of it."""
+    """Return the facts that an episode's bytes contain, checked against the facts in the message."""
     try:
         episode = unpack(blob)
         versions = {
@@ -300,12 +302,12 @@ def read_arrival(job: str, group_id: str, sample: int, blob: memoryview) -> Arri
 
 
 def part_of(attachments: list[memoryview], start: int, stop: int) -> list[memoryview]:
-    """Some of the attachments of a message, which may have come in a file."""
+    """Return some of the attachments of a message, which may have arrived in a file."""
     return attachments.parts(start, stop) if isinstance(attachments, Filed) else attachments[start:stop]
 
 
 def place_of(episode_id: str) -> tuple[str, int]:
-    """(group id, sample) of an episode id; raises `FaultError` for a text that is none."""
+    """Return (group id, sample) of an episode id. Raises `FaultError` for an invalid id."""
     group_id, _, sample = episode_id.rpartition(".")
     if not group_id or not sample.isdecimal():
         raise FaultError("invalid", f"{episode_id!r} is not an episode id")
@@ -319,7 +321,9 @@ async def _keep_swept(files: ServerFiles) -> None:
 
 
 async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> None:
-    """The service's process: Redis, coordinator, server; ends when told to, or raises why it cannot go on."""
+    """Run the service's process: Redis, coordinator and server. Return on a stop request, or raise the error
+    that prevents it from running."""
+    # Long: one stack holds what each part has begun, and ends it in the reverse order.
     job = ctx.job
     rules, tasks, clock = Rules.of(job), TaskOrder.of(job), LedgerClock()
     embedded = None
@@ -341,8 +345,8 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
         address = RedisAddress.parse(embedded.url) if embedded is not None else RedisAddress.of(job.buffer)
         mark = ConfirmedRevision(ctx.run_dir / "buffer" / FILE)
         stack.callback(mark.close)
-        # A Redis of the job's own shares its host and its fate: large episodes lie in files beside it. Routes
-        # always lie in files, wherever Redis is.
+        # A Redis started by the job runs on this host, so large episodes are files beside it. Routes are
+        # always files, wherever Redis runs.
         folder = embedded.data_dir / EPISODES if embedded is not None else None
         beside = ctx.run_dir / "buffer" / EPISODES if folder is None else folder
         files = None

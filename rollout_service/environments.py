@@ -1,11 +1,11 @@
-"""Environments, worlds for a policy to act in: text in, text out.
+"""Environments, in which a policy acts: text in, text out.
 
     class World:
         def reset(self, seed, task): return "what the model sees first"
         def step(self, action): return Step("what it sees next", reward=0.0, done=False)
 
-Promise of a good environment: what it says is a function of the seed, the task and the actions so far, and
-an object of it knows nothing of any other. One object plays one episode at a time.
+A good environment's output depends only on the seed, the task and the actions so far. Its objects share no
+state. One object runs one episode at a time.
 """
 
 from __future__ import annotations
@@ -20,45 +20,47 @@ from areal_async.base.errors import ArealError
 from areal_async.base.records import Task
 from areal_async.config.registry import ENVIRONMENTS, PartError
 
-BUILT_IN: dict[str, str] = {}  # Name → class; found by `areal_async.config.registry.ENVIRONMENTS`
+BUILT_IN: dict[str, str] = {}  # Name → class. `areal_async.config.registry.ENVIRONMENTS` reads it.
 
 
 class EnvironmentFailure(ArealError):
-    """An environment cannot be had, or cannot be used as asked: the text says what to do."""
+    """An environment cannot be loaded, or cannot be used as requested. The text says what to do."""
 
 
 class Step(NamedTuple):
-    """The result of an action."""
+    """Result of an action."""
 
     observation: str
     reward: float = 0.0
     done: bool = False
     info: Mapping[str, Any] = MappingProxyType({})
-    """Anything msgpack can hold; that of the last step goes into the episode's metadata."""
+    """Any values that msgpack can encode. The last step's values go into the episode's metadata."""
 
 
 class Environment(Protocol):
-    """One world, made for each episode as `kind(**environment_args)`. May also have `blocking = False` (its
-    calls take microseconds, and run on the event loop; without it they run in a thread with a deadline),
-    `state() -> str` (equal texts are equal states, for `ctx.anchor`) and `close()`."""
+    """An environment, created for each episode as `kind(**environment_args)`. It may also have `blocking =
+    False`, `state() -> str` and `close()`. With `blocking = False`, its calls take microseconds and run on
+    the event loop. Otherwise they run in a thread with a deadline. `state()` returns a text for `ctx.anchor`,
+    and equal texts mean equal states."""
 
     def reset(self, seed: int, task: Task) -> str:
-        """Begin. `seed` is that of the episode's group: its samples meet the same world and the same luck."""
+        """Start an episode and return the first text. `seed` is the group's seed, so all samples of a group
+        get the same environment and the same random numbers."""
         ...
 
     def step(self, action: str) -> Step: ...
 
 
 def level_seed(seed: int, task: Task) -> int:
-    """Return the seed of the level: `extra_info.seed` of the task, so that a file of tasks is a set of
-    levels; a task without one gets another level in every group."""
+    """Return the seed of the level. It is the task's `extra_info.seed`, so that a task file is a set of
+    levels. A task without it gets a different level in each group."""
     own = task.extra_info.get("seed")
     return own if isinstance(own, int) and not isinstance(own, bool) else seed
 
 
 def group_seed(seed: int, task_id: str) -> int:
-    """Return the seed that `reset` gets: 63 bits of the group's (in an evaluation the job's) and the task's
-    row."""
+    """Return the 63-bit seed for `reset`, from the group's seed and the task's row. An evaluation uses the
+    job's seed."""
     row = task_id.rpartition(":")[0] or task_id
     digest = hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -66,7 +68,7 @@ def group_seed(seed: int, task_id: str) -> int:
 
 @dataclass(frozen=True)
 class EnvironmentFactory:
-    """Makes one environment for each episode: `kind(**arguments)`."""
+    """Factory of one environment per episode: `kind(**arguments)`."""
 
     name: str
     kind: Callable[..., Environment]
@@ -74,16 +76,16 @@ class EnvironmentFactory:
 
     @property
     def blocking(self) -> bool:
-        """Whether making and calling one may take longer than microseconds."""
+        """Whether a call may take longer than microseconds."""
         return bool(getattr(self.kind, "blocking", True))
 
     def __call__(self) -> Environment:
-        """Raises `EnvironmentFailure`."""
+        """Create an environment. Raises `EnvironmentFailure`."""
         try:
             return self.kind(**self.arguments)
         except EnvironmentFailure:
             raise
-        except Exception as error:  # the class may be the user's: whatever it raises is a mistake of the job
+        except Exception as error:  # the class may be the user's, so any error is a mistake in the job
             raise EnvironmentFailure(
                 f"the environment {self.name!r} cannot be made with environment_args {dict(self.arguments)}: "
                 f"{type(error).__name__}: {error}"
@@ -91,8 +93,8 @@ class EnvironmentFactory:
 
 
 def load_environment(name: str, arguments: Mapping[str, Any]) -> EnvironmentFactory:
-    """Find the environment called `name` (`areal_async.config.registry`). One is made at once, so that a
-    mistake shows before any episode. Raises `EnvironmentFailure`."""
+    """Load the environment called `name` (`areal_async.config.registry`). It is created once immediately, so
+    that a mistake shows before the first episode. Raises `EnvironmentFailure`."""
     try:
         factory = EnvironmentFactory(name, ENVIRONMENTS.find(name), arguments)
     except PartError as error:

@@ -1,15 +1,18 @@
-"""The evaluator: held-out tasks on an engine of its own, beside training.
+"""The evaluator: held-out tasks on an engine of its own, in parallel with training.
 
     python -m rollout_service.evaluator --topology topology.json --name evaluator
 
-Promises: every snapshot pinned for evaluation is answered once, with an "evaluation" record in the run log
-or with the reason why there is none; one engine holds one version, so every answer of a record comes from
-the version it names; an engine that samples nothing for `rollout.stuck_s` is taken for dead, and where none
-can be had, the process that is started next evaluates; training waits for nothing here. Ends with status 0
-after the final snapshot.
+Promises:
 
-A record's `accuracy` is mean@n over the tasks that were scored (`statistics.py`): the mean reward where there
-is partial credit, which the record says. What is no score is counted beside it, never as 0.
+- Every snapshot pinned for evaluation gets one result: an "evaluation" record in the run log, or the reason
+  why there is none.
+- An engine has one version, so every answer of a record comes from the record's version.
+- An engine that samples nothing for `rollout.stuck_s` counts as dead. If no engine can be started, the
+  evaluator ends, and its next process does the evaluation.
+- Training never waits for the evaluator. It ends with status 0 after the final snapshot.
+
+A record's `accuracy` is mean@n over the scored tasks (`statistics.py`). With partial credit, it is the mean
+reward, and the record says so. Verdicts without a score are counted separately, never as 0.
 """
 
 from __future__ import annotations
@@ -25,9 +28,8 @@ from msgspec.structs import asdict
 
 from areal_async.base.errors import ArealError, FaultError, RpcTimeout, SnapshotError, WireError
 from areal_async.base.events import record
-from areal_async.base.log import get_logger
+from areal_async.base.log import clock_text, get_logger
 from areal_async.base.records import Task
-from areal_async.base.text import clock_text
 from areal_async.base.verdicts import Score, Verdict, kind_of, message_of
 from areal_async.base.versions import VersionTag
 from areal_async.config.devices import evaluation_rollout
@@ -68,32 +70,33 @@ log = get_logger("evaluator")
 
 WAIT_MS = 10_000
 RETRY_PAUSE_S = 0.5
-GIVE_UP_S = 600.0  # Longest silence of the publisher: a trainer that is started again has to load its state
+GIVE_UP_S = 600.0  # Longest silence of the publisher, because a restarted trainer must load its state
 
 
 class EvaluationError(ArealError):
-    """No held-out task could be evaluated, or the trainer is gone before its final snapshot."""
+    """No held-out task could be evaluated, or the trainer ended before its final snapshot."""
 
     restart_helps = False
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The outcome of one version over the held-out tasks."""
+    """Results of one version on the held-out tasks."""
 
     overall: Statistics
     by_source: dict[str, Statistics]
-    """Data sources of which something was scored."""
+    """Results of each data source with at least one score."""
     samples: list[dict[str, Any]]
-    """Some of the answers, the same tasks each time; see `areal_async/service/samples.py`."""
+    """Some of the answers, always for the same tasks. See `areal_async/service/samples.py`."""
     unscored: dict[str, int]
-    """Data source -> samples that gave no episode, or a verdict that is no score; no zeros."""
+    """Data source → number of samples without an episode or without a score. They do not count as 0."""
     rewards: dict[str, float]
-    """Components of the rewards: see `component_means`."""
+    """Components of the rewards (see `component_means`)."""
     tokens: int
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures as in a run's records: `mean`, `best` and `maj` are [value, low, high]."""
+        """Return the figures in the form of a run's records: `mean`, `best` and `maj` are [value, low,
+        high]."""
         sources = {
             name: {"n": one.tasks, "unscored": self.unscored.get(name, 0), **_triples(one)}
             for name, one in self.by_source.items()
@@ -111,17 +114,17 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A sample that gave an episode."""
+    """A sample with an episode."""
 
     task: int
     sample: int
-    text: str  # What majorities are counted over: the episode's metadata `answer`, else its response
+    text: str  # Text for the majority vote: the metadata `answer` if present, else the response
     given: RewardInput
 
 
 class Companion:
-    """Another policy in the episodes of an evaluation: its newest weights, which stay while one lasts. `ctx`
-    is that policy's."""
+    """Another policy in the episodes of an evaluation. It uses its newest weights, which do not change during
+    an evaluation. `ctx` is that policy's context."""
 
     def __init__(self, ctx: ServiceContext, render: Renderer) -> None:
         self.policy = ctx.job.policy
@@ -131,8 +134,8 @@ class Companion:
         self._serving: VersionTag | None = None
 
     async def refresh(self) -> None:
-        """Load weights that are newer than the loaded ones; wait for the first. A publisher that does not
-        answer later changes nothing."""
+        """Load newer weights, if there are any. The first call waits for weights. In later calls, a publisher
+        that does not answer changes nothing."""
         while True:
             try:
                 news = await self.source.next(self._serving, 0 if self._serving else WAIT_MS)
@@ -155,7 +158,7 @@ class Companion:
 
 @dataclass(eq=False)
 class Evaluator:
-    """Runs all tasks on an engine that holds one version."""
+    """Runner of all tasks on an engine with one version."""
 
     engine: ReplicaSet
     scorer: LocalScorer
@@ -167,18 +170,18 @@ class Evaluator:
     first_failure_ends: bool = False
     others: Sequence[Companion] = ()
     on_verdict: Callable[[Task, int, RewardInput, Verdict], None] | None = None
-    """Called with each task, the number of the sample, the answer and its verdict."""
+    """Callback with each task, sample number, answer and verdict."""
     on_answered: Callable[[], None] = lambda: None
     begun_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._started, self._asked, self._answered = False, 0, 0
-        self.samples = self.job.evaluation.samples  # Answers to each task
+        self.samples = self.job.evaluation.samples  # Answers per task
         self.folder = f"policies/{self.job.policy}" if self.job.policies else ""
-        """Folder of the policy that is evaluated, below that of the run."""
+        """Folder of the evaluated policy, relative to the run's folder."""
 
     def doing(self) -> str:
-        """Return the progress of the evaluation; empty when none is in progress."""
+        """Return the progress of the evaluation, or an empty string if none is running."""
         done, asked = self._answered, self._asked
         if not asked or done == asked:
             return f"scoring {asked} answers" if asked else ""
@@ -188,16 +191,16 @@ class Evaluator:
         return f"{done} of {asked} answers{left}"
 
     async def evaluate(self, snapshot: Weights, tasks: Sequence[Task]) -> Evaluation:
-        """Load `snapshot`, answer every task as often as the job says and score the answers. Raises
-        `EvaluationError` when nothing was scored, `EngineError` when the snapshot cannot be loaded and
-        `ReplicaGone` when the engine died: then no result is recorded."""
+        """Load `snapshot`, sample the configured number of answers for every task, and score them. Raises
+        `EvaluationError` if nothing was scored, `EngineError` if the snapshot cannot be loaded, and
+        `ReplicaGone` if the engine died. No result is recorded then."""
         for other in self.others:
             await other.refresh()
         await (self.engine.exchange if self._started else self.engine.start)(snapshot)
         self._started = True
         tokens = self.engine.stats().tokens_total
         answers, failures = await self._answers(tasks)
-        # The answers to one task are a group: a reward may judge them together.
+        # The answers to one task form a group, because a reward may judge them together.
         verdicts = await self.scorer.score(
             [answer.given for answer in answers], [answer.task for answer in answers]
         )
@@ -230,7 +233,7 @@ class Evaluator:
         )
 
     async def _answers(self, tasks: Sequence[Task]) -> tuple[list[_Answer], list[str]]:
-        """Return the answers to all tasks, and why the missing ones failed."""
+        """Return the answers to all tasks, and the reasons for missing answers."""
         answers: list[_Answer] = []
         failures: list[str] = []
         samples = range(self.samples)
@@ -243,7 +246,7 @@ class Evaluator:
                     answers.append(await self._answer(tasks[number], number, sample))
                 except ReplicaGone:
                     raise
-                except Exception as error:  # the workflow is the user's code; a failure is counted
+                except Exception as error:  # the workflow is the user's code, so a failure is counted
                     if self.first_failure_ends:
                         raise
                     failures.append(f"{type(error).__name__}: {error}")
@@ -258,7 +261,7 @@ class Evaluator:
             for end in (await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))[0]:
                 end.result()
         finally:
-            for end in ends:  # one is not looked at any more: asyncio would complain of its error
+            for end in ends:  # marks each as retrieved: asyncio would report its error otherwise
                 end.add_done_callback(lambda end: end.cancelled() or end.exception())
             for task in (*workers, *watching):
                 task.cancel()
@@ -292,7 +295,7 @@ class Evaluator:
         ]
 
     async def _answer(self, task: Task, number: int, sample: int) -> _Answer:
-        # Every sample draws with a seed of its own, whatever the order in which they are answered.
+        # Every sample has its own seed, so the order of the answers does not matter.
         place = number * self.samples + sample
         builder = EpisodeBuilder(
             self.job.job, task.task_id, f"{task.task_id}#evaluation", sample, **speakers_of(self.job)
@@ -333,13 +336,13 @@ class Evaluator:
 
 
 def engine_job(job: JobConfig) -> JobConfig:
-    """Return the job for its evaluation's engine: `rollout` holds the values of `evaluation`."""
+    """Return the job for the evaluation's engine: `rollout` has the values of `evaluation`."""
     return job.model_copy(update={"rollout": evaluation_rollout(job)})
 
 
 def lone_engine(ctx: ServiceContext, slots: int | None = None) -> ReplicaSet:
-    """Return the engine of an evaluation for `slots` requests at once, by default those of the job. It is yet
-    to be started. `ctx` is of the engine's policy."""
+    """Return the engine of an evaluation, not started yet, for `slots` requests at once. The default is the
+    job's number. `ctx` is the context of the engine's policy."""
     job, most = engine_job(ctx.job), slots or ctx.job.evaluation.max_concurrent
     return ReplicaSet(
         lambda _: make_engine(job, slots=most, activity="evaluation", place=ctx),
@@ -367,9 +370,8 @@ async def follow(
     retry_pause_s: float = RETRY_PAUSE_S,
     give_up_s: float = GIVE_UP_S,
 ) -> None:
-    """Evaluate what is pinned, in order, until the final snapshot is done or none will come. Raises
-    `EvaluationError` when the publisher was not heard of for `give_up_s`, `ReplicaGone` when the engine
-    died."""
+    """Evaluate pinned snapshots in order, until the final snapshot is done or no more can come. Raises
+    `EvaluationError` if the publisher is silent for `give_up_s`, and `ReplicaGone` if the engine died."""
     after: VersionTag | None = None
     heard_s = time.monotonic()
     while True:
@@ -403,7 +405,7 @@ async def _evaluate_one(
     try:
         result = await evaluator.evaluate(await source.open(notice), tasks)
     except EngineError:
-        raise  # not acknowledged: it stays pinned until this process is started again and does it over
+        raise  # not acknowledged, so it stays pinned and the next process repeats the evaluation
     except (SnapshotError, EvaluationError) as error:
         await acknowledge(source, notice.tag, error=str(error))
         if isinstance(error, SnapshotError) and not notice.final:
@@ -434,7 +436,8 @@ async def _evaluate_one(
 async def _write_samples(
     run_log: RunRecords, tag: VersionTag, folder: str, samples: Sequence[dict[str, Any]]
 ) -> None:
-    """Write some answers of an evaluation. A failure costs nothing but them, unless the disk is full."""
+    """Write some answers of an evaluation. If this fails, only these answers are lost, unless the disk is
+    full."""
     if not samples:
         return
     told = [{"version": tag.version, "step": tag.version, **sample} for sample in samples]
@@ -453,8 +456,8 @@ def _triples(statistics: Statistics) -> dict[str, list[float | None]]:
 
 
 def is_done(records: RunRecords, steps: int) -> bool:
-    """Return whether the model after `steps` steps is written and evaluated: then no trainer may be there to
-    ask. A finished run that goes on with more steps has a final evaluation of fewer."""
+    """Return whether the model after `steps` steps is written and evaluated. Then there may be no trainer to
+    ask. If a finished run continues with more steps, its final evaluation is of an earlier step."""
     found = records.read("step", "model", "evaluation")
     trained = max((record.get("epoch", 0) for record in found if record["kind"] == "step"), default=0)
     written = any(record["kind"] == "model" and record["epoch"] >= trained for record in found)
@@ -464,7 +467,7 @@ def is_done(records: RunRecords, steps: int) -> bool:
 
 
 async def main(ctx: ServiceContext) -> None:
-    """The process. Raises `ArealError` for what makes going on pointless."""
+    """Run the evaluator's process. Raises `ArealError` if it cannot continue."""
     job = ctx.job
     if job.tasks.evaluation is None:
         raise EvaluationError("there is nothing to evaluate on: set tasks.evaluation in the job file")

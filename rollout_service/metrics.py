@@ -52,8 +52,9 @@ EVALUATED_VERSION = Gauge("areal_evaluation_version", "Version of the last snaps
 
 
 class EngineMetrics(Collector):
-    """Figures of started engines, one of each policy, read when they are asked for: a decode step pays
-    nothing. What has no policy is of all; of the KV rooms the fullest counts."""
+    """Collector of the figures of started engines, one engine per policy. It reads them on request, so a
+    decode step has no extra cost. Figures without a policy label are totals. The KV figure is that of the
+    fullest cache."""
 
     def __init__(self, *engines: Any) -> None:
         self._engines = engines
@@ -73,13 +74,14 @@ class EngineMetrics(Collector):
         yield version
 
 
-ALL_SOURCES = "*"  # The label of the figures over all data sources
+ALL_SOURCES = "*"  # Label of the figures over all data sources
 
 
 def show_evaluation(
     tag: VersionTag, overall: Statistics, by_source: Mapping[str, Statistics], unscored: Mapping[str, int]
 ) -> None:
-    """Set the figures of the evaluation of `tag`, by data source; those of a source that gave none go."""
+    """Set the figures of the evaluation of `tag` by data source, and remove those of sources without
+    results."""
     ACCURACY.labels(tag.policy).set(overall.mean.value)
     EVALUATED_VERSION.labels(tag.policy).set(tag.version)
     for gauge in (SCORE, UNSCORED):

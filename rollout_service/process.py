@@ -1,7 +1,6 @@
-"""Set-up shared by the processes of the worker and of the evaluator: threads, tokenizer, sampling, first
-snapshot.
+"""Set-up shared by the worker's and the evaluator's processes: threads, tokenizer, sampling, first snapshot.
 
-Torch is imported only for an engine that computes in the process itself."""
+Torch is imported only if the engine computes in this process."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ log = get_logger("rollout")
 
 CONNECT_WAIT_S = 15.0
 GARBAGE_OBJECTS = 10_000
-"""New objects between two searches for garbage. An episode leaves none, unless it fails."""
+"""Number of new objects between two garbage collections. Only failed episodes leave garbage."""
 
 
 def prepare(torch_threads: int, *, computes: bool) -> None:
@@ -49,23 +48,23 @@ def prepare(torch_threads: int, *, computes: bool) -> None:
 
 
 def settle() -> None:
-    """Exempt everything loaded so far from garbage collection. Call it once the process serves: modules live
-    as long as the process, and searching them again and again costs a worker more than its own work."""
+    """Exempt all loaded objects from garbage collection. Call it once the process serves. Modules stay for
+    the life of the process, and searching them repeatedly costs more than the worker's own work."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GARBAGE_OBJECTS)
 
 
 def make_renderer(model: Path, template_args: Mapping[str, Any] | None = None) -> Renderer:
-    """Return a renderer of prompts with the tokenizer of the job's model, whose chat template is given
-    `template_args`, and which knows where the model's answers end. Raises `TokenizerError`."""
+    """Return a renderer of prompts with the tokenizer of the job's model. The chat template gets
+    `template_args`. The renderer knows the end ids of the model's answers. Raises `TokenizerError`."""
     tokenizer = with_template_args(load_tokenizer(model), template_args or {})
     return Renderer(tokenizer, end_ids(tokenizer, model))
 
 
 def make_renderers(job: JobConfig) -> dict[str, Renderer]:
-    """Return a renderer for each policy of the job; policies of one tokenizer and chat template share theirs,
-    and with it paths. Raises `TokenizerError`."""
+    """Return a renderer for each policy of the job. Policies with the same tokenizer and chat template share
+    a renderer, so they can also share paths. Raises `TokenizerError`."""
     renderers: dict[str, Renderer] = {}
     for policy, view in job.views.items():
         made = make_renderer(view.model, view.rollout.template_args)
@@ -75,7 +74,7 @@ def make_renderers(job: JobConfig) -> dict[str, Renderer]:
 
 
 def _tokens(renderer: Renderer) -> tuple[Any, ...]:
-    """Return the parts that turn texts into ids. A tokenizer that does not tell them equals no other."""
+    """Return the parts that convert text to ids. A tokenizer without this information equals no other."""
     tokenizer: Any = renderer.tokenizer
     whole = getattr(tokenizer, "backend_tokenizer", None)
     given = getattr(tokenizer.apply_chat_template, "keywords", None)
@@ -84,22 +83,22 @@ def _tokens(renderer: Renderer) -> tuple[Any, ...]:
 
 
 def sampling_of(section: SamplingSection) -> Sampling:
-    """Return a section's parameters; the seed is set per call."""
+    """Return a section's sampling parameters. The seed is set for each call."""
     limits = section.max_new_tokens, tuple(section.stop)
     return Sampling(section.temperature, section.top_p, section.top_k, *limits)
 
 
 def speakers_of(job: JobConfig) -> dict[str, Any]:
-    """Return the policies and agents of an episode's builder: with several policies each has an agent of its
-    name."""
+    """Return the policies and agents for an episode's builder. With several policies, each policy has an
+    agent of the same name."""
     if not job.policies:
         return {"policies": (job.policy,)}
     return {"policies": tuple(job.policies), "agents": [(name, i) for i, name in enumerate(job.policies)]}
 
 
 def make_gateway(ctx: ServiceContext, *, trains: bool) -> Gateway:
-    """Return the access of agents to this process's policies, started once an episode opens it. A configured
-    port is that of the first worker; an evaluation takes a free one."""
+    """Return the gateway for this process's policies. It starts when an episode first opens it. A configured
+    port is the first worker's port. An evaluation uses a free port."""
     job = ctx.job
     port = job.rollout.gateway.port
     section = job.rollout.gateway.model_copy(update={"port": port + ctx.index if port and trains else 0})
@@ -119,7 +118,7 @@ def make_gateway(ctx: ServiceContext, *, trains: bool) -> Gateway:
 
 
 async def connect(receiver: Receiver) -> None:
-    """Reach the weights publisher, however long the trainer takes to come up; a stop cancels this."""
+    """Connect to the weights publisher, however long the trainer takes to start. A stop cancels this."""
     while True:
         try:
             await receiver.connect(CONNECT_WAIT_S)
@@ -132,7 +131,7 @@ async def connect(receiver: Receiver) -> None:
 
 
 async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
-    """Return the result of `work`, or None when `stop` came first; `work` is cancelled then."""
+    """Return the result of `work`. If `stop` is set first, cancel `work` and return None."""
     task = asyncio.ensure_future(work)
     stopping = asyncio.ensure_future(stop.wait())
     try:

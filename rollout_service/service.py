@@ -1,6 +1,6 @@
-"""The rollout service's process: engines, connections, worker. See `worker.py` for what it promises.
+"""The rollout service's process: engines, connections and worker. `worker.py` has its promises.
 
-One process has a name at a time: a second one is refused, and the first does not notice.
+Only one process at a time may have a name. A second process is refused, and the first is not affected.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = get_logger("rollout")
 
 
 def figures_of(engines: Sequence[ReplicaSet]) -> ServiceFigures:
-    """Return the figures of a worker; the version is that of the first policy's engines."""
+    """Return the figures of a worker. The version is the version of the first policy's engines."""
     stats = [engine.stats() for engine in engines]
     sums = {"updates": sums_of(STALL), "fetches": sums_of(FETCH_SECONDS)}
     if stats[0].passes:
@@ -73,8 +73,8 @@ def make_replicas(
 
     @asynccontextmanager
     async def newest() -> AsyncIterator[Weights]:
-        # A name of its own: what the worker acknowledges meanwhile, or another replica that is started again,
-        # must not free the files being read.
+        # A separate receiver name, so that acknowledgements of the worker or of another restarted replica do
+        # not free the files in use.
         name = f"{ctx.name}/restart-{next(numbers)}"
         receiver = make_receiver(ctx, "serve", name=name, tensors=part.needs == "tensors")
         try:
@@ -83,12 +83,12 @@ def make_replicas(
             if isinstance(notice, NoNews):
                 raise RpcTimeout("the trainer has published nothing yet")
             yield await receiver.open(notice)
-            with suppress(RpcTimeout, FaultError):  # it is held a little longer then
+            with suppress(RpcTimeout, FaultError):  # the publisher then keeps it a little longer
                 await receiver.ack(notice.tag)
         finally:
             await receiver.close()
 
-    # An engine in this process that fails fails with it: then the supervisor starts the worker again.
+    # If an engine in this process fails, the process fails too, and the supervisor restarts the worker.
     restarts = job.supervisor.restart_policy() if part.is_server else NO_RESTARTS
     return ReplicaSet(
         lambda replica: make_engine(job, slots=slots, activity="rollout", place=ctx, replica=replica),
@@ -103,7 +103,7 @@ def make_replicas(
 
 @contextmanager
 def name_of_our_own(ctx: ServiceContext) -> Iterator[None]:
-    """Hold the name of this process for as long as it lives. Raises `NameTaken`."""
+    """Reserve the name of this process for its lifetime. Raises `NameTaken`."""
     path = ctx.socket_dir / f"{ctx.name}.name"
     lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -121,18 +121,18 @@ def name_of_our_own(ctx: ServiceContext) -> Iterator[None]:
 
 
 async def main(ctx: ServiceContext) -> None:
-    """Serve until `ctx.stop`, or until drained. Raises `ArealError` for what makes going on pointless."""
+    """Serve until `ctx.stop`, or until drained. Raises `ArealError` if the process cannot continue."""
     with name_of_our_own(ctx):
         await _serve(ctx)
 
 
 class _PolicyServer:
-    """The engines of one policy and the updates of their weights. `ctx` is the policy's."""
+    """Engines of one policy, and the updates of their weights. `ctx` is the policy's context."""
 
     def __init__(self, ctx: ServiceContext, worker: Callable[[], Worker]) -> None:
         self.job, policy = ctx.job, ctx.job.policy
         self.engine = make_replicas(
-            ctx,  # what it tells comes only once it is started, and `worker` is there
+            ctx,  # its callbacks come only after the start, when `worker` exists
             on_serving=lambda share: worker().tuners[policy].serving(share),
             on_exchange=lambda going_on: worker().tuners[policy].exchanging(going_on),
         )

@@ -1,19 +1,20 @@
-"""Figures over several samples of each held-out task, with their confidence. Pure.
+"""Figures over several samples of each held-out task, with confidence intervals. Pure.
 
-Per task, over its scored samples:
+Each task has three figures over its scored samples:
 
-    mean   mean of the scores: mean@n, an unbiased estimate of what one sample scores
-    best   the largest score: best@n, what a perfect choice among the n would score
-    maj    the score of the answer that most samples gave: maj@n. Ties go to the answer whose first sample
-           has the smallest number; samples of one answer that were scored differently count with their mean.
+    mean   mean of the scores: mean@n, an unbiased estimate of the expected score of one sample
+    best   the largest score: best@n, the score of a perfect choice among the n
+    maj    the score of the most frequent answer: maj@n. Among equally frequent answers, the one with the
+           lowest sample number counts. If equal answers have different scores, their mean counts.
 
-A figure is the mean over tasks, so a task with fewer scored samples weighs as much as any other. What was not
-scored is counted and never taken for 0; a task without a single score is in no figure.
+A figure is the mean over tasks, so all tasks have the same weight, however many of their samples were scored.
+Samples without a score are counted and never treated as 0. A task without any score is in no figure.
 
-The interval is the percentile bootstrap's (Efron 1979) over tasks: tasks are what was drawn from a larger
-population, samples of one task depend on each other. Percentile and not BCa: the figures are means, whose
-bootstrap distribution is close to symmetric, and the percentile interval never leaves the scores' own range.
-With few tasks, or all alike, it is too narrow, as any bootstrap is; with fewer than two there is none.
+The interval is the percentile bootstrap's (Efron 1979) over tasks. Tasks are a sample of a larger population,
+and samples of one task are not independent. The percentile method is used instead of BCa. The bootstrap
+distribution of a mean is almost symmetric, and the percentile interval never exceeds the range of the scores.
+With few or equal tasks, the interval is too narrow, like any bootstrap. With fewer than two tasks there is
+none.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ class ScoredSample:
     """One scored sample of a task."""
 
     task: int
-    """Any number that the task's samples share."""
+    """Any number shared by the task's samples."""
     sample: int
-    """Its number among them."""
+    """Number of the sample within its task."""
     score: float
     answer: str
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A mean over tasks with its interval of level `LEVEL`; None where fewer than two tasks were scored."""
+    """A mean over tasks and its interval of level `LEVEL`. Low and high are None if fewer than two tasks were
+    scored."""
 
     value: float
     low: float | None = None
@@ -55,16 +57,17 @@ class Figure:
 @dataclass(frozen=True, slots=True)
 class Statistics:
     tasks: int
-    """Tasks with at least one score."""
+    """Number of tasks with at least one score."""
     mean: Figure
     best: Figure
     maj: Figure
     partial_credit: bool = False
-    """Whether a score is neither 0 nor 1: then a mean of scores is no share of right answers."""
+    """Whether any score is neither 0 nor 1. A mean of scores is then not a share of correct answers."""
 
 
 def statistics_of(samples: Sequence[ScoredSample], *, seed: int) -> Statistics:
-    """Figures over the tasks of `samples` (at least one). The order of samples and tasks does not matter."""
+    """Return figures over the tasks of `samples` (at least one). The order of samples and tasks does not
+    matter."""
     columns = per_task(samples)
     ends = (
         [None if np.isnan(end) else float(end) for end in column] for column in intervals(columns, seed=seed)
@@ -78,8 +81,8 @@ def statistics_of(samples: Sequence[ScoredSample], *, seed: int) -> Statistics:
 
 
 def component_means(samples: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Return each component of rewards as a mean over tasks of each task's mean, over the samples that have
-    it; by name. `samples` holds the number of a sample's task and its components."""
+    """Return the mean of each reward component by name. It is the mean over tasks of each task's mean, over
+    the samples with that component. `samples` has a task number and components for each sample."""
     found: dict[str, dict[int, list[float]]] = {}
     for task, components in samples:
         for name, value in components.items():
@@ -91,7 +94,7 @@ def component_means(samples: Sequence[tuple[int, Mapping[str, float]]]) -> dict[
 
 
 def per_task(samples: Sequence[ScoredSample]) -> Floats:
-    """f64 [T, 3]: mean, best and maj of each task, in the order of the tasks' numbers."""
+    """Return f64 [T, 3]: mean, best and maj of each task, in the order of the tasks' numbers."""
     if not samples:
         raise ValueError("statistics need at least one scored sample")
     tasks: dict[int, list[ScoredSample]] = {}
@@ -109,11 +112,11 @@ def per_task(samples: Sequence[ScoredSample]) -> Floats:
 
 
 def intervals(columns: Floats, *, seed: int, resamples: int = RESAMPLES) -> tuple[Floats, Floats]:
-    """Ends of the interval of each column's mean, [K] and [K] for `columns` [T, K]; NaN when T < 2."""
+    """Return both ends of the interval of each column's mean, [K] each for `columns` [T, K]. NaN if T < 2."""
     n, k = columns.shape
     if n < 2:
         return np.full(k, np.nan), np.full(k, np.nan)
-    # Sorted: which task comes first must not matter. Columns need not be drawn together.
+    # Sorted, because the order of tasks must not matter. The values of one task need not stay in one row.
     columns = np.sort(columns, axis=0)
     rng = np.random.default_rng(seed)
     means = np.empty((resamples, k))

@@ -105,7 +105,9 @@ def declared() -> dict[str, set[str]]:
     """The labels of each series that a process of the product serves, with `job` and those of its target."""
     metrics = [*_collected()]
     for module in map(importlib.import_module, MODULES):
-        metrics += [each for each in vars(module).values() if isinstance(each, MetricWrapperBase)]
+        values = list(vars(module).values())
+        values += [each for table in values if isinstance(table, dict) for each in table.values()]
+        metrics += [each for each in values if isinstance(each, MetricWrapperBase)]
     found = {}
     for metric in metrics:
         name, kind = (

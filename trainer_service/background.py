@@ -1,4 +1,4 @@
-"""Work beside the main thread, in daemon threads: a process that ends does not wait for a disk or a
+"""Work in daemon threads besides the main thread. A process that exits does not wait for their disk or
 network."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def in_thread(work: Callable[[], T], name: str = "together") -> Future[T]:
-    """Run `work` in a daemon thread called `name`. The future cannot be cancelled."""
+    """Run `work` in a daemon thread with this `name`. The future cannot be cancelled."""
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()
 
@@ -29,15 +29,15 @@ def in_thread(work: Callable[[], T], name: str = "together") -> Future[T]:
 
 
 class Background:
-    """Runs one piece of work at a time beside the thread that owns this object. Once a piece has failed,
-    every call raises its error."""
+    """Runner for one piece of work at a time in a thread. After a piece has failed, every call raises its
+    error."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._result: Future[None] | None = None
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Wait for the work before, and begin this."""
+        """Wait for the previous work, then start this work."""
         self.wait()
         self._result = in_thread(work, self._name)
 
@@ -46,11 +46,11 @@ class Background:
         return self._result is not None and not self._result.done()
 
     def wait(self) -> None:
-        """Wait for the end of the work; raises its error."""
+        """Wait until the work has finished. Raises its error."""
         if self._result is not None:
             self._result.result()
 
     def check(self) -> None:
-        """Raise the error of work that has failed."""
+        """Raise the error of failed work."""
         if not self.is_running:
             self.wait()

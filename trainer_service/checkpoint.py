@@ -1,28 +1,28 @@
-"""Checkpoints: everything that a trainer needs to go on as if it had never stopped.
+"""Checkpoints: everything that a trainer needs to continue as if it had never stopped.
 
-`<root>/step-000050/` holds the state after 50 steps: weights, optimizer and random state (written by the
-back end, files of each rank's own), the buffer's ledger as of the same commit, and `manifest.json` with the
-hash of every other file. A folder gets its name only when it is complete, so what has a name can be loaded
-or is refused as damaged. Nothing is pickled.
+`<root>/step-000050/` contains the state after 50 steps. The back end writes weights, optimizer and random
+state, in separate files for each rank. The folder also has the buffer's ledger as of the same commit, and
+`manifest.json` with the hash of every other file. A folder gets its name only when it is complete. A named
+folder can therefore be loaded, or is refused as damaged. Nothing is pickled.
 
-The step waits for the copy of its state into the host's memory and for nothing else: a thread of each rank
-writes and hashes that rank's files while training goes on. Rank 0 gathers the hashes, writes the manifest
-and gives the folder its name. One checkpoint is written at a time; a second waits for it.
+The step only waits until its state is copied into host memory. A thread on each rank writes and hashes that
+rank's files while training continues. Rank 0 gathers the hashes, writes the manifest and names the folder.
+One checkpoint is written at a time; a second one waits for it.
 
-What a trainer leaves in shared memory for the case that only its process dies is such a folder too, without
-the ledger's copy (`saved_states.py` says when which is written).
+The state that a trainer leaves in shared memory, in case only its process dies, is also such a folder. It has
+no copy of the ledger. `saved_states.py` decides when each kind is written.
 
 The newest `keep` checkpoints are kept, and the `keep_best` best by held-out accuracy (`to_keep`).
 
-Of a job with a store (`checkpoint_store.py`) each rank puts its files there too, and rank 0 the manifest at
-the end, before the checkpoint counts as durable. A store that is away holds up the next checkpoint, not the
-steps until then.
+If the job has a store (`checkpoint_store.py`), each rank also uploads its files. Rank 0 uploads the manifest
+last, before the checkpoint counts as durable. An unavailable store delays the next checkpoint, but not the
+steps before it.
 
-Ranks on several hosts share no disk. Their checkpoints are whole in the store alone: what is written here
-goes once it is there. What they leave in memory is in parts, each host's folder with the files of its ranks.
-It gets its name on rank 0's host, then on the others, and what was there before stays until all have named
-it. Such a state is taken only if all hosts have it, by the bytes of its manifest, and each rank finds on its
-own host all files that it reads.
+Ranks on several hosts share no disk. Only the store has their complete checkpoints: local files are removed
+after the upload. A state in memory is distributed, and each host's folder has the files of its own ranks.
+Rank 0's host names its folder first, then the other hosts. The previous state stays until all hosts have
+named the new one. Such a state is used only if all hosts have it, with equal manifests. Each rank must find
+all files that it reads on its own host.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ from trainer_service.ranks import Ranks, join_ranks
 
 SCHEMA = 3
 LEDGER = "ledger.bin"
-ROUND_S = 2.0  # How often ranks that have written their files ask whether the others have
+ROUND_S = 2.0  # Interval at which ranks with written files ask for the others
 
 Save = Callable[[Path], Callable[[], Mapping[str, FileEntry]]]
-"""Copies the state for a folder; the function that it returns writes this rank's files there."""
+"""Function that copies the state for a folder. It returns a function that writes this rank's files there."""
 
 log = get_logger("trainer")
 
@@ -72,18 +72,18 @@ class CheckpointManifest(WithSchema, frozen=True):
     job: str
     policy: str
     step: int
-    """Finished steps: the version of the weights."""
+    """Number of finished steps, which is the version of the weights."""
     epoch: int
-    """The trainer epoch that wrote it."""
+    """Epoch of the trainer that wrote the checkpoint."""
     updates: dict[str, int]
-    """Number of changes of each model so far, by its name in the back end."""
+    """Number of changes of each model so far, by the model's name in the back end."""
     ranks: int
     files: dict[str, FileEntry]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint whose files have the hashes of its manifest."""
+    """A complete checkpoint with a verified hash for each file."""
 
     folder: Path
     manifest: CheckpointManifest
@@ -94,16 +94,16 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """A trainer's state after `step` steps, to be written as a checkpoint."""
+    """A trainer's state after `step` steps, to write as a checkpoint."""
 
     step: int
     epoch: int
     updates: Mapping[str, int]
     save: Save
     ledger: Callable[[], bytes] = bytes
-    """Called by a thread of rank 0 when the files of all ranks are written. It may wait."""
+    """Function that a thread of rank 0 calls after all ranks have written their files. It may wait."""
     durable: Callable[[], None] = lambda: None
-    """Called by that thread once the folder has its name."""
+    """Function that the same thread calls once the folder has its name."""
 
     @property
     def name(self) -> str:
@@ -111,7 +111,7 @@ class TrainerState:
 
 
 class RankOutcome(msgspec.Struct, frozen=True):
-    """Result of a rank's work on a checkpoint: the files that it has written, the manifest, or an error."""
+    """Result of a rank's work on a checkpoint: the files that it wrote, the manifest, or an error."""
 
     files: dict[str, FileEntry] = {}
     manifest: bytes = b""
@@ -131,8 +131,7 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def measured_in(records: Iterable[Mapping[str, Any]], policy: str) -> Iterator[Measured]:
-    """Yield the held-out accuracies in the records of a run: by the evaluator, or by a training from
-    files."""
+    """Yield the held-out accuracies in the records of a run, from the evaluator or from training on files."""
     for record in records:
         known = record["kind"] in MEASURING and record.get("accuracy") is not None
         if known and record["policy"] == policy:
@@ -141,8 +140,10 @@ def measured_in(records: Iterable[Mapping[str, Any]], policy: str) -> Iterator[M
 
 
 def accuracies(written: Mapping[int, int], measured: Iterable[Measured]) -> dict[int, float]:
-    """The accuracy of each checkpoint of `written` (step → trainer epoch) that is known. A trainer that came
-    back at it may have measured it; an earlier one had other weights."""
+    """Return the known accuracies of the checkpoints in `written` (step → trainer epoch).
+
+    A trainer that resumed from the checkpoint may have measured it, so a later epoch is valid. An earlier
+    epoch had other weights."""
     return {
         each.version: each.accuracy
         for each in measured
@@ -152,19 +153,19 @@ def accuracies(written: Mapping[int, int], measured: Iterable[Measured]) -> dict
 
 @dataclass(frozen=True)
 class Retention:
-    """The checkpoints to keep: the newest `newest`, and the `best` by held-out accuracy. The functions are
-    for rank 0, and only called if the best are kept."""
+    """Rule for the checkpoints to keep: the newest `newest`, and the `best` by held-out accuracy. Only rank 0
+    calls the functions, and only if `best` is not 0."""
 
     newest: int
     best: int = 0
     measured: Callable[[], Iterable[Measured]] = tuple
-    """Returns the accuracies known by now."""
+    """Function that returns the accuracies known so far."""
     pending: Callable[[], Collection[int]] = tuple
-    """Returns the versions whose evaluation is still to come."""
+    """Function that returns the versions with a pending evaluation."""
 
 
 class Checkpoints:
-    """The checkpoints of one run. All ranks make one, and call `begin` and `wait`, in the same order. With
+    """The checkpoints of one run. All ranks create it and call `begin` and `wait` in the same order. With
     `in_memory`, `root` is in shared memory."""
 
     def __init__(
@@ -180,15 +181,15 @@ class Checkpoints:
     ) -> None:
         self.root = root
         self.size_bytes = 0
-        """Total size of the newest checkpoint written, on rank 0."""
+        """Total size of the newest written checkpoint, on rank 0."""
         self.cost_s = 0.0
-        """Cost of the newest checkpoint written, on this rank: the time that the step stood still, and the
-        CPU time of the thread that wrote it."""
+        """Cost of the newest written checkpoint on this rank: the time that it blocked the step, plus the CPU
+        time of the thread that wrote it."""
         self._wrote_s = 0.0
         self._in_memory = in_memory
         self._store = store
         self._job, self._policy = job, policy
-        self._keep, self._ranks = keep, ranks
+        self._keep, self.ranks = keep, ranks
         self._side = ranks.side()
         self._work = Background("checkpoint")
         self._written: dict[int, int] = {}
@@ -204,19 +205,19 @@ class Checkpoints:
         ranks.barrier()
 
     def went_on_from(self, restored: Checkpoint) -> None:
-        """Count the checkpoints up to `restored` among those written, so that they are pruned in turn."""
-        if self._ranks.many_hosts:
+        """Register the checkpoints up to `restored` as written, so that they are pruned later."""
+        if self.ranks.many_hosts:
             self._remove_here(but=restored.folder.name if restored.folder.parent == self.root else "")
         for folder in named_checkpoints(self.root):
             if folder.name <= restored.folder.name:
                 self._written[step_of(folder)] = epoch_of(folder)
         if (store := self._store) is not None:
-            there = self._ranks.on_first(lambda: store.went_on_from(restored.manifest.step))
+            there = self.ranks.on_first(lambda: store.went_on_from(restored.manifest.step))
             self._written = (there or {}) | self._written
 
     def begin(self, state: TrainerState) -> None:
-        """Begin to write a checkpoint, once the one before is written. Returns when the state may change
-        again. Raises the error of the checkpoint before."""
+        """Start to write a checkpoint after the previous one is written. Returns when the state may change
+        again. Raises the error of the previous checkpoint."""
         begun_s = time.monotonic()
         state = replace(state, updates=dict(state.updates))
         if self.is_writing:
@@ -230,12 +231,12 @@ class Checkpoints:
         def work() -> None:
             files = self._gathered(state.step, fresh, write)
             folder: Path | None = None
-            if self._in_memory and self._ranks.many_hosts:
+            if self._in_memory and self.ranks.many_hosts:
                 folder = self._name_on_all(state, fresh, lambda: self._name(fresh, state, files or {}))
             elif files is not None:
                 folder = self._name(fresh, state, files)
-            elif self._ranks.many_hosts and not self._ranks.beside_first:
-                self._remove_here()  # all of it is in the store
+            elif self.ranks.many_hosts and not self.ranks.beside_first:
+                self._remove_here()  # the store has the whole checkpoint
             if files is not None:
                 state.durable()
                 self.size_bytes = sum(entry.size_bytes for entry in files.values())
@@ -248,7 +249,7 @@ class Checkpoints:
                     written_s=round(time.monotonic() - begun_s, 3),
                 )
                 self.prune()
-                if self._ranks.many_hosts and not self._in_memory:
+                if self.ranks.many_hosts and not self._in_memory:
                     self._remove_here()
             self.cost_s = blocked_s + self._wrote_s
 
@@ -256,28 +257,29 @@ class Checkpoints:
 
     @property
     def newest(self) -> int:
-        """Step of the newest that counts among those written; 0 for none. On rank 0."""
+        """Step of the newest registered checkpoint, on rank 0; 0 for none."""
         return max(self._written, default=0)
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's part of one is still being written."""
+        """Whether this rank's part of a checkpoint is still being written."""
         return self._work.is_running
 
     def wait(self) -> None:
-        """Wait until nothing is being written, on any rank. Raises `DiskFull` and other errors of writing;
-        earlier checkpoints are as they were then."""
+        """Wait until no rank is writing. Raises `DiskFull` and other write errors. Earlier checkpoints are
+        unchanged then."""
         with board.waiting("checkpoint", "the newest checkpoint to be written"):
-            self._ranks.together(self._work.wait)
+            self.ranks.together(self._work.wait)
 
     def check(self) -> None:
-        """Raise the error of a checkpoint that this rank could not write."""
+        """Raise the error if this rank could not write a checkpoint."""
         self._work.check()
 
     def prune(self) -> None:
-        """Remove what is not kept any more; for rank 0, while nothing is written."""
+        """Remove checkpoints that the retention rule no longer keeps. Rank 0 calls it while nothing is
+        written."""
         keep, best = self._keep, self._keep.best
-        # In this order: an evaluation that ends in between is in one of the two.
+        # The order matters: an evaluation that ends in between is then in one of the two.
         pending = keep.pending() if best else ()
         accuracy = accuracies(self._written, keep.measured() if best else ())
         kept = to_keep(self._written, accuracy, pending, keep=keep.newest, keep_best=best)
@@ -289,10 +291,11 @@ class Checkpoints:
     def _gathered(
         self, step: int, fresh: Path, write: Callable[[], Mapping[str, FileEntry]]
     ) -> dict[str, FileEntry] | None:
-        """The files of all ranks once they are written, on rank 0; None elsewhere. However long a rank takes,
-        the others do not wait for it in one collective. Where one cannot write, all raise: `DiskFull` if any
-        of them had no room, and by then nothing is left of what was begun; otherwise the error of this rank,
-        or `TrainerError` with that of another."""
+        """Return the files of all ranks on rank 0 once they are written; None on other ranks.
+
+        No rank waits for a slow one within a single collective. If a rank cannot write, all ranks raise. They
+        raise `DiskFull` if any rank had no room; the unfinished files are then already removed. Otherwise a
+        rank raises its own error, or `TrainerError` with the error of another rank."""
 
         def mine() -> RankOutcome:
             with room_for("a checkpoint", self.root):
@@ -306,28 +309,28 @@ class Checkpoints:
         result, over = in_thread(mine), b""
         told: list[bytes] = []
         while not over:
-            wait([result], None if self._ranks.world == 1 else ROUND_S)
+            wait([result], None if self.ranks.world == 1 else ROUND_S)
             told = self._side.gather(_outcome(result) if result.done() else b"")
-            # The folder is one for all ranks: it is taken away only when none writes into it any more.
+            # All ranks share the folder, so it is removed only after the last rank has stopped writing.
             ended = _together(told, fresh) if told and all(told) else None
             over = self._side.broadcast(msgspec.msgpack.encode(ended) if ended is not None else b"")
         all_of = msgspec.msgpack.decode(over, type=RankOutcome)
         if all_of.disk_full:
-            if self._ranks.many_hosts and self._ranks.first_here:
+            if self.ranks.many_hosts and self.ranks.first_here:
                 shutil.rmtree(fresh, ignore_errors=True)
             raise DiskFull(all_of.error) from result.exception()
         if all_of.error:
             result.result()
             raise TrainerError(all_of.error)
-        return dict(sorted(all_of.files.items())) if self._ranks.first else None
+        return dict(sorted(all_of.files.items())) if self.ranks.first else None
 
     def _name(self, fresh: Path, state: TrainerState, files: dict[str, FileEntry]) -> Path:
-        """Add rank 0's own files to those of all ranks, and give the folder its name."""
+        """Add rank 0's own files to the files of all ranks, and name the folder."""
         try:
             with room_for("a checkpoint", self.root):
                 if copy := state.ledger():
                     files[LEDGER] = write_hashed(fresh / LEDGER, [copy])
-                updates, world = dict(state.updates), self._ranks.world
+                updates, world = dict(state.updates), self.ranks.world
                 manifest = CheckpointManifest(
                     SCHEMA, self._job, self._policy, state.step, state.epoch, updates, world, files
                 )
@@ -346,9 +349,11 @@ class Checkpoints:
         return folder
 
     def _name_on_all(self, state: TrainerState, fresh: Path, name: Callable[[], Path]) -> Path:
-        """Give the folder its name on every host; all ranks call it, and it returns when all have. `name` is
-        for rank 0, which may wait for the commit of the step. An error on one rank is raised on all."""
-        first, folder, told = self._ranks.first, self.root / state.name, b""
+        """Name the folder on every host. All ranks call it, and it returns when all hosts are done.
+
+        `name` is for rank 0 and may wait for the commit of the step. An error on one rank is raised on
+        all."""
+        first, folder, told = self.ranks.first, self.root / state.name, b""
         result = in_thread(lambda: RankOutcome(manifest=(name() / MANIFEST).read_bytes())) if first else None
         while not told:
             if result is not None:
@@ -357,30 +362,30 @@ class Checkpoints:
             told = self._side.broadcast(told if first else None)
         named, failed = msgspec.msgpack.decode(told, type=RankOutcome), ""
         if named.error:
-            if not self._ranks.beside_first:
+            if not self.ranks.beside_first:
                 shutil.rmtree(fresh, ignore_errors=True)
             if result is not None:
                 result.result()
             raise (DiskFull if named.disk_full else TrainerError)(named.error)
-        if self._ranks.first_here and not first:
+        if self.ranks.first_here and not first:
             try:
                 (fresh / MANIFEST).write_bytes(named.manifest)
                 failpoint("trainer.mid_state")
                 replace_folder(fresh, folder)
             except OSError as error:
-                failed = f"rank {self._ranks.rank}: {folder} cannot be written: {error}"
-        # The folders of before go only now: until all have this one, theirs is the newest that all have.
+                failed = f"rank {self.ranks.rank}: {folder} cannot be written: {error}"
+        # Remove older folders only now: until all hosts have this one, the older is the newest common one.
         failed = next((text.decode() for text in self._side.gather(failed.encode()) if text), "")
         failed = self._side.broadcast(failed.encode() if first else None).decode()
         if failed:
             raise TrainerError(failed)
-        if not self._ranks.beside_first:
+        if not self.ranks.beside_first:
             self._remove_here(but=folder.name)
         return folder
 
     def _remove_here(self, but: str = "") -> None:
-        """Remove what lies on this host but for the folder called `but`; for ranks on several hosts."""
-        for folder in self.root.glob("*step-*") if self._ranks.first_here else ():
+        """Remove all folders on this host except `but`; for ranks on several hosts."""
+        for folder in self.root.glob("*step-*") if self.ranks.first_here else ():
             if folder.name != but and folder.is_dir():
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -394,7 +399,7 @@ def _outcome(result: Future[RankOutcome], rank: str = "") -> bytes:
 
 
 def _together(told: list[bytes], fresh: Path) -> RankOutcome:
-    """Return the files of all ranks, or the error of one; for rank 0, when all have ended."""
+    """Return the files of all ranks, or the error of one. Rank 0 calls it when all ranks have finished."""
     each_of = [msgspec.msgpack.decode(data, type=RankOutcome) for data in told]
     failed = [(not each.disk_full, rank) for rank, each in enumerate(each_of) if each.error]
     if not failed:
@@ -402,7 +407,7 @@ def _together(told: list[bytes], fresh: Path) -> RankOutcome:
     rank = min(failed)[1]
     error, disk_full = each_of[rank].error, each_of[rank].disk_full
     if disk_full:
-        shutil.rmtree(fresh, ignore_errors=True)  # its room is what the log needs to say so
+        shutil.rmtree(fresh, ignore_errors=True)  # the log needs the freed space to report the error
     return RankOutcome(error=f"rank {rank}: {error}" if len(told) > 1 else error, disk_full=disk_full)
 
 
@@ -414,8 +419,10 @@ def to_keep(
     keep: int,
     keep_best: int,
 ) -> set[int]:
-    """Which checkpoints are kept: the newest `keep`; the `keep_best` most accurate, of equal ones the newer;
-    and those whose evaluation is `pending`, for they may be among the best."""
+    """Return the steps of the checkpoints to keep.
+
+    These are the newest `keep` and the `keep_best` most accurate; ties go to the newer. Checkpoints whose
+    evaluation is `pending` are kept too, because they may be among the best."""
     ordered = sorted(steps)
     kept = set(ordered[-keep:])
     if keep_best:
@@ -426,12 +433,12 @@ def to_keep(
 
 
 def epoch_of(folder: Path) -> int:
-    """Return the epoch in a checkpoint's manifest; 0 if that cannot be read."""
+    """Return the epoch in a checkpoint's manifest; 0 if it cannot be read."""
     return epoch_in(_read(folder / MANIFEST))
 
 
 def named_checkpoints(root: Path) -> list[Path]:
-    """The checkpoint folders under `root`, fewest steps first."""
+    """Return the checkpoint folders under `root`, in ascending order of steps."""
     found = [path for path in root.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
     return sorted(found, key=step_of)
 
@@ -442,19 +449,22 @@ def step_of(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class CheckpointReader:
-    """Finds, verifies and opens the checkpoints of a job's policy. With `ranks`, all of them call it
-    alike."""
+    """Reader that finds, verifies and opens the checkpoints of a job's policy. All `ranks` make the same
+    calls."""
 
     job: str
     policy: str
     ranks: Ranks = field(default_factory=partial(join_ranks, 0, 1))
     reads: Callable[[Collection[str]], Collection[str]] | None = None
-    """Returns the files that this rank reads, of those of a checkpoint; None: it reads all."""
+    """Function that returns the files that this rank reads, from the names of all files. None if it reads
+    all."""
 
     def newest_of_all(self, root: Path, store: CheckpointStore | None) -> Checkpoint | None:
-        """`newest`, also of those in `store`: one of more steps is brought to this host first, by each rank
-        to its own, and one that the store lacks is put there. If ranks are on several hosts, only those in
-        the store count."""
+        """Return the newest checkpoint in `root` or in `store`.
+
+        A newer one in the store is first downloaded to this host; with several hosts, each rank downloads it
+        to its own host. A local one that the store lacks is uploaded. If ranks are on several hosts, only
+        checkpoints in the store count."""
         if store is None:
             return self.newest(root)
         ranks = self.ranks
@@ -487,11 +497,11 @@ class CheckpointReader:
         return local
 
     def newest(self, root: Path) -> Checkpoint | None:
-        """Return the newest checkpoint under `root` that is whole; None if there is none at all. All ranks
-        see what rank 0 sees, and verify a share of the files each. On several hosts they see what all hosts
-        have, and each verifies the files that it reads.
+        """Return the newest undamaged checkpoint under `root`; None if there is no checkpoint.
 
-        Raises `CheckpointError`, that of the newest, if all are damaged."""
+        All ranks use rank 0's list, and each verifies a share of the files. On several hosts, they use the
+        checkpoints that all hosts have, and each rank verifies the files that it reads. If all are damaged,
+        the error of the newest one is raised, a `CheckpointError`."""
         names = [folder.name for folder in named_checkpoints(root)]
         names = (
             self._on_all_hosts(root, names) if self.ranks.many_hosts else self.ranks.share(names, list[str])
@@ -516,8 +526,10 @@ class CheckpointReader:
         return self.ranks.share(on_all, list[str])
 
     def open(self, folder: Path) -> Checkpoint:
-        """Read and verify a checkpoint; ranks share the work, or on several hosts each verifies the files
-        that it reads. Raises `CheckpointError` for a damaged one, or one of another job, policy or schema."""
+        """Read and verify a checkpoint.
+
+        Ranks share the verification. On several hosts, each rank verifies the files that it reads. Raises
+        `CheckpointError` if the checkpoint is damaged or belongs to another job, policy or schema."""
         ranks = self.ranks
         text = ranks.broadcast_bytes(_read(folder / MANIFEST) if ranks.first else b"")
         try:
@@ -544,7 +556,7 @@ class CheckpointReader:
             share = [number for number, name in enumerate(names) if name in needed]
 
         def verify() -> int:
-            """Return the number, from 1, of a damaged file of this rank's share; 0 for none."""
+            """Return the number, from 1, of a damaged file in this rank's share; 0 for none."""
             return max((n + 1 for n in share if not is_whole(names[n])), default=0)
 
         def is_whole(name: str) -> bool:
@@ -559,8 +571,8 @@ class CheckpointReader:
 
 
 def _brought(store: CheckpointStore, step: int, folder: Path) -> str:
-    """Bring a checkpoint from the store. Returns what is wrong with it, or nothing: all ranks pass over a
-    checkpoint that one finds damaged."""
+    """Download a checkpoint from the store. Returns an error text if it is damaged, so that all ranks skip
+    it; otherwise an empty string."""
     try:
         store.bring(step, folder)
     except CheckpointError as error:
@@ -569,7 +581,7 @@ def _brought(store: CheckpointStore, step: int, folder: Path) -> str:
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of a file; nothing if it cannot be read."""
+    """Return the content of a file; empty if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError:

@@ -1,9 +1,9 @@
-"""The files of a trainer in the job's store: its checkpoints, and at the end the trained model.
+"""A trainer's files in the job's store: its checkpoints, and at the end the trained model.
 
-Below the store's URL lies `checkpoints/step-000050/`, with the very files of the folder on disk. Each rank
-puts those that it has written; `manifest.json` comes last, and what has none is no checkpoint: a trainer
-killed on the way leaves the one before as the newest. A store that is away is asked again for `AWAY_S`; the
-status of the trainer says so. What cannot be removed from it is removed later.
+`checkpoints/step-000050/` below the store's URL has the same files as the folder on disk. Each rank uploads
+the files that it wrote, and `manifest.json` is uploaded last. A folder without a manifest is no checkpoint.
+If a trainer is killed during the upload, the previous checkpoint remains the newest. An unavailable store is
+asked again for `AWAY_S`, and the trainer's status shows this. If a removal fails, it is repeated later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainer_service.durable_files import FileEntry, hashed_in
 from trainer_service.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-AWAY_S = 6 * 3600.0  # A store that does not answer for so long ends the trainer, which can be resumed
+AWAY_S = 6 * 3600.0  # Time without an answer of the store that ends the trainer, which can be resumed
 REMOVE_S = 20.0
 MODELS = ("model", "adapter")
 STEP = re.compile(r"step-(\d{6,})")
@@ -40,12 +40,12 @@ class _ManifestFiles(msgspec.Struct, frozen=True):
 
 
 def name_of(step: int) -> str:
-    """Return the name of the folder of a checkpoint."""
+    """Return the name of a checkpoint's folder."""
     return f"step-{step:06d}"
 
 
 def epoch_in(manifest: bytes) -> int:
-    """The epoch that a checkpoint's manifest names; 0 where it cannot be read."""
+    """Return the epoch in a checkpoint's manifest; 0 if it cannot be read."""
     try:
         return msgspec.json.decode(manifest, type=_ManifestFiles).epoch
     except msgspec.DecodeError:
@@ -53,8 +53,8 @@ def epoch_in(manifest: bytes) -> int:
 
 
 class CheckpointStore:
-    """The checkpoints below `url`. Any thread may call; each method raises `StorageError` unless it says
-    otherwise."""
+    """The checkpoints below `url`. Any thread may call it. Each method raises `StorageError` unless its
+    docstring says otherwise."""
 
     def __init__(self, url: str, *, tries: Tries | None = None, removing: Tries | None = None) -> None:
         self._url = url
@@ -63,7 +63,7 @@ class CheckpointStore:
 
     @classmethod
     def of(cls, job: JobConfig) -> CheckpointStore | None:
-        """The store of a job; None where it has none."""
+        """Return the store of a job; None if it has none."""
         url = store_url(job)
         return cls(joined(url, "checkpoints")) if url is not None else None
 
@@ -75,17 +75,17 @@ class CheckpointStore:
         self._remote.each(lambda name: self._remote.put(f"{name_of(step)}/{name}", folder / name), names)
 
     def finish(self, step: int, folder: Path) -> None:
-        """Upload the manifest: all files are there, and from now on it is a checkpoint."""
+        """Upload the manifest after all other files; this completes the checkpoint."""
         self._remote.put(f"{name_of(step)}/{MANIFEST}", folder / MANIFEST)
         log.info("checkpoint stored", step=step, url=self.url_of(step))
 
     def whole(self) -> list[int]:
-        """The steps of the checkpoints that are there."""
+        """Return the steps of the complete checkpoints in the store."""
         return sorted(step for step, names in self._steps().items() if MANIFEST in names)
 
     def bring(self, step: int, folder: Path) -> None:
-        """Have the checkpoint lie at `folder`, each file with the hash of its manifest. Raises
-        `CheckpointError` where one is not."""
+        """Download the checkpoint to `folder` and verify the hash of each file. Raises `CheckpointError` if a
+        file is missing or damaged."""
 
         def check(fresh: Path) -> None:
             try:
@@ -100,20 +100,20 @@ class CheckpointStore:
             fetch(self.url_of(step), folder, tries_for(self._url, AWAY_S), check=check)
 
     def epochs(self) -> dict[int, int]:
-        """Step → trainer epoch of the checkpoints that are there."""
+        """Return step → trainer epoch of the complete checkpoints in the store."""
         return {step: epoch_in(self._remote.read(f"{name_of(step)}/{MANIFEST}")) for step in self.whole()}
 
     def went_on_from(self, restored: int) -> dict[int, int]:
-        """Remove what is later than step `restored` or has not become a checkpoint; `epochs` of the rest."""
+        """Remove folders after step `restored` and incomplete ones. Returns `epochs` of the rest."""
         for step, names in self._steps().items():
             if step > restored or MANIFEST not in names:
                 self.remove(step)
         return {step: epoch for step, epoch in self.epochs().items() if step <= restored}
 
     def remove(self, step: int) -> bool:
-        """Remove a checkpoint; False where the store does not answer or refuses, which the log says."""
+        """Remove a checkpoint. Returns False and logs a warning if the store does not answer or refuses."""
         try:
-            # First what makes it one: a reader must not find the half of it.
+            # The manifest is removed first, so that no reader finds half a checkpoint.
             self._removing.remove([f"{name_of(step)}/{MANIFEST}", name_of(step)])
         except StorageError as error:
             log.warning("a checkpoint in the store cannot be removed yet", step=step, error=str(error))
@@ -121,7 +121,7 @@ class CheckpointStore:
         return True
 
     def _steps(self) -> dict[int, set[str]]:
-        """Step → names of its files."""
+        """Return step → names of its files."""
         found: dict[int, set[str]] = {}
         for name in self._remote.listing():
             folder, _, rest = name.partition("/")
@@ -131,7 +131,7 @@ class CheckpointStore:
 
 
 def push_trained(run_dir: Path, job: JobConfig) -> None:
-    """Put the trained model, and an adapter, of the run's folder into the job's store, if it has one."""
+    """Upload the trained model and adapter from the run's folder to the job's store, if it has one."""
     url = store_url(job)
     for name in MODELS:
         if url is not None and (run_dir / name).is_dir():

@@ -1,4 +1,4 @@
-"""Durable folders of the trainer, Hugging Face directories among them, and a clear error for a full disk."""
+"""Durable folders of the trainer, including Hugging Face directories, and a clear error for a full disk."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from trainer_service.errors import DiskFull
 from trainer_service.ranks import Ranks
 
 SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
-"""Endings of configuration and tokenizer files; weights and code are not among them."""
-PIECE_BYTES = 4 << 20  # Bytes hashed, then written
+"""Suffixes of configuration and tokenizer files, without weights and code."""
+PIECE_BYTES = 4 << 20  # Bytes to hash and write at a time
 
 
 class WithSchema(msgspec.Struct, frozen=True):
-    """The part of a file that can be read whatever its schema."""
+    """The part of a file that every schema version can read."""
 
     schema: int
 
@@ -41,7 +41,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> FileEntry:
-    """Write a file of these parts, hash them on the way, and make it durable."""
+    """Write a file from these parts, hash them meanwhile, and make the file durable."""
     hasher, size = blake3(), 0
     with path.open("wb") as file:
         for part in parts:
@@ -63,7 +63,8 @@ def hashed(path: Path) -> FileEntry:
 
 
 def hashed_in(folder: Path, name: str) -> FileEntry | None:
-    """Hash the file `name` below `folder`; None if it cannot be read, or the name leads out of the folder."""
+    """Hash the file `name` below `folder`. Returns None if it cannot be read or `name` leads out of the
+    folder."""
     try:
         return hashed(folder.joinpath(*parts_of(name)))
     except (OSError, NotBeneath):
@@ -71,10 +72,10 @@ def hashed_in(folder: Path, name: str) -> FileEntry | None:
 
 
 def companion_files(source: Path, dtype: str, *, values: bool = False) -> dict[str, bytes | Path]:
-    """Name -> content or path of the configuration and tokenizer files of a model directory.
+    """Return the configuration and tokenizer files of a model directory: name -> content or path.
 
-    `config.json` is rewritten to name `dtype`, that of the weights which will stand beside it. With `values`
-    these are those of a model with the head `value`: it is that of a sequence classifier with one label."""
+    `config.json` is rewritten with `dtype`, the dtype of the weights next to it. With `values` it describes a
+    model with the head `value`: a sequence classifier with one label."""
     files: dict[str, bytes | Path] = {
         path.name: path
         for path in sorted(source.iterdir())
@@ -90,9 +91,10 @@ def companion_files(source: Path, dtype: str, *, values: bool = False) -> dict[s
 
 
 def _of_classifier(source: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the config of a sequence classifier with one label. transformers reads its score
-    at the last token that is no padding. A token that also ends texts is not named as padding, and then one
-    text is read at a time."""
+    """Return the config fields of a sequence classifier with one label.
+
+    transformers reads its score at the last token that is not padding. A token that also ends texts is
+    therefore not set as padding. Such a model can only read one text at a time."""
     from transformers import AutoTokenizer
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KINDS,
@@ -115,9 +117,12 @@ def write_model(
     *,
     weights_file: str = MODEL_FILE,
 ) -> None:
-    """Write a directory that transformers loads, replacing an existing one only once it is complete. All
-    `ranks` call this alike, and it lies on rank 0's host; each writes the `pieces` that it holds, aliases of
-    tied tensors left out. However long a disk takes, no rank waits for another in one collective."""
+    """Write a directory that transformers loads. An existing one is replaced only when the new one is
+    complete.
+
+    All `ranks` call it with the same arguments. The directory is on rank 0's host, and each rank writes its
+    own `pieces`, without aliases of tied tensors. No rank waits for a slow disk within a single
+    collective."""
     fresh = folder.with_name(f".{folder.name}.tmp")
 
     def begin() -> None:
@@ -137,9 +142,9 @@ def write_model(
 
 
 def replace_folder(fresh: Path, folder: Path) -> None:
-    """Put `fresh` in the place of `folder` and make that durable."""
+    """Replace `folder` with `fresh` and make this durable."""
     for path in fresh.iterdir():
-        sync(path)  # costs nothing where it is durable already
+        sync(path)  # costs nothing if the file is already durable
     sync(fresh)
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
@@ -148,7 +153,7 @@ def replace_folder(fresh: Path, folder: Path) -> None:
 
 @contextmanager
 def room_for(what: str, folder: Path) -> Iterator[None]:
-    """Raise `DiskFull` where writing `what` under `folder` fails because the disk takes no writes."""
+    """Raise `DiskFull` if writing `what` under `folder` fails because the disk accepts no writes."""
     try:
         yield
     except (OSError, SafetensorError) as error:

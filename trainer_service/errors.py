@@ -12,14 +12,14 @@ class TrainerError(ArealError):
 
 
 class FatalError(TrainerError):
-    """Base of those that a restart would only meet again."""
+    """Base of errors that a restart would only repeat."""
 
     restart_helps = False
 
 
 class RankError(TrainerError):
-    """Another rank of the trainer failed, or did not come to a collective; the message names it. The group is
-    started again as a whole. `late` are those that have not started."""
+    """Another rank of the trainer failed, or did not come to a collective. The message has its number. The
+    whole group is restarted. `late` are the ranks that have not started."""
 
     restart_helps = True
 
@@ -29,15 +29,16 @@ class RankError(TrainerError):
 
 
 class ObjectiveError(FatalError):
-    """A combination of objective parts that is wrong; the message says why and what to change."""
+    """An invalid combination of objective parts. The message gives the reason and the fix."""
 
 
 class BatchError(TrainerError):
-    """A batch that cannot be trained: its bytes do not match its manifest, or it is the wrong shape."""
+    """A batch that cannot be trained: its bytes do not match its manifest, or its shape is wrong."""
 
 
 class UntrainableEpisode(BatchError):
-    """Units that were not sampled from what is trained. Fatal: the buffer should have refused them."""
+    """Units that were not sampled from the trained policy's distribution. Fatal: the buffer should have
+    refused them."""
 
     restart_helps = False
 
@@ -47,7 +48,8 @@ class StalenessViolation(FatalError):
 
 
 class SelfCheckError(FatalError):
-    """The engine's log-probs are not those of the trainer's weights. Sampling again would not change it."""
+    """The engine's log-probs do not match the trainer's weights. Fatal: new samples would have the same
+    error."""
 
 
 class ModelError(TrainerError):
@@ -55,7 +57,7 @@ class ModelError(TrainerError):
 
 
 class UnfitModel(ModelError):
-    """A model whose packed rows would not have the log-probs of the model."""
+    """A model that computes wrong log-probs for packed rows."""
 
     restart_helps = False
 
@@ -69,7 +71,7 @@ class NotFinite(DivergenceError):
 
 
 class GradientNotFinite(NotFinite):
-    """A gradient that is not finite, and was cleared; `model` names whose."""
+    """A gradient that is not finite and was cleared. `model` is the name of its model."""
 
     def __init__(self, text: str, model: str = "") -> None:
         super().__init__(text)
@@ -77,13 +79,13 @@ class GradientNotFinite(NotFinite):
 
 
 class NothingToLearn(FatalError):
-    """A step without a gradient, where the job asks to end for it."""
+    """A step without a gradient, in a job that must stop then."""
 
 
 class DiskFull(FatalError):
-    """No room for what had to be written, or a disk that takes no writes. Starting again at once would only
-    train the same steps again."""
+    """A disk that is full or accepts no writes. An immediate restart would only train the same steps
+    again."""
 
 
 class CheckpointError(FatalError):
-    """A checkpoint that is missing, torn or of another job."""
+    """A checkpoint that is missing, incomplete or from another job."""

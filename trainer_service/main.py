@@ -1,7 +1,7 @@
-"""The process of the trainer, or of one of its ranks: builds what the loops need and takes it down again.
+"""Process of the trainer, or of one of its ranks: it creates the objects for the loops and closes them.
 
-Publisher, run log and the policy's metrics exist on rank 0 only. A rank that finds another gone waits for the
-supervisor, which ends the whole group, so that the one that died first is the one that is named.
+Publisher, run log and the policy's metrics exist only on rank 0. If a rank finds that another is gone, it
+waits until the supervisor ends the whole group. The supervisor can then report the rank that died first.
 """
 
 from __future__ import annotations
@@ -38,23 +38,25 @@ from trainer_service.saved_states import TrainingRun, left_in_memory
 from trainer_service.trained_model import companions_of
 
 BUFFER_PATIENCE_S = 600.0
-"""Longest wait of one call for a buffer that is away: giving up would cost the steps since the checkpoint."""
+"""Longest wait of one call for an unavailable buffer. Giving up would lose the steps since the last
+checkpoint."""
 
 MEETING_SHARE = 0.5
-"""Share of the time that ranks have until they serve in which one waits for the others to start."""
+"""Share of `supervisor.ready_s` that a rank waits for the others to start."""
 
 log = get_logger("trainer")
 
 
 async def main(ctx: ServiceContext) -> None:
-    """Train the job of `ctx` to its end, in a thread of its own: the loop of this one answers signals.
+    """Train the job of `ctx` to its end in a separate thread, while this event loop handles signals.
 
-    A daemon thread, not one of the loop's pool: a process told to stop must not wait for a long step."""
+    The thread is a daemon thread and not from the loop's pool, because a stopped process must not wait for a
+    long step."""
     await asyncio.wrap_future(in_thread(lambda: train(ctx), "train"))
 
 
 def train(ctx: ServiceContext) -> None:
-    """Train to the job's end; blocking. Raises `ArealError`."""
+    """Train to the job's end. This call blocks. Raises `ArealError`."""
     whole, ctx = ctx, ctx.of(ctx.place.policy)
     section = ctx.job.trainer
     transformers_logging.disable_progress_bar()
@@ -64,7 +66,7 @@ def train(ctx: ServiceContext) -> None:
     with ExitStack() as stack:
         ranks = _meet(ctx)
         stack.callback(ranks.leave)
-        # What closes may wait for a rank that is gone: first it is told what an error says of that.
+        # Closing may wait for a lost rank, so the supervisor is told about an error before anything closes.
         closing = stack.enter_context(ExitStack())
         stack.enter_context(_explained(ranks))
         backend = load_backend(ctx.job, ranks)
@@ -82,7 +84,7 @@ def train(ctx: ServiceContext) -> None:
 
 
 def _meet(ctx: ServiceContext) -> Ranks:
-    """Join the other ranks. One that does not come is named while there is time left to start all again."""
+    """Join the other ranks. A missing rank is reported early enough that all ranks can restart in time."""
     section, start_s = ctx.job.trainer, MEETING_SHARE * ctx.job.supervisor.ready_s
     try:
         return join_ranks(
@@ -92,8 +94,7 @@ def _meet(ctx: ServiceContext) -> Ranks:
             meeting=ctx.meeting,
             timeout_s=section.collective_s,
             start_s=start_s,
-            node_id=ctx.node_id,
-            address=ctx.host.address,
+            host=ctx.host,
         )
     except RankError as error:
         _name_late(error.late, f"{LATE_START} within {start_s:g} s")
@@ -101,15 +102,17 @@ def _meet(ctx: ServiceContext) -> Ranks:
 
 
 def _name_late(ranks: Sequence[int], how: str) -> None:
-    """Tell the supervisor for whom this rank waits in vain. It kills those, and with them this process, whose
-    own end must not be seen before: it would be taken for the cause."""
+    """Report to the supervisor the ranks that this rank waits for in vain.
+
+    The supervisor kills them, and with them this process. This process must not exit earlier, because the
+    supervisor would treat that as the cause."""
     tell(Note(f"{how} and was killed", tuple(ranks)))
     time.sleep(GIVE_UP_S)
 
 
 @contextmanager
 def _explained(ranks: Ranks) -> Iterator[None]:
-    """Tell the supervisor what an error says of the death of this rank or of another."""
+    """Report to the supervisor if an error is due to the death of this rank or of another."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -119,7 +122,7 @@ def _explained(ranks: Ranks) -> Iterator[None]:
         if ranks.world == 1 or not lost_peer(error):
             raise
         log.warning("another rank is gone, or does not come", error=str(error))
-        missing = ranks.missing()  # the supervisor ends this process meanwhile, if one has died
+        missing = ranks.missing()  # if a rank has died, the supervisor ends this process meanwhile
         if not missing or isinstance(error, RankError):
             raise
         late = f"{LATE} within {ranks.timeout_s:g} s"
@@ -131,7 +134,7 @@ def _explained(ranks: Ranks) -> Iterator[None]:
 def _newest(
     ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend
 ) -> tuple[Checkpoint | None, Checkpoint | None]:
-    """The checkpoint to go on from, and a later state that a trainer of this run left in memory."""
+    """Return the checkpoint to resume from, and a newer state that a trainer of this run left in memory."""
 
     def reads(files: Collection[str]) -> Collection[str]:
         return {*backend.reads(files), *({OBJECTIVE_FILE} & {*files})}
@@ -159,7 +162,7 @@ def _rl(ctx: ServiceContext, training: TrainingRun, closing: ExitStack, whole: J
             ctx, files=companions_of(ctx.job, backend, files), tied=backend.tied, group=ranks.side()
         )
         made.start()
-        # What is left goes with the run's shared memory: a worker may still be reading the last snapshot.
+        # Keep the last snapshot, because a worker may still read it. The run's end removes it.
         closing.callback(made.close, remove=False)
     else:
         publisher = make_piece_writer(ctx, tied=backend.tied, group=ranks.side())
@@ -176,5 +179,5 @@ def _rl(ctx: ServiceContext, training: TrainingRun, closing: ExitStack, whole: J
 def _from_files(ctx: ServiceContext, training: TrainingRun) -> bool:
     restored, left = _newest(ctx, training.ranks, training.backend)
     trainer = FileTrainer(training)
-    ctx.ready()  # not before: a task that makes no example makes none the next time
+    ctx.ready()  # only now, because a restart cannot help a file without valid examples
     return trainer.run(left or restored)

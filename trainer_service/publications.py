@@ -1,9 +1,8 @@
-"""The versions that a run's trainers have published since the newest checkpoint, with the hashes of their
-weights: `published.jsonl`.
+"""Published versions since the newest checkpoint, with the hashes of their weights, in `published.jsonl`.
 
-A trainer that redoes steps compares what it publishes with what its predecessors had: units sampled from
-equal weights are still true. A line that a crash cut short is a version that counts as different, which costs
-generation and nothing else.
+A trainer that repeats steps compares its publications with those of earlier trainers: units that equal
+weights sampled are still valid. If a crash has cut a line short, its version counts as different. This only
+costs generation.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class PublishedVersion(msgspec.Struct, frozen=True):
 
 
 class PublishedVersions:
-    """Belongs to rank 0; any of its threads may call."""
+    """Record of published versions. It belongs to rank 0; any of its threads may call it."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / PUBLISHED
@@ -38,11 +37,11 @@ class PublishedVersions:
 
     @property
     def last_epoch(self) -> int:
-        """The newest epoch that published anything; 0 before the first."""
+        """The newest epoch with a publication; 0 if there is none."""
         return max((entry.tag.epoch for entry in self.entries), default=0)
 
     def add(self, tag: VersionTag, weights_hash: str) -> list[int]:
-        """Record a published version. Returns the earlier epochs that had published it alike."""
+        """Record a published version. Returns the earlier epochs that published it with equal weights."""
         with self._lock:
             same = [
                 entry.tag.epoch
@@ -58,7 +57,8 @@ class PublishedVersions:
             return same
 
     def forget_before(self, version: int) -> None:
-        """A checkpoint of `version` is on disk: no earlier one is published again."""
+        """Forget versions before `version`. Its checkpoint is on disk, so they will not be published
+        again."""
         with self._lock:
             self.entries = [entry for entry in self.entries if entry.tag.version >= version]
             write_whole(self.path, b"".join(msgspec.json.encode(entry) + b"\n" for entry in self.entries))

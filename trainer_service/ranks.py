@@ -1,13 +1,13 @@
-"""The ranks of one trainer: a process group, and the few collectives the trainer uses.
+"""Ranks of one trainer: a process group, and the few collectives that the trainer uses.
 
-Only tensors travel: the collectives of torch that move Python objects pickle them, so a manifest is
-broadcast as the bytes of its msgpack form. Ranks meet at a TCP store that rank 0 serves and the supervisor
-names, and talk over the interface that has its address, by default loopback; on another host over the one at
-which that is reached. Those sockets of torch ask nobody who they are: on one rank there are none.
+Only tensors are sent, because torch's collectives for Python objects pickle them. A manifest is therefore
+broadcast as msgpack bytes. Ranks meet at a TCP store that rank 0 serves; the supervisor gives its address.
+They communicate over the network interface of that address, by default loopback. Ranks on other hosts use the
+interface that reaches it. These sockets of torch have no authentication. A single rank opens none.
 
-Promises: no rank sits in a collective while another waits for something outside (`together`); an error of
-one rank is raised on all and names it; of ranks that wait in vain for another each says for which
-(`missing`).
+Guarantees: no rank waits in a collective while another waits for something outside (`together`). An error of
+one rank is raised on all ranks with its number. If ranks wait in vain for others, each can list the missing
+ones (`missing`).
 """
 
 from __future__ import annotations
@@ -30,26 +30,28 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal_async.base.addresses import interface_of
+from areal_async.base.topology import RunHost
 from areal_async.service.rank_group import Meeting
 from trainer_service.background import in_thread
 from trainer_service.errors import RankError
 
-COLLECTIVE_TIMEOUT_S = 600.0  # A rank that waits longer than this for another fails
-ALONE = "areal_alone"  # The backend of one rank
+COLLECTIVE_TIMEOUT_S = 600.0  # Longest wait of a rank for another before it fails
+ALONE = "areal_alone"  # Backend of a single rank
 GIVE_UP_S = 5.0
-"""Least time for other ranks to give up waiting too, or for the supervisor to end a group that lost one."""
-ROUND_S = 1.0  # A rank that waits for something outside takes part in a collective so often
-CAME = "came"  # In the store: a rank that has started
-WAITED = "waited"  # In the store: a rank that has given up waiting for another
-TEXT_BYTES = 2000  # Most bytes of an error that the other ranks are told
+"""Least time for other ranks to give up waiting too, or for the supervisor to end a group after a rank is
+lost."""
+ROUND_S = 1.0  # Interval of collectives while a rank waits for something outside
+CAME = "came"  # Key in the store for a rank that has started
+WAITED = "waited"  # Key in the store for a rank that gave up waiting for another
+TEXT_BYTES = 2000  # Most bytes of an error that other ranks receive
 LOST_PEER = ("gloo", "pair closure", "connection closed", "connection reset", "nccl", "timed out")
-"""Words of the errors that torch's collectives raise where another rank is gone or does not come."""
+"""Words in errors of torch's collectives if another rank is gone or does not come."""
 
 T = TypeVar("T")
 
 
 class _NoPeers(dist.ProcessGroup):
-    """The group of one rank: it opens no socket, and a collective hands back what it is given."""
+    """Process group of a single rank. It opens no socket, and a collective returns its input."""
 
     def __init__(self, options: Any, _: object) -> None:
         rank_and_size: Any = (options.group_rank, options.group_size)
@@ -96,12 +98,12 @@ dist.Backend.register_backend(ALONE, _NoPeers, extended_api=True, devices=["cpu"
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the ranks of its trainer. Made by `join_ranks`; ended by `leave`.
+    """This process among the ranks of its trainer. `join_ranks` creates it and `leave` ends it.
 
-    Who trains which rows is said by the back end's `RankPlace`, not here."""
+    The back end's `RankPlace` decides which rank trains which rows."""
 
     rank: int
-    """Index of this process among all of the trainer, below `world`."""
+    """Index of this process among the trainer's ranks, below `world`."""
     world: int
     device: torch.device
     mesh: DeviceMesh
@@ -109,8 +111,8 @@ class Ranks:
     """Seconds that a collective waits for all ranks."""
     store: dist.Store = field(default_factory=dist.HashStore, repr=False, compare=False)
     hosts: tuple[str, ...] = ()
-    """Node id of each rank's host. Ranks of one host share its disk and its memory, those of several nothing.
-    Empty: all are on one."""
+    """Node id of each rank's host. Ranks on one host share its disk and memory; different hosts share
+    nothing. Empty if all ranks are on one host."""
 
     @property
     def first(self) -> bool:
@@ -122,7 +124,7 @@ class Ranks:
 
     @property
     def first_here(self) -> bool:
-        """Whether it is the first of the ranks on its host."""
+        """Whether it is the first rank on its host."""
         return self.hosts.index(self.hosts[self.rank]) == self.rank if self.hosts else self.first
 
     @property
@@ -131,28 +133,28 @@ class Ranks:
         return not self.hosts or self.hosts[self.rank] == self.hosts[0]
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank; the others pass None."""
+        """Return rank 0's bytes on every rank; the other ranks pass None."""
         return _broadcast(data, self.rank, self.world)
 
     def share(self, value: T | None, kind: Any) -> T:
-        """Return rank 0's value, on every rank; that of the others is ignored."""
+        """Return rank 0's value on every rank. The values of other ranks are ignored."""
         if self.world == 1:
             return cast(T, value)
         data = self.broadcast_bytes(msgspec.msgpack.encode(value))
         return cast(T, msgspec.msgpack.decode(data, type=kind))
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Rank 0's values, in place."""
+        """Copy rank 0's values to all ranks, in place."""
         if self.world > 1:
             dist.broadcast(tensor, src=0)
 
     def sum(self, tensor: Tensor) -> None:
-        """Add up over ranks, in place."""
+        """Sum over ranks, in place."""
         if self.world > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
 
     def max(self, tensor: Tensor) -> None:
-        """The largest over ranks, in place."""
+        """Take the maximum over ranks, in place."""
         if self.world > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
 
@@ -167,8 +169,8 @@ class Ranks:
         return int(tensor)
 
     def concatenate(self, columns: NDArray[Any]) -> NDArray[Any]:
-        """All ranks' arrays [k, n] of one dtype, f64 or i64, side by side in the order of the ranks:
-        [k, Σ n]."""
+        """Concatenate all ranks' arrays [k, n], of one dtype (f64 or i64), in the order of ranks: [k, Σ
+        n]."""
         if self.world == 1:
             return columns
         counts = torch.zeros(self.world, dtype=torch.int64)
@@ -182,8 +184,8 @@ class Ranks:
         return whole.numpy()
 
     def side(self) -> SideGroup:
-        """Collectives for one background thread, beside those of the main one. All ranks make as many, in the
-        same order."""
+        """Return collectives for one background thread, separate from the main thread's. All ranks make the
+        same number of them in the same order."""
         if self.world == 1:
             return SideGroup(0, 1, None)
         limit = timedelta(seconds=self.timeout_s)
@@ -193,10 +195,12 @@ class Ranks:
         self.largest(0)
 
     def together(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which every rank does and which may take longer than a collective
-        waits. Each rank does its own in a thread, and all meet in a small sum every `ROUND_S` until all are
-        done. If `work` fails on a rank, raise its error there, and on the others a `RankError` that names the
-        rank."""
+        """Return the result of `work`, which every rank runs and which may take longer than a collective
+        waits.
+
+        Each rank runs it in a thread, and all ranks meet in a small sum every `ROUND_S` until all are done.
+        If `work` fails on a rank, its error is raised there. The other ranks raise a `RankError` with the
+        number of the failed rank."""
         if self.world == 1:
             return work()
         result = in_thread(work)
@@ -211,7 +215,7 @@ class Ranks:
                 return result.result()
 
     def on_first(self, work: Callable[[], T]) -> T | None:
-        """Do `work` on rank 0 and return its result there; the others return None, and wait as in
+        """Run `work` on rank 0 and return its result there. The others return None, and wait as in
         `together`."""
         return self.together(work if self.first else lambda: None)
 
@@ -225,8 +229,10 @@ class Ranks:
         raise RankError(f"rank {failed} of the trainer failed: {told.decode(errors='replace')}")
 
     def missing(self) -> list[int]:
-        """The ranks that have not given up waiting, when those that are only slower have had time to. Asked
-        by a rank whose collective failed because another did not come. Empty where the store is gone."""
+        """Return the ranks that have not given up waiting, after slower ones have had time to do so.
+
+        A rank calls it if its collective failed because another rank did not come. Empty if the store is
+        gone."""
         deadline_s = time.monotonic() + max(GIVE_UP_S, self.timeout_s / 10)
         try:
             self.store.set(f"{WAITED}/{self.rank}", "1")
@@ -245,8 +251,10 @@ class Ranks:
 
 @dataclass(frozen=True)
 class SideGroup:
-    """Collectives of bytes on a process group of their own, for one background thread. All ranks make the
-    same calls; on one rank each is the identity. Raises torch's error where a rank does not come."""
+    """Collectives of bytes on a separate process group, for one background thread.
+
+    All ranks make the same calls. On a single rank each call is the identity. Raises torch's error if a rank
+    does not come."""
 
     rank: int
     world: int
@@ -255,7 +263,7 @@ class SideGroup:
     """See `Ranks.hosts`."""
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of all ranks, in their order, on rank 0; empty elsewhere."""
+        """Return the bytes of all ranks, in their order, on rank 0; empty on the others."""
         if self.world == 1:
             return [data]
         sizes = torch.zeros(self.world, dtype=torch.int64)
@@ -272,15 +280,15 @@ class SideGroup:
         return [part[: int(size)].numpy().tobytes() for part, size in zip(all_of, sizes, strict=True)]
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank; the others pass None."""
+        """Return rank 0's bytes on every rank; the other ranks pass None."""
         return _broadcast(data, self.rank, self.world, self._group)
 
     def send(self, data: Tensor, to: int) -> None:
-        """Hand u8 [n] to rank `to`, which receives as many."""
+        """Send u8 [n] to rank `to`, which must receive the same number of bytes."""
         dist.send(data, dst=to, group=self._group)
 
     def receive(self, data: Tensor, source: int) -> None:
-        """Fill u8 [n] with what rank `source` sends."""
+        """Fill u8 [n] with the bytes that rank `source` sends."""
         dist.recv(data, src=source, group=self._group)
 
 
@@ -298,8 +306,8 @@ def _broadcast(data: bytes | None, rank: int, world: int, group: Any = None, *, 
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether `error` is that of a collective whose other ranks are gone or did not come, or tells of one of
-    theirs."""
+    """Return whether `error` is from a collective whose other ranks are gone or did not come, or reports an
+    error of another rank."""
     if isinstance(error, RankError | dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST_PEER)
@@ -313,14 +321,13 @@ def join_ranks(
     meeting: Meeting | None = None,
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
     start_s: float = COLLECTIVE_TIMEOUT_S,
-    node_id: str = "",
-    address: str = "",
+    host: RunHost | None = None,
 ) -> Ranks:
-    """Join the process group of `world` ranks, or take the one that is there.
+    """Join the process group of `world` ranks, or use the existing one.
 
-    They meet at `meeting`; one rank alone needs none. `device` is this rank's own: `cpu` or `cuda:N`;
-    `node_id` names its host, which has `address` for others. All must have come `start_s` after the first,
-    and to each collective within `timeout_s`. Raises `RankError`, which names who has not."""
+    The ranks meet at `meeting`; a single rank needs none. `device` is this rank's own, on `host`: `cpu` or
+    `cuda:N`. All ranks must come within `start_s` of the first one, and to each collective within
+    `timeout_s`. Raises `RankError` with the numbers of the missing ranks."""
     limit = timedelta(seconds=timeout_s)
     store: dist.Store = dist.HashStore()
     hosts: tuple[str, ...] = ()
@@ -334,7 +341,7 @@ def join_ranks(
                 raise ValueError("more than one rank needs a meeting")
             backend = "gloo" if place.type == "cpu" else "cpu:gloo,cuda:nccl"
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                os.environ.setdefault(variable, interface_of(meeting.host, address))
+                os.environ.setdefault(variable, interface_of(meeting.host, host.address if host else ""))
             store = dist.TCPStore(
                 meeting.host,
                 meeting.port,
@@ -343,17 +350,17 @@ def join_ranks(
                 master_listen_fd=meeting.listening_fd,
                 timeout=timedelta(seconds=start_s),
             )
-            hosts = tuple(_await_all(store, rank, world, start_s, node_id))
+            hosts = tuple(_await_all(store, rank, world, start_s, host.node_id if host else ""))
         hook = sys.excepthook
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-        if world == 1:  # a traceback needs no number of the rank before each line
+        if world == 1:  # a single rank needs no rank number before each traceback line
             sys.excepthook = hook
     mesh = DeviceMesh(place.type, torch.arange(world), mesh_dim_names=("data",))
     return Ranks(rank, world, place, mesh, timeout_s, store, hosts)
 
 
 def _await_all(store: dist.Store, rank: int, world: int, limit_s: float, node_id: str = "") -> Sequence[str]:
-    """Wait until every rank has come to the store; the node id of each."""
+    """Wait until every rank has come to the store. Returns the node id of each rank."""
     store.set(f"{CAME}/{rank}", node_id)
     keys = [f"{CAME}/{each}" for each in range(world)]
     try:

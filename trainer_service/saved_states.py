@@ -1,13 +1,13 @@
-"""When a trainer leaves its state, and where: in a checkpoint on disk, or in shared memory.
+"""Saved states of a trainer: when to save one, and whether on disk or in shared memory.
 
-A state in shared memory outlives the trainer's process and nothing else: it is in the run's own folder there
-(mode 0700, removed with the run). It is a checkpoint folder as on disk: it has its name only when all ranks
-have left their files and its step is committed, every file is verified by its hash before it is used, and the
-one before stays until then. It has no copy of the ledger, which outlives the trainer too, and the buffer
-frees nothing for it.
+A state in shared memory survives only the death of the trainer's process. It is in the run's own folder there
+(mode 0700, removed with the run). It is a checkpoint folder as on disk. It gets its name only when all ranks
+have written their files and its step is committed. Every file is verified by its hash before use, and the
+previous state stays until the new one is named. It has no copy of the ledger, because the buffer also
+survives the trainer. The buffer frees nothing for it.
 
-Both are written by a thread beside the steps, from one copy of the state in the host's memory, so one of
-either kind is in the making at a time. `Cadence` says how often that is cheap enough.
+A thread writes both kinds while steps continue, from one copy of the state in host memory. Only one state of
+either kind is therefore written at a time. `Cadence` decides how often this is cheap enough.
 """
 
 from __future__ import annotations
@@ -46,14 +46,16 @@ from trainer_service.ranks import Ranks
 
 FOLDER = "trainer-state"
 DISK_SHARE, MEMORY_SHARE = 0.01, 0.02
-"""Most of a rank's time that checkpoints on disk may take where `checkpoint.every_steps` is `auto`, and
-states in memory: the step's standing still for the copy, and the CPU time of writing."""
+"""Largest share of a rank's time for checkpoints on disk with `checkpoint.every_steps: auto`, and for states
+in memory. It counts the time that the copy blocks the step, and the CPU time of writing."""
 DISK_LEAST_S = 5.0
-"""Least time between two on disk: each also has the buffer copy its ledger and free what it covers."""
-FORGET = 0.25  # A cheaper one counts so much in what is expected of the next; a dearer one counts at once
+"""Least time between two checkpoints on disk. For each one, the buffer also copies its ledger and frees old
+data."""
+FORGET = 0.25  # Weight of a lower cost in the next expected cost; a higher cost counts fully
 STATE_BYTES_PER_WEIGHT_BYTE = 6
-"""Upper bound for what is not known yet: bf16 weights on disk, fp32 weights and two moments in a state."""
-SPARE_SHARE = 0.1  # Of shared memory, what must stay free beside two states
+"""Upper bound while the size is unknown: weights are bf16 on disk, and a state has fp32 weights and two
+moments."""
+SPARE_SHARE = 0.1  # Share of shared memory that must stay free besides two states
 
 Place = Literal["disk", "memory"]
 log = get_logger("trainer")
@@ -61,14 +63,14 @@ log = get_logger("trainer")
 
 @dataclass
 class Cadence:
-    """A rate limit for work that costs time: it takes at most `share` of all time. Times are of one monotonic
+    """Rate limit for costly work: it takes at most `share` of all time. Times are from one monotonic
     clock."""
 
     share: float
     least_s: float = 0.0
-    """The least time between two."""
+    """Least time between two runs of the work."""
     expected_s: float = 0.0
-    """Expected cost of the next one."""
+    """Expected cost of the next run."""
     begun_s: float = -math.inf
 
     def is_due(self, now_s: float) -> bool:
@@ -78,23 +80,25 @@ class Cadence:
         self.begun_s = now_s
 
     def cost(self, seconds: float) -> None:
-        """One has cost so much. A dear one makes the next rarer at once, cheap ones make it more frequent
-        little by little: the cost of a write swings with what else the machine does."""
+        """Report the cost of a run. A higher cost lengthens the interval at once. Lower costs shorten it
+        gradually, because the cost of a write varies with the machine's load."""
         self.expected_s = max(seconds, self.expected_s + FORGET * (seconds - self.expected_s))
 
 
 def has_room(state_bytes: int, *, free_bytes: int, total_bytes: int, available_bytes: int) -> bool:
-    """Whether two states fit into shared memory of `total_bytes`, and into what the machine has to give."""
+    """Return whether two states fit into shared memory of `total_bytes`, and into the machine's available
+    memory."""
     return 2 * state_bytes <= min(free_bytes - SPARE_SHARE * total_bytes, available_bytes / 2)
 
 
 def left_in_memory(shm_dir: Path, reader: CheckpointReader, above: Checkpoint | None) -> Checkpoint | None:
-    """Return the state that a trainer of this run left in memory, if it is whole and of more steps than the
-    checkpoint `above`. All ranks call it. A damaged state counts as none, and so does one of which a host
-    lacks what its ranks read."""
+    """Return the state that a trainer of this run left in memory, if it is complete and newer than `above`.
+
+    All ranks call it. A damaged state counts as none. So does a state if a host lacks files that its ranks
+    read."""
     try:
         left = reader.newest(shm_dir / FOLDER)
-    except CheckpointError:  # it is named in the log
+    except CheckpointError:  # the reader has logged it
         return None
     if left is None or (above is not None and left.manifest.step <= above.manifest.step):
         return None
@@ -103,31 +107,30 @@ def left_in_memory(shm_dir: Path, reader: CheckpointReader, above: Checkpoint | 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One rank's part in a training: the job, the rank and its back end, and the places that it writes to."""
+    """One rank's part in a training: the job, the ranks, the back end, and the places for output."""
 
     job: JobConfig
     ranks: Ranks
     backend: TrainingBackend
     run_dir: Path
     run_log: RunRecords | None
-    """Exists on rank 0 only."""
+    """The run log; only on rank 0."""
     stopping: threading.Event
     shm_dir: Path | None = None
-    """The run's folder in shared memory; None: no state is left there."""
+    """The run's folder in shared memory; None if no state is saved there."""
 
 
 class States:
-    """Leaves the states of one trainer. All ranks make one, and call `leave`, `wait` in the same order.
+    """Saver for the states of one trainer. All ranks create it and call `leave` and `wait` in the same order.
 
-    `every` is the number of steps between two checkpoints on disk; `auto`: as often as they are cheap, with
-    at most `longest` steps between. `memory` are the states in shared memory, None for none;
-    `weights_bytes` is the size of the model's files."""
+    `every` is the number of steps between two checkpoints on disk. With `auto` they are written as often as
+    it is cheap, with at most `longest` steps between two. `memory` writes the states in shared memory; None
+    for none. `weights_bytes` is the size of the model's files."""
 
     def __init__(
         self,
         disk: Checkpoints,
         memory: Checkpoints | None,
-        ranks: Ranks,
         *,
         every: int | Literal["auto"],
         longest: int,
@@ -136,7 +139,7 @@ class States:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.disk, self.memory = disk, memory
-        self._ranks = ranks
+        self._ranks = disk.ranks
         self._every, self._longest, self._steps, self._clock = every, longest, steps, clock
         self._guess_bytes = STATE_BYTES_PER_WEIGHT_BYTE * weights_bytes
         self._cadences: dict[Place, Cadence] = {
@@ -148,8 +151,8 @@ class States:
 
     @classmethod
     def of(cls, training: TrainingRun, pending: Callable[[], Collection[int]] = tuple) -> States:
-        """Make the states of a job's run, on disk and if possible in shared memory. The best are known from
-        the evaluations in the run log."""
+        """Create the saver for a job's run, on disk and if possible in shared memory. Evaluations in the run
+        log determine the best checkpoints."""
         job, ranks, run_log, shm_dir = training.job, training.ranks, training.run_log, training.shm_dir
         of: Any = {"job": job.job, "policy": job.policy, "ranks": ranks}
         keep = Retention(
@@ -165,7 +168,6 @@ class States:
         return cls(
             disk,
             memory,
-            ranks,
             every=job.checkpoint.every_steps,
             longest=checkpoint_interval(job),
             steps=job.trainer.steps,
@@ -178,7 +180,7 @@ class States:
         )
 
     def went_on_from(self, restored: Checkpoint) -> None:
-        """Count what is there: the trainer goes on from `restored`."""
+        """Register the existing checkpoints, after the trainer has resumed from `restored`."""
         for checkpoints in filter(None, (self.disk, self.memory)):
             checkpoints.went_on_from(restored)
         if self._ranks.many_hosts:
@@ -188,13 +190,14 @@ class States:
         self._on_disk = max((step for step in there if step <= restored.manifest.step), default=0)
 
     def forget_memory(self) -> None:
-        """No state in memory is on the lineage of this trainer."""
+        """Remove the states in memory, because they are not from the history of this trainer."""
         if self.memory is not None and self._ranks.first_here:
             shutil.rmtree(self.memory.root, ignore_errors=True)
 
     def due(self, step: int, *, asked: bool = False) -> Place | None:
-        """Return the place for the state after `step` steps; None for nowhere. `asked`: on disk, unless
-        `every` says otherwise."""
+        """Return the place for the state after `step` steps; None if it is not saved.
+
+        If `asked`, the place is the disk, unless `every` is a number."""
         if step == self._steps or (self._every != "auto" and step % self._every == 0):
             return "disk"
         if self._every == "auto" and (asked or step - self._on_disk >= self._longest):
@@ -206,14 +209,15 @@ class States:
         disk = self._every == "auto" and self._cadences["disk"].is_due(now_s)
         memory = self.memory is not None and self._cadences["memory"].is_due(now_s) and self._fits()
         against = torch.tensor([writing, writing or not disk, writing or not memory], dtype=torch.int64)
-        self._ranks.max(against)  # one against it is enough: all ranks do the same
+        self._ranks.max(against)  # one objection is enough, so that all ranks do the same
         busy, no_disk, no_memory = against.tolist()
         return None if busy else "memory" if not no_memory and no_disk else None if no_disk else "disk"
 
     def leave(self, place: Place, state: TrainerState) -> None:
-        """Copy a state and have it written (see `Checkpoints.begin`), once the one before in the other place
-        is written: both use one copy. A state that finds no room in memory ends this, and no other is left
-        there; every other error is raised."""
+        """Copy a state and start to write it (see `Checkpoints.begin`).
+
+        It first waits for the previous state in the other place, because both use one copy. If a state finds
+        no room in memory, no more states are saved there. Every other error is raised."""
         self._cadences[place].begin(self._clock())
         self._settle_memory()
         into = self.disk
@@ -228,12 +232,12 @@ class States:
         into.begin(state)
 
     def wait(self) -> None:
-        """Wait until nothing is being written, on any rank. Raises what a checkpoint has failed with."""
+        """Wait until no rank is writing. Raises the error of a failed checkpoint."""
         self._settle_memory()
         self.disk.wait()
 
     def check(self) -> None:
-        """Raise the error of a checkpoint that this rank could not write."""
+        """Raise the error if this rank could not write a checkpoint."""
         self.disk.check()
 
     def _settle_memory(self) -> None:
@@ -247,7 +251,7 @@ class States:
             self.memory = None
 
     def _learn(self) -> None:
-        """Take in what the newest has cost, once."""
+        """Report the cost of the newest state to its cadence, once."""
         place, self._newest = self._newest, None
         written = self.memory if place == "memory" else self.disk
         if place is not None and written is not None:
@@ -258,7 +262,7 @@ class States:
             return True
         size = self.memory.size_bytes or self.disk.size_bytes or self._guess_bytes
         usage, available_bytes = shutil.disk_usage(self.memory.root.parent), psutil.virtual_memory().available
-        own = self.memory.size_bytes  # what lies there now is taken away when the next is written
+        own = self.memory.size_bytes  # the current state is removed when the next is written
         available_bytes += own
         return has_room(
             size, free_bytes=usage.free + own, total_bytes=usage.total, available_bytes=available_bytes

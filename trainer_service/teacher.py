@@ -1,8 +1,8 @@
 """A teacher on servers: its log-probs of tokens that the policy sampled.
 
-Promises: one number for each unit, of that very token, or `TeacherError` within `trainer.teacher.timeout_s`.
-A server that is away, or busy, is asked again, and so is the next one; an answer that is not about the tokens
-that were sent is never used. The number is that at temperature 1.
+Guarantees: it returns one number for each unit, for exactly that token, or raises `TeacherError` within
+`trainer.teacher.timeout_s`. If a server is unavailable or busy, the next one is asked, and later the same one
+again. An answer for other tokens than the ones sent is never used. Log-probs are at temperature 1.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from areal_async.base.retry import pause_s
 from areal_async.config.objective import TeacherSection
 from trainer_service.data.rows import TrainingRow
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # Before a request is repeated
-LONGEST_CONNECT_S = 30.0  # After which another server is asked
-PASSING = (408, 425, 429, 500, 502, 503, 504)  # Statuses after which it is
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # Pauses before a request is repeated
+LONGEST_CONNECT_S = 30.0  # Longest time to connect before another server is asked
+PASSING = (408, 425, 429, 500, 502, 503, 504)  # Statuses after which the request is repeated
 
 
 class TeacherError(ArealError):
-    """The teacher cannot be asked; says what it answered, or that it did not."""
+    """The teacher did not answer or gave an unusable answer, which the message quotes."""
 
 
 class TeacherServers:
@@ -48,7 +48,8 @@ class TeacherServers:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def logprobs(self, rows: Sequence[TrainingRow]) -> NDArray[np.float32]:
-        """f32 [U]: of the units of these rows, in their order. Blocking. Raises `TeacherError`."""
+        """Return the log-probs of these rows' units, in their order: f32 [U]. This call blocks. Raises
+        `TeacherError`."""
         others = [row.temperature[row.temperature != 1] for row in rows]
         if found := next((float(each[0]) for each in others if len(each)), None):
             raise TeacherError(
@@ -126,9 +127,9 @@ def _ask_sglang(ids: list[int], name: str) -> tuple[str, dict[str, Any]]:
 
 
 def _read_sglang(answer: Any, ids: list[int]) -> list[float]:
-    """[T - 1]: of each token but the first."""
+    """Return [T - 1]: the log-prob of each token except the first."""
     entries = answer["meta_info"]["input_token_logprobs"]
-    last = max(ids)  # The last of the vocabulary is called 0 by SGLang, whose number for it is right
+    last = max(ids)  # SGLang reports the vocabulary's last token as 0, but with the right log-prob
     if any(said != i and (said, i) != (0, last) for (_, said, *_), i in zip(entries, ids, strict=True)):
         raise ValueError("it is about other tokens")
     return [float(entry[0]) for entry in entries[1:]]

@@ -1,4 +1,4 @@
-"""The trained model of a job, as a directory that others load."""
+"""The trained model of a job, written as a directory that other programs load."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from trainer_service.durable_files import room_for, write_model
 from trainer_service.ranks import Ranks
 
 Files = Mapping[str, bytes | Path]
-"""Content of files, or their paths, by the name that they get."""
+"""Contents or paths of files, by their names in the output."""
 MODEL_DIR = "model"
 ADAPTER_DIR = "adapter"
 ADAPTER_FILE = "adapter_model.safetensors"
 MODEL_CONFIGS = ("config.json", "generation_config.json")
-"""Files that make a directory one of a whole model."""
+"""Files that only a directory of a whole model has."""
 
 
 def companions_of(
     job: JobConfig, backend: TrainingBackend, files: Files, *, identified: bool = True
 ) -> dict[str, bytes | Path]:
-    """The files beside published weights: `files`, and where adapters are trained their configuration (see
-    `adapter_config`)."""
+    """Return the files besides published weights: `files`, and the configuration of adapters if they are
+    trained (see `adapter_config`)."""
     lora = job.trainer.lora
     if not lora.rank:
         return dict(files)
@@ -44,8 +44,8 @@ def companions_of(
 
 
 def write_trained(out: Path, job: JobConfig, backend: TrainingBackend, ranks: Ranks, files: Files) -> None:
-    """Write what was trained into the folder `out`: `model`, as `write_whole` does, and where adapters were
-    trained also `adapter`, in peft's form. All ranks call it. Raises `DiskFull`."""
+    """Write the trained model into the folder `out`: `model` by `write_whole`, and also `adapter`, in peft's
+    format, if adapters were trained. All ranks call it. Raises `DiskFull`."""
     with room_for("the trained model", out):
         write_whole(out / MODEL_DIR, job, backend, files, ranks)
         if job.trainer.lora.rank:
@@ -53,16 +53,18 @@ def write_trained(out: Path, job: JobConfig, backend: TrainingBackend, ranks: Ra
 
 
 def write_adapter(folder: Path, job: JobConfig, backend: TrainingBackend, files: Files, ranks: Ranks) -> None:
-    """Write the trained adapter in peft's form, with those of `files` beside it that are not of a whole
-    model. All ranks call it."""
+    """Write the trained adapter in peft's format, with those of `files` that do not describe a whole model.
+    All ranks call it."""
     beside = companions_of(job, backend, files, identified=False)
     adapter = {name: content for name, content in beside.items() if name not in MODEL_CONFIGS}
     write_model(folder, partial(backend.export, TRAINED_MODEL), adapter, ranks, weights_file=ADAPTER_FILE)
 
 
 def write_whole(folder: Path, job: JobConfig, backend: TrainingBackend, files: Files, ranks: Ranks) -> None:
-    """Write the trained model as a directory that transformers loads, with `files` beside the weights: each
-    rank its own part, or rank 0 its adapters merged with the model that they are of. All ranks call it."""
+    """Write the trained model as a directory that transformers loads, with `files` next to the weights.
+
+    Each rank writes its own part. With adapters, rank 0 merges them into their base model and writes it. All
+    ranks call it."""
     lora = job.trainer.lora
     if not lora.rank:
         write_model(folder, partial(backend.export, TRAINED_MODEL), files, ranks)

@@ -197,3 +197,10 @@ def as_plain(value: Any) -> Any:
     if callable(item) and getattr(value, "size", 1) == 1:
         return item()
     return str(value)
+
+
+def clock_text(seconds: float) -> str:
+    """Return seconds as m:ss or h:mm:ss."""
+    minutes, second = divmod(max(0, int(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

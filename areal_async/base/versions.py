@@ -20,7 +20,7 @@ class VersionTag(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
 
     @property
     def label(self) -> str:
-        """The tag as text, for names of folders and of a server's weights: `policy-e1-v7`."""
+        """Return the tag as text, for names of folders and of a server's weights: `policy-e1-v7`."""
         return f"{self.policy}-e{self.epoch}-v{self.version}"
 
     @classmethod

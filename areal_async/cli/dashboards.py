@@ -28,14 +28,14 @@ def up(
     port: Annotated[int, Option(min=1, max=65535, help="Of Prometheus.")] = 9090,
     grafana_port: Annotated[int, Option(min=1, max=65535, help="Of Grafana.")] = 3000,
 ) -> None:
-    """Start Prometheus, and Grafana where it is installed, with everything found, until Ctrl-C."""
+    """Start Prometheus, and Grafana if it is installed, with everything set up, until Ctrl-C."""
     with readable_errors():
         from areal_async.cluster.client import ControllerClient, ControllerGone
         from areal_async.show.dashboards.files import ListedJobs
         from areal_async.show.dashboards.serving import Ports, serve
 
         listed, running = None, 0
-        with suppress(ControllerGone):  # none is up
+        with suppress(ControllerGone):  # No controller is running
             client = ControllerClient.find()
             running = sum(job.state == "RUNNING" for job in client.jobs(ended=False))
             if client.folder is not None:
@@ -59,7 +59,7 @@ def write(
     ] = f"http://{LOOPBACK}:9090",
     as_json: AsJson = False,
 ) -> None:
-    """Write dashboards, rules, alerts and provisioning, for a Prometheus and a Grafana that run elsewhere."""
+    """Write dashboards, rules, alerts and provisioning for Prometheus and Grafana on another machine."""
     with readable_errors():
         from areal_async.show.dashboards.files import write_files
 

@@ -1,4 +1,4 @@
-"""`areal-async data prepare | check`: convert data sets to files of a job, and check such files."""
+"""`areal-async data prepare | check`: convert data sets to the files of a job, and check such files."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _prepare(**given: Any) -> None:
-    """Convert data sets to the file of a job: map columns, mix, filter, drop duplicates, split."""
+    """Convert data sets to the files of a job: map columns, mix, filter, drop duplicates, split."""
     with readable_errors():
         from areal_async.data.convert import OURS, Answer, Style
         from areal_async.data.examples import Kind
@@ -163,7 +163,7 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Count rows and tokens, and find problems that would stop a job: broken rows, missing answers, long
-    prompts, overlap with the held-out file. Exits with status 2 if there is any."""
+    prompts, overlap with the held-out file. Exits with status 2 if there are any."""
     with readable_errors():
         from areal_async.config.data_check import Expected, check_data
         from areal_async.data.examples import Kind
@@ -186,7 +186,7 @@ def check(
 
 
 def _of_job(job_file: Path) -> tuple[list[Path], Expected]:
-    """Return the files of a job, and its requirements."""
+    """Return the files of a job, and the requirements on them."""
     from areal_async.base.mistakes import ConfigError
     from areal_async.config.content import content_mistakes
     from areal_async.config.data_check import Expected
@@ -205,7 +205,7 @@ def _of_job(job_file: Path) -> tuple[list[Path], Expected]:
 
 
 def _tokenizer(model: str | None, template_args: Sequence[str]) -> tuple[Any, int | None]:
-    """Return the tokenizer of a folder or of a model of the hub, and the most tokens that the model takes."""
+    """Return the tokenizer of a model folder or hub model, and the model's largest number of tokens."""
     from areal_async.config.files import json_in
     from areal_async.data.sources import DataError
     from areal_async.models.files import no_folder

@@ -1,4 +1,4 @@
-"""`areal-async doctor`: checks of this machine, with a remedy for each failure."""
+"""`areal-async doctor`: checks of this machine, with a fix for each failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "pyarrow", "hiredis", "
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor. `fix` is empty for `ok`."""
+    """One line of the doctor's output. `fix` is empty if the level is `ok`."""
 
     level: Literal["ok", "warn", "fail"]
     about: str
@@ -31,7 +31,7 @@ class Finding:
 
 
 def examine(least_shm_bytes: int = MIN_SHM_BYTES) -> Iterator[Finding]:
-    """Yield the findings in the order in which a person would repair them."""
+    """Yield the findings in the order in which to fix them."""
     yield _packages()
     yield _redis()
     yield _shared_memory(least_shm_bytes)
@@ -44,7 +44,7 @@ def examine(least_shm_bytes: int = MIN_SHM_BYTES) -> Iterator[Finding]:
 
 
 def remove_leftovers(roots: Sequence[Path]) -> list[Path]:
-    """Delete the folders that dead runs left below `roots`, and return them."""
+    """Delete the folders that dead runs left below `roots`, and return their paths."""
     found = list(leftovers(roots))
     for folder in found:
         shutil.rmtree(folder, ignore_errors=True)

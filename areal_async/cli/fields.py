@@ -24,7 +24,8 @@ def diff(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the fields in which two jobs differ, or a job and the defaults. Status 1 if there are any."""
+    """Print the fields in which two jobs differ, or in which a job differs from the defaults. Exits with
+    status 1 if there are any."""
     with readable_errors():
         from pydantic_core import to_jsonable_python
 
@@ -48,8 +49,8 @@ def diff(
 
 
 def content_of(source: str) -> dict[str, Any]:
-    """Return the resolved job of a file, a run folder or a job of the controller, as JSON values. Raises
-    `ConfigError`, `RunFolderError`."""
+    """Return the resolved job of a file, of a run folder or of the controller, as JSON values. Raises
+    `ConfigError` or `RunFolderError`."""
     from areal_async.config.load import load_job
 
     path = Path(source)

@@ -1,5 +1,6 @@
 """The commands for jobs of the controller: `up | down | submit | ps | status | logs | pause | stop`.
-`status`, `logs` and `stop` take the folder of a run, too."""
+
+`status`, `logs` and `stop` also accept the folder of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 jobs = typer.Typer()
 
-END_LIMIT_S = 120.0  # Longest wait for a job to pause or stop, or for a controller to end
+END_LIMIT_S = 120.0  # Longest wait until a job has paused or stopped, or a controller has ended
 LOOK_S = 0.3
 FRAME_S = 1.0  # Time between two frames of `ps --watch`
 LOG_PIECE_BYTES = 1 << 20
@@ -40,7 +41,7 @@ Job = Annotated[
 
 
 def controller() -> ControllerClient:
-    """Return a client of the controller that answers here."""
+    """Return a client of the cluster's controller."""
     from areal_async.cluster.client import ControllerClient
 
     return ControllerClient.find()
@@ -56,7 +57,7 @@ def up(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Start a controller, which takes jobs and runs them."""
+    """Start a controller, which accepts jobs and runs them."""
     with readable_errors():
         from areal_async.cluster.daemon import TAKEN_STATUS, serve, start_controller
         from areal_async.cluster.folder import ClusterFolder, ClusterFolderError
@@ -87,7 +88,7 @@ def down(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Stop every running job, in order, and then the controller."""
+    """Stop all running jobs in an orderly way, and then the controller."""
     with readable_errors():
         from areal_async.cluster.client import ControllerClient
         from areal_async.cluster.daemon import start_controller
@@ -99,7 +100,7 @@ def down(
             if keep_jobs or not folder.leaves_jobs():
                 answer = {"was_up": False, "stopped": [], "waiting": []}
                 return show(answer, f"no controller is up in {folder.path}", as_json)
-            start_controller(folder, hold=True)  # one that died has left jobs behind
+            start_controller(folder, hold=True)  # A controller that died left jobs behind
         client = ControllerClient.find()
         waiting = [job for job in client.jobs(ended=False) if job.state in ("PENDING", "PAUSED")]
         ending = client.down(keep_jobs=keep_jobs)
@@ -121,7 +122,7 @@ def submit(
     ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Hand a job to the controller, which runs it when its turn has come."""
+    """Send a job to the controller, which runs it when resources are free."""
     with readable_errors():
         from areal_async.cluster.client import ControllerClient, ControllerGone
         from areal_async.cluster.daemon import start_controller
@@ -183,7 +184,7 @@ def status(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a job and its history, a run and its processes, or the cluster's free resources."""
+    """Show a job with its history, a run with its processes, or the free resources of the cluster."""
     with readable_errors():
         from areal_async.cli.tables import cluster_page, job_page, run_page
 
@@ -237,7 +238,7 @@ def logs(
 
 
 def _log(folder: Path, service: str, follow: bool) -> Iterator[bytes]:
-    """Yield a log of a run as the controller does of a job; `run` is the log of its supervisor."""
+    """Yield a log of a run in pieces, as the controller does for a job. `run` is the supervisor's log."""
     from areal_async.cluster.logs import OF_THE_RUN, logs_in, read_log
     from areal_async.launch.run_handle import Run
 
@@ -254,13 +255,14 @@ def _log(folder: Path, service: str, follow: bool) -> Iterator[bytes]:
         elif over:
             return
         else:
-            over = not Run.open(folder).alive  # then what it wrote last is still read
+            over = not Run.open(folder).alive  # After the run has ended, its last output is still read
             time.sleep(LOOK_S)
 
 
 @jobs.command()
 def pause(job: Job, no_wait: NoWait = False, as_json: AsJson = False) -> None:
-    """End the processes of a controller's job in order, free its resources, and keep it for `resume`."""
+    """End the processes of a controller's job in an orderly way and free its resources. `resume` continues
+    the job."""
     with readable_errors():
         if is_run(job):
             raise RunFolderError(
@@ -272,7 +274,7 @@ def pause(job: Job, no_wait: NoWait = False, as_json: AsJson = False) -> None:
 
 @jobs.command()
 def stop(job: Job, no_wait: NoWait = False, as_json: AsJson = False) -> None:
-    """End a job or a run in order. `resume` can continue it."""
+    """End a job or a run in an orderly way. `resume` can continue it."""
     with readable_errors():
         if not is_run(job):
             return _end(job, "stop", no_wait, as_json)
@@ -287,7 +289,7 @@ def stop(job: Job, no_wait: NoWait = False, as_json: AsJson = False) -> None:
 
 
 def _end(name: str, verb: Literal["pause", "stop"], no_wait: bool, as_json: bool) -> None:
-    """Wait until a job of the controller has ended as it is asked to, and show its state."""
+    """Pause or stop a job of the controller, wait until its processes have ended, and show its state."""
     client = controller()
     job = client.ask(name, verb)
 
@@ -303,7 +305,7 @@ def _end(name: str, verb: Literal["pause", "stop"], no_wait: bool, as_json: bool
 
 
 def _wait(over: Callable[[], bool], complaint: str) -> None:
-    """Wait until `over()` is true. Raises `ControllerGone` with the complaint after `END_LIMIT_S`."""
+    """Wait until `over()` is true. Raises `ControllerGone` with the text `complaint` after `END_LIMIT_S`."""
     from areal_async.cluster.client import ControllerGone
 
     deadline_s = time.monotonic() + END_LIMIT_S

@@ -1,19 +1,18 @@
-"""`areal-async keys`: keys of the hosts of a cluster, and tokens of its controller, in one folder.
+"""`areal-async keys`: keys of a cluster's hosts, and tokens of its controller, in one folder.
 
-    nodes/HOST/         for that host alone
-      ca.crt            issuers of all hosts that are let in
+    nodes/HOST/         for this host only
+      ca.crt            issuers of all hosts that are accepted
       issuer.crt        its own issuer
-      node.crt node.key its certificate, by which Ray encrypts
+      node.crt node.key its certificate, with which Ray encrypts
       ray.token         token of Ray's nodes and clients, one for the cluster
       env.sh            exports for Ray
     submit/             for the controller's host: the folder of the cluster
-      tokens, *.token   tokens that the controller lets in
+      tokens, *.token   tokens that the controller accepts
       env.sh            exports for areal-async
 
-A host has no token of the controller, and no other host's key. Each host has an issuer of its own, whose key
-is kept nowhere, so nobody can make another host. A host is revoked by removing its issuer from the `ca.crt`
-of the others.
-"""
+A host has neither a token of the controller nor another host's key. Each host has its own issuer. The
+issuer's key is not stored, so nobody can create another host with it. To revoke a host, its issuer is removed
+from the `ca.crt` of the other hosts."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def init(
     ] = [],  # noqa: B006
     as_json: AsJson = False,
 ) -> None:
-    """Make a folder for each host of a cluster, and one for its controller, in a new folder."""
+    """Create keys in a new folder, with one folder for each host of a cluster and one for its controller."""
     with readable_errors():
         until = make_keys(folder, hosts)
         answer = {"folder": str(folder.absolute()), "hosts": hosts, "valid_until": until}
@@ -82,7 +81,7 @@ def init(
 
 @keys.command()
 def add(hosts: Hosts, folder: Made = Path("keys"), as_json: AsJson = False) -> None:
-    """Make keys for further hosts, which the others then let in."""
+    """Create keys for further hosts, which the other hosts then accept."""
     with readable_errors():
         until = add_hosts(folder, hosts)
         _show_changed(folder, hosts, f"{', '.join(hosts)} added, until {until}", as_json)
@@ -90,7 +89,7 @@ def add(hosts: Hosts, folder: Made = Path("keys"), as_json: AsJson = False) -> N
 
 @keys.command()
 def revoke(hosts: Hosts, folder: Made = Path("keys"), as_json: AsJson = False) -> None:
-    """Shut these hosts out from the others, and replace the token that they know."""
+    """Revoke these hosts, so that the other hosts refuse them, and replace the token that they know."""
     with readable_errors():
         revoke_hosts(folder, hosts)
         _show_changed(folder, hosts, f"{', '.join(hosts)} revoked", as_json)
@@ -106,9 +105,9 @@ def _show_changed(folder: Path, changed: Sequence[str], text: str, as_json: bool
 
 
 def make_keys(folder: Path, hosts: Sequence[str]) -> str:
-    """Make the files in a new or empty `folder`, for nodes at `hosts`: each text has the addresses of one,
-    with commas between them. Return the last valid day of the certificates as YYYY-MM-DD. Raises
-    `ConfigError`, `ClusterFolderError`."""
+    """Create the files in a new or empty `folder`, for nodes at `hosts`. Each of `hosts` has the addresses of
+    one node, separated by commas. Return the last valid day of the certificates as YYYY-MM-DD. Raises
+    `ConfigError` or `ClusterFolderError`."""
     from areal_async.cluster.folder import TOKEN_BYTES, ClusterFolder
     from areal_async.rpc.secret import write_private
 
@@ -130,7 +129,8 @@ def make_keys(folder: Path, hosts: Sequence[str]) -> str:
 
 
 def add_hosts(folder: Path, hosts: Sequence[str]) -> str:
-    """Make keys for further hosts; return the last day of their certificates. Raises `ConfigError`."""
+    """Create keys for further hosts. Return the last valid day of their certificates. Raises
+    `ConfigError`."""
     nodes, token = _read_nodes(folder)
     made, until = _new_nodes(hosts)
     if there := sorted(made.keys() & nodes.keys()):
@@ -157,14 +157,14 @@ Files = dict[str, bytes]
 
 
 def _new_nodes(hosts: Sequence[str]) -> tuple[dict[str, Files], str]:
-    """Return the files of new hosts by their names, and their last valid day."""
+    """Return the files of new hosts by host name, and their last valid day."""
     until = datetime.now(UTC) + timedelta(days=DAYS)
     names = [list(dict.fromkeys(host.split(","))) for host in dict.fromkeys(hosts)]
     return {each[0]: _certificates(each, until) for each in names}, until.date().isoformat()
 
 
 def _read_nodes(folder: Path) -> tuple[dict[str, Files], str]:
-    """Return the certificates and keys of all present hosts, and the token."""
+    """Return the certificates and keys of all existing hosts, and the token."""
     try:
         nodes = {
             node.name: {name: (node / name).read_bytes() for name in (ISSUER, "node.crt", "node.key")}
@@ -178,7 +178,7 @@ def _read_nodes(folder: Path) -> tuple[dict[str, Files], str]:
 
 
 def _write_nodes(folder: Path, nodes: Mapping[str, Files], token: str) -> None:
-    """Write the folders of all hosts anew, each with the issuers of all."""
+    """Write the folders of all hosts again. Each gets the issuers of all hosts."""
     from areal_async.rpc.secret import write_private
 
     issuers = b"".join(files[ISSUER] for files in nodes.values())
@@ -192,7 +192,7 @@ def _write_nodes(folder: Path, nodes: Mapping[str, Files], token: str) -> None:
 
 
 def _certificates(hosts: Sequence[str], until: datetime) -> Files:
-    """Return certificate, key and issuer of one host at these addresses, as PEM by file name."""
+    """Return certificate, key and issuer of one host with these addresses, as PEM by file name."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -215,7 +215,7 @@ def _certificates(hosts: Sequence[str], until: datetime) -> Files:
     )
     issuing, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     begin = x509.CertificateBuilder().issuer_name(authority).not_valid_after(until)
-    begin = begin.not_valid_before(datetime.now(UTC) - timedelta(days=1))  # clocks of hosts differ
+    begin = begin.not_valid_before(datetime.now(UTC) - timedelta(days=1))  # Clocks of hosts differ
 
     begin = begin.add_extension(
         x509.AuthorityKeyIdentifier.from_issuer_public_key(issuing.public_key()), False
@@ -231,7 +231,7 @@ def _certificates(hosts: Sequence[str], until: datetime) -> Files:
         return made.sign(issuing, hashes.SHA256()).public_bytes(pem)
 
     pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    signs = x509.KeyUsage(False, False, False, False, False, True, False, False, False)  # certificates
+    signs = x509.KeyUsage(False, False, False, False, False, True, False, False, False)  # Signs certificates
     own = x509.SubjectKeyIdentifier.from_public_key(issuing.public_key())
     ca = x509.BasicConstraints(ca=True, path_length=None)
     return {

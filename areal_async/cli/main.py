@@ -48,7 +48,7 @@ OTHER_COMMANDS = {
     **dict.fromkeys(("eval", "score", "benchmark"), "evaluate"),
     **dict.fromkeys(("chat", "sample", "infer", "talk"), "generate"),
 }
-"""Name of a command in other programs → its name here."""
+"""Command names of other programs, each with our name."""
 SWEEP = "for lr in 1e-6 3e-6; do areal-async submit JOB.YAML job=NAME-$lr trainer.optimizer.lr=$lr; done"
 MOVED = {
     "compare": "areal-async view RUN RUN --report FILE.HTML",
@@ -59,21 +59,21 @@ MOVED = {
     "submit --sweep": f"a loop of the shell: {SWEEP}",
     "top": "areal-async ps --watch",
 }
-"""A command or option of an earlier release, and what to use instead."""
+"""Commands and options of earlier releases, each with its replacement."""
 OTHER_OVERRIDES = ("--override", "--overrides", "--set", "--config", "--cfg", "--opt", "--param", "-o", "-c")
-"""Options of other programs before a field that is changed."""
+"""Options of other programs that precede a changed field."""
 PANELS = {
     "Start": "quickstart init data reward doctor objectives validate diff plan simulate",
     "Train": "run resume stop scale drain",
     "Look": "status logs view advise evaluate generate export buffer dashboards",
     "Cluster": "up down submit ps pause keys",
 }
-"""The commands in the order of use, under the headings of the help."""
+"""The commands in the order of use, by heading of the help."""
 PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.split()}
 
 
 def _without_types(parameters: list[Any]) -> list[Any]:
-    """Return the parameters, without a type in the help of flags, which take no value."""
+    """Remove the type from the help of flags, because flags take no value. Return the parameters."""
     for option in parameters:
         if getattr(option, "is_flag", False):
             option.metavar = ""
@@ -84,8 +84,8 @@ UsageError: Any = typer.BadParameter.__base__
 
 
 def _how_to_change_fields(ctx: Any, option: str) -> str | None:
-    """Return how the command of `ctx` takes a field of the job, which `option` changes in other programs.
-    None for another option, and for a command that changes no field."""
+    """Return how the command of `ctx` changes a field that `option` changes in other programs. Return None
+    for another option, or if the command changes no field."""
     field = option.lstrip("-") if "." in option else "trainer.steps"
     if field == "trainer.steps" and option not in OTHER_OVERRIDES:
         return None
@@ -98,8 +98,8 @@ def _how_to_change_fields(ctx: Any, option: str) -> str | None:
 
 
 class CommandGroup(TyperGroup):
-    """The commands in the order of use. Names of an earlier release or of another program are answered with
-    the present name."""
+    """Group of commands that lists them in the order of use. If a command name comes from an earlier release
+    or another program, the error gives the current name."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return super().list_commands(ctx) if ctx.parent else list(PANEL_OF)
@@ -190,8 +190,8 @@ Overwrite = Annotated[
 
 
 def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
-    """Print on standard error the fields that the job's preset sets, and a line for each doubtful setting and
-    for each warning that was `found` about its files."""
+    """Print warnings about a job on standard error. There is a line for each field that the job's preset
+    sets, for each doubtful setting, and for each warning in `found` about its files."""
     from areal_async.config.advice import advise
     from areal_async.config.files import advise_on_lora
     from areal_async.config.presets import expansion
@@ -209,8 +209,8 @@ def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
 
 
 def _checked_job(job_file: Path, overrides: Sequence[str] | None) -> tuple[JobConfig, list[Mistake]]:
-    """Read and check a job file, and return it with warnings about its files. Raises `ConfigError`, which
-    says if the files have yet to be checked."""
+    """Read and check a job file. Return the job and warnings about its files. Raises `ConfigError`, which
+    says if the files have not been checked yet."""
     from areal_async.base.mistakes import WHOLE_FILE, ConfigError
     from areal_async.config.load import load_job
     from areal_async.launch.preflight import check_contents
@@ -240,7 +240,7 @@ def run(
     ] = False,
     as_json: Summary = False,
 ) -> None:
-    """Run a job until it is done, on this machine or on a cluster that this machine is a node of."""
+    """Run a job until it is done, on this machine or on a cluster of which this machine is a node."""
     with readable_errors():
         job, found = _checked_job(job_file, overrides)
         if not dry_run:
@@ -306,7 +306,7 @@ def _run(
 
 @app.command()
 def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Check a job file, its files and its needs, and print it with every field resolved."""
+    """Check a job file, its files and its requirements. Print the job with every field resolved."""
     with readable_errors():
         from areal_async.config.advice import explain
         from areal_async.config.load import dump_job
@@ -323,8 +323,8 @@ def objectives(
     name: Annotated[str | None, Argument(metavar="NAME", help="A preset or a part.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the parts of objectives and the presets, or print what a preset sets in a job file and what the
-    parts of that name do."""
+    """List the parts of objectives and the presets. With NAME, print the fields that a preset sets and the
+    description of the parts with that name."""
     with readable_errors():
         from areal_async.base.mistakes import ConfigError
         from areal_async.config.presets import PRESETS, unknown_preset
@@ -364,7 +364,7 @@ def scale(
     timeout_s: Within = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Change the number of rollout workers of a running run; the newest leave first."""
+    """Change the number of rollout workers of a run. The newest workers leave first."""
     _change(run, "scale", {"workers": workers}, timeout_s, as_json)
 
 
@@ -378,7 +378,8 @@ def drain(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Let a rollout worker finish its groups, hand back the rest and exit, and wait for that."""
+    """Remove a rollout worker: it finishes its groups, returns the rest and exits. Wait until it has
+    exited."""
     _change(run, "drain", {"worker": worker, "outside": outside}, timeout_s, as_json)
 
 
@@ -401,7 +402,7 @@ def doctor(
     clean: Annotated[bool, Option("--clean", help="Delete what dead runs left behind.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check if this machine is ready, and print what to do if it is not."""
+    """Check whether this machine is ready, and print a fix for each problem."""
     with readable_errors():
         from areal_async.cli.doctor import examine, remove_leftovers
         from areal_async.launch.one_host import volatile_roots
@@ -430,7 +431,7 @@ def quickstart(
     plain: Plain = False,
     as_json: Summary = False,
 ) -> None:
-    """Make a tiny model and train it through all five services: a few minutes on two cores."""
+    """Create a tiny model and train it through all five services. This takes a few minutes on two cores."""
     with readable_errors():
         from areal_async.cli.quickstart.main import quickstart as start
         from areal_async.show.view import RunConsole
@@ -449,7 +450,7 @@ def init(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a folder for a task of your own: data, a reward with its test, and a job that learns."""
+    """Create a folder for your own task: data, a reward with its test, and a job that learns."""
     with readable_errors():
         from areal_async.cli.new_task import write_task_files
 

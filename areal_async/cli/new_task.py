@@ -1,9 +1,8 @@
-"""The folder of a task of one's own: its data and what makes it, a reward with its test, and a job.
+"""The folder of a user's task: its data and the script that creates them, a reward with its test, and a job.
 
-Everything works as it is written, on a task that stands in for the user's. Without a model there is a tiny
-one, of random weights and with a token for each character of ASCII, and a job that warms it up. Nothing that
-exists is replaced.
-"""
+All files work unchanged, on an example task that the user replaces. Without a model, the folder gets a tiny
+model and a job that warms it up. The tiny model has random weights and a token for each ASCII character. No
+existing file is replaced."""
 
 from __future__ import annotations
 
@@ -24,12 +23,12 @@ BASE, WARM, RL = "base", "warm_start.yaml", "job.yaml"
 TINY_POSITIONS = 256
 REPLY_END = "{{ eos_token if m['role'] == 'assistant' else '=' }}"
 TINY_TEMPLATE = f"{{% for m in messages %}}{{{{ m['content'] }}}}{REPLY_END}{{% endfor %}}"
-"""Chat template of the tiny model: a prompt ends with `=`, as a text prompt does."""
-SPACES = {" ": "Ġ", "\n": "Ċ", "\t": "ĉ"}  # As the pre-tokenizer of Qwen2 writes them
+"""Chat template of the tiny model. A prompt ends with `=`, like a text prompt."""
+SPACES = {" ": "Ġ", "\n": "Ċ", "\t": "ĉ"}  # In the spelling of Qwen2's pre-tokenizer
 
 
 def write_task_files(folder: Path, model: str | None) -> list[str]:
-    """Make the folder, and return the next commands. Raises `DataError` if it is not empty."""
+    """Create the folder, and return the next commands. Raises `DataError` if it is not empty."""
     local = model is not None and Path(model).expanduser().is_dir()
     if not (model is None or local or is_url(model) or hub_url(model, Path(), is_data=False)):
         raise DataError(
@@ -49,7 +48,7 @@ def write_task_files(folder: Path, model: str | None) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
         if there := sorted(each.name for each in folder.iterdir()):
             raise DataError(f"{folder} holds {there[0]} already. Name a folder that is new or empty.")
-        # Made elsewhere first: what is interrupted leaves no half of it there.
+        # Files are created elsewhere first, so an interruption leaves no incomplete folder.
         with TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{folder.name}-") as place:
             made = Path(place, "made")
             made.mkdir()
@@ -72,12 +71,12 @@ def write_task_files(folder: Path, model: str | None) -> list[str]:
 
 
 def job_name(folder: Path) -> str:
-    """Return the folder's name, reduced to the characters of a job's name."""
+    """Return the folder's name, reduced to the characters that a job name may have."""
     return re.sub(r"[^a-z0-9-]", "-", folder.absolute().name.lower()).strip("-")[:40] or "own-task"
 
 
 def _write_tiny(folder: Path) -> None:
-    from areal_async.cli.quickstart.model import make_tokenizer, write_model  # torch, which takes its time
+    from areal_async.cli.quickstart.model import make_tokenizer, write_model  # Imports torch, which is slow
 
     signs = string.digits + string.ascii_letters + string.punctuation + "".join(SPACES.values())
     tokenizer = make_tokenizer(signs)
@@ -245,4 +244,4 @@ TINY_JOB["optimizer"] = "lr: 4.0e-4, warmup_steps: 20, schedule: linear, clip_gr
 MODEL_JOB: Values = {"about": "", "concurrent": 64, "length": 512, "answer": 128, "every": 20}
 MODEL_JOB |= {"staleness": 2, "groups": 16, "steps": 100}
 MODEL_JOB["optimizer"] = "lr: 1.0e-6, warmup_steps: 10, clip_grad_norm: 1.0"
-"""Values of the job for the tiny model, and for a model of the user's."""
+"""Values of the job for the tiny model, and for a user's model."""

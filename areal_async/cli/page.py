@@ -1,4 +1,4 @@
-"""`areal-async view`: runs in the browser, as a page that is served or as one file."""
+"""`areal-async view`: runs in the browser, on a served page or in one file."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def view(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show runs in the browser, live, until Ctrl-C; or write one file to send. Several runs are compared:
-    drawn over each other, with the fields in which their jobs differ."""
+    """Show runs in the browser, live, until Ctrl-C. With --report, write one file instead. Several runs are
+    compared: their curves are drawn together, with the fields in which their jobs differ."""
     several = len({target.absolute() for target in targets}) > 1
     if several and report is None:
         raise typer.BadParameter("several runs are compared in one file: add --report FILE.HTML")
@@ -35,7 +35,7 @@ def view(
         from areal_async.show.page.folder import runs_in
 
         folders = [
-            # A job file or a URL is resolved; what is no run raises the error that says what there is.
+            # `Run.open` resolves a job file or a URL. If it finds no run, its error lists the existing runs.
             target if not several and target.is_dir() and runs_in(target) else Run.open(target).folder
             for target in dict.fromkeys(targets)
         ]

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.base.errors import ArealError
-from areal_async.base.text import clock_text
+from areal_async.base.log import clock_text
 from areal_async.cli.tools import plain
 from areal_async.cluster.messages import ClusterAnswer, FiguresAnswer, JobAnswer, JobDetailAnswer
 from areal_async.cluster.resources import Resources
@@ -31,8 +31,8 @@ COLORS = {
     "FAILED": "red",
     "STOPPED": "bright_black",
 }
-MOST_SHOWN = 200  # Rows of a frame of `ps --watch`
-WATCHED = 16  # Jobs whose runs are asked for each frame
+MOST_SHOWN = 200  # Number of rows in a frame of `ps --watch`
+WATCHED = 16  # Number of jobs whose runs are queried for each frame
 
 
 def jobs_table(jobs: Sequence[JobAnswer], now_s: float) -> Table:
@@ -45,20 +45,20 @@ def jobs_table(jobs: Sequence[JobAnswer], now_s: float) -> Table:
 
 
 def frame_of(client: ControllerClient, *, ended: bool) -> tuple[dict[str, Any], RenderableType]:
-    """Ask for one frame of `ps --watch`, and return it as JSON values and for a terminal."""
+    """Fetch one frame of `ps --watch`. Return it as JSON values and in a form for a terminal."""
     cluster, jobs = client.cluster(), client.jobs(ended=ended)
     figures: dict[int, FiguresAnswer] = {}
     for job in [job for job in jobs if job.state == "RUNNING"][:WATCHED]:
         try:
             figures[job.id] = client.figures(str(job.id))
-        except ArealError as error:  # a run that is busy must not hide the others
+        except ArealError as error:  # A busy run must not hide the others
             figures[job.id] = FiguresAnswer(message=str(error))
     page = Group(cluster_page(cluster, client.url), Text(), progress_table(jobs, figures, time.time()))
     return {"cluster": cluster, "jobs": jobs, "figures": figures}, page
 
 
 def progress_table(jobs: Sequence[JobAnswer], figures: Mapping[int, FiguresAnswer], now_s: float) -> Table:
-    """Return the table of jobs with the progress of their runs."""
+    """Return the table of jobs, with the progress of their runs."""
     table = _table(
         *["JOB", "STATE", "AGE", "STEP", "LEFT", "REWARD", "ACCURACY", "STALENESS", "TOKENS/S"], ""
     )
@@ -82,7 +82,7 @@ def progress_table(jobs: Sequence[JobAnswer], figures: Mapping[int, FiguresAnswe
 
 
 def cluster_page(cluster: ClusterAnswer, url: str) -> RenderableType:
-    """Return the cluster on two lines."""
+    """Return the cluster's state in two lines."""
     total, free = cluster.total, cluster.free
     room = f"{max(0, free.cpus)} of {total.cpus} cores, {max(0, free.gpus)} of {total.gpus} GPUs"
     counts = ", ".join(f"{count} {state}" for state, count in cluster.jobs.items() if count)
@@ -146,7 +146,7 @@ def _rows(rows: Sequence[tuple[str, RenderableType]]) -> Table:
 
 
 def needs_text(needs: Resources) -> str:
-    """Return resources in words: `2 cores, 1 GPU`."""
+    """Return resources as text: `2 cores, 1 GPU`."""
     counts = [f"{n} {what}{'s' * (n != 1)}" for n, what in ((needs.cpus, "core"), (needs.gpus, "GPU"))]
     memory = [f"{needs.memory_gb:g} GiB"] if needs.memory_gb else []
     return ", ".join(counts[: 1 + bool(needs.gpus)] + memory)

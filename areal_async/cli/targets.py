@@ -1,4 +1,4 @@
-"""Names on the command line: a run by its place, or a job of the controller."""
+"""Targets on the command line: a run by its path or URL, or a job of the controller."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ if TYPE_CHECKING:
 
 
 def is_run(text: str) -> bool:
-    """Return whether an argument names a run by its place, and no job of the controller."""
+    """Return whether an argument names a run by its path or URL, instead of a job of the controller."""
     from areal_async.launch.folders import LOCK
 
     return os.sep in text or text.endswith((".yaml", ".yml")) or (Path(text) / LOCK).exists()
 
 
 def of_controller(target: str | Path) -> ControllerClient | None:
-    """Return the controller if `target` names one of its jobs. An existing path is never a job."""
+    """Return the controller if `target` names one of its jobs, otherwise None. An existing path is never a
+    job."""
     from areal_async.cluster.client import ControllerClient, ControllerGone
     from areal_async.cluster.states import UnknownJob
 
@@ -33,7 +34,8 @@ def of_controller(target: str | Path) -> ControllerClient | None:
 
 
 def run_target(target: str) -> str:
-    """Return `target`, or if it names a job of the controller on this machine, the job's run folder."""
+    """Return the run folder if `target` names a job of the controller on this machine. Otherwise return
+    `target`."""
     from areal_async.cluster.client import URL_VARIABLE
     from areal_async.config.cluster import cluster_dir
 
@@ -48,12 +50,12 @@ def run_target(target: str) -> str:
 
 
 def job_names(incomplete: str) -> list[str]:
-    """Return the names of the controller's jobs, for the completion of a shell."""
+    """Return the names of the controller's jobs, for shell completion."""
     from areal_async.cluster.client import ControllerClient
 
     try:
         found = ControllerClient.find().jobs(ended=True)
-    except Exception:  # a shell that completes has no place for errors
+    except Exception:  # A shell cannot show errors during completion
         return []
     return sorted({job.name for job in found if job.name.startswith(incomplete)})
 

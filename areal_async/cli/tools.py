@@ -1,9 +1,8 @@
-"""The commands that are programs of the services: their requests, and how the programs are started.
+"""The commands that are programs of the services: their requests, and the start of the programs.
 
-The programs belong to the services whose data or code they need, and this package imports no service: it
-starts them by module name, in place of its own process, and hands over one request as JSON. The fields of a
-request are the arguments and options of its command, its docstring is the command's help.
-"""
+Each program belongs to the service whose data or code it needs. This package imports no service. It replaces
+its own process by the program, which it starts by module name with one request as JSON. The fields of a
+request are the arguments and options of its command; its docstring is the command's help."""
 
 from __future__ import annotations
 
@@ -48,19 +47,19 @@ State = Annotated[str | None, Option(metavar="STATE", help="Only groups in this 
 
 
 class ToolRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of the requests. What is not given is None."""
+    """Base of the requests. An option that was not given is None or its default."""
 
     as_json: AsJson = False
 
 
 class StatsRequest(ToolRequest, frozen=True):
-    """Show the content of the buffer, its limits, and why leases or batches wait."""
+    """Show the content and the limits of the buffer, and why leases or batches wait."""
 
     run: RunArgument
 
 
 class PeekRequest(ToolRequest, frozen=True):
-    """List the groups in the buffer, or show one of them, or one episode with its text."""
+    """List the groups in the buffer, or show one group, or one episode with its text."""
 
     run: RunArgument
     name: Annotated[
@@ -84,7 +83,7 @@ class ExportRequest(ToolRequest, frozen=True):
 
 
 class ReplayRequest(ToolRequest, frozen=True):
-    """Train on the recorded batches again, with no generation, and compare bit by bit."""
+    """Train on the recorded batches again, without generation, and compare the results bit by bit."""
 
     run: RunArgument
     overrides: Overrides = None
@@ -93,7 +92,8 @@ class ReplayRequest(ToolRequest, frozen=True):
 
 
 class TrialRequest(ToolRequest, frozen=True):
-    """Run a reward over a file: verdicts, scores, times, errors. Status 1 where it fails."""
+    """Run a reward over a file and print verdicts, scores, times and errors. Exits with status 1 if it
+    fails."""
 
     reward: Annotated[
         str,
@@ -153,7 +153,7 @@ class PlanRequest(ToolRequest, frozen=True):
 
 
 class SimulateRequest(ToolRequest, frozen=True):
-    """Predict how a job would run: steps per second, staleness, who idles, what is wasted."""
+    """Predict how a job would run: steps per second, staleness, idle time, waste."""
 
     job_file: JobFile
     overrides: Overrides = None
@@ -167,7 +167,8 @@ class SimulateRequest(ToolRequest, frozen=True):
 
 
 class AdviseRequest(ToolRequest, frozen=True):
-    """Say what holds a run up, and what would balance it, by simulating it and its alternatives."""
+    """Report what slows a run down and which changes would balance it, by simulating the run and
+    alternatives."""
 
     run: RunArgument
     steps: Annotated[int, Option(min=1, help="Steps of each simulation, after a warm-up.")] = 100
@@ -226,7 +227,8 @@ class EvaluateRequest(ToolRequest, frozen=True):
 
 
 class AnswersRequest(ToolRequest, frozen=True):
-    """Print a model's answers to a prompt; without one read it from standard input, or talk in a terminal."""
+    """Print a model's answers to a prompt. Without a prompt, read it from standard input, or chat in a
+    terminal."""
 
     target: TargetArgument
     prompt: Annotated[str | None, Argument(metavar="[PROMPT]", help="What the user says.")] = None
@@ -241,7 +243,7 @@ class AnswersRequest(ToolRequest, frozen=True):
 
 
 def step_range(text: str | None) -> range:
-    """Return the steps of `a:b`, from a to before b; either may be left out, None names all."""
+    """Return the steps of `a:b`, from a to b, exclusive. Both numbers are optional; None means all steps."""
     start, colon, end = (text or ":").partition(":")
     if not colon or not all(part == "" or part.isdecimal() for part in (start, end)):
         raise ConfigError(
@@ -265,27 +267,28 @@ PROGRAMS: Mapping[type[ToolRequest], tuple[str, str]] = {
     EvaluateRequest: ("evaluate", "rollout_service.tools.evaluate"),
     AnswersRequest: ("generate", "rollout_service.tools.generate"),
 }
-"""The command that makes each request, and the module whose program answers it."""
+"""The command that creates each request, and the module of the program that answers it."""
 
 
 def module_of(request: ToolRequest) -> str:
-    """Return the module whose program answers `request`."""
+    """Return the module of the program that answers `request`."""
     if isinstance(request, ExportRequest) and request.batches:
         return "trainer_service.tools.export"
     return PROGRAMS[type(request)][1]
 
 
 def become(request: ToolRequest) -> NoReturn:
-    """Become the program that answers `request`: its exit status is this process's."""
+    """Replace this process by the program that answers `request`. The program's exit status is the
+    command's."""
     sys.stdout.flush()
-    # -P: a folder of the user's that is called like a service must not stand in for it.
+    # -P: a folder of the user with a service's name must not be imported instead.
     command = [sys.executable, "-P", "-m", module_of(request), msgspec.json.encode(request).decode()]
     os.execv(sys.executable, command)
 
 
 def run_tool(kind: type[R], main: Callable[[R], int | None]) -> NoReturn:
-    """Run such a program: `main` gets the request and may return an exit status. Errors end it as they end
-    every command."""
+    """Run a program of `PROGRAMS`. `main` gets the request and may return an exit status. Errors end it in
+    the same way as every command."""
     try:
         with readable_errors():
             status = main(msgspec.json.decode(sys.argv[1], type=kind))
@@ -295,28 +298,29 @@ def run_tool(kind: type[R], main: Callable[[R], int | None]) -> NoReturn:
 
 
 def plain(text: str) -> str:
-    """Return foreign text that is safe to print: control characters are shown, not obeyed."""
+    """Return foreign text in a form that is safe to print. Control characters are escaped."""
     return "".join(char if char in "\n\t" or char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 
 def console_for_tables() -> Console:
-    """Return a console of the terminal, or one with long lines for a program that reads them."""
+    """Return a console for the terminal. If the output is not a terminal, return a console with long
+    lines."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(width=PIPED_WIDTH, highlight=False)
 
 
 def note(text: str) -> None:
-    """Print one line on standard error, for a person."""
+    """Print one line for the user on standard error."""
     Console(stderr=True, soft_wrap=True).print(plain(text), markup=False, highlight=False)
 
 
 def print_json(answer: object, console: Console | None = None) -> None:
-    """Print one line of JSON. NaN is null, a path is its text."""
+    """Print one line of JSON. NaN becomes null, and a path becomes its text."""
     (console or Console()).out(msgspec.json.encode(answer, enc_hook=str).decode(), highlight=False)
 
 
 def show(answer: object, text: RenderableType, as_json: bool) -> None:
-    """Print the result of a command: `answer` as JSON, or `text` for a person."""
+    """Print the result of a command: `answer` as JSON, or `text` for the user."""
     if as_json:
         print_json(answer)
     elif isinstance(text, str):
@@ -330,11 +334,12 @@ DEBUG_VARIABLE = "AREAL_ASYNC_DEBUG"
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """Turn an error inside into one paragraph on standard error and a status, never a traceback.
+    """Print an error in the block as one paragraph on standard error, without a traceback, and exit with a
+    status.
 
-    Status 2: the job file, the command line or the run folder is wrong, and nothing was started. 1: the run
-    failed. 130: it was interrupted. Other errors name theirs.
-    With `AREAL_ASYNC_DEBUG=1` errors pass through."""
+    Status 2 means that the job file, the command line or the run folder is wrong, and nothing was started.
+    Status 1 means that the run failed, and 130 that it was interrupted. Other errors have their own
+    `exit_status`. With `AREAL_ASYNC_DEBUG=1` errors are raised unchanged."""
     if os.environ.get(DEBUG_VARIABLE) == "1":
         yield
         return
@@ -364,8 +369,8 @@ def _text_and_status(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
 
 @contextmanager
 def own_tracebacks() -> Iterator[None]:
-    """Show an error that ends a run in this process with its traceback. A service that does not return does
-    not keep the process."""
+    """Show the traceback of an error that ends a run in this process. If services are still running, exit the
+    process without waiting for them."""
     from areal_async.launch.inline import services_left
 
     status = 0
@@ -391,7 +396,7 @@ def own_tracebacks() -> Iterator[None]:
 
 
 def _exit(text: str, status: int) -> typer.Exit:
-    from areal_async.show.view import RunConsole  # which takes its time
+    from areal_async.show.view import RunConsole  # Imported here because it is slow
 
     console = RunConsole(stderr=True, soft_wrap=True)
     if status != 130:
@@ -401,14 +406,16 @@ def _exit(text: str, status: int) -> typer.Exit:
 
 
 def add_programs(groups: Mapping[str, typer.Typer]) -> None:
-    """Add the commands of `PROGRAMS`, each to the group that the first word of its name says, or to ""."""
+    """Add the commands of `PROGRAMS` to `groups`. The first word of a command's name is its group, or "" for
+    one word."""
     for request, (name, _) in PROGRAMS.items():
         group, _, last = name.rpartition(" ")
         groups[group].command(last, help=request.__doc__)(_command(request))
 
 
 def _command(request: type[ToolRequest]) -> Callable[..., None]:
-    """Return a function that becomes the program of `request`, with its fields as parameters."""
+    """Return a function that replaces this process by the program of `request`. Its parameters are the
+    request's fields."""
 
     def command(**given: Any) -> None:
         with readable_errors():

@@ -1,9 +1,9 @@
-"""The HTTP API of the controller: it checks the token and hands the request to the controller's one thread.
+"""The HTTP API of the controller. It checks the token and passes the request to the controller's single
+thread.
 
-Promises: nothing is done for a request without a token that allows it; every refusal is JSON that gives the
-reason; no request takes more than its bounds (below, and `submission.py`); logs are read in pieces, each from
-a byte that the client names, so that a reader continues after a lost connection.
-"""
+Promises: a request has no effect without a token that allows it. Every refusal is JSON with the reason. The
+size of each request is limited (below, and in `submission.py`). Logs are read in pieces. The client names the
+first byte of each piece, so a reader can continue after a lost connection."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ from areal_async.show.page.app import page_routes
 from areal_async.show.page.folder import told_of
 
 LIMITS = HttpLimits(connections=256, held_bytes=256 << 20, answer_s=700.0)
-SUBMISSION_BYTES = 96 << 20  # A submission with as many files as it may have, in Base64
+SUBMISSION_BYTES = 96 << 20  # Largest submission, with its files in Base64
 BODY_BYTES = 256 << 10
-LOG_BYTES = 256 << 10  # Most of a log in one answer
+LOG_BYTES = 256 << 10  # Most bytes of a log in one answer
 MOST_LISTED = 1000
 LONGEST_CHANGE_S = 600.0
-LOOK_S = 0.25  # Seconds between two looks at a log that a request waits for
+LOOK_S = 0.25  # Poll interval of a log while a request waits for it
 
 log = get_logger("controller")
 T = TypeVar("T")
@@ -79,7 +79,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 class Operation(NamedTuple):
-    """One method of one path. `right` None: it needs no token."""
+    """One method of one path. If `right` is None, the operation needs no token."""
 
     name: str
     method: Literal["GET", "POST"]
@@ -106,11 +106,12 @@ OPERATIONS = (
     Operation("log", "GET", "/v1/jobs/{job}/logs/{log}", "look"),
     Operation("down", "POST", "/v1/down", "submit", 202),
 )
-"""The table of routes, which docs/controller.md explains. Method `_NAME` of `ControllerApi` answers each."""
+"""The table of routes, which docs/controller.md explains. Method `_NAME` of `ControllerApi` answers operation
+NAME."""
 
 
 class ApiRefusal(ArealError):
-    """A request is refused with this status."""
+    """A refused request; the response has this status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -118,10 +119,11 @@ class ApiRefusal(ArealError):
 
 
 class ControllerApi:
-    """The application `app`, which answers for `controller` and lets in the tokens of `folder`. Methods of
-    the controller run on the one thread of `thread`. `wake` is called when there may be something to do,
-    `on_down` when the controller is to end, with whether jobs are kept. The API is the page's source of runs,
-    too."""
+    """The application `app` for `controller`. It accepts the tokens of `folder`.
+
+    The controller's methods run on the single thread of `thread`. `wake` is called when the controller may
+    have work. `on_down` is called when the controller must end; its argument says whether jobs keep running.
+    The web page also gets its runs from this API."""
 
     def __init__(
         self,
@@ -178,15 +180,17 @@ class ControllerApi:
         return await self._call(self._controller.find, request.path_params["job"])
 
     async def jobs(self) -> list[dict[str, Any]]:
-        """Return the jobs as the page lists them, the newest first."""
+        """Return the jobs for the list on the page, newest first."""
         listed = await self._call(lambda: self._listed(self._controller.store.in_states(STATES, MOST_LISTED)))
         return await asyncio.to_thread(
             lambda: [told_of(Path(job.run_folder)) | _said(job) for job in reversed(listed.jobs)]
         )
 
     async def find(self, key: str) -> tuple[Path, dict[str, Any]]:
-        """Return the run folder of a job by its name or id, and the facts about it that replace those of the
-        folder on the page. Raises `UnknownJob`."""
+        """Return the run folder of a job, by its name or id, and facts that replace those of the folder on
+        the page.
+
+        Raises `UnknownJob`."""
         (job,) = (await self._call(lambda: self._listed([self._controller.find(key)]))).jobs
         return Path(job.run_folder), {each: said for each, said in _said(job).items() if said}
 
@@ -206,7 +210,7 @@ class ControllerApi:
         return Response(msgspec.json.encode(found), media_type="application/json")
 
     def _targets_of(self, job: StoredJob) -> list[ScrapeTargets]:
-        """Return the targets of one job, labelled with its own name whatever its file says; none before it
+        """Return the targets of one job, labelled with the job's name in the cluster. Empty before the job
         serves."""
         try:
             content = read_own(self._controller.folder(job).targets, max_bytes=BODY_BYTES)
@@ -239,7 +243,7 @@ class ControllerApi:
             try:
                 config = self._controller.config_of(job).model_dump(mode="json")
             except (ConfigError, RunFolderError):
-                config = job.content  # a release that reads job files in another way
+                config = job.content  # another release may read job files differently
             return JobDetailAnswer(shown, self._controller.store.history(job.id), hidden(config, JobConfig))
 
         return await self._call(detail)
@@ -281,7 +285,7 @@ class ControllerApi:
         try:
             status = await asyncio.to_thread(lambda: Run.open(folder).status())
         except RunFolderError:
-            return FiguresAnswer()  # it has not begun
+            return FiguresAnswer()  # the run has not begun
         found = msgspec.convert(status, FiguresAnswer, from_attributes=True)
         return found if status.stall is None else structs.replace(found, message=status.stall.detail)
 
@@ -326,7 +330,7 @@ class ControllerApi:
 
 
 def _said(answer: JobAnswer) -> dict[str, Any]:
-    """Return the facts about a job that the controller knows better than its run folder."""
+    """Return the facts about a job that the controller knows better than the run folder."""
     waits = answer.waits_for or (answer.reason if answer.state in ("FAILED", "PAUSED", "STOPPED") else "")
     said = {"state": answer.state, "doing": answer.doing, "changed_s": answer.changed_s, "waits": waits}
     return said | {"key": str(answer.id), "name": answer.name}
@@ -345,7 +349,7 @@ def _ms(seconds: float) -> int:
 
 
 def _number(request: Request, name: str, default: float, least: float, most: float) -> float:
-    """Return a number of the query, within its bounds."""
+    """Return a number from the query. It must be within its bounds."""
     try:
         value = float(request.query_params.get(name, default))
     except ValueError as error:
@@ -372,12 +376,12 @@ STATUS_OF: dict[tuple[type[Exception], ...], tuple[int, str]] = {
     (BodyTooLong,): (413, "the body is too large"),
     (ServerFull,): (503, "too much is under way: ask again later"),
 }
-"""Status and text for each error; the first entry that fits is taken."""
+"""Status and text for each error. The first matching entry is used."""
 HEADERS_OF = {401: {"www-authenticate": "Bearer"}, 413: {"connection": "close"}}
 
 
 def _counted_refusal(error: Exception) -> Response | None:
-    """Count an error of the client's and return its answer; None for an error of ours."""
+    """Count an error of the client and return its answer. Returns None for an error of the controller."""
     fits = (found for kinds, found in STATUS_OF.items() if isinstance(error, kinds))
     status, text = (error.status, "{}") if isinstance(error, ApiRefusal) else next(fits, (0, ""))
     if not status:

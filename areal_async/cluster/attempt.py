@@ -1,15 +1,14 @@
-"""One start of a job, as a folder: its process, an order to stop, its ending.
+"""One start of a job, as a folder with its claim, its stop file and its ending.
 
-Promises: of all processes that are started for one attempt (`attempt_process.py`) exactly one runs it,
-whoever started them and whenever they arrive: the first that places its *claim*. It holds a lock on the claim
+Promises: exactly one process runs an attempt, even if several processes are started for it
+(`attempt_process.py`). It is the first process that places its *claim*. The process holds a lock on the claim
 as long as it lives, and writes the ending before it exits. A file `stop` in the folder ends the run in order,
-as one SIGTERM does, however often it is written, also if it exists before the process.
+as one SIGTERM does. The file may be written repeatedly, and also before the process exists.
 
-    request.json    the run, the same for all processes that are started
-    claim           the process that runs it; the lock says if it lives
+    request.json    the run; the same for all processes of the attempt
+    claim           the process that runs it; the lock shows whether it lives
     stop            an order to end
-    ending.json     the ending
-"""
+    ending.json     the ending"""
 
 from __future__ import annotations
 
@@ -32,24 +31,26 @@ NOBODY = Owner(0, "")
 
 
 class AttemptRequest(msgspec.Struct, frozen=True):
-    """The job's mapping with paths relative to `files`, to be run below `run_dir` with changes."""
+    """The job as a mapping with paths relative to `files`. The job runs below `run_dir` with the
+    overrides."""
 
     job: dict[str, Any]
     files: str
     run_dir: str
     overrides: list[str]
     modules: dict[Role, str]
-    cluster: dict[str, Any]  # The cluster file's content, for the run
+    cluster: dict[str, Any]  # Content of the cluster file for the run
 
 
 def claim(folder: Path) -> bool:
-    """Make this process the one that runs the attempt in `folder`; return False if another is. It has the
-    claim until it exits: the descriptor with the lock is never closed."""
+    """Make this process the one that runs the attempt in `folder`. Return False if another process runs it.
+
+    The process has the claim until it exits, because it never closes the descriptor with the lock."""
     return _claim(folder, Owner(os.getpid(), start_of(os.getpid()))) is not None
 
 
 def void(folder: Path) -> bool:
-    """Claim the attempt for nobody, so that no late process runs it; return False if a process has it."""
+    """Block the attempt, so that no late process runs it. Return False if a process already has the claim."""
     fd = _claim(folder, NOBODY)
     if fd is not None:
         os.close(fd)
@@ -63,7 +64,7 @@ def _claim(folder: Path, owner: Owner) -> int | None:
     os.write(fd, msgspec.json.encode(owner))
     os.fsync(fd)
     try:
-        os.link(mine, folder / CLAIM)  # whole and locked from its first moment, and only once
+        os.link(mine, folder / CLAIM)  # the link appears complete and locked, and only once
     except FileExistsError:
         os.close(fd)
         return None
@@ -74,8 +75,10 @@ def _claim(folder: Path, owner: Owner) -> int | None:
 
 
 def holder_of(folder: Path) -> Owner | Literal["nobody", "void", "gone"]:
-    """Return the process that runs the attempt in `folder`; `nobody` before it is claimed, `void` if it was
-    claimed for nobody, `gone` once the process has exited."""
+    """Return the process that runs the attempt in `folder`.
+
+    Returns `nobody` before the attempt is claimed, `void` if it was blocked, and `gone` once the process has
+    exited."""
     try:
         fd = os.open(folder / CLAIM, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -88,7 +91,7 @@ def holder_of(folder: Path) -> Owner | Literal["nobody", "void", "gone"]:
 
 
 def ending_of(folder: Path) -> RunEnded | None:
-    """Return the ending that the attempt's process wrote; None if it wrote none."""
+    """Return the ending that the attempt's process wrote; None if it has written no ending."""
     with suppress(OSError, NotOurs, msgspec.DecodeError):
         return msgspec.json.decode(read_own(folder / ENDING, max_bytes=RECORD_BYTES), type=RunEnded)
     return None

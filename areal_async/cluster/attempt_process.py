@@ -1,8 +1,7 @@
 """The process of one start of a job: `python -P -m areal_async.cluster.attempt_process FOLDER`.
 
-It claims the attempt in the folder, runs the job as `areal-async run` or `resume` would, and writes the
-ending. User code is loaded here, never in the controller.
-"""
+It claims the attempt in the folder, runs the job as `areal-async run` or `resume` does, and writes the
+ending. User code is loaded here, and never in the controller."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from areal_async.launch.preflight import check_contents
 from areal_async.launch.run_handle import is_finished
 from areal_async.runner.run_job import carry_out
 
-LOOK_S = 0.2  # Seconds between two looks for the order to stop
+LOOK_S = 0.2  # Poll interval for the stop file
 MOST_WORDS = 4000
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -43,7 +42,7 @@ def run_attempt(request: AttemptRequest) -> None:
     """Run the job to its end. Raises `ArealError`."""
     files, run_dir, overrides = Path(request.files), Path(request.run_dir), request.overrides
     if is_finished(run_dir / str(request.job["job"]), overrides):
-        return  # an earlier attempt got to the end, and could not say so
+        return  # an earlier attempt finished, but could not report it
     job, resume = next_job(request.job, files, run_dir, overrides, files=True)
     check_contents(job, source=f"job {job.job}")
     carry_out(
@@ -59,7 +58,8 @@ def run_attempt(request: AttemptRequest) -> None:
 
 @contextmanager
 def _stoppable(folder: Path) -> Iterator[None]:
-    """Interrupt the block on a file `stop` in the folder, and on a signal before the supervisor listens."""
+    """Interrupt the block if a file `stop` appears in the folder, or on a signal before the supervisor
+    listens."""
     over = threading.Event()
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -95,7 +95,7 @@ def attempt(folder: Path) -> RunEnded:
         ending = RunEnded("interrupted", str(error)[:MOST_WORDS])
     except Exception as error:
         if (ours := as_ours(error)) is None:
-            traceback.print_exc()  # a bug of ours, or a part of the user's that raises when it is loaded
+            traceback.print_exc()  # our bug, or an error while user code is loaded
         words = f"{type(error).__name__}: {error}" if ours is None else with_limit(ours)
         ending = RunEnded("failed", words[:MOST_WORDS])
     print(ending.words, flush=True)

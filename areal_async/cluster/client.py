@@ -41,11 +41,11 @@ from areal_async.config.cluster import cluster_dir
 URL_VARIABLE = "AREAL_ASYNC_CONTROLLER"
 """Environment variable with the URL of a controller on another machine."""
 TOKEN_VARIABLE = "AREAL_ASYNC_TOKEN_FILE"
-"""Environment variable with the file that holds a token of that controller."""
+"""Environment variable with the path of a file. The file contains a token of that controller."""
 ANSWER_S = 60.0
-RETRY_S = 30.0  # Longest time in which a request is repeated while nobody answers
+RETRY_S = 30.0  # Longest time of retries while the controller does not answer
 PAUSE_S = 0.3
-MOST_FAILURES = 3  # Answers with status 500 before it is accepted as the answer
+MOST_FAILURES = 3  # Answers with status 500 before a client gives up
 
 KINDS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 
@@ -55,13 +55,13 @@ Answer = tuple[int, Mapping[str, str], bytes]
 
 
 class ControllerGone(ArealError):
-    """There is no controller, or it does not answer."""
+    """No controller runs, or it does not answer."""
 
     exit_status = 3
 
 
 class Unready(ControllerGone):
-    """The controller answers that it is busy, or breaks off the request because it ends."""
+    """The controller is busy, or it cancels the request because it is ending."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(f"it answers with status {answer[0]}")
@@ -69,7 +69,7 @@ class Unready(ControllerGone):
 
 
 class TokenRefused(ArealError):
-    """The controller rejects this token, or does not allow it this request."""
+    """The controller rejects this token, or the token does not allow this request."""
 
     exit_status = 4
 
@@ -84,10 +84,10 @@ def reached(url: str, timeout_s: float = 5.0) -> bool:
 
 @dataclass
 class ControllerClient:
-    """A client of the controller at `url`; of one on this machine it knows the `folder`.
+    """A client of the controller at `url`. For a controller on this machine, it also knows the `folder`.
 
     Methods raise `ControllerGone`, `TokenRefused`, `JobRefused` with the controller's reason, and
-    `ConfigError` with the mistakes that it found."""
+    `ConfigError` with the mistakes that the controller found."""
 
     url: str
     token: str = field(repr=False)
@@ -95,7 +95,8 @@ class ControllerClient:
 
     @classmethod
     def find(cls) -> ControllerClient:
-        """Return a client of the controller that the environment names, else of the cluster folder's."""
+        """Return a client of the controller that the environment names, or else of the controller of the
+        cluster folder."""
         if url := os.environ.get(URL_VARIABLE):
             if urlsplit(url).scheme not in KINDS or not urlsplit(url).hostname:
                 fix = "Give one such as http://host:8470"
@@ -117,7 +118,7 @@ class ControllerClient:
     # --- operations --------------------------------------------------------------------------------
 
     def submit(self, submission: Submission) -> list[JobAnswer]:
-        """Submit a job. It is sent again if no answer came, and counts once."""
+        """Submit a job. The client retries if no answer comes. The job is still submitted only once."""
         return self._ask(JobsAnswer, "POST", "/v1/jobs", submission).jobs
 
     def cluster(self) -> ClusterAnswer:
@@ -140,7 +141,7 @@ class ControllerClient:
         return self._ask(JobsAnswer, "POST", _path(name, "resume"), request, once_s=ANSWER_S).jobs[0]
 
     def change(self, name: str, how: str, request: Mapping[str, Any], limit_s: float) -> WorkersAnswer:
-        """Scale, or drain a worker; both may take `limit_s`."""
+        """Scale the workers, or drain a worker. The change may take `limit_s`."""
         return self._ask(WorkersAnswer, "POST", _path(name, how), request, once_s=limit_s + ANSWER_S)
 
     def down(self, *, keep_jobs: bool) -> list[JobAnswer]:
@@ -150,8 +151,9 @@ class ControllerClient:
         return self._ask(LogsAnswer, "GET", _path(name, "logs"))
 
     def log(self, name: str, log: str, *, follow: bool) -> Iterator[bytes]:
-        """Yield the content of a job's log; with `follow` until the job has ended. After a lost connection it
-        continues where it was: no byte is repeated or left out."""
+        """Yield the content of a job's log. With `follow`, yield new content until the job has ended.
+
+        After a lost connection, it continues at the same byte: no byte is repeated or lost."""
         offset = 0
         while True:
             query = urlencode({"offset": offset, "wait_s": LOG_WAIT_S if follow else 0})
@@ -169,8 +171,9 @@ class ControllerClient:
     def _ask(
         self, answer: type[A], method: str, path: str, request: object = None, once_s: float | None = None
     ) -> A:
-        """Return the answer to a request, which is repeated while nobody answers; with `once_s` it is sent
-        once, and its answer may take so long."""
+        """Return the answer to a request, and retry while the controller does not answer.
+
+        With `once_s`, the request is sent once, with this timeout in seconds."""
         body = b"" if request is None else msgspec.json.encode(request)
         ask = self._repeated if once_s is None else partial(self.request, timeout_s=once_s)
         status, _, content = ask(method, path, body)
@@ -183,12 +186,13 @@ class ControllerClient:
             ) from error
 
     def _repeated(self, method: str, path: str, body: bytes = b"") -> Answer:
-        """Send a request again while nobody answers: a controller may be restarting, at another address."""
+        """Retry a request while the controller does not answer. The controller may be restarting, at another
+        address."""
         failures = itertools.count(1)
 
         def ask() -> Answer:
             if self.folder is not None:
-                if (url := self.folder.url()) is None:  # its port may be somebody else's by now
+                if (url := self.folder.url()) is None:  # another process may use its port now
                     raise ControllerGone(f"no controller is up in {self.folder.path} any more")
                 self.url = url
             answer = self.request(method, path, body)
@@ -203,7 +207,7 @@ class ControllerClient:
             return unready.answer
 
     def request(self, method: str, path: str, body: bytes = b"", timeout_s: float = ANSWER_S) -> Answer:
-        """Return one answer. Raises `ControllerGone`."""
+        """Send a request once and return the answer. Raises `ControllerGone`."""
         at = urlsplit(self.url)
         connection = KINDS[at.scheme](at.hostname or "", at.port, timeout=timeout_s)
         headers = {"content-type": "application/json", "connection": "close"}

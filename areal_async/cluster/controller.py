@@ -1,11 +1,10 @@
 """The controller: its answers to requests, and its own actions.
 
-All effects follow from the store: a STARTING job gets a process, a job with a wish to stop is told so. If a
-controller dies halfway, the next one repeats the action, which the process table makes harmless. So a job is
-written down before anything is done for it, and is never started twice.
+All effects follow from the store. A STARTING job gets a process, and a job with a wish to stop gets an order
+to stop. If a controller dies halfway, the next controller repeats the action, which the process table makes
+harmless. A job is stored before any action, and is never started twice.
 
-It is not safe for several threads: its owner calls it from one (`api.py`).
-"""
+The class is not safe for several threads. Its owner calls it from one thread (`api.py`)."""
 
 from __future__ import annotations
 
@@ -41,17 +40,18 @@ from areal_async.config.job import JobConfig
 from areal_async.launch.run_handle import is_finished
 
 STOP_LIMIT_S = 60.0
-"""Seconds after which a run that was told to stop is killed; to end in order takes it 10 s."""
-MOST_DIGITS = 16  # Of an id
-MOST_OVERRIDES = 256  # Changes that a job may have gathered for its next attempt
+"""Seconds after which a run that must stop is killed. An orderly stop takes 10 s."""
+MOST_DIGITS = 16  # Most digits of an id
+MOST_OVERRIDES = 256  # Most overrides that a job may collect for its next attempt
 
 log = get_logger("controller")
 
 
 class Controller:
-    """The decisions over the jobs of `store`, whose folders are below `jobs`. `total` limits all running jobs
-    together. With `own_gpus` each GPU belongs to one job at a time, by its number; without it Ray reserves
-    them. `clock` is unix time in seconds."""
+    """The decisions over the jobs of `store`. The folders of the jobs are below `jobs`.
+
+    `total` limits all running jobs together. With `own_gpus`, each GPU belongs to one job at a time, by its
+    number. Otherwise Ray reserves the GPUs. `clock` returns unix time in seconds."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Controller:
         self.store = store
         self.total = total
         self.starts = True
-        """Whether jobs are started. Not while the controller goes down."""
+        """Whether jobs are started. False while the controller shuts down."""
         self._processes = processes
         self._jobs = jobs
         self._own_gpus = own_gpus
@@ -76,9 +76,9 @@ class Controller:
     # --- requests ----------------------------------------------------------------------------------
 
     def submit(self, given: Submission) -> list[StoredJob]:
-        """Take the job of a submission. Raises `ConfigError` and `JobRefused`."""
+        """Store the job of a submission. Raises `ConfigError` and `JobRefused`."""
         if known := self.store.of_submission(given.key):
-            return known  # the sender did not hear the answer
+            return known  # the sender did not receive the first answer
         content, config = read_job(given, self._jobs)
         now_s = self._clock()
         job = StoredJob(
@@ -96,14 +96,14 @@ class Controller:
             write_files(given.files, self.folder(job).files)
             sync(self._jobs)
             self.store.add(job)
-        except Exception:  # a controller that is killed leaves the folder to the next one
+        except Exception:  # if the controller is killed, the next controller removes the folder
             shutil.rmtree(self.folder(job).path, ignore_errors=True)
             raise
         log.info("job submitted", name=job.name, id=job.id)
         return [job]
 
     def find(self, name: str) -> StoredJob:
-        """Return the newest job of this name, or the one with this id. Raises `UnknownJob`."""
+        """Return the newest job with this name, or the job with this id. Raises `UnknownJob`."""
         if (job := self.store.find(name)) is None:
             raise UnknownJob(
                 f"the controller has no job {name[:80]!r}. `areal-async ps --all` lists its jobs"
@@ -111,13 +111,13 @@ class Controller:
         return job
 
     def ask(self, name: str, verb: Verb, overrides: Sequence[str] = ()) -> StoredJob:
-        """Pause, stop or resume a job, the last with changes. Raises `JobRefused`, `ConfigError`."""
+        """Pause, stop or resume a job. A resume may have overrides. Raises `JobRefused`, `ConfigError`."""
         job = self.find(name)
         gathered = [*job.overrides, *overrides] if verb == "resume" else []
         run_folder = self.folder(job).run_folder
         more = job.state == "SUCCEEDED" and bool(overrides) and not is_finished(run_folder, gathered)
         event, changes = Asked(verb, more=more), {}
-        decide(job.standing, event, self._clock())  # a refusal comes before mistakes in the changes
+        decide(job.standing, event, self._clock())  # report a refusal before mistakes in the overrides
         if verb == "resume":
             if len(gathered) > MOST_OVERRIDES:
                 raise JobRefused(f"a job keeps at most {MOST_OVERRIDES} changes for its next start")
@@ -126,23 +126,25 @@ class Controller:
         return self._move(job, event, **changes)
 
     def scaled(self, job: StoredJob, workers: int) -> None:
-        """Note the present number of rollout workers of a job: they take cores. Its GPUs stay the same;
-        engines that join share them."""
+        """Store the present number of rollout workers of a job, because they use cores.
+
+        The job's GPUs stay the same: engines that join share them."""
         config = job_of(job.content, self._jobs, self._jobs)
         rollout = config.rollout.model_copy(update={"workers": workers})
         needs = self._needs_of(config.model_copy(update={"rollout": rollout}), job.needs.memory_gb)
         self.store.set_needs(job.id, msgspec.structs.replace(needs, gpus=job.needs.gpus))
 
     def stop_all(self) -> list[StoredJob]:
-        """Stop every running job, and start no more."""
+        """Stop every running job. From now on, start no jobs."""
         self.starts = False
         for job in self.store.in_states(ACTIVE):
             self._move(job, Asked("stop", "the cluster goes down"))
         return self.store.in_states(ACTIVE)
 
     def config_of(self, job: StoredJob, overrides: Sequence[str] = ()) -> JobConfig:
-        """Return the resolved job of the next attempt. Its files are not looked at. Raises `ConfigError`,
-        `RunFolderError`."""
+        """Return the resolved job of the next attempt. The files that it names are not checked.
+
+        Raises `ConfigError`, `RunFolderError`."""
         folder = self.folder(job)
         is_over = job.state == "SUCCEEDED" and is_finished(folder.run_folder, overrides)
         if is_over or job.state in ACTIVE:
@@ -157,7 +159,7 @@ class Controller:
         return self.total.without([job.needs for job in self.store.in_states(ACTIVE)])
 
     def turns(self) -> Turns:
-        """Return the jobs that start now, and the reasons why the others wait."""
+        """Return the jobs that start now, and the reasons why the other jobs wait."""
         waiting = self.store.waiting()
         if not self.starts:
             return Turns((), {job.id: "waits for the cluster to come up" for job in order_of(waiting)})
@@ -167,7 +169,7 @@ class Controller:
         return resources_of(config, self.total, memory_gb, by_ray=not self._own_gpus)
 
     def _fitting(self, config: JobConfig, memory_gb: float) -> Resources:
-        """Return the needs of a job. Raises `ConfigError` if the cluster could never meet them."""
+        """Return the needs of a job. Raises `ConfigError` if the whole cluster cannot meet them."""
         needs = self._needs_of(config, memory_gb)
         if lacking := self.total.lacks(needs):
             has = f"{self.total.cpus} cores, {self.total.gpus} GPUs, {self.total.memory_gb:g} GiB of memory"
@@ -177,8 +179,10 @@ class Controller:
         return needs
 
     def _forget_half_submitted(self) -> None:
-        """Remove the folders of submissions that were never answered. A folder in which something was run
-        stays, even if its job is not known (the database was taken away), and its id is not given again."""
+        """Remove the folders of submissions that were never answered.
+
+        A folder in which a run was started is kept, even if the database was removed and its job is unknown.
+        Its id is not used again."""
         self._jobs.mkdir(exist_ok=True, mode=0o700)
         known, highest = self.store.ids(), 0
         for folder in self._jobs.iterdir():
@@ -194,8 +198,9 @@ class Controller:
     # --- own actions -------------------------------------------------------------------------------
 
     def reconcile(self) -> None:
-        """Make the processes match the store, and store what has happened. It takes long only for a dead run,
-        whose processes must be ended first."""
+        """Make the processes match the store, and store new events.
+
+        This takes long only for a dead run, because its processes must be ended first."""
         for job in self.store.in_states(ACTIVE):
             self._follow(job)
         for id in self.turns().starts:
@@ -206,7 +211,7 @@ class Controller:
             self._follow(self.store.get(id))
 
     def _follow(self, job: StoredJob) -> None:
-        """Look at an active job, and act on it."""
+        """Check an active job, and act on its state."""
         try:
             seen = self._processes.look(job)
             if isinstance(seen, RunEnded):
@@ -222,9 +227,9 @@ class Controller:
                     log.warning("a run did not end in time and is killed", name=job.name)
                     self._processes.kill(job)
             elif seen == "serving":
-                # The run's own job file has the changes of its resume now.
+                # The run's own job file now contains the overrides of its resume.
                 self._move(job, AllServe(), overrides=[])
-        except OSError as error:  # one job's folder must not hold up the others
+        except OSError as error:  # an error in one job's folder must not block the other jobs
             log.error("a job cannot be looked after now", name=job.name, error=str(error))
 
     def _start(self, job: StoredJob) -> None:
@@ -235,7 +240,7 @@ class Controller:
                 self._move(job, RunEnded("failed", f"its process cannot be started: {error}"))
 
     def _move(self, job: StoredJob, event: JobEvent, **changes: Any) -> StoredJob:
-        """Write what the event changes, and return the job as it stands then."""
+        """Store the changes of an event, and return the new state of the job."""
         if (move := decide(job.standing, event, self._clock())) is None:
             return job
         after = self.store.move(job, move, **changes)

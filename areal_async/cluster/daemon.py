@@ -1,9 +1,8 @@
 """The controller's process: `python -P -m areal_async.cluster.daemon [--hold] FOLDER [CLUSTER.YAML]`.
 
-It takes the lock of the cluster's folder, serves the API, and looks at the jobs a few times a second, until
-`areal-async down`, Ctrl-C or SIGTERM. The last two end only the controller: jobs keep running, and the next
-controller finds them. With `--hold` it starts no job.
-"""
+The process takes the lock of the cluster's folder, serves the API, and checks the jobs a few times per
+second. It ends on `areal-async down`, Ctrl-C or SIGTERM. Ctrl-C and SIGTERM end only the controller: jobs
+keep running, and the next controller finds them. With `--hold`, it starts no job."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ from areal_async.config.cluster import ClusterConfig, load_cluster
 
 LOOK_S = 0.25
 START_LIMIT_S = 60.0
-LOG_BYTES = 16 << 20  # A log larger than this is put aside when a controller starts; one such is kept
+LOG_BYTES = 16 << 20  # A larger log is renamed when a controller starts; one old log is kept
 TAKEN_STATUS = 3
 """Exit status of a process that found another controller."""
 
@@ -46,8 +45,9 @@ log = get_logger("controller")
 
 
 class ControllerProcess:
-    """A controller with its server, store and processes, in the folder whose lock this process has. With
-    `hold` it starts no job."""
+    """A controller with its server, store and processes. This process must hold the lock of the folder.
+
+    With `hold`, it starts no job."""
 
     def __init__(self, folder: ClusterFolder, cluster: ClusterConfig, *, hold: bool = False) -> None:
         self._folder = folder
@@ -56,10 +56,10 @@ class ControllerProcess:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jobs")
         self._wake = asyncio.Event()
         self._over = False
-        self._going_down = False  # It ends once no job runs any more
+        self._going_down = False  # It ends when no job runs any more
 
     async def run(self) -> None:
-        """Serve until it is told to end. Raises `ArealError` if it cannot serve."""
+        """Serve until it must end. Raises `ArealError` if it cannot serve."""
         self._folder.make_tokens()
         api = self._cluster.api
         try:
@@ -102,7 +102,7 @@ class ControllerProcess:
         return controller
 
     async def _look_after(self, controller: Controller) -> None:
-        """Look at the jobs until it is over."""
+        """Check the jobs until the controller ends."""
         deadline_s = 0.0
         while not self._over:
             self._wake.clear()
@@ -110,7 +110,7 @@ class ControllerProcess:
             try:
                 await self._on_thread(controller.reconcile)
                 active = len(await self._on_thread(controller.store.in_states, ACTIVE))
-            except Exception:  # a full disk, say: what is not written is not done, and is tried again
+            except Exception:  # for example a full disk: unstored changes are retried
                 RECONCILE_FAILURES.inc()
                 log.exception("a look at the jobs failed")
             if self._going_down:
@@ -122,7 +122,7 @@ class ControllerProcess:
 
     def _go_down(self, keep_jobs: bool) -> None:
         if keep_jobs:
-            # The answer to the request goes out first.
+            # The request is answered before the server ends.
             asyncio.get_running_loop().call_later(LOOK_S, self._end)
         self._going_down = not keep_jobs
         self._wake.set()
@@ -137,10 +137,11 @@ class ControllerProcess:
 
 @private_files()
 def serve(folder: ClusterFolder, cluster: ClusterConfig | None, *, hold: bool = False) -> int:
-    """Run the controller of the cluster in `folder`, with the given or the last cluster file, and return an
-    exit status. Raises `ArealError`."""
+    """Run the controller of the cluster in `folder`, and return an exit status.
+
+    If `cluster` is None, the last cluster file is used. Raises `ArealError`."""
     folder.make()
-    if folder.lock() is None:  # else it is kept until this process is gone
+    if folder.lock() is None:  # the lock is held until this process exits
         return TAKEN_STATUS
     cluster = cluster or folder.recorded() or ClusterConfig()
     folder.record(cluster)
@@ -153,8 +154,9 @@ def serve(folder: ClusterFolder, cluster: ClusterConfig | None, *, hold: bool = 
 
 
 def start_controller(folder: ClusterFolder, cluster_file: Path | None = None, *, hold: bool = False) -> str:
-    """Start a controller that outlives this process, unless one runs; return its URL once it answers. Raises
-    `ClusterFolderError` if it does not start."""
+    """Start a controller that outlives this process, unless one runs. Return its URL once it answers.
+
+    Raises `ClusterFolderError` if the controller does not start."""
     folder.make()
     if folder.log.exists() and folder.log.stat().st_size > LOG_BYTES:
         folder.log.replace(folder.log.with_suffix(".log.1"))
@@ -177,7 +179,8 @@ def start_controller(folder: ClusterFolder, cluster_file: Path | None = None, *,
 
 
 def _end_if_late(child: subprocess.Popen[bytes], folder: ClusterFolder) -> None:
-    """End a process that started too late: it must not take over when the other controller ends."""
+    """End a child process that started too late. The child must not take over when the other controller
+    ends."""
     owner = folder.controller()
     if owner is None or owner.pid != child.pid:
         child.terminate()

@@ -1,8 +1,8 @@
 """The folder of a cluster: its lock, the controller's address, and the tokens.
 
-    lock           the controller's process holds it as long as it lives
+    lock           held by the controller's process as long as it lives
     address        the URL of its API
-    tokens         hashes of the tokens that are let in, one a line: `submit HASH` or `look HASH`
+    tokens         hashes of the accepted tokens, one per line: `submit HASH` or `look HASH`
     submit.token   the tokens themselves, for commands; the controller does not read them
     look.token
     cluster.yaml   the cluster file of the last start
@@ -10,8 +10,7 @@
     jobs/          a folder for each job
     controller.log
 
-Everything is closed to other users from the start.
-"""
+All files are closed to other users from the start."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ from areal_async.config.cluster import ClusterConfig, dump_cluster, load_cluster
 from areal_async.launch.folders import Owner
 
 Right = Literal["submit", "look"]
-"""Right of a token: `look` only reads."""
+"""Right of a token. A `look` token can only read."""
 RIGHTS: tuple[Right, ...] = ("submit", "look")
 TOKEN_BYTES = 32
 MOST_TOKENS = 1000
@@ -62,7 +61,7 @@ class ClusterFolderError(ArealError):
 
 
 class ClusterFolder:
-    """The paths in the folder of a cluster, which need not exist yet."""
+    """The paths in the folder of a cluster. The folder need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,7 +73,7 @@ class ClusterFolder:
         self.config = self.path / "cluster.yaml"
 
     def make(self) -> None:
-        """Make the folder, or close it if it exists. Raises `ClusterFolderError`."""
+        """Make the folder. If it exists, close it to other users. Raises `ClusterFolderError`."""
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             close_folder(self.path)
@@ -89,8 +88,9 @@ class ClusterFolder:
             )
 
     def lock(self) -> int | None:
-        """Return a descriptor that makes this process the controller as long as it is open; None if another
-        is. The address of a dead controller is removed."""
+        """Return a descriptor that makes this process the controller as long as it is open.
+
+        Returns None if another process is the controller. The address of a dead controller is removed."""
         path = self.path / "lock"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -107,7 +107,7 @@ class ClusterFolder:
         return fd
 
     def controller(self) -> Owner | None:
-        """Return the process that is the controller now; None while there is none."""
+        """Return the process that is the controller now; None if no controller runs."""
         try:
             fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
@@ -117,10 +117,10 @@ class ClusterFolder:
                 return None
         finally:
             os.close(fd)
-        return Owner.read(self.path / "lock") or Owner(0, "")  # it has not said yet who it is
+        return Owner.read(self.path / "lock") or Owner(0, "")  # it has not recorded its pid yet
 
     def url(self) -> str | None:
-        """Return the URL of the controller; None while there is none. A port that a dead controller left is
+        """Return the URL of the controller; None if no controller runs. The address of a dead controller is
         never returned."""
         if self.controller() is None:
             return None
@@ -137,7 +137,7 @@ class ClusterFolder:
             raise ClusterFolderError(f"the token in {path} cannot be read: {error}") from error
 
     def leaves_jobs(self) -> bool:
-        """Return whether a dead controller left active jobs. Call it only while there is no controller."""
+        """Return whether a dead controller left active jobs. Call it only if no controller runs."""
         if not self.database.exists():
             return False
         store = JobStore(self.database)
@@ -147,7 +147,7 @@ class ClusterFolder:
             store.close()
 
     def make_tokens(self) -> None:
-        """Make tokens if there are none."""
+        """Make tokens if none exist."""
         if self.tokens.exists():
             return
         lines = []
@@ -158,13 +158,14 @@ class ClusterFolder:
         write_whole(self.tokens, "".join(lines).encode(), durable=True)
 
     def right_of(self, token: str) -> Right | None:
-        """Return the right of `token`; None if it is not let in. The time does not depend on the token."""
+        """Return the right of `token`; None if it is not accepted. The time of the check does not depend on
+        the token."""
         given = hash_of(token)
         found = {right for right, known in self.hashes() if hmac.compare_digest(known, given)}
         return next((right for right in RIGHTS if right in found), None)
 
     def hashes(self) -> list[tuple[Right, str]]:
-        """Return rights and hashes of the tokens that are let in; none if their file cannot be read."""
+        """Return rights and hashes of the accepted tokens; none if their file cannot be read."""
         try:
             return [*_hashes_in(read_own(self.tokens, max_bytes=SMALL_BYTES).decode().splitlines())]
         except (OSError, NotOurs, ValueError) as error:
@@ -172,7 +173,7 @@ class ClusterFolder:
             return []
 
     def record(self, cluster: ClusterConfig) -> None:
-        """Write down the cluster for the next start."""
+        """Record the cluster for the next start."""
         write_whole(self.config, dump_cluster(cluster).encode(), durable=True)
 
     def recorded(self) -> ClusterConfig | None:

@@ -1,8 +1,7 @@
-"""Reading the logs of a job, which its processes write.
+"""Reading the logs of a job. The job's processes write them.
 
-The folder belongs to the job: its code may have put a link there, to a file that a reader of logs must not
-see. Only regular files in the folder itself are read.
-"""
+The folder belongs to the job, so the job's code may have put a link there. The link may point to a file that
+a reader of logs must not see. Therefore only regular files directly in the folder are read."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
 def logs_in(run_folder: Path) -> dict[str, Path]:
-    """Return the paths of the logs of a run's processes by name. None of them is opened."""
+    """Return the paths of the logs of a run's processes, by name. No log is opened."""
     with suppress(OSError):
         paths = sorted((run_folder / "logs").glob("*.log"))
         return {path.stem: path for path in paths if NAME.fullmatch(path.stem)}
@@ -37,8 +36,9 @@ def sizes_of(logs: Mapping[str, Path]) -> dict[str, int]:
 
 
 def read_log(path: Path, offset: int, most_bytes: int) -> tuple[bytes, int]:
-    """Return the content of a log from byte `offset` on, and the offset of the next read. A log that is
-    shorter was started anew and is read from its beginning."""
+    """Return the content of a log from byte `offset`, and the offset of the next read.
+
+    A log that is shorter than `offset` was restarted and is read from its beginning."""
     if (fd := _open(path)) is None:
         return b"", 0
     try:
@@ -51,7 +51,8 @@ def read_log(path: Path, offset: int, most_bytes: int) -> tuple[bytes, int]:
 
 
 def _open(path: Path) -> int | None:
-    """Return a descriptor of a file of ours in a folder of ours; None for a link and for anything else."""
+    """Return a descriptor of a regular file if this user owns the file and its folder. Returns None
+    otherwise."""
     with suppress(OSError, NotOurs):
         if is_own_folder(path.parent):
             fd = open_own(path)

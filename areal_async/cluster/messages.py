@@ -1,4 +1,4 @@
-"""Messages of the controller's API, beside a submission (`submission.py`)."""
+"""Messages of the controller's API, except for the submission (`submission.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areal_async.cluster.store import HistoryEntry, ShownJob, StoredJob
 
 OFFSET_HEADER, OVER_HEADER = "areal-log-offset", "areal-log-over"
 LOG_WAIT_S = 30.0
-"""Longest wait of a request for something new at the end of a log."""
+"""Longest time that a request waits for new content at the end of a log."""
 
 
 class JobAnswer(ShownJob, frozen=True, kw_only=True):
@@ -25,7 +25,7 @@ class JobAnswer(ShownJob, frozen=True, kw_only=True):
     waits_for: str
     """Reason why a PENDING or STARTING job waits, for example `waits for 2 GPUs`."""
     run_folder: str
-    """Its run folder, on the controller's machine."""
+    """The job's run folder, on the controller's machine."""
 
     @classmethod
     def of(cls, job: StoredJob, run_folder: str, waits_for: str) -> JobAnswer:
@@ -46,7 +46,7 @@ class JobDetailAnswer(msgspec.Struct, frozen=True):
     job: JobAnswer
     history: list[HistoryEntry]
     config: dict[str, Any]
-    """The content of its job file, every field resolved."""
+    """The content of its job file, with every field resolved."""
 
 
 class ClusterAnswer(msgspec.Struct, frozen=True):
@@ -58,26 +58,27 @@ class ClusterAnswer(msgspec.Struct, frozen=True):
     since_s: float
     total: Resources
     free: Resources
-    """Negative if running jobs take more than exists: they were scaled up, or the cluster was reduced."""
+    """Free resources. Negative if running jobs use more than exists: they were scaled up, or the cluster was
+    reduced."""
     jobs: dict[str, int]
     """Number of jobs in each state."""
 
 
 class ResumeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Changes with which a job resumes, as `key=value`."""
+    """Overrides for the resumed job, as `key=value`."""
 
     overrides: list[str] = []
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The wanted number of rollout workers. Each one that leaves has `timeout_s` to finish its groups."""
+    """The requested number of rollout workers. Each leaving worker has `timeout_s` to finish its groups."""
 
     workers: int
     timeout_s: float = 60.0
 
 
 class DrainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A worker that is to finish its groups and exit. `outside`: it was started by hand."""
+    """The worker that must finish its groups and exit. `outside`: the worker was started by hand."""
 
     worker: str
     timeout_s: float = 60.0
@@ -85,20 +86,20 @@ class DrainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DownRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An order to stop all running jobs, unless they are kept, and then the controller."""
+    """An order to stop all running jobs (unless they are kept) and then the controller."""
 
     keep_jobs: bool = False
 
 
 class WorkersAnswer(msgspec.Struct, frozen=True):
-    """The change in words, and the workers that stay."""
+    """A description of the change, and the workers that stay."""
 
     text: str
     workers: list[str]
 
 
 class FiguresAnswer(msgspec.Struct, frozen=True):
-    """Progress of a job's run. None: not known, or not yet."""
+    """Progress of a job's run. None means unknown, or not known yet."""
 
     step: int | None = None
     steps: int | None = None
@@ -108,13 +109,13 @@ class FiguresAnswer(msgspec.Struct, frozen=True):
     staleness_mean: float | None = None
     staleness_max: int | None = None
     generated_per_s: float | None = None
-    """Tokens a second."""
+    """Tokens per second."""
     trained_per_s: float | None = None
     message: str = ""
 
 
 class LogFile(msgspec.Struct, frozen=True):
-    """A log of a job. `run` is the output of its run, the others belong to its processes."""
+    """A log of a job. `run` is the output of its run. The other logs belong to its processes."""
 
     name: str
     size_bytes: int
@@ -125,15 +126,16 @@ class LogsAnswer(msgspec.Struct, frozen=True):
 
 
 class RefusalAnswer(msgspec.Struct, frozen=True):
-    """The reason why nothing was done."""
+    """The reason why the request was refused."""
 
     error: str
     mistakes: Sequence[Mistake] = ()
-    """Mistakes in the request, field by field."""
+    """Mistakes in the request, one for each wrong field."""
 
 
 class ScrapeTargets(msgspec.Struct, frozen=True):
-    """Addresses that serve metrics, `HOST:PORT`, and the labels of their series, in Prometheus' form."""
+    """Addresses that serve metrics (`HOST:PORT`) and the labels of their series, in the format of
+    Prometheus."""
 
     targets: list[str]
     labels: dict[str, str] = {}

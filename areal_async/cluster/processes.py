@@ -1,9 +1,8 @@
-"""The processes of jobs, for the controller: look at them, start them, tell them to stop, kill them.
+"""The processes of jobs: the controller looks at them, starts them, asks them to stop, and kills them.
 
-Promises: every action may be repeated by the next controller after one died in the middle of it, with the
-same result: an attempt runs once however often it is started (`attempt.py`), and stops once however often it
-is told. A run has no parent: it outlives its controller.
-"""
+Promises: if a controller dies during an action, the next controller may repeat it with the same result. An
+attempt runs once, however often it is started (`attempt.py`). A run stops once, however often it is asked to
+stop. A run has no parent process and outlives its controller."""
 
 from __future__ import annotations
 
@@ -41,29 +40,30 @@ from areal_async.launch.plan import MODULES
 LAST_WORDS_BYTES = 2000
 
 Seen = RunEnded | Literal["nobody", "starting", "serving"]
-"""State of an attempt: not claimed by a process yet, starting, all services serve, or ended."""
+"""State of an attempt: not claimed by a process yet, starting, serving (all services serve), or ended."""
 
 
 class ProcessTable(Protocol):
-    """Actions on the processes of jobs. Each call is for the present attempt of a job."""
+    """Actions on the processes of jobs. Each call is about the present attempt of a job."""
 
     def look(self, job: StoredJob) -> Seen: ...
 
     def start(self, job: StoredJob) -> None:
-        """Start a process, unless this controller has started one that is on its way. Raises OSError."""
+        """Start a process, unless this controller has already started one for the attempt. Raises OSError."""
 
     def tell_to_stop(self, job: StoredJob) -> None:
-        """Tell the run to end in order."""
+        """Ask the run to end in order."""
 
     def void(self, job: StoredJob) -> bool:
-        """Keep late processes from running the attempt; return False if one runs it already."""
+        """Block the attempt, so that late processes do not run it. Return False if a process runs it
+        already."""
 
     def kill(self, job: StoredJob) -> None:
         """Kill the run."""
 
 
 class JobFolder:
-    """The folder of one job in the cluster's: `jobs/<id>-<name>`."""
+    """The folder of one job in the cluster's folder: `jobs/<id>-<name>`."""
 
     def __init__(self, jobs: Path, id: int, name: str) -> None:
         self.path = jobs / f"{id}-{name}"
@@ -74,7 +74,8 @@ class JobFolder:
         self.run_dir = self.path / "runs"
         self.run_folder = self.run_dir / name
         self.targets = self.run_dir / "prometheus" / f"{name}.json"
-        """Metrics addresses of the run; the file exists from when all services serve to the end."""
+        """Metrics addresses of the run. The file exists from the time when all services serve until the
+        end."""
 
     def logs(self) -> dict[str, Path]:
         """Return the paths of the job's logs, by their names."""
@@ -84,14 +85,16 @@ class JobFolder:
         return tail_of(self.output, LAST_WORDS_BYTES)
 
     def waits(self) -> str:
-        """Return what its run waits for if that is the last line of its output."""
+        """Return the reason why the run waits, if it is the last line of its output."""
         said = self.said().rpartition("\n")[2]
         return said if said.startswith(WAITS) else ""
 
 
 class RealProcesses:
-    """The processes of this machine. `jobs` is the folder of all jobs' folders; `cluster` is passed to runs.
-    Unless Ray places them, each run sees only the GPUs that its job holds."""
+    """The processes of this machine.
+
+    `jobs` is the parent folder of all job folders. `cluster` is passed to runs. Unless Ray places the
+    processes, each run sees only the GPUs that its job holds."""
 
     def __init__(self, jobs: Path, cluster: ClusterConfig, modules: Mapping[Role, str] = MODULES) -> None:
         self._jobs = jobs
@@ -102,14 +105,15 @@ class RealProcesses:
     def look(self, job: StoredJob) -> Seen:
         folder, attempt = JobFolder(self._jobs, job.id, job.name), self._attempt(job)
         child = self._started.get((job.id, job.attempt))
-        status = child.poll() if child is not None else None  # before the look: it may end meanwhile
+        status = child.poll() if child is not None else None  # polled first: the process may end meanwhile
         holder = holder_of(attempt)
         if isinstance(holder, Owner):
             return "serving" if folder.targets.exists() else "starting"
         if holder == "nobody":
             if status is None or not self.void(job):
                 return "nobody"
-            # It died before it came to run anything: an installation that does not work, or no memory.
+            # The process died before it could run the attempt: the installation does not work, or memory is
+            # short.
             self._forget(job)
             text = f"its process ended with status {status} before it ran. It said last:\n{folder.said()}"
             return RunEnded("failed", text)
@@ -133,7 +137,7 @@ class RealProcesses:
         places, cluster = (str(folder.files), str(folder.run_dir)), self._cluster.model_dump(mode="json")
         request = AttemptRequest(job.content, *places, job.overrides, self._modules, cluster)
         write_whole(attempt / REQUEST, msgspec.json.encode(request), durable=True)
-        folder.targets.unlink(missing_ok=True)  # of a run that was killed
+        folder.targets.unlink(missing_ok=True)  # may be left from a killed run
         environment = detached_environment()
         if self._cluster.launcher == "local":
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names_of(job.gpus, os.environ))
@@ -155,13 +159,13 @@ class RealProcesses:
             with suppress(ProcessLookupError):
                 fd = os.pidfd_open(holder.pid)
                 try:
-                    if holder.alive:  # it is the one that was opened: a pid is not given twice meanwhile
+                    if holder.alive:  # it is the opened process: its pid is not reused meanwhile
                         signal.pidfd_send_signal(fd, signal.SIGKILL)
                 finally:
                     os.close(fd)
 
     def _attempt(self, job: StoredJob) -> Path:
-        """Return the folder of the present attempt, which is made."""
+        """Make and return the folder of the present attempt."""
         attempt = JobFolder(self._jobs, job.id, job.name).path / "attempts" / str(job.attempt)
         attempt.mkdir(parents=True, exist_ok=True, mode=0o700)
         return attempt
@@ -170,11 +174,11 @@ class RealProcesses:
         child = self._started.pop((job.id, job.attempt), None)
         if child is not None:
             with suppress(subprocess.TimeoutExpired):
-                child.wait(1.0)  # it has let go of its claim, so it is about to end
+                child.wait(1.0)  # it has released its claim, so it is about to end
 
 
 def detached_environment() -> dict[str, str]:
-    """Return our environment for a process in another folder that belongs to no run."""
+    """Return a copy of our environment for a process that runs in another folder and belongs to no run."""
     environment = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
     if paths := environment.get("PYTHONPATH"):
         environment["PYTHONPATH"] = os.pathsep.join(
@@ -186,12 +190,14 @@ def detached_environment() -> dict[str, str]:
 def start_detached(
     module: Sequence[str], output: Path, folder: Path, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a module with its arguments in `folder`, as a process that outlives this one and appends its
-    output to a file. Raises OSError."""
+    """Start a module with its arguments in `folder`. The process outlives this one and appends its output to
+    a file.
+
+    Raises OSError."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with os.fdopen(os.open(output, flags, 0o600), "wb") as file:
         return subprocess.Popen(
-            # -P: a folder of the user's that is called like a package must not stand in for it.
+            # -P: a user's folder with the name of a package must not replace the package.
             [sys.executable, "-P", "-m", *module],
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -203,7 +209,7 @@ def start_detached(
 
 
 def tail_of(path: Path, size_bytes: int) -> str:
-    """Return the last bytes of a file as text; empty if there is none."""
+    """Return the last bytes of a file as text; empty if the file does not exist."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - size_bytes))
         return file.read(size_bytes).decode(errors="replace").strip()

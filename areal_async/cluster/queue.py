@@ -1,9 +1,8 @@
-"""The queue of waiting jobs, by priority, then by submission. Pure.
+"""The queue of waiting jobs, ordered by priority and then by submission. Pure.
 
-A job starts when its resources are free. The first job that does not fit waits, and all behind it wait with
-it: a small job of low priority that slipped in would take the resources that the first waits for, again and
-again. A running job is never stopped for another.
-"""
+A job starts when its resources are free. If the first job does not fit, it waits, and all later jobs wait
+with it. Otherwise, small jobs of low priority would repeatedly take the resources that the first job needs. A
+running job is never stopped for another job."""
 
 from __future__ import annotations
 
@@ -23,7 +22,8 @@ class Turns:
 
 
 def order_of(waiting: Sequence[ShownJob]) -> list[ShownJob]:
-    """Return the waiting jobs, the next first: with equal priorities the smaller id was submitted first."""
+    """Return the waiting jobs in order. Among equal priorities, the smaller id comes first, because it was
+    submitted first."""
     return sorted(waiting, key=lambda job: (-job.priority, job.id))
 
 
@@ -31,7 +31,7 @@ def take_turns(waiting: Sequence[ShownJob], free: Resources) -> Turns:
     """Decide which jobs start with the `free` resources, and why the others wait."""
     starts: list[int] = []
     waits: dict[int, str] = {}
-    first: ShownJob | None = None  # The first that does not fit
+    first: ShownJob | None = None  # The first job that does not fit
     for job in order_of(waiting):
         if first is None and (lacking := free.lacks(job.needs)):
             first, waits[job.id] = job, f"waits for {lacking}"
@@ -44,7 +44,7 @@ def take_turns(waiting: Sequence[ShownJob], free: Resources) -> Turns:
 
 
 def gpus_for(needed: int, total: int, held: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the lowest free GPUs by number. At least `needed` must be free."""
+    """Return the free GPUs with the lowest numbers. At least `needed` GPUs must be free."""
     taken = {gpu for gpus in held for gpu in gpus}
     free = [gpu for gpu in range(total) if gpu not in taken]
     assert needed <= len(free)

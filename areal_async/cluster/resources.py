@@ -1,4 +1,4 @@
-"""Resources that a job needs, and those that a machine has. `resources_of` is pure."""
+"""Resources that a job needs, and resources of a machine. `resources_of` is pure."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Resources(msgspec.Struct, frozen=True):
     cpus: int = 0
     gpus: int = 0
     memory_gb: float = 0.0
-    """GiB; 0 if the job was submitted without."""
+    """GiB; 0 if the job was submitted without a memory size."""
 
     def without(self, others: Collection[Resources]) -> Resources:
-        """Return the rest after `others` have their share; negative if they have more than exists."""
+        """Return the rest after subtracting `others`; negative if they hold more than exists."""
         return Resources(
             self.cpus - sum(other.cpus for other in others),
             self.gpus - sum(other.gpus for other in others),
@@ -50,11 +50,12 @@ class Resources(msgspec.Struct, frozen=True):
 def resources_of(
     job: JobConfig, total: Resources, memory_gb: float = 0.0, *, by_ray: bool = False
 ) -> Resources:
-    """Return the needs of `job` on a cluster that has `total`; `by_ray`: the resources that Ray reserves.
+    """Return the needs of `job` on a cluster that has `total`. `by_ray`: return the resources that Ray
+    reserves.
 
-    Cores: the initial threads of the trainer's ranks, the workers' engines and the evaluator; a job that
-    would use more cores than exist takes all of them. GPUs: one for each engine and each rank; on a cluster
-    with one GPU all share it, as `config/devices.py` says."""
+    Cores: the initial threads of the trainer's ranks, the workers' engines and the evaluator. A job that
+    would use more cores than exist takes all of them. GPUs: one for each engine and each rank. On a cluster
+    with one GPU, all of them share it, as `config/devices.py` describes."""
     workers = max(job.rollout.workers, job.rollout.autoscale.max)
     job = job.model_copy(update={"rollout": job.rollout.model_copy(update={"workers": workers})})
     if by_ray:
@@ -84,7 +85,7 @@ def _gpus_of(job: JobConfig, total: int) -> int:
 
 
 def machine_resources(given: ResourcesSection) -> Resources:
-    """Return the `given` resources, with those of this machine for the fields that are not set."""
+    """Return the `given` resources. Unset fields get the resources of this machine."""
     return Resources(
         cpus=given.cpus or len(os.sched_getaffinity(0)),
         gpus=_visible_gpus() if given.gpus is None else given.gpus,
@@ -93,7 +94,7 @@ def machine_resources(given: ResourcesSection) -> Resources:
 
 
 def _visible_gpus() -> int:
-    """Count the GPUs that torch would see here. Asking torch would take seconds and half a gigabyte."""
+    """Return the number of GPUs that torch would see. Asking torch would take seconds and half a gigabyte."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return len([name for name in named.split(",") if name.strip() not in ("", "-1")])
     return sum(path.name.removeprefix("nvidia").isdigit() for path in NVIDIA_DEVICES.glob("nvidia[0-9]*"))

@@ -4,9 +4,8 @@
        ↑                    ↓
        └───── resume ─── PAUSED      (FAILED and STOPPED can be resumed as well)
 
-A job that is asked to pause or stop keeps its state until its processes have exited; the request is its
-*wish*, which is as durable as the state. Each start is an *attempt* with its own number.
-"""
+If a job gets a request to pause or stop, it keeps its state until its processes have exited. The request is
+its *wish*, which is as durable as the state. Each start is an *attempt* with its own number."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ STATES: tuple[State, ...] = ("PENDING", *ACTIVE, "PAUSED", *ENDED)
 
 
 class JobRefused(ArealError):
-    """A request that is not possible now; nothing was done."""
+    """A request that is not possible now. It had no effect."""
 
     exit_status = 2
 
@@ -37,7 +36,7 @@ class UnknownJob(JobRefused):
 
 @dataclass(frozen=True)
 class Standing:
-    """State, wish and number of starts of a job. `attempt` is the number of the present or last one."""
+    """State, wish and number of starts of a job. `attempt` is the number of the present or last attempt."""
 
     state: State = "PENDING"
     wish: Wish = "run"
@@ -46,7 +45,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class TurnCame:
-    """The job is next, and its resources are free."""
+    """The job is next in the queue, and its resources are free."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +55,19 @@ class AllServe:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request of a person."""
+    """A request of a user."""
 
     verb: Verb
     why: str = ""
     more: bool = False
-    """True if the job gets more steps than it started with."""
+    """True if the job gets more steps than it had."""
 
 
 @dataclass(frozen=True)
 class RunEnded:
     """The run of the present attempt has ended, with all its processes.
 
-    `lost`: its process died without an ending; `unstarted`: no process ever ran it."""
+    `lost`: its process died without an ending. `unstarted`: no process has run the attempt."""
 
     how: Literal["finished", "interrupted", "failed", "lost", "unstarted"]
     words: str = ""
@@ -87,8 +86,9 @@ class Move:
 
 
 def decide(standing: Standing, event: JobEvent, now_s: float) -> Move | None:
-    """Return the move that `event` makes at `now_s` of the wall clock; None if it changes nothing. Raises
-    `JobRefused` for a request that is not possible now."""
+    """Return the move that `event` makes at `now_s` (unix time); None if it changes nothing.
+
+    Raises `JobRefused` for a request that is not possible now."""
     match event:
         case TurnCame() if standing.state == "PENDING":
             following = Standing("STARTING", "run", standing.attempt + 1)
@@ -111,7 +111,7 @@ def _ending(wish: Wish, event: RunEnded) -> tuple[State, str]:
         return "SUCCEEDED", words or "it is done"
     if (event.how == "failed" and wish != "stop") or (event.how == "lost" and wish == "run"):
         return "FAILED", words or "its run failed"
-    # That it was interrupted, as it was asked to be, need not be said.
+    # The text of an interruption is omitted, because the user requested it.
     beside = f"; {words}" if words and event.how in ("failed", "lost") else ""
     if wish == "pause":
         return "PAUSED", f"paused on request{beside}"

@@ -1,8 +1,7 @@
 """The jobs of the controller, their states and their history, in one SQLite database.
 
-Promises: once a call returns, its changes survive the death of the process and of the machine; a call writes
-all of its changes or none.
-"""
+Promises: after a call has returned, its changes survive the death of the process and of the machine. A call
+writes all of its changes or none."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from areal_async.cluster.resources import Resources
 from areal_async.cluster.states import ACTIVE, ENDED, STATES, JobRefused, Move, Standing, State, Wish
 
 SCHEMA = 1
-MOST_HISTORY = 200  # Entries kept of one job, the newest
+MOST_HISTORY = 200  # Newest history entries that are kept for one job
 MOST_JOBS = 100_000
 MOST_WAITING = 2000
 BUSY_S = 10.0
@@ -58,21 +57,21 @@ class ShownJob(msgspec.Struct, frozen=True, kw_only=True):
     changed_s: float = 0.0
     """Time of the last state change, automatic or requested."""
     reason: str = "submitted"
-    """Reason of the last state change; for a failed run, its own error."""
+    """Reason of the last state change. For a failed run, this is the error of the run."""
     attempt: int = 0
     """Number of starts."""
     needs: Resources
     gpus: list[int] = []
-    """Numbers of the GPUs that it holds."""
+    """Numbers of the GPUs that the job holds."""
 
 
 class StoredJob(ShownJob, frozen=True, kw_only=True):
     """A job as the controller stores it."""
 
-    key: str  # Of the submission that it came with
-    place: int = 0  # Its number in that submission
+    key: str  # Key of the submission
+    place: int = 0  # Number of the job in its submission
     content: dict[str, Any]
-    overrides: list[str] = []  # Changes that the next attempt makes
+    overrides: list[str] = []  # Overrides for the next attempt
     wish: Wish = "run"
 
     @property
@@ -95,7 +94,7 @@ AS_JSON = {"content": dict[str, Any], "overrides": list[str], "needs": Resources
 
 
 class JobStore:
-    """The database at `path`, made if missing. Raises `JobStoreError`."""
+    """The database at `path`. A missing database is created. Raises `JobStoreError`."""
 
     def __init__(self, path: Path) -> None:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
@@ -134,7 +133,7 @@ class JobStore:
     # --- reading -----------------------------------------------------------------------------------
 
     def find(self, name: str) -> StoredJob | None:
-        """Return the newest job called `name`, else the one with this id."""
+        """Return the newest job called `name`, or else the job with this id."""
         found = self._jobs("name = ? ORDER BY id DESC LIMIT 1", name)
         if not found and name.isascii() and name.isdecimal() and len(name) < 19:
             found = self._jobs("id = ?", int(name))
@@ -152,7 +151,7 @@ class JobStore:
         return found[::-1]
 
     def waiting(self) -> list[ShownJob]:
-        """Return the PENDING jobs without their contents: they are many, and looked at often."""
+        """Return the PENDING jobs without their contents, because there are many and they are read often."""
         return self._rows(ShownJob, "state = 'PENDING'")
 
     def of_submission(self, key: str) -> list[StoredJob]:
@@ -164,7 +163,7 @@ class JobStore:
         return {state: found.get(state, 0) for state in STATES}
 
     def history(self, id: int) -> list[HistoryEntry]:
-        """Return the newest moves of a job in their order."""
+        """Return the newest moves of a job, oldest first."""
         rows = self._db.execute(
             "SELECT state, wish, time_s, reason FROM history WHERE job = ? ORDER BY number", (id,)
         )
@@ -187,7 +186,7 @@ class JobStore:
     # --- writing -----------------------------------------------------------------------------------
 
     def new_id(self) -> int:
-        """Return an id that was never given out. One that is not used stays unused."""
+        """Return an id that was never given out. An unused id is never given out again."""
         with self._transaction():
             (following,) = self._db.execute("SELECT next FROM ids").fetchone()
             self._db.execute("UPDATE ids SET next = ?", (following + 1,))
@@ -198,7 +197,7 @@ class JobStore:
         self._db.execute("UPDATE ids SET next = MAX(next, ?)", (id + 1,))
 
     def add(self, job: StoredJob) -> None:
-        """Add a new job. Raises `JobRefused` as `check_room` does."""
+        """Add a new job. Raises the errors of `check_room`."""
         with self._transaction():
             self.check_room(job)
             marks = ", ".join("?" * len(COLUMNS))
@@ -206,7 +205,7 @@ class JobStore:
             self._note(job)
 
     def check_room(self, job: StoredJob) -> None:
-        """Raise `JobRefused` if there are too many jobs, or if one that has not ended has this job's name."""
+        """Raise `JobRefused` if there are too many jobs, or if an active or waiting job has the same name."""
         counts = self.counts()
         if counts["PENDING"] >= MOST_WAITING or sum(counts.values()) >= MOST_JOBS:
             raise JobRefused(
@@ -221,8 +220,10 @@ class JobStore:
             )
 
     def move(self, job: StoredJob, move: Move, *, gpus: Sequence[int] = (), **changes: Any) -> StoredJob:
-        """Write a move of `job` as it was read, and other columns. The job holds `gpus` then, unless it is no
-        longer active. Raises `JobRefused` if the job has changed meanwhile."""
+        """Store a move and other columns of `job`.
+
+        An active job then holds `gpus`, or its former GPUs if `gpus` is empty. Raises `JobRefused` if the
+        stored job has changed since `job` was read."""
         standing = move.standing
         changes |= {"state": standing.state, "wish": standing.wish, "attempt": standing.attempt}
         changes |= {"changed_s": move.at_s, "reason": move.reason}
@@ -240,7 +241,7 @@ class JobStore:
         return after
 
     def set_needs(self, id: int, needs: Resources) -> None:
-        """Write the present needs of a job."""
+        """Store the present needs of a job."""
         with self._transaction():
             values = (msgspec.json.encode(needs).decode(), id)
             self._db.execute("UPDATE jobs SET needs = ? WHERE id = ?", values)

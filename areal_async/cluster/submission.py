@@ -1,10 +1,9 @@
 """A job on its way to the controller: packing by the sender, unpacking by the receiver.
 
-The sender packs the job as a mapping, and the files that it names beside the job file: code of its own, with
-the modules beside it that the code imports, and task files. The receiver trusts none of it: names are checked
-before anything is written, sizes are bounded, and of the job only its fields are read. No code of it is
-loaded.
-"""
+The sender packs the job as a mapping, and the files that it names beside the job file. These are task files
+and the job's own code, with the modules beside it that the code imports. The receiver does not trust the
+content. Names are checked before anything is written, sizes are limited, and only the fields of the job are
+read. None of its code is loaded."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ from areal_async.config.load import apply_overrides, flattened, load_job
 from areal_async.config.paths import resolve_paths
 from areal_async.launch.run_handle import has_work, job_to_resume
 
-MOST_BYTES = 64 << 20  # Files of one submission together
+MOST_BYTES = 64 << 20  # Total size of the files of one submission
 MOST_FILES = 256
-MOST_LEVELS = 8  # Folders in one another
+MOST_LEVELS = 8  # Most nested folders
 LONGEST_NAME_BYTES = 200
 BY_PLACE = "Name large files by absolute paths on the controller's machine"
 
@@ -41,18 +40,21 @@ class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /v1/jobs`."""
 
     key: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{8,64}\Z")]
-    """8 to 64 letters, digits, `-` and `_` of the sender's choice. A second submission with the same key is
-    answered as the first, and starts nothing: a sender that heard no answer may send it again."""
+    """8 to 64 letters, digits, `-` and `_` of the sender's choice.
+
+    A second submission with the same key gets the answer of the first and starts nothing. So a sender may
+    send a submission again if no answer came."""
     job: dict[str, Any]
-    """The content of a job file. Its `run_dir` has no effect: runs lie in the cluster's folder."""
+    """The content of a job file. Its `run_dir` has no effect, because runs are stored in the cluster's
+    folder."""
     overrides: Annotated[list[Annotated[str, Meta(max_length=16 << 10)]], Meta(max_length=256)] = []
-    """`key=value`, with the value in YAML, as on the command line."""
+    """Overrides as on the command line: `key=value`, with the value in YAML."""
     files: Annotated[dict[str, bytes], Meta(max_length=MOST_FILES)] = {}
-    """Files that the job names by relative paths: content in Base64 by path."""
+    """Files that the job names by relative paths. Keys are the paths, values are the contents in Base64."""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
-    """Priority in the queue; the higher is started first."""
+    """Priority in the queue. The highest starts first."""
     memory_gb: Annotated[float, Meta(ge=0, le=1 << 20)] = 0.0
-    """Memory that a job needs, in GiB; 0: it does not count."""
+    """Memory that the job needs, in GiB. 0: memory is not counted."""
 
 
 # --- the sender's side ---------------------------------------------------------------------------------
@@ -61,9 +63,10 @@ class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def pack(
     path: Path, overrides: Sequence[str], *, key: str, here: bool, priority: int = 0, memory_gb: float = 0.0
 ) -> Submission:
-    """Return the submission of the job file at `path`. `here`: the controller is on this machine, and files
-    that do not travel are named by their place; else only paths that the file gives as absolute are taken as
-    the controller's. Raises `ConfigError`."""
+    """Return the submission of the job file at `path`.
+
+    `here`: the controller is on this machine, so paths of files that are not sent become absolute. Otherwise,
+    only absolute paths in the job file refer to the controller's machine. Raises `ConfigError`."""
     load_job(path, overrides, files=False)
     content, base = read_composed(path), path.resolve().parent
     apply_overrides(content, overrides)
@@ -82,7 +85,7 @@ def pack(
 
 
 class _Package:
-    """The files that travel from the folder `base`."""
+    """The files below the folder `base` that are sent."""
 
     def __init__(self, base: Path, here: bool) -> None:
         self._base = base
@@ -91,8 +94,9 @@ class _Package:
         self.mistakes: list[Mistake] = []
 
     def seen_there(self, given: Any, resolved: Any, field: str = "") -> Any:
-        """Return `given` with each path as the controller is to see it, and pack the files that travel. A
-        value that `resolve_paths` changed is a path."""
+        """Return `given` with each path as the controller sees it, and pack the files that are sent.
+
+        Values that `resolve_paths` has changed are paths."""
         if isinstance(given, dict):
             return {
                 key: self.seen_there(value, resolved.get(key), f"{field}.{key}".strip("."))
@@ -118,7 +122,7 @@ class _Package:
         return given
 
     def _add(self, path: Path) -> None:
-        """Pack a file below the base; of Python code also the modules beside it that it imports."""
+        """Pack a file below the base. For Python code, also pack the modules beside it that it imports."""
         name = path.relative_to(self._base).as_posix()
         if name in self.files or len(self.files) > MOST_FILES:
             return
@@ -138,8 +142,8 @@ class _Package:
 
 
 def _imports(code: bytes) -> Iterator[str]:
-    """Yield the names of the modules that `code` imports; none if it is no Python, which its loader
-    reports."""
+    """Yield the names of the modules that `code` imports. Yields none if `code` is not Python; its loader
+    reports that."""
     with suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.Import):
@@ -152,7 +156,7 @@ def _imports(code: bytes) -> Iterator[str]:
 
 
 def read_submission(body: bytes) -> Submission:
-    """Return the submission in the body of a request, its bounds checked. Raises `ConfigError`."""
+    """Return the submission in the body of a request after checking its limits. Raises `ConfigError`."""
     mistakes: list[Mistake] = []
     try:
         given = msgspec.json.decode(body, type=Submission)
@@ -186,8 +190,9 @@ def _name_mistakes(files: Mapping[str, bytes]) -> Iterator[Mistake]:
 
 
 def read_job(given: Submission, folder: Path) -> tuple[dict[str, Any], JobConfig]:
-    """Return the mapping of a submitted job with all changes, and the job with paths relative to `folder`.
-    No file is looked at. Raises `ConfigError`."""
+    """Return the mapping of a submitted job with all overrides, and the job with paths relative to `folder`.
+
+    The files that the job names are not checked. Raises `ConfigError`."""
     content = copy.deepcopy(given.job)
     if mistakes := apply_overrides(content, given.overrides):
         raise ConfigError("the submission", mistakes)
@@ -198,8 +203,10 @@ def read_job(given: Submission, folder: Path) -> tuple[dict[str, Any], JobConfig
 def job_of(
     content: dict[str, Any], base: Path, run_dir: Path, overrides: Sequence[str] = (), *, files: bool = False
 ) -> JobConfig:
-    """Return the job of a mapping whose files lie in `base`. It runs below `run_dir` and keeps its name,
-    whatever it says itself. Raises `ConfigError`."""
+    """Return the job of a mapping whose files are in `base`.
+
+    The job runs below `run_dir`, whatever `run_dir` the mapping has. Raises `ConfigError`, also if an
+    override changes its name."""
     source = f"job {content.get('job', '')}"
     pinned = [*overrides, f"run_dir={json.dumps(str(run_dir))}"]
     job = load_job(content, pinned, source=source, base=base, files=files)
@@ -211,8 +218,9 @@ def job_of(
 def next_job(
     content: dict[str, Any], base: Path, run_dir: Path, overrides: Sequence[str] = (), *, files: bool = False
 ) -> tuple[JobConfig, bool]:
-    """Return the job of the next start, and whether it resumes the work in its run folder. Raises
-    `ConfigError`, `RunFolderError`."""
+    """Return the job of the next start, and whether it resumes the work in its run folder.
+
+    Raises `ConfigError`, `RunFolderError`."""
     run_folder = run_dir / str(content["job"])
     if run_folder.is_dir() and has_work(run_folder):
         return job_to_resume(run_folder, overrides, files=files), True
@@ -220,7 +228,7 @@ def next_job(
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write checked `files` into `folder`, which is made, and flush them to the disk. Raises OSError."""
+    """Create `folder`, write checked `files` into it, and flush them to the disk. Raises OSError."""
     folder.mkdir(parents=True, mode=0o700)
     for name, content in files.items():
         with os.fdopen(open_beneath(folder, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:

@@ -1,4 +1,4 @@
-"""Fields that are valid and will be regretted: warnings before a job starts, and notes of `validate`."""
+"""Warnings about valid but unwise fields, printed before a job starts, and notes of `validate`."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ from areal_async.config.rewardcheck import asked, programs_run
 from areal_async.config.trainings import FILE_KINDS
 
 RUNNING_PER_STALENESS = 0.25
-"""Groups that may run at once, in batches per step of max_staleness. At this line the worst case of the sweep
-drops 5 % of the groups and keeps 71 to 86 % of the throughput; beyond it both get worse quickly."""
+"""Number of groups that may run at once, in batches per step of max_staleness. At this limit the worst case
+of the sweep drops 5 % of the groups and keeps 71 to 86 % of the throughput. Above it both values become worse
+quickly."""
 MOST_LR, MOST_TEMPERATURE = 0.01, 2.0
-LEAST_OF_A_ROW = 8  # A micro-batch holds at least this part of the longest row, an eighth
-MORE_HELD_OUT = 3  # Size of the held-out file, in training files, above which they are likely swapped
+LEAST_OF_A_ROW = 8  # A micro-batch holds at least one eighth of the longest row
+MORE_HELD_OUT = 3  # Above this ratio of held-out to training file size, the files are likely swapped
 OF_RL = (
     *("rollout.", "buffer.", "reward.", "weights.", "evaluation."),
     *(f"trainer.{name}." for name in ("objective", "reference", "critic", "teacher", "process_reward")),
     *("trainer.self_check.", "trainer.minibatches", "trainer.record_batches"),
 )
-"""Fields, or sections with a dot behind them, that only an rl job reads."""
+"""Fields that only an rl job reads. A name with a dot at its end is a section."""
 NUMBERS = frozenset({"arithmetic", "gsm8k", "choice", "exact_match", "overlong"})
-"""Built-in rewards that are a number without components."""
+"""Built-in rewards that return a number without components."""
 WITHOUT_STATES = frozenset({"single_turn", "tool_use"})
-"""Built-in workflows that name no states (`ctx.anchor`) and give single turns no rewards."""
+"""Built-in workflows that name no states (`ctx.anchor`) and reward no single turns."""
 EVEN_TOKENS = 16
-"""Most new tokens, in one turn, with which all groups take about as long: no answer takes many passes more
-than another. Measured at 6: at η = 1, a whole batch running, the quickstart dropped none of 32,000."""
+"""Largest number of new tokens, in one turn, for which all groups take about the same time. No answer then
+takes many more passes than another. Measured with 6 tokens: at η = 1 with a whole batch running, the
+quickstart dropped none of 32,000 groups."""
 
 
 def advise(job: JobConfig) -> list[Mistake]:
-    """Return every warning about `job`, printed before it starts. A warning about one of several policies has
-    the policy's name."""
+    """Return every warning about `job`. If a warning is about one of several policies, it has the policy's
+    name."""
     return _of_policies(job, _advise)
 
 
 def explain(job: JobConfig) -> list[Mistake]:
-    """Return notes of `validate` on fields that are right and may promise more than they do; as `advise`, for
-    each policy."""
+    """Return the notes of `validate` on correct fields that may have less effect than the user expects. As in
+    `advise`, a note may have a policy's name."""
     return _of_policies(job, lambda view: [*_clips_do_something(view)] if view.kind == "rl" else [])
 
 
@@ -60,7 +62,7 @@ def _of_policies(job: JobConfig, told: Callable[[JobConfig], list[Mistake]]) -> 
 
 
 def _advise(job: JobConfig) -> list[Mistake]:
-    """Return the warnings about a job of one policy."""
+    """Return the warnings about a job with one policy."""
     rules = [_fields_are_of_the_kind, _numbers_are_usual]
     if job.kind == "rl":
         rules += [_groups_finish_within_the_bound, _trainer_is_usual, _programs_unprotected]
@@ -70,7 +72,7 @@ def _advise(job: JobConfig) -> list[Mistake]:
 
 
 def _numbers_are_usual(job: JobConfig) -> Iterator[Mistake]:
-    """Warn of values within the bounds that are hardly ever meant."""
+    """Warn of values that are within the bounds but very unusual."""
     optimizer, steps = job.trainer.optimizer, job.trainer.steps
     updates = steps * (job.trainer.minibatches if job.kind == "rl" else 1)
     if optimizer.lr > MOST_LR:
@@ -94,7 +96,7 @@ def _numbers_are_usual(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _trainer_is_usual(job: JobConfig) -> Iterator[Mistake]:
-    """Warn of minibatches of several sizes, of tiny micro-batches, and of unusual sampling."""
+    """Warn of minibatches of unequal sizes, of tiny micro-batches, and of unusual sampling."""
     groups, minibatches, heat = job.buffer.batch_groups, job.trainer.minibatches, job.rollout.sampling
     if groups % minibatches:
         even = max(each for each in range(1, minibatches) if groups % each == 0)
@@ -140,11 +142,11 @@ def _clips_do_something(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _fields_are_of_the_kind(job: JobConfig) -> Iterator[Mistake]:
-    """Yield one warning for all fields that are filled in and that a job of this kind does not read."""
+    """Yield one warning for all fields that have a value although a job of this kind does not read them."""
     others = tuple(f"{kind}." for kind in FILE_KINDS if kind != job.kind)
     idle = others if job.kind == "rl" else (*others, *OF_RL)
     preset = PRESETS.get(job.trainer.objective.preset or "")
-    # A preset names each argument of a part, and `_filled_in` the whole.
+    # A preset names each argument of a part, but `_filled_in` yields the whole mapping of arguments.
     filled = {re.sub(r"(?<=_args)\..*", "", field) for field in (preset.fields if preset else {})}
     if found := [field for field in _filled_in(job) if field.startswith(idle) and field not in filled]:
         more = f", nor {', '.join(found[1:])}" if found[1:] else ""
@@ -174,8 +176,8 @@ def _kl_has_a_gradient(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _models_are_used(job: JobConfig) -> Iterator[Mistake]:
-    """Warn of a model with a column that no part of the objective reads. The columns that parts in files of
-    the user's read are not known here."""
+    """Warn of a model with a column that no part of the objective reads. If a part is in a user's file, the
+    columns that it reads are unknown, so there is no warning."""
     trainer = job.trainer
     parts = [named_part(job, f"trainer.objective.{kind}") for kind in ("advantage", "loss", "correction")]
     columns = {name for part in parts for name in getattr(part.registry.known(part.name), "columns", ())}
@@ -246,8 +248,9 @@ def _engines(job: JobConfig) -> int:
 
 
 def _groups_finish_within_the_bound(job: JobConfig) -> Iterator[Mistake]:
-    """Warn of too many groups at once, which younger ones overtake before they are finished. At η = 0 workers
-    and trainer take turns. The rule follows from the tables of `docs/staleness.md`."""
+    """Warn if so many groups run at once that younger groups overtake them before they are finished. At η = 0
+    there is no warning, because workers and trainer take turns. The rule comes from the tables of
+    `docs/staleness.md`."""
     eta, batch, running = job.buffer.max_staleness, job.buffer.batch_groups, running_groups(job)
     rollout, most = job.rollout, RUNNING_PER_STALENESS * eta * batch
     is_even = rollout.workflow == "single_turn" and rollout.sampling.max_new_tokens <= EVEN_TOKENS

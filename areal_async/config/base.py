@@ -11,16 +11,16 @@ from pydantic_core import PydanticCustomError
 from areal_async.base.secrecy import types_of
 
 LARGEST = 1_000_000_000
-"""The upper bound of numbers without one of their own: more seconds or tokens than anybody means."""
+"""Upper bound of numbers that have no other upper bound. Larger numbers of seconds or tokens are mistakes."""
 
 
 Overrides = str | Mapping[str, Any] | Sequence[str]
-"""Fields to change: one `key=value`, several, or a mapping of dotted fields to values."""
+"""Fields to change: one `key=value`, several of them, or a mapping of dotted fields to values."""
 
 
 class Section(BaseModel):
-    """An immutable section that refuses unknown keys. The text under a field is its description in errors and
-    on the reference page. Every number has an upper bound."""
+    """An immutable section that refuses unknown keys. The docstring under a field is its description in
+    errors and on the reference page. Every number has an upper bound."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -61,13 +61,13 @@ class Section(BaseModel):
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
-    """Yield the numbers in the value of a field, which may be a list or a mapping."""
+    """Yield the numbers in the value of a field. The value may be a tuple or a mapping."""
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,)
     yield from (each for each in values if isinstance(each, int | float) and not isinstance(each, bool))
 
 
 def refuse_password(url: str, instead: str) -> None:
-    """Raise ValueError for a URL with a login: addresses are shown in logs, metrics and verdicts."""
+    """Raise ValueError if a URL contains a login, because logs, metrics and verdicts show addresses."""
     scheme, _, rest = url.partition("://")
     if scheme != "ipc" and "@" in re.split("[/?#]", rest, maxsplit=1)[0]:
         raise ValueError(f"the address holds a password; use {instead}")

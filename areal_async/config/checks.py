@@ -1,10 +1,9 @@
-"""Rules between the fields of a job: values that are valid alone and contradict each other.
+"""Rules between the fields of a job: each value is valid alone, but they contradict each other.
 
-Nothing here looks at files, ports or the machine (see `config/files.py`, `launch/preflight.py`), except for
-the size of a mixture of experts, which sets the size of its routes. Each rule is a function of the job that
-yields mistakes; `check_fields` runs them all. The rules of the parts that a job names are their own
-(`config/parts.py`).
-"""
+This module does not check files, ports or the machine (see `config/files.py`, `launch/preflight.py`). The
+only exception is the size of a mixture of experts, which determines the size of its routes. Each rule is a
+function of the job that yields mistakes; `check_fields` runs all rules. The parts of a job have rules of
+their own (`config/parts.py`)."""
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ from areal_async.storage.urls import url_of
 
 Rule = Callable[[JobConfig], Iterator[Mistake]]
 
-UNIT_BYTES = 15  # Most bytes that one token takes in a stored episode
+UNIT_BYTES = 15  # Maximum bytes of one token in a stored episode
 EPISODE_BYTES = 1024  # Allowance for the header of a stored episode
-LONGEST_INTERVAL = 50  # Most steps between two checkpoints if `checkpoint.every_steps` is `auto`
+LONGEST_INTERVAL = 50  # Maximum steps between two checkpoints if `checkpoint.every_steps` is `auto`
 
 
 def check_fields(job: JobConfig) -> list[Mistake]:
@@ -38,12 +37,12 @@ def check_fields(job: JobConfig) -> list[Mistake]:
 
 
 def episode_limit_bytes(job: JobConfig) -> int:
-    """Return the largest size of one stored episode of the job, with its routes."""
+    """Return the largest size in bytes of one stored episode of the job, including its routes."""
     return job.rollout.max_model_len * (UNIT_BYTES + route_bytes(job)) + EPISODE_BYTES
 
 
 def checkpoint_interval(job: JobConfig) -> int:
-    """Return the most steps between two checkpoints."""
+    """Return the largest number of steps between two checkpoints."""
     every, room = job.checkpoint.every_steps, LONGEST_INTERVAL
     if every == "auto" and job.kind == "rl":
         batch = job.buffer.batch_groups
@@ -53,13 +52,14 @@ def checkpoint_interval(job: JobConfig) -> int:
 
 
 def held_groups(job: JobConfig) -> int:
-    """Return the most groups before COMMITTED at once: those that wait for the next checkpoint, those that
-    admission lets be outstanding, (η + 1)·B, and with reuse those trained before and after a checkpoint."""
+    """Return the largest number of groups that are not COMMITTED at one time. Three kinds count: groups that
+    wait for the next checkpoint; the (η + 1)·B outstanding groups that admission allows; and groups that are
+    reused across a checkpoint."""
     return (checkpoint_interval(job) + _beside(job)) * job.buffer.batch_groups
 
 
 def _beside(job: JobConfig) -> int:
-    """Return the steps' worth of groups held beside those of one checkpoint interval."""
+    """Return the number of batches held in addition to the batches of one checkpoint interval."""
     eta = job.buffer.max_staleness
     return eta + 1 + (eta if job.buffer.max_reuse > 1 else 0)
 
@@ -189,7 +189,7 @@ def _buffer(job: JobConfig) -> Iterator[Mistake]:
     if groups > buffer.max_groups:
         if room >= 1:
             fix += f", or checkpoint.every_steps to {room} or less"
-        elif most >= 1:  # the batch is too large for any interval
+        elif most >= 1:  # The batch is too large for any interval
             field, problem = "buffer.batch_groups", f"{batch} is too large: {problem}"
             fix = f"Set it to {most} or less, or buffer.max_groups to {groups} or more"
         yield Mistake(field, problem, fix, involved)
@@ -245,7 +245,7 @@ def _best_checkpoints(job: JobConfig) -> Iterator[Mistake]:
     field, every, saved = "evaluation.every_steps", job.evaluation.every_steps, job.checkpoint.every_steps
     if job.kind != "rl":
         field, every = f"{job.kind}.evaluate_every", job.training.evaluate_every
-    saved = every if saved == "auto" else saved  # under `auto` each evaluated step is saved
+    saved = every if saved == "auto" else saved  # Under `auto` each evaluated step is saved
     both = math.lcm(saved, every)
     if job.checkpoint.keep_best and job.tasks.evaluation is None:
         problem = "the best checkpoints are told by held-out accuracy, and the job has no evaluation"
@@ -289,7 +289,7 @@ ONE_SPEAKER = frozenset({"single_turn", "multi_turn", "tool_use"})
 
 
 def policies_mistakes(views: Sequence[JobConfig]) -> Iterator[Mistake]:
-    """Yield the broken rules between the policies of a job; `views` are its jobs of one policy each."""
+    """Yield the broken rules between the policies of a job. `views` has one job for each policy."""
     job, workflow = views[0], views[0].rollout.workflow
     if job.kind != "rl":
         problem = f"`kind: {job.kind}` trains one policy"

@@ -16,13 +16,13 @@ from areal_async.config.base import Section
 from areal_async.config.fields import explain
 
 DIR_VARIABLE = "AREAL_ASYNC_CLUSTER_DIR"
-"""Environment variable with the folder of the cluster that commands talk to."""
+"""Environment variable with the folder of the cluster that commands connect to."""
 LAPTOP = "local"
-"""Name of the cluster without a file, which is this machine."""
+"""Name of the cluster without a file, which consists of this machine."""
 
 
 class ResourcesSection(Section):
-    """Most resources of all jobs together; by default those of the machine."""
+    """Resource limits of all jobs together. By default they are the resources of the machine."""
 
     cpus: int | None = Field(default=None, ge=1, le=1_000_000)
     """Cores."""
@@ -36,7 +36,7 @@ class ApiSection(Section):
     """Address of the controller."""
 
     host: str = Field(default=LOOPBACK, min_length=1, max_length=255)
-    """Address to listen on; one beyond loopback requires tokens."""
+    """Address to listen on. An address other than loopback requires tokens."""
     port: int = Field(default=0, ge=0, le=65_535)
     """Port to listen on; 0 picks a free one."""
 
@@ -45,11 +45,11 @@ class RaySection(Section):
     """Ray cluster of `launcher: ray`."""
 
     address: str = Field(default="auto", min_length=1, max_length=255)
-    """`auto`, or `HOST:PORT` of the head; this machine must be a node."""
+    """`auto`, or `HOST:PORT` of the head. This machine must be a node."""
     home_address: str | None = Field(default=None, max_length=255)
-    """Address of this machine for the nodes; none uses Ray's."""
+    """Address of this machine for the nodes; null means Ray's address."""
     ports: tuple[int, int] | None = None
-    """First and last port for job processes, besides torch, NCCL and Ray; none allows any."""
+    """First and last port for job processes, besides torch, NCCL and Ray; null allows all ports."""
     trust_network: bool = False
     """Allow unencrypted run keys between nodes; otherwise they need TLS (see docs/cluster.md)."""
     place_s: float = Field(default=600.0, gt=0)
@@ -74,12 +74,12 @@ class ClusterConfig(Section):
     resources: ResourcesSection = ResourcesSection()
     api: ApiSection = ApiSection()
     dir: Path | None = None
-    """Folder of the controller; none uses `$AREAL_ASYNC_CLUSTER_DIR` or `~/.areal-async/<cluster>`."""
+    """Folder of the controller; null means `$AREAL_ASYNC_CLUSTER_DIR` or `~/.areal-async/<cluster>`."""
 
 
 def load_cluster(path: Path, *, queued: bool = False) -> ClusterConfig:
-    """Load the cluster of a file; a relative `dir` is relative to the file. `queued` is for a controller that
-    will queue jobs for it. Raises `ConfigError`."""
+    """Load a cluster file. A relative `dir` is relative to the file. `queued` means that a controller will
+    queue jobs for the cluster. Raises `ConfigError`."""
     content = read_mapping(path)
     try:
         cluster = ClusterConfig.model_validate(content)
@@ -96,12 +96,13 @@ def load_cluster(path: Path, *, queued: bool = False) -> ClusterConfig:
 
 
 def dump_cluster(cluster: ClusterConfig) -> str:
-    """Return the cluster as YAML that `load_cluster` reads as the same one."""
+    """Return the cluster as YAML. `load_cluster` reads it as an equal cluster."""
     return dump_yaml(cluster.model_dump(mode="json"))
 
 
 def cluster_dir(cluster: ClusterConfig | None = None) -> Path:
-    """Return the folder of `cluster`, or of the cluster that commands talk to."""
+    """Return the folder of `cluster`. Without `cluster`, return the folder of the cluster that commands
+    connect to."""
     if cluster is not None and cluster.dir is not None:
         return cluster.dir
     if named := os.environ.get(DIR_VARIABLE):

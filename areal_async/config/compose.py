@@ -1,8 +1,7 @@
-"""Job files that consist of others: `include` names files with fields to start from; `${NAME}` and
+"""Job files that consist of several files. `include` names files with initial fields; `${NAME}` and
 `${NAME:-default}` stand for environment variables.
 
-Both are resolved when the file is read: records, submissions and prints hold only values.
-"""
+Both are resolved when the file is read, so records, submissions and prints contain only values."""
 
 from __future__ import annotations
 
@@ -23,10 +22,11 @@ VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)(?::-([^}]*))?\}")
 
 
 def read_composed(path: Path) -> dict[str, Any]:
-    """Return the mapping of a job file with its includes and its variables filled in. Later includes override
-    earlier ones and the file itself overrides all, section by section; paths in each are relative to it. They
-    stay relative, because files below a job file travel with `submit`. Raises `ConfigError`, which names the
-    file that is wrong."""
+    """Return the mapping of a job file, with its includes and variables resolved.
+
+    Later includes override earlier includes, and the file itself overrides all, section by section. Paths are
+    relative to the file that contains them. They stay relative, because `submit` sends files below a job file
+    along with it. Raises `ConfigError`, which names the wrong file."""
     return _read(path, ())
 
 
@@ -79,7 +79,7 @@ def _filled(value: Any, field: str, mistakes: list[Mistake]) -> Any:
             mistakes.append(Mistake(field, problem, fix))
     text = VARIABLE.sub(lambda found: os.environ.get(found[1]) or found[2] or "", value)
     try:
-        alone = parse_yaml(text) if VARIABLE.fullmatch(value) else text  # so that a number is one
+        alone = parse_yaml(text) if VARIABLE.fullmatch(value) else text  # a number becomes a number
     except yaml.YAMLError:
         return text
     return text if isinstance(alone, dict | list) else alone

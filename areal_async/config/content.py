@@ -1,11 +1,10 @@
-"""Content that a job names by URL, brought to this host; and the store for results that outlive the host.
+"""Copies of content that a job names by URL, and the store for results that outlive the host.
 
-A job's `model`, `tasks.train` and `tasks.evaluation` hold local paths (`urls.py`), where `materialise` puts
-the content. Each host calls it before it starts a process of the job.
+A job's `model`, `tasks.train` and `tasks.evaluation` hold local paths (`urls.py`). `materialise` writes the
+content there. Each host calls it before it starts a process of the job.
 
-The *store* of a job is `<checkpoint.store>/<job>`, or with a URL for `run_dir` the run's own place there. The
-trainer writes `checkpoints/step-000050/…`, `model/` and `adapter/` below it.
-"""
+The *store* of a job is `<checkpoint.store>/<job>`. If `run_dir` is a URL, the store is the run's folder at
+that URL. The trainer writes `checkpoints/step-000050/…`, `model/` and `adapter/` below the store."""
 
 from __future__ import annotations
 
@@ -31,16 +30,16 @@ OF_TRAINER = (
     "trainer.teacher.model",
     "trainer.process_reward.model",
 )
-"""Fields with the models that the trainer holds beside the policy."""
+"""Fields with the models that the trainer holds in addition to the policy."""
 CONTENT = ("model", "tasks.train", "tasks.evaluation", *OF_TRAINER)
-"""Fields of a job with content that may be in a store."""
+"""Fields of a job whose content may be in a store."""
 BY_TRAINER = ("checkpoints", "model", "adapter")
-"""Folders of a run that its trainer puts into the job's store."""
+"""Folders of a run that its trainer copies to the job's store."""
 
 
 def materialise(job: JobConfig, tries: Tries | None = None, *, source: str = "job") -> None:
-    """Bring everything that `job` names by URL to this host. Raises `ConfigError` with every reason for
-    failures."""
+    """Copy everything that `job` names by URL to this host. Raises `ConfigError` with the reason of every
+    failure."""
     if mistakes := content_mistakes(job, tries=tries):
         raise ConfigError(source, mistakes)
 
@@ -48,7 +47,7 @@ def materialise(job: JobConfig, tries: Tries | None = None, *, source: str = "jo
 def content_mistakes(
     job: JobConfig, fields: Collection[str] = CONTENT, tries: Tries | None = None
 ) -> list[Mistake]:
-    """Bring the content of these fields to this host, and return the failures as mistakes of the job file."""
+    """Copy the content of these fields to this host. Return the failures as mistakes in the job file."""
     places = {"run_dir": url_of(job.run_dir), "checkpoint.store": job.checkpoint.store}
     mistakes = [
         Mistake(field, *problem)
@@ -76,7 +75,7 @@ def content_mistakes(
 
 
 def in_urls(mistakes: Iterable[Mistake], job: JobConfig) -> list[Mistake]:
-    """Return the mistakes with URLs in place of the local paths that stand for them."""
+    """Return the mistakes with URLs in place of the local paths."""
     paths = (*attrgetter(*CONTENT)(job), job.run_dir)
     names = {str(path): url for path in paths if path is not None and (url := url_of(path)) is not None}
 
@@ -94,12 +93,12 @@ def _tell(url: str, size_bytes: int | None = None) -> None:
 
 
 def run_url(job: JobConfig) -> str | None:
-    """Return the URL of the run's mirror, or None if the run is on this host alone."""
+    """Return the URL of the run's mirror, or None if the run exists only on this host."""
     return url_of(job.run_dir / job.job)
 
 
 def store_url(job: JobConfig) -> str | None:
-    """Return the store of the job, or None."""
+    """Return the URL of the job's store, or None."""
     if job.checkpoint.store is not None:
         return joined(job.checkpoint.store, job.job)
     return run_url(job)

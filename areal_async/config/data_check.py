@@ -1,7 +1,6 @@
 """A report on the data files of a job: rows, forms, lengths, and problems.
 
-A problem stops a job or makes its figures meaningless; a remark does neither.
-"""
+A problem stops a job or makes its figures meaningless. A remark does neither."""
 
 from __future__ import annotations
 
@@ -24,12 +23,12 @@ from areal_async.data.sources import DataError
 from areal_async.data.tasks import TaskFileError, task_row, task_rows
 from areal_async.models.prompts import message_texts, prompt_ids
 
-SHOWN = 10  # Broken rows that are shown one by one
+SHOWN = 10  # Number of broken rows that are listed
 TASK_COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")
 
 
 class SourceReport(msgspec.Struct):
-    """The tasks of one `data_source`, and the reward that would score them."""
+    """The tasks of one `data_source`, and the reward that scores them."""
 
     rows: int
     reward: str
@@ -37,7 +36,7 @@ class SourceReport(msgspec.Struct):
 
 
 class FileReport(msgspec.Struct):
-    """The report on one file. `tokens` holds p50, p95 and max of the prompts' lengths."""
+    """The report on one file. `tokens` has p50, p95 and max of the prompt lengths."""
 
     file: str
     kind: Kind
@@ -53,7 +52,7 @@ class FileReport(msgspec.Struct):
 
 
 class DataReport(msgspec.Struct):
-    """The report of `areal-async data check`; `overlap` counts prompts of the second file in the first."""
+    """The report of `areal-async data check`. `overlap` counts the prompts that both files contain."""
 
     files: list[FileReport]
     overlap: int = 0
@@ -66,12 +65,12 @@ class DataReport(msgspec.Struct):
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """Facts about the job that the data must fit; None if unknown."""
+    """Facts about the job that the data must fit. None means unknown."""
 
     kind: Kind | None = None
     tokenizer: Any = None
     no_tokenizer: str = "no --model is named"
-    """Reason for no tokenizer."""
+    """Reason why there is no tokenizer."""
     max_model_len: int | None = None
     reward: RewardSection | None = None
 
@@ -79,7 +78,7 @@ class Expected(msgspec.Struct, frozen=True):
 def check_data(
     files: Sequence[Path], expected: Expected, track: Track = lambda rows, what: rows
 ) -> DataReport:
-    """Check one file, or those of training and evaluation. Raises `DataError`."""
+    """Check one file, or the files of training and evaluation. Raises `DataError`."""
     report, prompts = DataReport([]), []
     for path in files:
         found, keys = _check_file(path, expected, track)
@@ -122,7 +121,7 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
                     first = example_of(where, row, form).answers[0]
                     prompt = (
                         first.prompt or first.answer[:-1] or first.answer
-                    )  # a chat without its last message
+                    )  # A chat without its last message
             except TaskFileError as error:
                 broken.append(error)
                 continue
@@ -162,7 +161,7 @@ def _kind(path: Path) -> Kind:
 
 
 def _prompt(example: Example) -> Any:
-    """The text before the answer; of a chat all but its last message."""
+    """Return the text before the answer. In a chat, this is everything except its last message."""
     first = example.answers[0]
     return first.prompt or first.answer[:-1] or first.answer
 
@@ -174,7 +173,7 @@ def _length(
         return len(prompt_ids(tokenizer, prompt, tools_of(row, where)))
     except TaskFileError as error:
         broken.append(error)
-    except Exception as error:  # whatever a template raises
+    except Exception as error:  # A template may raise anything
         why = f"the chat template fails on its prompt ({type(error).__name__}: {error!s:.200})"
         broken.append(DataError(f"{where}: {why}. Mend the row, or the template."))
     return 0
@@ -230,7 +229,7 @@ def _sum_up(report: FileReport, keys: Counter[str], lengths: list[int], max_mode
 
 
 def length_figures(lengths: Sequence[int]) -> dict[str, int]:
-    """Return p50, p95 and max by nearest rank."""
+    """Return p50, p95 and max, computed by nearest rank."""
     ordered = sorted(lengths)
     at = {"p50": (len(ordered) - 1) // 2, "p95": -(-95 * len(ordered) // 100) - 1, "max": len(ordered) - 1}
     return dict(zip(at, itemgetter(*at.values())(ordered), strict=True))

@@ -1,20 +1,20 @@
-"""Assignment of GPUs to the trainer's ranks, the rollout's engines with their widths, and the evaluation.
-The number of visible GPUs is passed in.
+"""Assignment of GPUs to the trainer's ranks, the rollout's engines and the evaluation's engine. The caller
+passes the number of visible GPUs.
 
-GPUs are counted as a process sees them, from 0. A rank of the trainer takes one. An engine takes
-`width` of them: 1, or for a server what its parallel sizes in `rollout.server.arguments` multiply to.
+GPUs are counted from 0, as a process sees them. A rank of the trainer takes one GPU. An engine takes `width`
+GPUs. The width is 1, or for a server the product of the parallel sizes in `rollout.server.arguments`.
 
-- `cpu`: none.
-- `cuda:N`: exactly N, and those after it (`trainer.ranks`, or the engine's width), even if others have them
-  too: this is how several share a GPU. All engines of a worker's kind share these.
-- `cuda`: the trainer's ranks have the GPUs from 0 on. The engines follow one after the other on the other
-  GPUs: the k-th engine of the job has the width · k-th to width · (k + 1) - 1st of them; workers come in the
-  order of their numbers, each with its replicas, and after all of `rollout.workers` the evaluation's engine.
+- `cpu`: no GPU.
+- `cuda:N`: exactly GPU N and the GPUs after it (`trainer.ranks`, or the engine's width), even if they are
+  already in use. Several processes can share a GPU in this way. All engines of a worker's kind share these
+  GPUs.
+- `cuda`: the trainer's ranks take the GPUs from 0 on. The engines take the other GPUs in order: engine k of
+  the job takes GPUs width · k to width · (k + 1) - 1 of them. Workers come in the order of their numbers,
+  each with its replicas. The evaluation's engine comes after all of `rollout.workers`.
 
-A job must find enough GPUs without using one twice, with three exceptions. If a single GPU is visible, all
-use it. The evaluation's engine, and workers that join later, start again at the engines' first GPU. On
-another host than the trainer's, the engines have all GPUs.
-"""
+A job must find enough GPUs without using a GPU twice, with three exceptions. If only one GPU is visible, all
+processes use it. The evaluation's engine, and workers that join later, start again at the engines' first GPU.
+On a host without the trainer, the engines take all GPUs."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ from areal_async.config.engines import declared_engine, evaluation_engine
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import RolloutSection, ServerSection
 
-MANY = 1 << 20  # Visible GPUs if their number does not matter
+MANY = 1 << 20  # Number of visible GPUs if it does not matter
 
 
 def width_of(rollout: RolloutSection) -> int:
-    """Return the number of GPUs of one engine; 1 if it is in a user's file that was not run yet."""
+    """Return the number of GPUs of one engine. Return 1 if the engine is in a user's file that has not been
+    run yet."""
     part = declared_engine(rollout.engine)
     return part.width(rollout) if part is not None else 1
 
 
 def first_threads(torch_threads: int | Literal["auto"]) -> int:
-    """Return the CPU threads with which a rank or an engine starts."""
+    """Return the number of CPU threads with which a rank or an engine starts."""
     return 1 if torch_threads == "auto" else torch_threads
 
 
 def rank_device(device: str, rank: int) -> str:
-    """Return the device of one rank of a trainer with `trainer.device`, as torch names it."""
+    """Return torch's name of the device of one rank. `device` is `trainer.device`."""
     kind, _, number = device.partition(":")
     return kind if kind == "cpu" else f"{kind}:{int(number or 0) + rank}"
 
 
 def trainer_gpus(job: JobConfig) -> range:
-    """Return the GPUs of the trainer, one for each rank in order, visible or not."""
+    """Return the GPUs of the trainer, one per rank in order. They need not be visible."""
     kind, _, number = job.trainer.device.partition(":")
     first = int(number or 0)
     return range(first, first + job.trainer.ranks) if kind == "cuda" else range(0)
@@ -57,7 +58,7 @@ def trainer_gpus(job: JobConfig) -> range:
 def evaluation_rollout(job: JobConfig) -> RolloutSection:
     """Return the section `rollout` for the evaluation's engine, with the fields of `evaluation`."""
     section, rollout = job.evaluation, job.rollout
-    # Servers that the rollout is attached to are its own: an engine holds one version.
+    # The rollout has attached servers for itself: an engine holds only one version.
     server = rollout.server.model_copy(update={"urls": ()})
     server = section.server if section.server != ServerSection() else server
     arguments = section.engine_args or (rollout.engine_args if section.engine == "same" else {})
@@ -68,9 +69,9 @@ def evaluation_rollout(job: JobConfig) -> RolloutSection:
 def engine_gpus(
     job: JobConfig, *, worker: int | None, replica: int, visible: int, beside_trainer: bool = True
 ) -> tuple[int, ...]:
-    """Return the GPUs, 0 to `visible` - 1, of one engine of a worker with this number, or of the evaluation's
-    engine for None. `beside_trainer` is False on another host. Empty on a CPU. Raises `ValueError` for GPUs
-    that do not exist."""
+    """Return the GPUs of one engine, from 0 to `visible` - 1; on a CPU, return none. `worker` is the worker's
+    number, or None for the evaluation's engine. `beside_trainer` is False on a host without the trainer.
+    Raises `ValueError` for GPUs that do not exist."""
     rollout = job.rollout if worker is not None else evaluation_rollout(job)
     kind, _, number = rollout.device.partition(":")
     width = width_of(rollout)
@@ -88,7 +89,7 @@ def engine_gpus(
 
 
 def _free(job: JobConfig, visible: int, beside_trainer: bool = True) -> list[int]:
-    """Return the GPUs of engines with `cuda`, in order."""
+    """Return the GPUs for engines with the device `cuda`, in order."""
     taken = trainer_gpus(job) if beside_trainer and visible > 1 else range(0)
     return [gpu for gpu in range(visible) if gpu not in taken]
 
@@ -101,16 +102,16 @@ def _of_workers(job: JobConfig) -> int:
 
 
 def names_of(gpus: Sequence[int], variables: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the GPUs as `CUDA_VISIBLE_DEVICES` of a child process must name them if its parent has the
-    environment `variables`."""
+    """Return the names of the GPUs for `CUDA_VISIBLE_DEVICES` of a child process. `variables` is the
+    environment of its parent."""
     visible = variables.get("CUDA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in visible.split(",") if name.strip()]
     return tuple(names[gpu] if names else str(gpu) for gpu in gpus)
 
 
 def rollout_gpus(job: JobConfig, visible: int | None = None) -> frozenset[int]:
-    """Return all GPUs of the rollout's engines, by default with as many visible as are needed. Raises
-    `ValueError` for too few."""
+    """Return all GPUs of the rollout's engines. By default, as many GPUs are visible as the job needs. Raises
+    `ValueError` if there are too few."""
     rollout, ranks = job.rollout, trainer_gpus(job)
     if visible is None:
         visible = max(2, len(ranks) + _of_workers(job), ranks.stop) + width_of(rollout)
@@ -121,11 +122,11 @@ def rollout_gpus(job: JobConfig, visible: int | None = None) -> frozenset[int]:
 
 
 def shared_with_engines(job: JobConfig, visible: int | None = None) -> Iterator[Mistake]:
-    """Refuse NCCL between the trainer and engines of the rollout on one GPU."""
+    """Refuse a job if NCCL would connect the trainer and an engine of the rollout on the same GPU."""
     try:
         shared = rollout_gpus(job, visible).intersection(trainer_gpus(job))
     except ValueError:
-        return  # another rule is about too few
+        return  # Another rule reports too few GPUs
     if shared:
         gpu = f"one GPU (cuda:{min(shared)})"
         problem = f"trainer and engine are on {gpu}, and NCCL takes only one member from each"
@@ -134,13 +135,13 @@ def shared_with_engines(job: JobConfig, visible: int | None = None) -> Iterator[
 
 
 def device_mistakes(job: JobConfig, visible: int) -> Iterator[Mistake]:
-    """Refuse a job that needs more GPUs of this host than the `visible` ones."""
+    """Refuse a job that needs more GPUs of this host than are visible."""
     rollout, evaluation, ranks = job.rollout, job.evaluation, trainer_gpus(job)
     if ranks and ranks.stop > visible:
         problem = _too_few(job.trainer.device, len(ranks), ranks.stop, visible, "the trainer's ranks")
         yield Mistake("trainer.device", problem, _fix(visible), ("trainer.ranks",))
         return
-    # The GPUs of a running server are its own affair.
+    # A running server manages its GPUs itself.
     asked: list[tuple[str, int | None]] = []
     if job.kind == "rl" and not rollout.server.urls:
         asked.append(("rollout.device", 0))

@@ -7,15 +7,15 @@ from typing import Any
 
 
 def get(content: Any, field: str) -> Any:
-    """Return the value of a field, or None if it is not given."""
+    """Return the value of a field, or None if the field is not set."""
     for name in field.split(".") if field else ():
         content = content.get(name) if isinstance(content, dict) else None
     return content
 
 
 def put(content: dict[str, Any], names: Sequence[str], value: Any) -> str | None:
-    """Set a field and make its sections. If a value that is no section is in the way, change nothing and
-    return its path."""
+    """Set a field and create its sections. If a value on the way is not a section, change nothing and return
+    the path of that value."""
     inner: Any = content
     for depth, name in enumerate(names[:-1], start=1):
         if inner.get(name) is None:
@@ -28,7 +28,8 @@ def put(content: dict[str, Any], names: Sequence[str], value: Any) -> str | None
 
 
 def section_with(content: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
-    """Return the section that holds `field`, or an empty one, and the field's name in it."""
+    """Return the section that contains `field`, and the field's name in it. If there is no section, return an
+    empty one."""
     above, _, last = field.rpartition(".")
     inner = get(content, above)
     return (inner if isinstance(inner, dict) else {}), last

@@ -1,17 +1,17 @@
 """Engines as parts of a job: the capabilities of each kind, and the jobs that it refuses.
 
-An engine is an object of a subclass of `EnginePart`, found by its name, by `path.py:name`, or by the entry
-point of another package (`areal_async.engines`):
+An engine is an instance of a subclass of `EnginePart`. It is found by its name, by `path.py:name`, or by the
+entry point of another package (`areal_async.engines`):
 
     class Mine(EnginePart):
         def make(self, job, *, slots, activity, place, replica):
             from my_package.engine import MyEngine
+
             return MyEngine(job.model, slots)
 
     mine = Mine()
 
-No other module compares names of engines: it asks the part.
-"""
+No other module compares names of engines; it asks the part instead."""
 
 from __future__ import annotations
 
@@ -31,33 +31,35 @@ if TYPE_CHECKING:
     from areal_async.config.job import JobConfig
     from areal_async.config.rollout import RolloutSection
 
-VARIABLE = "AREAL_ASYNC_ENGINES"  # Environment variable: a folder with one environment for each engine
+VARIABLE = "AREAL_ASYNC_ENGINES"  # Environment variable with a folder that has one environment per engine
 PROJECT_FOLDER = Path(__file__).resolve().parents[2]
-"""Root of a checkout; `make engines` makes its environments there."""
+"""Root of a checkout. `make engines` creates its environments there."""
 
 
 @dataclass(frozen=True)
 class LogprobGap:
-    """The differences between two log-probs of each of many units, in nats: measured, or allowed at most."""
+    """The differences between two log-probs of each of many units, in nats. They are measured values or upper
+    limits."""
 
     mean: float
-    """Mean of the absolute difference; the next four are its quantiles."""
+    """Mean of the absolute difference. The next four fields are quantiles of the absolute difference."""
     p50: float
     p90: float
     p99: float
     p999: float
     systematic: float
-    """Largest significant mean of the signed difference over the units of one token id, or over the first
-    units of answers: a mistake in few units shows in nothing else."""
+    """Largest significant mean of the signed difference, over the units of one token id or over the first
+    units of answers. It is the only figure that shows a mistake in few units."""
 
     def within(self, allowed: LogprobGap) -> bool:
-        """Return whether no figure is above the one allowed."""
+        """Return whether no figure is above its limit in `allowed`."""
         return all(own <= most for own, most in zip(astuple(self), astuple(allowed), strict=True))
 
     @classmethod
     def of(cls, bound: float) -> LogprobGap:
-        """Return the gap that is allowed if `bound` is for the 99.9 % quantile. Rounding has a long tail and
-        a mistake is everywhere, so the mean and the median may be a twentieth of it."""
+        """Return the allowed gap if `bound` limits the 99.9 % quantile. Rounding errors have a long tail,
+        but a mistake affects all units. Therefore the mean and the median may reach only a twentieth of
+        `bound`."""
         return cls(bound / 20, bound / 20, bound / 5, bound / 2, bound, bound / 5)
 
 
@@ -67,53 +69,54 @@ LOGPROB_BOUNDS: Mapping[tuple[str, str], LogprobGap] = {
     ("bfloat16", "dense"): LogprobGap(0.06, 0.05, 0.15, 0.4, 1.0, 0.2),
     ("bfloat16", "moe"): LogprobGap(0.2, 0.12, 0.5, 1.5, 3.0, 0.5),
 }
-"""Usual gaps of an engine without quantisation (docs/trainer.md has the source of each figure)."""
+"""Usual gaps of an engine without quantisation. docs/trainer.md has the source of each figure."""
 
 
 class EnginePart:
-    """The capabilities of a kind of engine; the defaults suit a simple engine."""
+    """The capabilities of a kind of engine. The defaults fit a simple engine."""
 
     class Arguments(Section):
-        """The arguments of the engine in `rollout.engine_args`."""
+        """The engine's arguments in `rollout.engine_args`."""
 
     is_server: ClassVar[bool] = False
-    """True for a server in a separate environment, to which `rollout.server` applies."""
+    """True for a server in a separate environment. `rollout.server` applies to it."""
     needs: ClassVar[Literal["tensors", "directory"]] = "tensors"
-    """Form of a snapshot that its `load` uses."""
+    """Form of a snapshot that the engine's `load` uses."""
     update_modes: ClassVar[frozenset[str]] = frozenset({"recompute", "keep"})
-    """Supported `rollout.update_mode`; an evaluation's engine holds one version, and is not asked."""
+    """Supported values of `rollout.update_mode`. An evaluation's engine holds one version, so its mode is not
+    checked."""
     dtypes: ClassVar[frozenset[str]] = frozenset({"float32", "bfloat16"})
     no_routes: ClassVar[str] = "it does not tell which experts a token was sent to"
-    """Reason against `rollout.routes: replay`; empty for an engine that reports routes."""
+    """Reason against `rollout.routes: replay`. Empty if the engine reports routes."""
     no_group: ClassVar[str] = "it joins no process group"
-    """Reason against `weights.channel: nccl`; empty for an engine that joins a process group."""
+    """Reason against `weights.channel: nccl`. Empty if the engine joins a process group."""
     logprob_bounds: ClassVar[Mapping[tuple[str, str], LogprobGap]] = {}
-    """(coarser dtype of engine and trainer, `dense` or `moe`) → gap that is allowed between their log-probs.
-    Without such a row, the self-check warns with the measured gap, and the job continues."""
+    """Allowed gap between the log-probs of engine and trainer, by (coarser of the two dtypes, `dense` or
+    `moe`). Without an entry, the self-check warns with the measured gap and the job continues."""
     stale_flags: ClassVar[Mapping[str, str]] = {}
-    """Flags of its server with which a weight update leaves old weights or old KV in use, each with the
+    """Flags of its server with which a weight update keeps old weights or old KV in use, each with the
     reason. `check_job` refuses them."""
     quantising_flags: ClassVar[frozenset[str]] = frozenset()
-    """Flags of its server with values that make weights or KV coarser than `rollout.dtype`."""
+    """Flags of its server whose values make weights or KV coarser than `rollout.dtype`."""
     parallel_flags: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Flags of its server that multiply its GPUs, each with its other names."""
+    """Flags of its server that multiply the number of its GPUs. Each entry has all spellings of one flag."""
 
     def width(self, rollout: RolloutSection) -> int:
-        """Return the GPUs of one engine with these arguments of its own and of its server. A value that is no
-        number counts as 1: the server will refuse it."""
+        """Return the number of GPUs of one engine with the arguments of its section and its server. A value
+        that is not a number counts as 1, because the server will refuse it."""
         return parallel_width(rollout.server.arguments, self.parallel_flags)
 
     def served_dtype(self, rollout: RolloutSection) -> str:
-        """Return the type of its log-probs: `rollout.dtype`, or the value of a flag of its server instead,
-        for which `logprob_bounds` has no row unless the engine knows better."""
+        """Return the dtype of its log-probs. This is `rollout.dtype`, or the value of a quantising flag of
+        its server. `logprob_bounds` has no entry for such a value unless the engine adds one."""
         for name, value in rollout.server.arguments.items():
             if flag_name(name) in self.quantising_flags and str(value).lower() not in OFF | UNQUANTISED:
                 return str(value)
         return rollout.dtype
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """Yield the mistakes of a job that asks more of the engine than it can do; `field` begins with the
-        section that names it."""
+        """Yield the mistakes of a job that needs more than the engine can do. `field` begins with the section
+        that names the engine."""
         rollout, section = job.rollout, field.partition(".")[0]
         named, is_rollout = f"{section}.engine", section == "rollout"
         asked: list[tuple[str, str, frozenset[str]]] = [("dtype", rollout.dtype, self.dtypes)]
@@ -139,27 +142,27 @@ class EnginePart:
             yield Mistake("evaluation.server", problem, fix, ("rollout.engine",))
 
     def make(self, job: JobConfig, *, slots: int, activity: str, place: Any, replica: int) -> Any:
-        """Return the engine (`rollout_service.engines.base.Engine`), not started yet. The parameters are
-        those of `rollout_service.engines.make_engine`; `place` is a `ServiceContext` or None; its own
+        """Return the engine (`rollout_service.engines.base.Engine`) before its start. The parameters are
+        those of `rollout_service.engines.make_engine`. `place` is a `ServiceContext` or None. The engine's
         `Arguments` are in `job.rollout.engine_args`."""
         raise NotImplementedError
 
 
 def flag_name(given: str) -> str:
-    """Return the name of a flag in `rollout.server.arguments` as the servers spell it."""
+    """Return the servers' spelling of a flag in `rollout.server.arguments`."""
     return given.lstrip("-").replace("_", "-")
 
 
 OFF = frozenset({"", "none", "null", "auto", "off", "false", "0", "0.0", "-1"})
-"""Values of a flag, in lower case, that leave out what it switches on."""
+"""Values of a flag, in lower case, that disable its feature."""
 
 
 UNQUANTISED = frozenset({"bfloat16", "bf16", "float16", "half", "float32", "float"})
 
 
 def flags_that_are_on(given: Mapping[str, Any], known: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the flags of `given` that are switched on and in `known`, as they were given, with the text in
-    `known`."""
+    """Yield the flags of `given` that are in `known` and enabled. Each has its spelling in `given` and the
+    text in `known`."""
     for name, value in given.items():
         said = known.get(flag_name(name))
         if said is not None and str(value).lower() not in OFF:
@@ -167,20 +170,22 @@ def flags_that_are_on(given: Mapping[str, Any], known: Mapping[str, str]) -> Ite
 
 
 def parallel_width(arguments: Mapping[str, Any], flags: Iterable[tuple[str, ...]]) -> int:
-    """Return the product of the sizes that `arguments` give for `flags`, each with its spellings."""
+    """Return the product of the sizes that `arguments` has for `flags`. Each flag is a tuple of its
+    spellings."""
     given = {flag_name(flag): value for flag, value in arguments.items()}
     return math.prod(max(_number(given.get(name)) for name in spellings) for spellings in flags)
 
 
 def engine_part(name: str) -> EnginePart:
-    """Return the engine called `name`; runs a user's file if the name is a path. Raises `PartError`."""
+    """Return the engine called `name`. If the name is a path, run the user's file. Raises `PartError`."""
     part: EnginePart = ENGINES.find(name)
     return part
 
 
 def declared_engine(name: str) -> EnginePart | None:
-    """Return the engine called `name` without running a user's file: None for an engine in a file that this
-    process has not run, or for none. Preflight asks those before the job starts."""
+    """Return the engine called `name` without running a user's file. Return None if the engine does not
+    exist, or is in a file that this process has not run. Preflight checks those engines before the job
+    starts."""
     part: EnginePart | None = ENGINES.known(name)
     return part
 
@@ -191,16 +196,15 @@ def evaluation_engine(job: JobConfig) -> str:
 
 
 class EngineMissing(ArealError):
-    """No environment has the server of an engine. The text has the places that were searched, and a fix."""
+    """Error if no environment has the server of an engine. The text has the searched places and a fix."""
 
 
 def find_engine_python(
     engine: str, configured: Path | None = None, *, variables: Mapping[str, str] = os.environ
 ) -> Path:
-    """Return the Python that has the server `engine`: of `configured` (rollout.server.environment), else of
-    `$AREAL_ASYNC_ENGINES/<engine>`, else of `.engines/<engine>` in the working folder or in the project's.
-
-    Raises `EngineMissing`."""
+    """Return the Python that has the server `engine`. The environment is `configured`
+    (rollout.server.environment), else `$AREAL_ASYNC_ENGINES/<engine>`, else `.engines/<engine>` in the
+    working folder or the project's folder. Raises `EngineMissing`."""
     if configured is not None:
         places, named = [configured], "rollout.server.environment"
     elif variables.get(VARIABLE):

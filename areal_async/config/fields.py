@@ -1,4 +1,5 @@
-"""The fields of a file that a `Section` describes: their paths, and pydantic's errors about them in words."""
+"""The fields of a file that a `Section` describes: their paths, and pydantic's errors about them as readable
+text."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from areal_async.config.base import Section
 from areal_async.config.presets import PRESETS
 from areal_async.config.trainings import PreferenceSection
 
-JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,47}")  # As `JobConfig.job` has it
+JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,47}")  # The pattern of `JobConfig.job`
 _NAMES = {
     "trainer.objective.kl.coefficient": "kl_coef kl_coeff kl_loss_coef init_kl_coef",
     "trainer.objective.kl.coefficient, or in a preference job preference.beta": "beta",
@@ -52,7 +53,7 @@ _NAMES = {
     "run_dir": "output_dir",
 }
 OTHER_NAMES = {name: field for field, names in _NAMES.items() for name in names.split()}
-"""Names of job fields in other trainers and in papers, with our field."""
+"""Names of job fields in other trainers and in papers, each with our field."""
 PREFERENCE_LOSSES = get_args(PreferenceSection.model_fields["loss"].annotation)
 UNITS: Mapping[str, Mapping[str, float]] = {
     "_s": {"ms": 1e-3, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400},
@@ -63,15 +64,16 @@ UNITS: Mapping[str, Mapping[str, float]] = {
     },
     "": {"%": 0.01, "k": 1e3, "m": 1e6},
 }
-"""End of a field's name -> units that people write after a number, in the unit of the field."""
-SURELY_MEANT = 0.8  # Similarity from which a field's name precedes the same name in a section below
+"""Units that people write after a number, as factors of the field's unit. The key is the end of the field's
+name."""
+SURELY_MEANT = 0.8  # A field's name of at least this similarity comes before the same name in a section below
 NO_FIELD = "there is no such field"
 NAME_FORM = "Use at most 48 lower-case letters, digits, - and _, starting with a letter or digit"
 
 
 @dataclass(frozen=True)
 class Field:
-    """One leaf of a file. `default` is its JSON value; `required` fields have none."""
+    """One leaf of a file. `default` is its JSON value. A `required` field has no default."""
 
     path: str
     description: str
@@ -83,8 +85,8 @@ class Field:
 
 @cache
 def fields_of(root: type[Section], prefix: str = "") -> dict[str, Field]:
-    """Return the leaf fields below a section by their dotted paths, in file order, with the defaults of the
-    section's type."""
+    """Return the leaf fields below a section by their dotted paths, in file order. The defaults are the
+    defaults of the section's type."""
     found: dict[str, Field] = {}
     for name, info in root.model_fields.items():
         path, inner = prefix + name, _section_type(info.annotation)
@@ -97,17 +99,18 @@ def fields_of(root: type[Section], prefix: str = "") -> dict[str, Field]:
 
 
 def section_of(root: type[Section], path: str) -> type[Section] | None:
-    """Return the model of the section at a dotted path ("" is the whole file), or None for another place."""
+    """Return the model of the section at a dotted path ("" is the whole file), or None if there is no
+    section."""
     model: type[Section] | None = root
     for name in path.split(".") if path else ():
-        if model is not None and not name.isdecimal():  # a number is a place in a list of sections
+        if model is not None and not name.isdecimal():  # A number is an index in a list of sections
             info = model.model_fields.get(name)
             model = _section_type(info.annotation) if info is not None else None
     return model
 
 
 def leaves_of(root: type[Section], content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaf fields of a resolved file by their dotted paths, with its values."""
+    """Yield the leaf fields of a resolved file by their dotted paths, with the file's values."""
     for name, value in content.items():
         path = f"{prefix}{name}"
         if isinstance(value, dict) and section_of(root, path) is not None:
@@ -122,8 +125,8 @@ def _section_type(annotation: Any) -> type[Section] | None:
 
 
 def suggest(root: type[Section], section: str, key: str) -> str | None:
-    """Return the dotted path that an unknown `key` inside `section` most likely means. In a section with
-    `args`, which holds the arguments of its part, only the section's own fields are suggested."""
+    """Return the dotted path that an unknown `key` inside `section` most likely means. If the section has
+    `args` for the arguments of its part, only the section's own fields are suggested."""
     model, prefix = section_of(root, section), f"{section}." if section else ""
     own = list(model.model_fields) if model is not None else []
     beside = difflib.get_close_matches(key, own, n=1, cutoff=0.65)
@@ -146,8 +149,8 @@ def suggest(root: type[Section], section: str, key: str) -> str | None:
 
 
 def numbers_or_words(details: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Merge the two entries of `ValidationError.errors()` for a field that is a number or a word into one:
-    the error of the number, with the possible words under `word`."""
+    """Merge the two entries of `ValidationError.errors()` for a field that accepts a number or a word. The
+    result is the error of the number, with the possible words under `word`."""
     words = {detail["loc"][:-1]: detail["ctx"]["expected"] for detail in details if _in_union(detail)}
     return [
         {**detail, "loc": field, "word": words[field]} if (field := detail["loc"][:-1]) in words else detail
@@ -157,13 +160,13 @@ def numbers_or_words(details: Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
 
 
 def _in_union(detail: Mapping[str, Any]) -> bool:
-    """Return whether an error is about the word of a field that is a number or a word."""
+    """Return whether an error is about the word of a field that accepts a number or a word."""
     return bool(detail["type"] == "literal_error" and str(detail["loc"][-1]).startswith("literal["))
 
 
 def explain(root: type[Section], detail: Mapping[str, Any], within: str = "") -> Mistake:
-    """Return the mistake behind one entry of `ValidationError.errors()` of a file of type `root`. Only a
-    field whose path begins with `within` is suggested."""
+    """Return the mistake for one entry of `ValidationError.errors()` of a file of type `root`. It suggests
+    only fields with a path that begins with `within`."""
     location = [str(part) for part in detail["loc"]]
     field, kind, found = ".".join(location), detail["type"], detail.get("input")
     known = fields_of(root).get(field)
@@ -203,7 +206,8 @@ def explain(root: type[Section], detail: Mapping[str, Any], within: str = "") ->
 
 
 def _in_unit(field: str, found: Any) -> str:
-    """Return `: NUMBER`, in the field's unit, for a number with a unit or a decimal comma; else nothing."""
+    """Return `: NUMBER`, in the field's unit, if `found` is a number with a unit or a decimal comma.
+    Otherwise return ""."""
     text = str(found).strip().lower()
     if re.fullmatch(r"\d+,\d+(e-?\d+)?", text):
         return f": {text.replace(',', '.')}"
@@ -213,7 +217,7 @@ def _in_unit(field: str, found: Any) -> str:
 
 
 def _kind_of(name: str) -> str | None:
-    """Return the fields to write for the name of an algorithm that was given as `kind`, or None."""
+    """Return the fields to write if `kind` is the name of an algorithm, or None."""
     if name in PREFERENCE_LOSSES:
         return f"kind: preference with preference.loss: {name}"
     return f"kind: rl with trainer.objective.preset: {name}" if name in PRESETS else None
@@ -234,7 +238,7 @@ def _unknown(root: type[Section], location: list[str], found: Any, within: str) 
             suggestion = (
                 f"{suggestion}.{inner}" if is_known else suggest(root, suggestion, inner) or suggestion
             )
-    if suggestion is None:  # it may be a section of another trainer
+    if suggestion is None:  # It may be a section of another trainer
         suggestion = ", ".join(dict.fromkeys(_other_names(found))) or None
     if suggestion is not None and suggestion.startswith(within):
         return Mistake(field, NO_FIELD, f"Did you mean {suggestion}?")
@@ -247,7 +251,7 @@ def _unknown(root: type[Section], location: list[str], found: Any, within: str) 
 
 
 def _other_names(found: Any) -> Iterator[str]:
-    """Yield our names for the fields in a section of another trainer."""
+    """Yield our names for the fields in another trainer's section."""
     for name, inner in found.items() if isinstance(found, dict) else ():
         if isinstance(inner, dict):
             yield from _other_names(inner)
@@ -256,7 +260,8 @@ def _other_names(found: Any) -> Iterator[str]:
 
 
 def _as_section(root: type[Section], field: str, found: Any) -> str:
-    """Return how to write the section `field`, given as the value `found`: usually of its first field."""
+    """Return advice on how to write the section `field` if the file has the value `found` instead. The
+    example usually uses the section's first field."""
     key, model = field.rpartition(".")[2], section_of(root, field)
     if not key or key.isdigit():
         return "Give indented `key: value` lines under it"

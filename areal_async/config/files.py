@@ -1,7 +1,6 @@
 """Rules about the files of a job: the model, the task files, the user's code, the run folder.
 
-The checks only read, and import no user code: a function is looked up in the syntax tree.
-"""
+The checks only read. They import no user code; they look up a function in the syntax tree."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ from areal_async.models.files import (
 )
 
 READ_WHOLE_BYTES = 16 << 20
-"""Task files up to this size are checked row by row; of larger ones only the first row."""
-OWN_CODE = re.compile(r"\S+\.py:[A-Za-z_]\w*")  # A name of the user's code: `path.py:name`
+"""Task files up to this size are checked row by row. In larger files only the first row is checked."""
+OWN_CODE = re.compile(r"\S+\.py:[A-Za-z_]\w*")  # Name of user code: `path.py:name`
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 
 
@@ -72,7 +71,7 @@ def _check_run_dir(run_dir: Path) -> Iterator[Mistake]:
 
 
 def _check_secret_files(job: JobConfig) -> Iterator[Mistake]:
-    """Check that the named secrets and certificates can be read; their content is never shown."""
+    """Check that the named secrets and certificates are readable. Their content is never shown."""
     for name in (
         "redis_login.password_file",
         "redis_tls.ca_file",
@@ -86,7 +85,8 @@ def _check_secret_files(job: JobConfig) -> Iterator[Mistake]:
 
 
 def check_config(job: JobConfig, *, weights: bool = False) -> list[Mistake]:
-    """Return every mistake in the `config.json` of the job's model, and with `weights` in its other files."""
+    """Return every mistake in the `config.json` of the job's model. With `weights`, return the mistakes in
+    its other files too."""
     model, config = job.model, json_in(job.model / "config.json")
     if not model.is_dir():
         fix = (
@@ -100,7 +100,8 @@ def check_config(job: JobConfig, *, weights: bool = False) -> list[Mistake]:
 
 
 def _check_further_models(job: JobConfig) -> Iterator[Mistake]:
-    """Check the models that the trainer holds beside the policy; all but the critic need its tokenizer."""
+    """Check the models that the trainer holds in addition to the policy. All except the critic need the
+    policy's tokenizer."""
     for field in OF_TRAINER:
         model: Path | None = attrgetter(field)(job)
         if model is None:
@@ -118,12 +119,14 @@ def _check_further_models(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _vocabulary(tokenizer: Any) -> Any:
-    """Return the vocabulary in a tokenizer file: an empty one if it names none, None if there is no file."""
+    """Return the vocabulary in a tokenizer file. It is empty if the file has none, and None if there is no
+    file."""
     return get(tokenizer, "model.vocab") or {} if tokenizer else None
 
 
 def model_mistakes(model: Path, config: object, field: str) -> Iterator[Mistake]:
-    """Yield what a Hugging Face model directory lacks; `config` is the content of config.json, or None."""
+    """Yield what is missing in a Hugging Face model directory. `config` is the content of config.json, or
+    None."""
     if config is None:
         readable = "readable " if (model / "config.json").exists() else ""
         problem = f"{model} has no {readable}config.json"
@@ -146,7 +149,7 @@ def json_in(path: Path) -> Any:
 
 
 def _check_shards(model: Path, field: str) -> Iterator[Mistake]:
-    """Check that every file exists that the index of a model in several files names."""
+    """Check that every file in the index of a sharded model exists."""
     index = model / INDEX
     if (model / ONE_FILE).is_file() or not index.is_file():
         return
@@ -194,15 +197,15 @@ def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mist
 
 
 def _check_packing(model: Path, config: Any, field: str) -> Iterator[Mistake]:
-    """Refuse a model of the trainer if its packed rows would not have the log-probs of the model."""
+    """Refuse a model of the trainer if packed rows would have different log-probs."""
     if isinstance(config, dict) and (why := cannot_be_packed(config)):
         fix = "Give a model of a family that docs/models.md lists as trained"
         yield Mistake(field, f"{model} {why}", fix)
 
 
 def _check_mixture(model: Path) -> Iterator[Mistake]:
-    """Refuse a model without experts to route to."""
-    with suppress(OSError):  # a mistake of the model itself
+    """Refuse a model that has no experts to route to."""
+    with suppress(OSError):  # Another rule reports a broken model
         try:
             if is_mixture(model):
                 mixture_of(model)
@@ -214,15 +217,15 @@ def _check_mixture(model: Path) -> Iterator[Mistake]:
 
 
 def _check_lora_targets(job: JobConfig) -> Iterator[Mistake]:
-    """Check that each target is a layer of the model. The trainer, which knows the layers that its files
-    become, checks a mixture of experts and files that cannot be read here."""
+    """Check that each target is a layer of the model. The trainer does this check for a mixture of experts
+    and for files that are not readable here. It knows the layers that it builds from the files."""
     with suppress(OSError, ValueError):
         if job.trainer.lora.targets and job.model.is_dir():
             yield from lora_target_mistakes(job, _stored_shapes(job.model))
 
 
 def lora_target_mistakes(job: JobConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Mistake]:
-    """Check each target for a model with tensors of these names and shapes."""
+    """Check each target for a model that has tensors with these names and shapes."""
     linear = _linear_layers(job.model, shapes) if job.trainer.lora.targets else {}
     if linear and (unknown := [target for target in job.trainer.lora.targets if target not in linear]):
         problem = f"the model has no layer called {', '.join(unknown)} that can have an adapter"
@@ -230,7 +233,7 @@ def lora_target_mistakes(job: JobConfig, shapes: Mapping[str, tuple[int, ...]]) 
 
 
 def advise_on_lora(job: JobConfig) -> Iterator[Mistake]:
-    """Warn if an adapter would be no smaller than its layer."""
+    """Warn if an adapter is not smaller than its layer."""
     lora, widths = job.trainer.lora, {}
     with suppress(OSError, ValueError):
         widths = _linear_layers(job.model, _stored_shapes(job.model)) if lora.rank else {}
@@ -249,8 +252,8 @@ def _stored_shapes(model: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _linear_layers(model: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Return the smallest side of each linear layer but the output layer, by the last part of its name; empty
-    for a mixture of experts and for files that cannot be read."""
+    """Return the smallest side of each linear layer except the output layer, by the last part of its name.
+    The result is empty for a mixture of experts and for files that cannot be read."""
     found: dict[str, int] = {}
     config = json_in(model / "config.json")
     if is_mixture(model) or not isinstance(config, dict):
@@ -258,7 +261,7 @@ def _linear_layers(model: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
     vocabulary = get(config, "text_config.vocab_size" if config.get("text_config") else "vocab_size")
     for name, shape in shapes.items():
         *above, last, kind = ["", *name.split(".")]
-        # Embeddings and output layer are as wide as the vocabulary, and in no numbered block.
+        # Embeddings and output layer are as wide as the vocabulary, and are not in a numbered block.
         is_block = any(part.isdigit() for part in above)
         if kind == "weight" and len(shape) == 2 and (is_block or shape[0] != vocabulary):
             found[last] = min(*shape, found.get(last, shape[0]))
@@ -288,7 +291,7 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> Iterator[Mistake]:
         else:
             where, row = next(task_rows(path), (f"task file {path}, row 1", {}))
             prompts = [task_row(where, row)["prompt"]]
-    except TaskFileError as error:  # its text is a problem and a fix
+    except TaskFileError as error:  # The text of the error consists of a problem and a fix
         problem, _, fix = str(error).rstrip(".").rpartition(". ")
         yield Mistake(field, problem or fix, fix if problem else "Correct the file, or choose another")
         return
@@ -304,7 +307,7 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> Iterator[Mistake]:
 
 
 def _truth_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]) -> Mistake | None:
-    """Refuse tasks that their reward cannot judge without a ground truth."""
+    """Refuse tasks without a ground truth if their reward needs one."""
     routing = Routing(job.reward)
     needs = {spec.name: getattr(part_of(spec.name), "needs_truth", False) for spec in routing.specs}
     rows = ((row, routing.of(task).name) for row, task in enumerate(tasks, 1) if task.ground_truth is None)
@@ -316,7 +319,7 @@ def _truth_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]
 
 
 def _form_mistake(job: JobConfig, form: Form, path: Path) -> Mistake | None:
-    """Refuse examples of a form that the loss of a job does not learn from."""
+    """Refuse examples with a form that the job's loss cannot use."""
     wanted: Form = "labelled" if job.preference.loss == "kto" else "pairs"
     if job.kind != "preference" or form == wanted:
         return None
@@ -327,7 +330,7 @@ def _form_mistake(job: JobConfig, form: Form, path: Path) -> Mistake | None:
 
 
 def _check_forms(train: Path, held_out: Path) -> Iterator[Mistake]:
-    """Check that one loss measures training and held-out examples of a reward model."""
+    """Check that training and held-out examples of a reward model use the same loss."""
     learned, held = (read_examples(path, "reward_model")[0] for path in (train, held_out))
     if learned != held:
         problem = f"it has {held} examples, and tasks.train {learned} ones, which another loss measures"
@@ -348,9 +351,9 @@ def _check_passes(job: JobConfig, rows: int) -> Iterator[Mistake]:
 
 
 def _check_arguments(job: JobConfig) -> Iterator[Mistake]:
-    """Check the code of the user's that the workflow's arguments name."""
+    """Check the user code that the workflow's arguments name."""
     for key, value in job.rollout.workflow_args.items():
-        # An agent is a coroutine function, as a workflow is; all else is looked up alike.
+        # An agent is a coroutine function, like a workflow. Everything else is looked up as a tool.
         kind, field = WORKFLOWS if key == "agent" else TOOLS, f"rollout.workflow_args.{key}"
         for name in value if isinstance(value, list) else [value]:
             if isinstance(name, str) and OWN_CODE.fullmatch(name):

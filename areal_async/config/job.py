@@ -1,4 +1,4 @@
-"""A job file: one YAML document, one model or several."""
+"""The fields of a job file, as one model per section."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -33,11 +33,11 @@ class TasksSection(Section):
     train: Annotated[Path, *FETCHED]
     """Path or URL of the training tasks (see docs/storage.md)."""
     evaluation: Annotated[Path | None, *FETCHED] = None
-    """Path or URL of the held-out tasks; none disables accuracy."""
+    """Path or URL of the held-out tasks; null disables accuracy."""
     shuffle: bool = True
     """Draw a new order for each pass."""
     passes: int | None = Field(default=None, ge=1)
-    """Passes over the training file; none sets no limit."""
+    """Passes over the training file; null means no limit."""
 
 
 class WeightsSection(Section):
@@ -49,12 +49,12 @@ class WeightsSection(Section):
     channel_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the channel (see docs/weights.md#choose-a-channel)."""
     codec: Literal["auto", "full", "delta"] = "auto"
-    """Full snapshots, or lossless deltas. `auto` is `delta` on `zmq`, and on `nccl` between hosts, else
+    """Full snapshots, or lossless deltas. `auto` is `delta` on `zmq`, and on `nccl` between hosts; otherwise
     `full`."""
     delta_below: float = Field(default=0.5, gt=0, le=1)
     """Largest delta, as a share of the full snapshot."""
     keep: int = Field(default=1, ge=1, le=10_000)
-    """Newest snapshots to keep, besides any still needed."""
+    """Number of newest snapshots to keep. Snapshots that are still needed are kept in addition."""
 
 
 class ShapeSection(Section):
@@ -63,7 +63,7 @@ class ShapeSection(Section):
     cpus: float | None = Field(default=None, ge=0)
     """Cores to reserve."""
     gpus: float | None = Field(default=None, ge=0)
-    """GPUs to reserve; a fraction shares one."""
+    """GPUs to reserve; a fraction shares a GPU."""
     memory_gb: float | None = Field(default=None, gt=0)
     """GiB of memory to reserve."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
@@ -89,17 +89,17 @@ class CheckpointSection(Section):
     """Checkpoints of weights, optimizer and the buffer's ledger, on disk and optionally in a store."""
 
     every_steps: NumberOrAuto = "auto"
-    """Steps between checkpoints; the last step writes one too. `auto` spends at most 1 % of the trainer's
-    time, with at most 50 steps between two."""
+    """Steps between checkpoints. The last step writes a checkpoint too. `auto` spends at most 1 % of the
+    trainer's time, with at most 50 steps between two checkpoints."""
     in_memory: bool = True
-    """Keep the state in shared memory too, if twice its size is free, so that a crash loses one step."""
+    """Keep the state in shared memory too, if twice its size is free. Then a crash loses only one step."""
     keep: int = Field(default=2, ge=1, le=10_000)
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     keep_best: int = Field(default=0, ge=0, le=10_000)
-    """Further checkpoints to keep, by held-out accuracy."""
+    """Number of further checkpoints to keep, by held-out accuracy."""
     store: StoreUrl | None = None
-    """URL of a store folder that also gets checkpoints and the model, under `<job>`. None uses `run_dir` if
-    that is a URL."""
+    """URL of a store folder that also gets checkpoints and the model, under `<job>`. Null means `run_dir` if
+    `run_dir` is a URL."""
 
 
 class EvaluationSamplingSection(SamplingSection):
@@ -108,33 +108,33 @@ class EvaluationSamplingSection(SamplingSection):
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     max_new_tokens: int | None = Field(default=None, ge=1)  # type: ignore[assignment]
-    """Most tokens per response; null uses `rollout.sampling.max_new_tokens`."""
+    """Maximum tokens per response; null means `rollout.sampling.max_new_tokens`."""
 
 
 class EvaluationSection(Section):
     """Held-out accuracy, measured during training by a separate engine (needs `tasks.evaluation`)."""
 
     every_steps: int = Field(default=25, ge=1)
-    """Steps between evaluations, besides the first and last version."""
+    """Steps between evaluations. The first and the last version are always evaluated."""
     engine: str = "same"
     """Engine as in `rollout.engine`; `same` uses the rollout's kind."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the engine; by default `rollout.engine_args` for the same kind."""
+    """Arguments of the engine. For the rollout's kind, the default is `rollout.engine_args`."""
     device: str | None = Field(default=None, pattern=r"^(cpu|cuda(:[0-9]+)?)$")
-    """`cpu`, `cuda` (the GPU after the rollout's) or `cuda:N`; none uses `rollout.device`."""
+    """`cpu`, `cuda` (the GPU after the rollout's) or `cuda:N`; null means `rollout.device`."""
     server: ServerSection = ServerSection()
-    """Server of the engine; unset, `rollout.server` applies without its `urls`."""
+    """Server of the engine. If unset, `rollout.server` applies without its `urls`."""
     samples: int = Field(default=1, ge=1)
     """Answers per task; more than 1 needs a temperature."""
     sampling: EvaluationSamplingSection = EvaluationSamplingSection()
     max_concurrent: int = Field(default=128, ge=1)
-    """Most answers in flight."""
+    """Maximum answers in flight."""
     torch_threads: int = Field(default=1, ge=1)
     """CPU threads of torch."""
 
 
 class LoggerSection(Section):
-    """A logger of the run; `name` alone may replace the section."""
+    """A logger of the run. A name alone may replace the section."""
 
     name: str
     """`tensorboard`, `wandb`, `mlflow` (see docs/watching.md#loggers), an entry point in
@@ -160,9 +160,9 @@ class ObserveSection(Section):
     stall_s: float = Field(default=30.0, gt=0)
     """Seconds without a batch until a stall is reported."""
     samples_every_steps: int = Field(default=10, ge=0)
-    """Steps between saved episodes in `samples/`; evaluations save some too. 0 saves none."""
+    """Steps between saved episodes in `samples/`. Evaluations save some too. 0 saves none."""
     samples: int = Field(default=4, ge=0, le=256)
-    """Most episodes to save each time."""
+    """Maximum episodes to save at a time."""
     loggers: tuple[LoggerSection, ...] = ()
     """Loggers, each a name or `{name: …, args: {…}}`."""
 
@@ -171,23 +171,24 @@ class SupervisorSection(Section):
     """Start and restart of the services."""
 
     ready_s: float = Field(default=300.0, gt=0)
-    """Longest startup of a service, in seconds; `rollout.server.ready_s` is added."""
+    """Longest startup of a service, in seconds. For a server, `rollout.server.ready_s` is added."""
     restarts: int = Field(default=5, ge=0, le=1_000_000)
-    """Most restarts of a service within `window_s`; another death ends the job, which can be resumed."""
+    """Maximum restarts of a service within `window_s`. One more exit ends the job, which can be resumed."""
     window_s: float = Field(default=300.0, gt=0)
-    """Seconds until a death is forgotten."""
+    """Seconds until an exit is forgotten."""
     first_pause_s: float = Field(default=0.5, ge=0)
-    """Seconds before restarting a service that served under 10 s; doubled each time in a row."""
+    """Seconds before restarting a service that served less than 10 s. The pause doubles for each one in a
+    row."""
     longest_pause_s: float = Field(default=30.0, ge=0)
     """Longest pause before a restart, in seconds."""
     hang_s: float = Field(default=60.0, ge=5)
     """Seconds without a heartbeat until a process is killed and restarted."""
     spare_after_s: float | None = Field(default=30.0, ge=0)
-    """Seconds of serving until one spare process per trainer rank starts (about 0.4 GB each); null starts
-    none."""
+    """Seconds of serving until one spare process per trainer rank starts (about 0.4 GB each); null means
+    no spares."""
 
     def restart_policy(self) -> RestartPolicy:
-        """Return the policy under which a service is restarted."""
+        """Return the restart policy of the services."""
         return RestartPolicy(self.restarts, self.window_s, self.first_pause_s, self.longest_pause_s)
 
 
@@ -195,26 +196,26 @@ class OvertakenSection(Section):
     """Handling of a group with a live lease and minimum version `v - max_staleness` at step `v`."""
 
     policy: Literal["wait", "drop", "mask"] = "wait"
-    """Handling of groups too stale for the next step: `wait`, `drop`, or `mask` stale tokens and train
-    later."""
+    """Handling of groups that are too stale for the next step: `wait` for them, `drop` them, or `mask` stale
+    tokens and train later."""
     limit_s: float = Field(default=60.0, gt=0)
-    """Longest wait, in seconds; then the groups are dropped."""
+    """Longest wait, in seconds. After it the groups are dropped."""
 
 
 class RedisLoginSection(Section):
-    """Login to a Redis given by URL. The URL has the user name; job files never have passwords."""
+    """Login to a Redis given by URL. The URL has the user name. Job files never contain passwords."""
 
     password_env: str = ""
     """Environment variable with the password."""
     password_file: Path | None = None
-    """File with only the password, read at each connection."""
+    """File that contains only the password. It is read at each connection."""
 
 
 class RedisTlsSection(Section):
     """Certificates for `rediss://`. The server's certificate is always checked."""
 
     ca_file: Path | None = None
-    """PEM file of the certificate authority; none uses the system's."""
+    """PEM file of the certificate authority; null means the system's authorities."""
     cert_file: Path | None = None
     """PEM file of the client certificate."""
     key_file: Path | None = None
@@ -227,23 +228,23 @@ class GroupSection(Section):
     """Handling of a group with missing samples."""
 
     policy: Literal["complete", "deadline_drop", "deadline_partial"] = "complete"
-    """Handling of an incomplete group: `complete` waits; `deadline_drop` drops it at the deadline,
+    """Handling of an incomplete group: `complete` waits for it; `deadline_drop` drops it at the deadline;
     `deadline_partial` trains its finished samples."""
     deadline_s: float | None = Field(default=None, gt=0)
-    """Seconds from the group's first lease."""
+    """Deadline, in seconds after the group's first lease."""
     min_samples: int = Field(default=1, ge=1)
-    """Fewest samples under `deadline_partial`; smaller groups are dropped."""
+    """Minimum number of samples to train under `deadline_partial`. Smaller groups are dropped."""
 
 
 class BufferSection(Section):
     redis: str = "embedded"
-    """`embedded` starts a server; or a `redis://`, `rediss://` (TLS) or `unix://` URL (see
+    """`embedded` starts a server. Otherwise a `redis://`, `rediss://` (TLS) or `unix://` URL (see
     docs/buffer.md#use-your-own-redis)."""
     redis_login: RedisLoginSection = RedisLoginSection()
     redis_tls: RedisTlsSection = RedisTlsSection()
     durability: Literal["memory", "everysec", "always"] = "everysec"
-    """Failures that acknowledged episodes survive: all processes but Redis (`memory`), Redis (`everysec`,
-    losing up to two seconds if the machine fails), the machine (`always`)."""
+    """Failures that acknowledged episodes survive. `memory`: all processes except Redis. `everysec`: Redis
+    too; a machine failure loses up to two seconds. `always`: the machine too."""
     max_staleness: int = Field(default=4, ge=0, le=10_000)
     """η: largest staleness of a trained token, in steps; 0 is synchronous."""
     batch_groups: int = Field(default=16, ge=1, le=1_000_000)
@@ -251,24 +252,24 @@ class BufferSection(Section):
     pacing: Literal["fresh", "full"] = "fresh"
     """Groups generated ahead: enough for the trainer (`fresh`), or all that η allows (`full`)."""
     sampling: Literal["fifo", "freshest", "priority"] = "fifo"
-    """Scored groups to train first: oldest (`fifo`), `freshest` or highest `priority`. Groups about to become
-    too stale precede them."""
+    """Scored groups to train first: oldest (`fifo`), `freshest`, or highest `priority`. Groups that are about
+    to become too stale come before them."""
     priority: Literal["reward_variance", "advantage"] = "reward_variance"
     """Measure of the group's rewards: variance, or mean absolute deviation (`advantage`)."""
     max_reuse: int = Field(default=1, ge=1, le=10_000)
-    """Most steps that train one group."""
+    """Maximum number of steps that train a group."""
     on_overtaken: OvertakenSection = OvertakenSection()
     on_abandoned: Literal["train", "drop"] = "train"
     """Handling of groups from versions that a restarted trainer did not reproduce exactly."""
     group: GroupSection = GroupSection()
     dynamic_filtering: bool = False
-    """Replace groups whose rewards are all equal."""
+    """Replace groups in which all rewards are equal."""
     lease_s: float = Field(default=30.0, gt=0)
     """Seconds without a heartbeat until a worker loses its groups."""
     max_groups: int = Field(default=4096, ge=1, le=100_000_000)
-    """Most groups held at once, from first lease to checkpoint."""
+    """Maximum groups held at one time, from first lease to checkpoint."""
     max_bytes: int = Field(default=1 << 30, ge=1 << 20, le=1 << 50)
-    """Most bytes of episodes held at once."""
+    """Maximum bytes of episodes held at one time."""
 
 
 class OptimizerSection(Section):
@@ -300,29 +301,29 @@ class CriticOptimizerSection(OptimizerSection):
 
 
 class CriticSection(Section):
-    """Value model of advantages such as `gae`."""
+    """Value model for advantages such as `gae`."""
 
     kind: Literal["model", "head"] = "model"
     """A separate `model`, or a `head` of the policy."""
     model: Annotated[Path | None, *FETCHED] = None
-    """Hugging Face directory of a causal language model or one-label sequence classifier; none uses the job's
-    model."""
+    """Hugging Face directory of a causal language model or one-label sequence classifier; null means the
+    job's model."""
     optimizer: CriticOptimizerSection = CriticOptimizerSection()
-    """Optimizer of a `model`."""
+    """Optimizer of the critic if `kind` is `model`."""
     coefficient: float = Field(default=0.5, gt=0)
-    """Weight of a `head`'s value loss."""
+    """Weight of the value loss if `kind` is `head`."""
     clip: float | None = Field(default=0.2, gt=0)
-    """Largest change of a value per step; none sets no limit."""
+    """Largest change of a value per step; null means no limit."""
     warmup_steps: int = Field(default=0, ge=0)
     """Initial steps that train only the critic."""
 
 
 class ProcessRewardSection(Section):
     """Process reward model of the advantage `prime`: a language model, trained beside the policy on outcome
-    rewards. Token rewards are its log-probs minus the reference's."""
+    rewards. A token's reward is its log-prob minus the reference's log-prob."""
 
     model: Annotated[Path | None, *FETCHED] = None
-    """Hugging Face directory; none uses the job's model."""
+    """Hugging Face directory; null means the job's model."""
     optimizer: OptimizerSection = OptimizerSection()
     """Optimizer, with one update per step."""
     beta: float = Field(default=0.05, gt=0)
@@ -339,7 +340,7 @@ class LoraSection(Section):
     alpha: float = Field(default=32.0, gt=0)
     """Scale of the adapters, divided by `rank`."""
     targets: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Layers to adapt, such as `q_proj`; none means all linear layers but the output."""
+    """Layers to adapt, such as `q_proj`. Empty means all linear layers except the output."""
 
 
 class SelfCheckSection(Section):
@@ -347,19 +348,19 @@ class SelfCheckSection(Section):
     docs/trainer.md)."""
 
     bound: float | None = Field(default=None, gt=0)
-    """Largest 99.9 % quantile of log-prob differences, in nats; other bounds scale with it. None uses the
-    built-in table."""
+    """Largest 99.9 % quantile of log-prob differences, in nats. The other bounds scale with it. Null means
+    the built-in table."""
     action: Literal["stop", "warn"] = "stop"
-    """Action above a bound; without a table row always `warn`."""
+    """Action above a bound. Without an entry in the table, the action is always `warn`."""
 
 
 class ParallelSection(Section):
-    """Sizes whose product is `trainer.ranks`; `shard` takes the rest."""
+    """Sizes of the axes. Their product is `trainer.ranks`; by default `shard` takes the remaining ranks."""
 
     data: Size = 1
     """Copies of the model."""
     shard: Size | None = None
-    """Ranks that share one copy; none takes all remaining ranks."""
+    """Ranks that share one copy; null means all remaining ranks."""
     sequence: Size = 1
     """Ranks that split each row's tokens."""
     tensor: Size = 1
@@ -379,15 +380,15 @@ class TrainerSection(Section):
     """Training processes, on `cuda` one per GPU. They restart together."""
     parallel: ParallelSection = ParallelSection()
     hang_s: float | None = Field(default=None, ge=5)
-    """`supervisor.hang_s` of the trainer's processes."""
+    """`supervisor.hang_s` for the trainer's processes."""
     collective_s: float = Field(default=600.0, ge=5)
-    """Longest wait between ranks, in seconds; then the trainer restarts from its checkpoint."""
+    """Longest wait between ranks, in seconds. After it the trainer restarts from its checkpoint."""
     steps: int = Field(default=100, ge=1, le=100_000_000)
     """Batches to train and versions to publish."""
     minibatches: int = Field(default=1, ge=1, le=1_000_000)
-    """Optimizer updates per step; groups are not split."""
+    """Optimizer updates per step. A group is never split."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Most tokens of one packed forward pass; a longer episode runs alone."""
+    """Maximum tokens of one packed forward pass. A longer episode runs alone."""
     optimizer: OptimizerSection = OptimizerSection()
     lora: LoraSection = LoraSection()
     objective: ObjectiveSection = ObjectiveSection()
@@ -399,8 +400,8 @@ class TrainerSection(Section):
     record_batches: bool = False
     """Save each step's episodes, manifest and losses in `batches/`."""
     torch_threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
-    """CPU threads of torch per rank. `auto` measures the best; a number makes repeated steps bitwise
-    identical."""
+    """CPU threads of torch per rank. `auto` measures the best number. A fixed number makes repeated steps
+    bitwise identical."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """`cpu`, `cuda` (GPUs from 0) or `cuda:N` (GPUs from N)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -413,12 +414,13 @@ class JobConfig(Section):
     job: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}$")
     """Name of the job and its folder: at most 48 lower-case letters, digits, `-` and `_`."""
     kind: Kind = "rl"
-    """`rl` trains on rewards, others on files: `sft` on answers, `preference` on preferred answers,
-    `reward_model` to score answers."""
+    """`rl` trains on rewards. Other kinds train on files: `sft` on answers, `preference` on preferred
+    answers, `reward_model` to score answers."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of task order and sampling."""
     run_dir: Annotated[Path, *FETCHED] = Path("runs")
-    """Parent of the run folder `<run_dir>/<job>`; a URL mirrors a local copy (see docs/storage.md)."""
+    """Parent of the run folder `<run_dir>/<job>`. For a URL, a local copy is mirrored there (see
+    docs/storage.md)."""
     policy: str = Field(default=POLICY, pattern=rf"^{POLICY_NAME}$")
     """Name of the trained policy."""
     policies: dict[str, dict[str, Any]] = Field(default_factory=dict, exclude_if=lambda value: not value)
@@ -449,7 +451,7 @@ class JobConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _in_words(cls, content: Any, handler: ModelWrapValidatorHandler["JobConfig"]) -> "JobConfig":
-        """Raise `ConfigError`, with pydantic's error as its cause."""
+        """Validate the job. Raise `ConfigError`, with pydantic's error as its cause."""
         try:
             return handler(content)
         except ValidationError as error:
@@ -457,12 +459,12 @@ class JobConfig(Section):
             raise ConfigError("the job", in_words(details, partial(explain, cls))) from error
 
     def of(self, policy: str) -> "JobConfig":
-        """Return the job of one of its policies alone, for the trainer and the engines of that policy.
-        Held-out tasks are the first policy's. Raises KeyError for another name."""
+        """Return the job of one of its policies, for the trainer and the engines of that policy. Only the
+        first policy has held-out tasks. Raises KeyError for another name."""
         if not self.policies and policy == self.policy:
             return self
         flat = policy_alone(self.model_dump(), policy, self.policies[policy])
-        if flat["rollout"]["routes"] == "auto":  # an episode has room for the routes of one model
+        if flat["rollout"]["routes"] == "auto":  # An episode has room for the routes of one model
             flat["rollout"] |= {"routes": "off"}
         if policy != self.policy:
             flat["tasks"] |= {"evaluation": None}
@@ -471,25 +473,25 @@ class JobConfig(Section):
 
     @property
     def views(self) -> "dict[str, JobConfig]":
-        """The job of each policy, by its name."""
+        """The job of each policy, by the policy's name."""
         return {name: self.of(name) for name in self.policies or (self.policy,)}
 
     @property
     def training(self) -> FileTraining:
-        """The section of the job's kind, which is not `rl`."""
+        """The section of the job's kind. The kind must not be `rl`."""
         found: FileTraining = getattr(self, self.kind)
         return found
 
     @property
     def evaluation_sampling(self) -> SamplingSection:
-        """The sampling parameters of the evaluation, with those of the rollout for unset ones."""
+        """The sampling parameters of the evaluation. Unset parameters have the rollout's values."""
         section = self.evaluation.sampling.model_dump()
         section["max_new_tokens"] = section["max_new_tokens"] or self.rollout.sampling.max_new_tokens
         return SamplingSection(**section)
 
 
 def policy_alone(content: Mapping[str, Any], policy: str, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a job of one policy alone, which has the fields `own` in `policies`."""
+    """Return the fields of a job that has one policy. `own` are the policy's fields in `policies`."""
     rest = {key: value for key, value in content.items() if key != "policies"}
     return merged(rest, own) | ({"policy": policy} if policy else {})
 
@@ -500,8 +502,8 @@ def job_fields() -> dict[str, LeafField]:
 
 
 def merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the fields of `own` in place of its own, section by section; arguments of a part are
-    replaced as a whole."""
+    """Return `base` updated with the fields of `own`, section by section. Arguments of a part are replaced as
+    a whole."""
     result = dict(base)
     for key, value in own.items():
         before = result.get(key)

@@ -1,7 +1,7 @@
-"""Reading a job: from a job file and overrides to a checked `JobConfig`, or every reason why not.
+"""Loader of jobs. It reads a job file and overrides, and returns a checked `JobConfig` or raises every
+mistake.
 
-Each of `policies` is checked as a job of its own, in which its fields replace those of the job.
-"""
+Each of `policies` is checked as a separate job, in which its fields replace the job's fields."""
 
 from __future__ import annotations
 
@@ -59,10 +59,11 @@ OF_EACH: dict[str, tuple[str, ...]] = {
     ),
     "buffer": ("max_staleness", "batch_groups"),
 }
-"""Sections that each policy may have of its own: whole, or with several policies only these fields."""
+"""Sections that a policy may have, and their fields. () means the whole section. Other sections allow only
+the listed fields if there are several policies."""
 MOST_POLICIES = 64
 OF_MEMORY = ("model.", "trainer.", "rollout.max_model_len.", "weights.")
-"""Fields and sections that the trainer's memory depends on, each with a dot behind it."""
+"""Fields and sections that affect the trainer's memory. Each has a dot at its end."""
 OVERRIDE = re.compile(r"[\w.-]+=")
 NAMED = re.compile(r"\b[a-z_]+(?:\.\w+)+")  # A dotted field in a text
 TOO_NESTED = f"it is nested more than {MOST_LEVELS} levels deep, or holds more than {MOST_NODES} values"
@@ -78,16 +79,17 @@ def load_job(
     base: Path | None = None,
     **others: Any,
 ) -> JobConfig:
-    """Read, override, resolve and check a job; nothing is started and no user code is imported.
+    """Read, override, resolve and check a job. This starts nothing and imports no user code.
 
-    `given` is the path of a job file, the fields of one as a mapping, or a job to change. `overrides` are a
-    `dotted.key=value` with the value in YAML, several, or `{"dotted.key": value}`. Relative paths, also those
-    of overrides, are relative to `base`: by default the job file's folder, or the working directory. `source`
-    names the job in errors. Content that the job names by URL is brought to this host and checked. Without
-    `files`, the files that it names need not exist (any more). With `memory`, only fields that the trainer's
-    memory depends on must hold, and of all files only the model's config.json is checked. Raises
-    `ConfigError` with every mistake found.
-    """
+    `given` is the path of a job file, the fields of a job as a mapping, or a job to change. `overrides` is a
+    `dotted.key=value` with the value in YAML, several of them, or `{"dotted.key": value}`. Relative paths,
+    also in overrides, are relative to `base`. The default `base` is the job file's folder, or the working
+    directory. `source` names the job in errors. Content that the job names by URL is copied to this host and
+    checked.
+
+    Without `files`, the files that the job names need not exist. With `memory`, only fields that affect the
+    trainer's memory are checked, and of all files only the model's config.json. Raises `ConfigError` with
+    every mistake found."""
     changes = overrides_of(overrides, others)
     content: Any = given
     if isinstance(given, JobConfig):
@@ -126,7 +128,7 @@ def load_job(
 def _view(
     content: dict[str, Any], name: str, own: dict[str, Any], *, files: bool, memory: bool
 ) -> tuple[JobConfig | None, list[Mistake]]:
-    """Return the job of one policy, and the mistakes in it, with their fields as they are written."""
+    """Return the job of one policy and its mistakes. The mistakes name fields as the file writes them."""
     flat = copy.deepcopy(policy_alone(content, name, own))
     unknown = fill_preset(flat)
     job, mistakes = _checked(flat, files=files, memory=memory)
@@ -140,14 +142,14 @@ def _checked(content: dict[str, Any], *, files: bool, memory: bool) -> tuple[Job
         return None, structural
     broken = {mistake.field for mistake in structural}
     rules = memory_mistakes(job) if memory else (*check_fields(job), *(_named(job) if files else ()))
-    if memory:  # a field that does not exist may be one of any section, misspelt
+    if memory:  # An unknown field may be a misspelt field of any section
         known = tuple(f"{path}." for path in job_fields())
         structural = [m for m in structural if _is_of_memory(m) or not f"{m.field}.".startswith(known)]
     return job, structural + [mistake for mistake in rules if not broken & _fields_of(mistake)]
 
 
 def _own(job: JobConfig) -> dict[str, Any]:
-    """Return the fields that a policy may have of its own, as JSON values."""
+    """Return the fields that a policy may have, as JSON values."""
     whole = job.model_dump(mode="json")
     return {
         section: {name: whole[section][name] for name in names} if names else whole[section]
@@ -156,7 +158,7 @@ def _own(job: JobConfig) -> dict[str, Any]:
 
 
 def memory_mistakes(job: JobConfig) -> list[Mistake]:
-    """Return the broken rules about fields that the trainer's memory depends on."""
+    """Return the broken rules about fields that affect the trainer's memory."""
     of_model = content_mistakes(job, ("model",)) or check_config(job)
     return [*filter(_is_of_memory, check_fields(job)), *of_model]
 
@@ -173,18 +175,19 @@ def _is_of_memory(mistake: Mistake) -> bool:
 
 
 def _fields_of(mistake: Mistake) -> set[str]:
-    """Return the fields that a mistake depends on: its own, those involved, and those that its text names."""
+    """Return the fields that a mistake depends on: its field, the involved fields, and the fields in its
+    text."""
     return {mistake.field, *mistake.involves, *NAMED.findall(f"{mistake.problem} {mistake.fix}")}
 
 
 def dump_job(job: JobConfig) -> str:
-    """Return the resolved job as YAML with every field; loading it gives the same job."""
+    """Return the resolved job as YAML with every field. Loading the YAML gives the same job."""
     return dump_yaml(job.model_dump(mode="json"))
 
 
 def overrides_of(given: Overrides, others: Mapping[str, Any] | None = None) -> list[str]:
-    """Return overrides as `key=value`, the values in YAML. A mapping in a mapping changes the fields that it
-    names and keeps the others of their section. Raises `ConfigError` for other values, and for `others`,
+    """Return overrides as `key=value`, with values in YAML. A nested mapping changes the fields that it names
+    and keeps the other fields of their section. Raises `ConfigError` for other types, and if `others` has
     unknown keyword arguments."""
     if others:
         fix = f"Give fields as a mapping behind the job: {{{', '.join(f'{name!r}: …' for name in others)}}}"
@@ -213,7 +216,7 @@ def _fields(given: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 
 def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[Mistake]:
-    """Set each `dotted.key=value` in `content`, and return mistakes for those that cannot be set."""
+    """Set each `dotted.key=value` in `content`. Return mistakes for the overrides that cannot be set."""
     mistakes, left = [], list(overrides)
     while left:
         if words := _split_by_shell(left):
@@ -248,10 +251,10 @@ def _overridden(content: dict[str, Any], override: str) -> Mistake | None:
 
 
 def _split_by_shell(words: Sequence[str]) -> Sequence[str]:
-    """Return the first of the `words` that were one override before the shell split it at its blanks; none if
-    the first word is whole."""
+    """Return the first of the `words` that the shell split from one override at its blanks. Return none if
+    the first word is complete."""
     key, equals, text = words[0].partition("=")
-    if equals and text.strip() and not _is_yaml(text):  # a list or mapping that goes on
+    if equals and text.strip() and not _is_yaml(text):  # An unfinished list or mapping
         ends = (n for n in range(2, len(words) + 1) if _is_yaml(" ".join(words[:n]).partition("=")[2]))
         return words[: next(ends, 0)]
     rest = [*takewhile(lambda word: not OVERRIDE.match(word), words[1:])]
@@ -268,8 +271,8 @@ def _is_yaml(text: str) -> bool:
 
 
 def _validate(content: dict[str, Any]) -> tuple[JobConfig | None, list[Mistake]]:
-    """Return the model; or the structural mistakes and, if possible, the model of the rest of the file, so
-    that other mistakes are reported in the same go."""
+    """Return the job and its structural mistakes. If there are mistakes, the job is built from the rest of
+    the file if possible, so that all mistakes are reported at once."""
     try:
         return JobConfig.model_validate(content), []
     except ConfigError as error:
@@ -283,7 +286,7 @@ def _validate(content: dict[str, Any]) -> tuple[JobConfig | None, list[Mistake]]
 
 
 def _remove(content: Any, location: Sequence[int | str]) -> None:
-    """Remove the mapping key that an error location points at or into (a list goes as a whole)."""
+    """Remove the mapping key that contains an error location. A list is removed as a whole."""
     owner, key, inner = None, None, content
     for name in location:
         if not isinstance(inner, dict) or name not in inner:
@@ -294,13 +297,13 @@ def _remove(content: Any, location: Sequence[int | str]) -> None:
 
 
 def flattened(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the flat form of a job's mapping with correct `policies`, if there is one policy."""
+    """Return the flat form of a job's mapping if its `policies` are correct and there is only one policy."""
     policies = policies_of(content)
     return policy_alone(content, *next(iter(policies.items()))) if len(policies) == 1 else content
 
 
 def _policy_mistakes(content: dict[str, Any]) -> Iterator[Mistake]:
-    """Yield the mistakes in `policies` as it is written."""
+    """Yield the mistakes in the text of `policies`."""
     policies = content.get("policies", {})
     if policies == {} and "policy" in content:
         return
@@ -334,7 +337,7 @@ def _policy_mistakes(content: dict[str, Any]) -> Iterator[Mistake]:
 def _as_written(
     mistakes: Iterable[Mistake], name: str, own: dict[str, Any], rest: dict[str, Any]
 ) -> Iterator[Mistake]:
-    """Yield mistakes with the names of fields under `policies.<name>`."""
+    """Yield the mistakes, with the names of a policy's fields under `policies.<name>`."""
     for each in mistakes:
         top, _, inner = each.field.partition(".")
         section, last = section_with(own, each.field)

@@ -12,7 +12,7 @@ ServerUrl = Annotated[str, Field(pattern=r"^https?://[^/@\s]+(/[^@\s]*)?$")]
 
 
 class KlSection(Section):
-    """Penalty for moving away from the reference policy. With d = logp − ref of a token, `k1` is d, `k2` is
+    """Penalty for the distance from the reference policy. With d = logp − ref of a token, `k1` is d, `k2` is
     d²/2 and `k3` is e^−d − 1 + d."""
 
     coefficient: float = Field(default=0.0, ge=0)
@@ -20,28 +20,29 @@ class KlSection(Section):
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the divergence."""
     place: Literal["loss", "reward"] = "loss"
-    """Addition to each token's `loss`, or deduction from its `reward`."""
+    """Add the penalty to each token's `loss`, or subtract it from its `reward`."""
     straight_through: bool = False
     """Use the gradient of `k2` in the loss."""
     target: float | None = Field(default=None, gt=0)
-    """Divergence per token, in nats, to hold by adapting the coefficient."""
+    """Target divergence per token, in nats. The coefficient adapts to reach it."""
     horizon_steps: float = Field(default=10.0, ge=1)
-    """Divisor of the coefficient's relative step, measured / target − 1, within ±0.2."""
+    """Divisor of the coefficient's relative change per step, which is measured / target − 1, clipped to
+    ±0.2."""
 
 
 class ReferenceSection(Section):
     """Reference policy of `objective.kl`."""
 
     model: Annotated[Path | None, *FETCHED] = None
-    """Hugging Face directory; none uses the job's model."""
+    """Hugging Face directory; null means the job's model."""
     every_steps: int = Field(default=0, ge=0)
-    """Steps between moves towards the policy; 0 keeps it fixed."""
+    """Steps between updates towards the policy; 0 keeps the reference fixed."""
     share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the distance per move; 1 copies the policy."""
+    """Share of the distance per update; 1 copies the policy."""
 
 
 class TeacherSection(Section):
-    """Teacher of the advantage `distill`: a folder or servers, with the policy's tokenizer."""
+    """Teacher of the advantage `distill`: a folder or servers. It has the policy's tokenizer."""
 
     model: Annotated[Path | None, *FETCHED] = None
     """Hugging Face directory of a frozen teacher."""
@@ -54,24 +55,24 @@ class TeacherSection(Section):
     key_env: str = ""
     """Environment variable with the servers' key."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Timeout of a step's requests with retries, in seconds."""
+    """Timeout of a step's requests including retries, in seconds."""
     max_concurrent: int = Field(default=32, ge=1, le=65_536)
-    """Most requests in flight per rank."""
+    """Maximum requests in flight per rank."""
 
 
 class ObjectiveSection(Section):
     """Objective: advantage × loss × correction × normaliser, with a KL penalty and an entropy bonus (see
-    docs/objectives.md). Each part is built-in, installed or `path.py:name`."""
+    docs/objectives.md). Each part is built in, installed, or `path.py:name`."""
 
     preset: str | None = Field(default=None, min_length=1)
-    """Algorithm by its paper's name, such as `dapo`, for unset fields (see `areal-async objectives`)."""
+    """Algorithm by its paper's name, such as `dapo`. It sets unset fields (see `areal-async objectives`)."""
     advantage: str = Field(default="grpo", min_length=1)
     """`grpo`, another advantage of docs/objectives.md, or your own."""
     advantage_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the advantage."""
     group_by: Literal["task", "task_agent", "task_agent_turn", "task_turn"] = "task"
-    """Unit to compare: `task` episodes, an agent's part (`task_agent`), or rewards from a turn on, of one
-    agent (`task_agent_turn`) or all (`task_turn`)."""
+    """Unit to compare: `task` compares episodes, `task_agent` one agent's part of them. `task_agent_turn` and
+    `task_turn` compare rewards from a turn on, of one agent or of all."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """Discount of rewards per turn, with `task_agent_turn` and `task_turn`."""
     loss: str = Field(default="ppo", min_length=1)
@@ -84,16 +85,16 @@ class ObjectiveSection(Section):
     correction_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the correction; `decoupled` truncates its weight at `cap` (5)."""
     prox: Literal["auto", "recompute", "reuse", "loglinear"] = "auto"
-    """Log-probs of the step's initial weights: `recompute` them, `reuse` the update's, or interpolate by
-    staleness (`loglinear`). See docs/objectives.md#which-objective-to-choose."""
+    """Log-probs of the step's initial weights: `recompute` them, `reuse` the log-probs of the update, or
+    interpolate by staleness (`loglinear`). See docs/objectives.md#which-objective-to-choose."""
     allow_uncorrected: bool = False
     """Allow `correction: none` with stale samples."""
     kl: KlSection = KlSection()
     entropy: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus; 0 disables it."""
     normaliser: str = Field(default="token", min_length=1)
-    """Mean over tokens (`token`), over token means of rows (`sequence`) or episodes (`rollout`), over episode
-    sums by a fixed length (`constant`), or your own."""
+    """Mean over tokens (`token`), over token means of rows (`sequence`) or of episodes (`rollout`), over sums
+    of episodes divided by a fixed length (`constant`), or your own."""
     normaliser_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the normaliser."""
     on_non_finite: Literal["stop", "skip"] = "stop"
@@ -102,6 +103,6 @@ class ObjectiveSection(Section):
     on_nothing_to_learn: Literal["skip", "stop"] = "skip"
     """Action on a step without a gradient: `skip` the update, or `stop` the job."""
     ess_floor: float = Field(default=0.2, ge=0, le=1)
-    """Effective share of samples, (Σw)² / (NΣw²), below which a warning appears."""
+    """Effective share of samples, (Σw)² / (NΣw²). Below this value a warning appears."""
     ess_patience: int = Field(default=10, ge=1)
     """Consecutive steps below `ess_floor` before the warning."""

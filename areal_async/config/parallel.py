@@ -1,9 +1,8 @@
 """The grid of a trainer's ranks, which `trainer.parallel` describes.
 
-The ranks are a grid of pipeline x data x shard x sequence x tensor places. The innermost axis is `tensor`, so
-ranks that talk most follow each other and are on one host. Rows of a batch are dealt over data x shard; ranks
-that differ in the other axes alone work on the same rows.
-"""
+The axes of the grid are pipeline x data x shard x sequence x tensor. The innermost axis is `tensor`, so the
+ranks that communicate most have adjacent numbers and are on one host. Rows of a batch are distributed over
+data x shard. Ranks that differ only in other axes work on the same rows."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ class RankGrid:
 
     @classmethod
     def of(cls, trainer: TrainerSection) -> RankGrid:
-        """Return the grid of a job's `trainer` section. `shard` is rounded down if the sizes do not divide
-        the ranks, which `parallel_mistakes` refuses."""
+        """Return the grid of a job's `trainer` section. If the sizes do not divide the number of ranks,
+        `shard` is rounded down; `parallel_mistakes` refuses this case."""
         asked = trainer.parallel
         others = prod(getattr(asked, axis) for axis in AXES if axis != "shard")
         shard = asked.shard or max(1, trainer.ranks // others)
@@ -44,12 +43,12 @@ class RankGrid:
 
     @property
     def data_ranks(self) -> int:
-        """The number of shares of a batch."""
+        """The number of shares into which a batch is split."""
         return self.data * self.shard
 
 
 def parallel_mistakes(trainer: TrainerSection, axes: Collection[str]) -> Iterator[Mistake]:
-    """Yield the mistakes in `trainer.parallel` for a back end that has the `axes`."""
+    """Yield the mistakes in `trainer.parallel` for a back end that supports `axes`."""
     grid, asked = RankGrid.of(trainer), trainer.parallel
     for axis in (*AXES, "expert"):
         if axis not in axes and (getattr(asked, axis) or 1) > 1:

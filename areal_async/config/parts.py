@@ -1,8 +1,7 @@
 """The parts that a job names, and their mistakes.
 
-A part is found through the registry of its kind (`areal_async/config/registry.py`), and checks its own
-arguments.
-"""
+The registry of its kind finds a part (`areal_async/config/registry.py`). Each part checks its own
+arguments."""
 
 from __future__ import annotations
 
@@ -31,13 +30,14 @@ PART_FIELDS: Mapping[str, Registry] = {
     "rollout.workflow": registry.WORKFLOWS,
     "weights.channel": registry.CHANNELS,
 }
-"""Every field that names a part, except those of rewards and loggers; in jobs of another kind than rl only
-`ANY_KIND` counts."""
+"""Fields that name a part, except the fields of rewards and loggers. In a job of another kind than rl, only
+`ANY_KIND` applies."""
 
 
 @dataclass(frozen=True)
 class NamedPart:
-    """A part as a job names it. `field` holds its name, `args_field` its arguments."""
+    """A part that a job names. `field` is the field with its name, `args_field` the field with its
+    arguments."""
 
     registry: Registry
     name: str
@@ -47,12 +47,12 @@ class NamedPart:
 
     @property
     def is_own(self) -> bool:
-        """Return whether it is in a file of the user's, which a check does not run."""
+        """Whether the part is in a user's file. A check does not run such a file."""
         return self.name not in self.registry.names and ".py:" in self.name
 
     def mistakes(self, job: JobConfig, *, run_own: bool = False) -> Iterator[Mistake]:
-        """Yield the mistakes in the part's arguments, or if there are none, those in `job`. A file of the
-        user's is run only with `run_own`; otherwise its text is checked."""
+        """Yield the mistakes in the part's arguments. If there are none, yield the part's mistakes about
+        `job`. A user's file is run only with `run_own`; otherwise only its text is checked."""
         fields = {"field": self.field, "args_field": self.args_field}
         broken = list(self.registry.mistakes(self.name, self.arguments, **fields, run_own=run_own))
         if broken and (meant := self._meant()):
@@ -66,8 +66,9 @@ class NamedPart:
                 yield from check_job(job, self.arguments, self.args_field)
 
     def _mistakes_of_backend(self, job: JobConfig, backend: Any) -> Iterator[Mistake]:
-        """Check what a back end declares: `axes`; `trains_adapters`, with which it takes `lora` and `seed`;
-        and `replays_routes`, with which it reads `MicroBatch.routes`."""
+        """Check `job` against the back end's attributes `axes`, `trains_adapters` and `replays_routes`. A
+        back end with `trains_adapters` accepts `lora` and `seed`. A back end with `replays_routes` reads
+        `MicroBatch.routes`."""
         yield from parallel_mistakes(job.trainer, getattr(backend, "axes", ("shard",)))
         named = f"trainer.backend {self.name}"
         if job.trainer.lora.rank and not getattr(backend, "trains_adapters", False):
@@ -78,7 +79,8 @@ class NamedPart:
             yield Mistake("rollout.routes", f"{named} replays no routes", fix)
 
     def _meant(self) -> list[str]:
-        """Return the fields of the objective in which this name is a part or a preset, if it is none here."""
+        """Return the fields of the objective that accept this name as a part or preset, if the name is
+        unknown here."""
         word = self.name.lower()
         if self.is_own or self.name in self.registry.names or not self.field.startswith(OBJECTIVE):
             return []
@@ -96,7 +98,7 @@ def named_part(job: JobConfig, field: str) -> NamedPart:
 
 
 def named_parts(job: JobConfig) -> Iterator[NamedPart]:
-    """Yield every part that `job` names in a field of its own."""
+    """Yield every part that `job` names."""
     evaluation, evaluated = job.evaluation, job.tasks.evaluation is not None
     as_rollout = evaluation.engine == "same" and not evaluation.engine_args
     for field in PART_FIELDS if job.kind == "rl" else ANY_KIND:
@@ -109,8 +111,8 @@ def named_parts(job: JobConfig) -> Iterator[NamedPart]:
 
 
 def load_part(job: JobConfig, field: str) -> Any:
-    """Load the part that `job` names in `field`, for the service that uses it. A part in a file of the
-    user's, which reading the job file does not run, is checked first. Raises `PartError`."""
+    """Load the part that `job` names in `field`, for the service that uses it. A part in a user's file is
+    checked first, because reading the job file does not run it. Raises `PartError`."""
     part = named_part(job, field)
     for mistake in part.mistakes(job, run_own=True) if part.is_own else ():
         raise PartError(f"{mistake.field}: {mistake.problem}. {mistake.fix}.")
@@ -123,8 +125,8 @@ def part_mistakes(job: JobConfig) -> Iterator[Mistake]:
 
 
 def own_part_mistakes(job: JobConfig, *, run: bool = False) -> Iterator[Mistake]:
-    """Yield the mistakes in the parts of `job` that are in files of the user's. Reads the files. With
-    `run`, runs them and asks all parts, of which some ask for the others."""
+    """Yield the mistakes in the parts of `job` that are in users' files. This reads the files. With `run`,
+    run the files and check all parts, because a part may refer to other parts."""
     for part in named_parts(job):
         if part.is_own or run:
             yield from part.mistakes(job, run_own=run)

@@ -1,4 +1,4 @@
-"""Making the paths of a job's mapping absolute."""
+"""Conversion of the paths in a job's mapping to absolute paths."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ URL_FIELDS = tuple(path for path in PATH_FIELDS if FETCHED[0] in job_fields()[pa
 
 
 def resolve_paths(content: dict[str, Any], base: Path, *, seen_from: Path | None = None) -> None:
-    """Make every path in a job's mapping absolute. With `seen_from`, make paths that are relative to `base`
-    relative to that folder instead."""
+    """Make every path in a job's mapping absolute. With `seen_from`, convert paths relative to `base` into
+    paths relative to `seen_from` instead."""
     for field in PATH_FIELDS:
         section, last = section_with(content, field)
         text = section.get(last)
@@ -52,9 +52,10 @@ def resolve_paths(content: dict[str, Any], base: Path, *, seen_from: Path | None
 def _resolve_part(
     kind: Registry, section: dict[str, Any], name: str, args: str, base: Path, seen_from: Path | None
 ) -> None:
-    """Resolve the paths of a part: that of its file, and those among its arguments.
+    """Resolve the path of a part's file and the paths in its arguments.
 
-    A `FolderOrName` that is no folder beside the job file, and is not written as a path, stays as it is."""
+    A `FolderOrName` stays unchanged if it is not written as a path and no such folder is beside the job
+    file."""
     if isinstance(section.get(name), str) and ".py:" in section[name]:
         section[name] = _resolved(section[name], base, seen_from)
     if not isinstance(section.get(args), dict):
@@ -69,7 +70,7 @@ def _resolve_part(
 
 
 def _own_code(value: Any, base: Path, seen_from: Path | None) -> Any:
-    """Resolve every `path.py:name` in a value: arguments of a part may be code too."""
+    """Resolve every `path.py:name` in a value, because arguments of a part may name code too."""
     if isinstance(value, dict):
         return {key: _own_code(inner, base, seen_from) for key, inner in value.items()}
     if isinstance(value, list):

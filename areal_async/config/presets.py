@@ -1,9 +1,8 @@
-"""Algorithms by the names of their papers, with the fields of a job file that each of them sets.
+"""Presets: algorithms named as in their papers, each with the job fields that it sets.
 
-`trainer.objective.preset` sets the fields that the job file and its overrides leave out. The preset's
-arguments of a part count only if the job has that part from the preset. A field that no preset names, such as
-the correction of stale samples, has its usual default.
-"""
+`trainer.objective.preset` sets the fields that the job file and its overrides omit. A preset's arguments for
+a part apply only if the job uses the preset's part. Other fields, such as the correction of stale samples,
+have their usual defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from areal_async.config.rollout import SamplingSection
 OBJECTIVE = "trainer.objective."
 FIELD = f"{OBJECTIVE}preset"
 LONGEST = "rollout.sampling.max_new_tokens"
-"""Field of the job; as a value, it stands for the value of this field."""
+"""Field of the job. As a value in a preset, it stands for the value of that field."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,10 @@ class Preset:
     fields: Mapping[str, Any]
     """Values by dotted field of the job file."""
     beside: str = ""
-    """Hint about fields that belong to it but depend on the task."""
+    """Hint about further settings of the algorithm that depend on the task."""
 
     def to_yaml(self) -> str:
-        """Return the fields as a job file has them."""
+        """Return the fields as YAML of a job file."""
         content: dict[str, Any] = {}
         for field, value in self.fields.items():
             put(content, field.split("."), value)
@@ -44,8 +43,8 @@ class Preset:
 def _preset(
     paper: str, advantage: str, loss: str = "ppo", normaliser: str = "token", *, beside: str = "", **more: Any
 ) -> Preset:
-    """Make a preset. `more` are fields of the objective with `__` for dots, or of the job if they begin with
-    `job__`."""
+    """Return a preset. `more` are fields of the objective with `__` for dots. If a name begins with `job__`,
+    it is a field of the job."""
     named = {"advantage": advantage, "loss": loss, "normaliser": normaliser, **more}
     dotted = {(OBJECTIVE + name).replace("__", "."): value for name, value in named.items()}
     fields = {name.removeprefix(f"{OBJECTIVE}job."): value for name, value in dotted.items()}
@@ -100,14 +99,13 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def name_preset(content: dict[str, Any]) -> None:
-    """Replace a word as the objective, which is the name of a preset, by the section."""
+    """Replace an objective that is only a word by a section with the word as its preset."""
     if isinstance(word := get(content, OBJECTIVE[:-1]), str):
         content["trainer"]["objective"] = {"preset": word}
 
 
 def fill_preset(content: dict[str, Any]) -> list[Mistake]:
-    """Set the fields of its preset that the flat form of a job leaves out. Return a mistake for an unknown
-    preset."""
+    """Set the preset's fields that the flat form of a job omits. Return a mistake for an unknown preset."""
     name_preset(content)
     name = get(content, FIELD)
     preset = PRESETS.get(name) if isinstance(name, str) else None
@@ -132,8 +130,8 @@ def unknown_preset(name: object) -> Mistake:
 
 
 def expansion(content: Mapping[str, Any]) -> list[str]:
-    """Return the fields that the preset of a job, given as its JSON values, sets: a line each, which notes
-    where the job differs."""
+    """Return a line for each field that the job's preset sets. The line notes if the job has another value.
+    `content` has the job's JSON values."""
     name, lines = get(content, FIELD), []
     known = name in PRESETS and content["kind"] == "rl"
     for field, value in PRESETS[name].fields.items() if known else ():

@@ -1,4 +1,4 @@
-"""The URLs of a Redis in `buffer.redis`.
+"""Parser of the Redis URLs in `buffer.redis`.
 
 redis://[user@]host[:port][/db]        rediss:// the same with TLS
 unix://[user@]/path[?db=N]
@@ -14,7 +14,7 @@ FORMS = "`embedded`, redis://HOST:PORT/DB, rediss://… (TLS) or unix:///PATH"
 
 @dataclass(frozen=True)
 class RedisUrl:
-    """The parts of a URL: a host and port, or a socket's path. `str()` leaves out the password."""
+    """The parts of a URL: a host and port, or the path of a socket. `str()` omits the password."""
 
     scheme: str
     host: str = ""
@@ -37,7 +37,7 @@ class RedisUrl:
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """Return the parts of a URL. Raises ValueError with a problem that never contains the password."""
+    """Return the parts of a URL. Raises ValueError; its text never contains the password."""
     scheme, separator, _ = url.partition("://")
     if not separator or scheme not in ("redis", "rediss", "unix"):
         raise ValueError("this is not a Redis address")

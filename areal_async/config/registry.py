@@ -1,24 +1,29 @@
 """Registries of the parts that a job file names: engines, back ends, losses, workflows, rewards …
 
-A part has one of three names: that of a built-in part; `path.py:name`, an object in a file of the user's; or
-that of an entry point, which another installed package declares in the group of the kind,
-`areal_async.<kind>s`:
+A part has one of three kinds of names:
+
+- the name of a built-in part;
+- `path.py:name`, an object in a user's file;
+- the name of an entry point, which another installed package declares in the group of the kind,
+  `areal_async.<kind>s`:
 
     [project.entry-points."areal_async.rewards"]
     politeness = "my_rewards.politeness:politeness"
 
-Each kind's owner keeps the table of its built-in parts, `{name: "module:attribute"}`, and each part declares
-its own arguments: the `Section` `Arguments` if it has one, otherwise its parameters after the first `leading`
-ones, with their annotations. `check_job(job, arguments, field)`, if the part has it, yields the `Mistake`s of
-a job that uses it with these arguments, given in `field`; parts of some kinds have more hooks, such as
-`check_files(arguments, field)`. No other file knows about one part, so that a new part needs no change to an
-existing file. The job file's other fields apply to every part of the kind (`rollout.device`,
-`weights.codec`), or to a group that declares itself (`rollout.server`, for an engine that `is_server`).
+The owner of each kind keeps the table of its built-in parts, `{name: "module:attribute"}`. Each part declares
+its own arguments. If the part has a `Section` called `Arguments`, its fields are the arguments. Otherwise
+they are the annotated parameters after the first `leading` parameters.
 
-Reading a job file imports built-in parts and installed packages, but reads a file of the user's only as a
-syntax tree. A separate process asks the parts in it before a job starts (`areal_async.launch.preflight`), and
-so does the service that uses them (`areal_async.config.parts.load_part`).
-"""
+A part may define `check_job(job, arguments, field)`, which yields the `Mistake`s of a job with these
+arguments, given in `field`. Parts of some kinds have more hooks, such as `check_files(arguments, field)`.
+Only a part's own file knows the part, so a new part needs no change to an existing file. The other fields of
+the job file apply to every part of the kind (`rollout.device`, `weights.codec`). Some apply only to parts
+that declare it (`rollout.server`, for an engine with `is_server`).
+
+Reading a job file imports built-in parts and installed packages. It reads a user's file only as a syntax
+tree. Before a job starts, a separate process runs the user's files and checks their parts
+(`areal_async.launch.preflight`). The service that uses a part checks it again
+(`areal_async.config.parts.load_part`)."""
 
 from __future__ import annotations
 
@@ -55,7 +60,7 @@ from areal_async.config.base import Section
 
 
 class PartError(ArealError):
-    """A named part cannot be found or loaded. The text names the part, what is wrong and what to do."""
+    """Error if a named part cannot be found or loaded. The text names the part, the problem and a fix."""
 
     restart_helps = False
 
@@ -66,18 +71,19 @@ class Registry:
 
     kind: str
     table: str
-    """`module:attribute` of the owner's table, which is imported when a part is asked for."""
+    """`module:attribute` of the owner's table. It is imported when a part is requested."""
     leading: int = 0
-    """Positional parameters of a part that the caller fills."""
+    """Number of positional parameters of a part that the caller fills."""
     filled: tuple[str, ...] = ()
     """Keyword parameters of a part that the caller fills."""
     coroutine: bool = False
     """True if a function must be an `async def`."""
     signatures: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """Functions of other frameworks, which have no decorator: the parameter that identifies one, and the
-    parameters that the caller fills; an empty list stands for all that no argument gives."""
+    """Functions of other frameworks, which have no decorator. The key is the parameter that identifies the
+    framework. The value is the parameters that the caller fills. If it is empty, the caller fills all
+    parameters that have no argument."""
     mark: str = ""
-    """Instruction to mark a function of one's own, if that is needed."""
+    """Instruction for users to mark a function, if a mark is needed."""
     _own_parts: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -85,30 +91,29 @@ class Registry:
 
     @cached_property
     def built_in(self) -> Mapping[str, str]:
-        """The owner's table: name → `module:attribute`."""
+        """Return the owner's table: name → `module:attribute`."""
         found: Mapping[str, str] = _imported(self.table)
         return found
 
     @cached_property
     def installed(self) -> Mapping[str, EntryPoint]:
-        """Parts of other installed packages by name. A built-in part of the same name comes first."""
+        """Parts of other installed packages by name. A built-in part of the same name takes precedence."""
         return {point.name: point for point in entry_points(group=self.group)}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that needs no path: built-in parts in the order of their table, then installed ones."""
+        """Every name that needs no path: built-in parts in the order of their table, then installed parts."""
         return (*self.built_in, *sorted(set(self.installed) - set(self.built_in)))
 
     def find(self, name: str) -> Any:
-        """Load the part called `name`. If the name is a path, run the file's code, once in a process.
-
-        Raises `PartError` if there is no such part or its module cannot be imported."""
+        """Load the part called `name`. If the name is a path, run the file's code, once per process. Raises
+        `PartError` if there is no such part or its module cannot be imported."""
         if name in self.built_in:
             return _imported(self.built_in[name])
         if name in self.installed:
             try:
                 return self.installed[name].load()
-            except Exception as error:  # another package's code may raise anything
+            except Exception as error:  # Another package's code may raise anything
                 value = self.installed[name].value
                 raise PartError(
                     f"the {self.kind} {name!r} is {value} of an installed package, which cannot be imported: "
@@ -125,22 +130,23 @@ class Registry:
         return self._own_parts[name]
 
     def explain(self, name: str) -> dict[str, Any]:
-        """Describe the function called `name`, one of `names`: its docstring as `does`, and its `arguments`
-        with their defaults; `...` stands for none."""
+        """Describe the function called `name`, one of `names`. `does` is its docstring, and `arguments` has
+        its arguments with their defaults. `...` means that an argument has no default."""
         function = inspect.unwrap(self.find(name))
         keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
         arguments = {p.name: "..." if p.default is p.empty else p.default for p in keywords}
         return {"does": inspect.getdoc(function) or "", "arguments": arguments}
 
     def known(self, name: str) -> Any:
-        """Return the part called `name`, or None if it is in a file that was not run yet or cannot load."""
+        """Return the part called `name`. Return None if it cannot be loaded, or is in a file that has not
+        been run yet."""
         try:
             return self.find(name) if name in self.names else self._own_parts.get(name)
         except PartError:
             return None
 
     def arguments_of(self, name: str) -> type[Section]:
-        """Return the `Arguments` of a part that is known, or an empty section."""
+        """Return the `Arguments` of a known part, or an empty section."""
         return getattr(self.known(name), "Arguments", None) or Section
 
     def _unknown(self, name: str) -> str:
@@ -160,11 +166,11 @@ class Registry:
         args_field: str,
         run_own: bool = False,
     ) -> Iterator[Mistake]:
-        """Yield the mistakes in `name`, given in `field`, and in its `arguments`, given in `args_field`; None
-        is for a part of a kind that takes none from a job file.
+        """Yield the mistakes in `name` and its `arguments`, which the job has in `field` and `args_field`.
+        `arguments` is None if parts of this kind have no arguments in a job file.
 
-        Runs a user's file only with `run_own`. Mistakes that depend on the rest of the job come from
-        `check_job` of the part."""
+        A user's file is run only with `run_own`. The part's `check_job` yields mistakes that depend on the
+        rest of the job."""
         if name not in self.names:
             if (place := _own_place(name)) is None:
                 yield Mistake(field, self._unknown(name), _half_named(name) or self._choice)
@@ -223,13 +229,13 @@ class Registry:
 
 
 def _own_place(name: str) -> tuple[Path, str] | None:
-    """Return the parts of `path.py:name`, or None for another name."""
+    """Return path and name of `path.py:name`, or None for a name of another form."""
     path, _, attribute = name.rpartition(":")
     return (Path(path), attribute) if path.endswith(".py") and attribute.isidentifier() else None
 
 
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[Parameter]:
-    """Return the parameters of a function in a syntax tree; any default is None."""
+    """Return the parameters of a function in a syntax tree. Each default value is replaced by None."""
     a, empty = function.args, Parameter.empty
     positional, keywords = [*a.posonlyargs, *a.args], zip(a.kwonlyargs, a.kw_defaults, strict=True)
     given = len(positional) - len(a.defaults)
@@ -264,13 +270,13 @@ def _defined(tree: ast.Module) -> dict[str, ast.AST]:
 
 
 def _is_passed(attribute: str, tree: ast.Module) -> bool:
-    """Return whether a file passes the object of this name to a call, which may mark it."""
+    """Return whether a file passes the object of this name to a call. Such a call may mark the object."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     return any(isinstance(each, ast.Name) and each.id == attribute for call in calls for each in call.args)
 
 
 def _meant(attribute: str, defined: Collection[str]) -> str:
-    """Return the name in a file that was most likely meant, else all of them."""
+    """Return a hint with the closest name in a file, or with all names if none is close."""
     if close := difflib.get_close_matches(attribute, defined, n=1):
         return f"Did you mean {close[0]!r}?"
     return f"It defines {', '.join(defined) or 'nothing'}."
@@ -284,7 +290,7 @@ def _imported(reference: str) -> Any:
 def section_mistakes(
     field: str, section: type[Section], given: Mapping[str, Any], owner: str
 ) -> Iterator[Mistake]:
-    """Yield the mistakes in the mapping `given` in `field`, which `owner` takes as a `section`."""
+    """Yield the mistakes in the mapping `given` of `field`. `owner` accepts it as a `section`."""
     takes = {info.alias or name: info.description or "" for name, info in section.model_fields.items()}
     try:
         section.model_validate(dict(given))
@@ -296,7 +302,7 @@ def _argument_mistakes(
     field: str, error: ValidationError, owner: str, about: Mapping[str, str], takes: str
 ) -> Iterator[Mistake]:
     details = sorted(error.errors(include_url=False), key=lambda each: each["type"] != "extra_forbidden")
-    # A value that is refused for holding a password is not shown, nor a value that contains it.
+    # If a value is refused because it holds a password, neither it nor a value that contains it is shown.
     hidden = any("holds a password" in detail["msg"] for detail in details)
 
     def explain(detail: Mapping[str, Any]) -> Mistake:
@@ -318,13 +324,13 @@ def _argument_mistakes(
 
 
 def _type_of(parameter: Parameter, scope: dict[str, Any]) -> Any:
-    """Return the type of a parameter by its annotation, with the names of `scope`; Any if it has none or if
-    the annotation does not restrict values."""
+    """Return the type of a parameter from its annotation, with the names of `scope`. Return Any if there is
+    no annotation or if it does not restrict values."""
     annotation = parameter.annotation
     try:
         kind = eval(annotation, scope) if isinstance(annotation, str) else annotation
         TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
-    except Exception:  # a name for type checkers alone, or a type with a schema of its own
+    except Exception:  # A name for type checkers alone, or a type with its own schema
         return Any
     return Any if annotation is parameter.empty else kind
 
@@ -332,8 +338,8 @@ def _type_of(parameter: Parameter, scope: dict[str, Any]) -> Any:
 def _keyword_mistakes(
     owner: str, given: Mapping[str, Any], parameters: list[Parameter], taken: list[Parameter], field: str
 ) -> Iterator[Mistake]:
-    """Yield the mistakes in arguments of a function with these parameters. Values reach a function as they
-    are, so none is converted; a default is always right."""
+    """Yield the mistakes in arguments of a function with these parameters. A function receives the values
+    unchanged, so no value is converted. A value equal to the default is always correct."""
     known, empty = {each.name: each for each in taken}, Parameter.empty
     kinds = {name: Any if each.annotation is empty else each.annotation for name, each in known.items()}
     needed = {name for name, each in known.items() if each.default is empty}
@@ -356,7 +362,7 @@ def _keyword_mistakes(
 
 
 def _half_named(name: str) -> str:
-    """Return the fix for a name that lacks the object in a file, or the file's ending; else nothing."""
+    """Return the fix for a name that lacks the object in a file or the file's ending. Otherwise return ""."""
     stem, colon, attribute = name.partition(":")
     if name.endswith(".py"):
         return f"Name what it defines, too: `{name}:NAME`"
@@ -392,7 +398,7 @@ LOGGERS = Registry("logger", "areal_async.show.loggers:BUILT_IN", leading=1)
 
 
 def forget_own_parts() -> None:
-    """Run files of the user's again when a part of them is next asked for: they may have changed."""
+    """Forget parts of users' files, so that the next request runs the files again. They may have changed."""
     for found in globals().values():
         if isinstance(found, Registry):
             found._own_parts.clear()
@@ -401,13 +407,12 @@ def forget_own_parts() -> None:
 def run_user_file(
     path: Path, *, kind: str, name: str, error: type[ArealError], source: bytes | None = None
 ) -> ModuleType:
-    """Import the file at `path` as a separate module and return it. Runs the file's code.
+    """Import the file at `path` as a separate module and return it. This runs the file's code.
 
-    The file's folder is added to the import path, so that the file may import its neighbours. `kind` is the
-    kind of part in the job (`reward`, `workflow`) and `name` its name there; both are in the text of `error`,
-    which is raised for a missing file and for any exception of the file. With `source`, runs that text
-    instead of the file's.
-    """
+    The file's folder is added to the import path, so that the file may import modules beside it. `kind` is
+    the kind of part in the job (`reward`, `workflow`) and `name` its name there. `error` is raised with both
+    in its text if the file is missing or raises an exception. With `source`, run that text instead of the
+    file's text."""
     what = f"the {kind} {name!r}"
     if source is None and not path.is_file():
         raise error(f"{what}: there is no file {path}. Check it in the job file.")
@@ -416,7 +421,7 @@ def run_user_file(
         sys.path.insert(0, folder)
     module = ModuleType(f"areal_{kind}_{path.stem}")
     module.__file__ = str(path)
-    # Dataclasses and msgspec look their module up by name while they are being defined.
+    # Dataclasses and msgspec look up their module by name while they are defined.
     sys.modules[module.__name__] = module
     try:
         code = compile(path.read_bytes() if source is None else source, str(path), "exec", dont_inherit=True)

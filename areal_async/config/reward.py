@@ -1,4 +1,4 @@
-"""`reward`: how episodes are scored."""
+"""`reward`: the scoring of episodes."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,7 +9,7 @@ from areal_async.config.base import Section
 Scope = Literal["episode", "group"]
 FOLDER_OR_NAME = "a folder, or a name that is none"
 FolderOrName = Annotated[str, FOLDER_OR_NAME]
-"""An argument of a reward that names a folder, which is relative to the job file, or something else."""
+"""An argument of a reward that is a folder relative to the job file, or a name of something else."""
 
 
 class PolicySection(Section):
@@ -18,7 +18,8 @@ class PolicySection(Section):
     retries: int = Field(default=1, ge=0, le=1000)
     """Retries before the verdict counts."""
     then: Literal["drop_group", "mask", "fail_job"] = "drop_group"
-    """Action: `drop_group`; `mask` the episode if `reward.min_scored` others remain; or `fail_job`."""
+    """Action: `drop_group`; `mask` the episode if at least `reward.min_scored` scored episodes remain; or
+    `fail_job`."""
 
 
 class AbstainSection(PolicySection):
@@ -29,16 +30,16 @@ class AbstainSection(PolicySection):
 
 
 class FaultSection(Section):
-    """Score of answers that cannot be judged through their own fault, such as one too long for the judge."""
+    """Score of faulty answers that cannot be judged, such as an answer too long for the judge."""
 
     score: float = Field(default=0.0, allow_inf_nan=False)
-    """Score of an answer at fault; at most the reward's lowest."""
+    """Score of an answer at fault. It must not exceed the reward's lowest score."""
     end_after: int = Field(default=64, ge=0, le=1_000_000)
     """Consecutive faults from the start that end the job; 0 disables this."""
 
 
 class RouteSection(Section):
-    """A reward for some tasks, chosen by shell patterns such as `gsm8k*` or `code/?`."""
+    """A reward for some tasks, selected by shell patterns such as `gsm8k*` or `code/?`."""
 
     data_source: str = "*"
     """Pattern of the task's `data_source`."""
@@ -53,7 +54,7 @@ class RouteSection(Section):
     scope: Scope = "episode"
     """Unit of a call."""
     timeout_s: float | None = Field(default=None, gt=0)
-    """Timeout of a call, in seconds; none uses `reward.timeout_s`."""
+    """Timeout of a call, in seconds; null means `reward.timeout_s`."""
 
 
 class RewardSection(Section):
@@ -65,13 +66,13 @@ class RewardSection(Section):
     scope: Scope = "episode"
     """Unit of a call: an `episode` or a complete `group`."""
     routes: tuple[RouteSection, ...] = ()
-    """Rewards of some tasks; the first match counts, else `reward.name`."""
+    """Rewards of some tasks. The first match applies, otherwise `reward.name`."""
     workers: int = Field(default=1, ge=1, le=1024)
     """Scoring processes."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """Timeout of a call, in seconds; then the verdict is `timeout`."""
+    """Timeout of a call, in seconds. After it the verdict is `timeout`."""
     worker_memory_mb: int = Field(default=4096, ge=0, le=1 << 24)
-    """Memory limit of a process, in MiB (0: none); a call above it gets the verdict `error`."""
+    """Memory limit of a process, in MiB (0: none). A call above it gets the verdict `error`."""
     on_timeout: PolicySection = PolicySection()
     """Handling of the verdict `timeout`."""
     on_error: PolicySection = PolicySection()
@@ -81,4 +82,4 @@ class RewardSection(Section):
     on_fault: FaultSection = FaultSection()
     """Score of answers at fault."""
     min_scored: int = Field(default=2, ge=1)
-    """Fewest scored episodes of a group after `mask`."""
+    """Minimum scored episodes that a group must keep after `mask`."""

@@ -1,4 +1,4 @@
-"""Routing of tasks to rewards. Only the last class runs programs."""
+"""Routing of tasks to rewards. Only the class `ImportedModules` runs programs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from areal_async.config.rewardcheck import part_of, with_those_inside
 
 
 class RewardSpec(msgspec.Struct, frozen=True, dict=True):
-    """A reward with its settings in a job. Two with the same content are the same reward."""
+    """A reward with its settings in a job. Two specs with equal content are the same reward."""
 
     name: str
-    """Built-in, or `path.py:function`."""
+    """A built-in name, or `path.py:function`."""
     args: dict[str, Any] = {}
     scope: Scope = "episode"
     timeout_s: float = 10.0
@@ -30,18 +30,19 @@ class RewardSpec(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def longest_s(self) -> float:
-        """Longest time of a running call: its deadline, and the time that a remote scorer may be away."""
+        """Longest time of a running call: its deadline plus the time that a remote scorer may be
+        unreachable."""
         patience_s = getattr(part_of(self.name), "patience_s", None)
         return self.timeout_s + (patience_s(self.args, self.timeout_s) if patience_s is not None else 0.0)
 
     @property
     def label(self) -> str:
-        """The name in metrics, without the folders of a file."""
+        """Return the name in metrics, which lacks the folders of a file."""
         return self.name.rpartition("/")[2]
 
 
 class Asking(Protocol):
-    """The fields that routes match, of a task or of a reward's input."""
+    """The fields of a task or of a reward's input that routes match."""
 
     @property
     def data_source(self) -> str: ...
@@ -54,7 +55,7 @@ class Asking(Protocol):
 
 
 class Routing:
-    """`Routing(job.reward).of(task)` is the reward of a task."""
+    """Routing table of a job. `Routing(job.reward).of(task)` is the reward of a task."""
 
     def __init__(self, section: RewardSection) -> None:
         self._routes = [(route, _spec(route, section)) for route in section.routes]
@@ -62,17 +63,17 @@ class Routing:
 
     @property
     def specs(self) -> list[RewardSpec]:
-        """Every reward of the job once, with the default last."""
+        """All rewards of the job without duplicates. The default is the last."""
         return list({spec.key: spec for spec in [*(spec for _, spec in self._routes), self.default]}.values())
 
     def of(self, task: Asking) -> RewardSpec:
-        if not self._routes:  # the usual case, and one for each episode
+        if not self._routes:  # The usual case, executed for each episode
             return self.default
         return next((spec for route, spec in self._routes if matches(route, task)), self.default)
 
 
 def matches(route: RouteSection, task: Asking) -> bool:
-    """Return whether every pattern of `route` matches, with upper and lower case."""
+    """Return whether every pattern of `route` matches. Matching is case-sensitive."""
     tags = task.extra_info.get("tag", ())
     tags = [tags] if isinstance(tags, str) else [tag for tag in tags or () if isinstance(tag, str)]
     return (
@@ -87,11 +88,11 @@ def _spec(asked: RewardSection | RouteSection, section: RewardSection) -> Reward
 
 
 class ImportedModules:
-    """The modules that tests of tasks import, for each reward that runs them: `note` each task, then ask for
-    the `missing` modules.
+    """The modules that tests of tasks import, by the reward that runs the tests. Call `note` for each task,
+    then `missing`.
 
-    A part that runs programs returns the modules that a task's tests import (`modules_of(truth)`), and those
-    that they cannot import (`modules_away(names, arguments)`)."""
+    A part that runs programs has two methods. `modules_of(truth)` returns the modules that a task's tests
+    import. `modules_away(names, arguments)` returns the modules among `names` that they cannot import."""
 
     def __init__(self, reward: RewardSection) -> None:
         self._routing = Routing(reward)
@@ -109,7 +110,7 @@ class ImportedModules:
             self._counts[key].update(part.modules_of(truth))
 
     def missing(self) -> list[str]:
-        """Return a sentence for each module that is missing. Runs a program for each reward."""
+        """Return a sentence for each missing module. This runs a program for each reward."""
         return [
             f"Tests import {module!r} (tasks: {counts[module]}), which programs of `{name}` do not have. "
             "Name a Python environment with it: `environment` in the reward's arguments (docs/sandbox.md)."

@@ -1,11 +1,15 @@
-"""Rules about `reward`: names, arguments, scopes and deadlines of rewards, known before anything starts.
+"""Rules about `reward`: names, arguments, scopes and deadlines of rewards. They are checked before a job
+starts.
 
-A built-in reward, or one of an installed package, describes its arguments itself
-(`areal_async.config.registry`). It may also have `scopes` and `check_files(arguments, field)`, which yields
-mistakes in the files that its arguments name. Its `Arguments` may have `budget_s`, the longest time that
-judging takes; `programs_isolated(arguments)`, if it runs programs; and `rewards_inside(arguments)`, if it
-consists of others. A function of one's own is looked up in the syntax tree: no user code runs here.
-"""
+A built-in or installed reward describes its arguments itself (`areal_async.config.registry`). It may also
+have `scopes`, and `check_files(arguments, field)`, which yields mistakes in the files that its arguments
+name. Its `Arguments` may have three further members:
+
+- `budget_s`, the longest time for judging;
+- `programs_isolated(arguments)`, if it runs programs;
+- `rewards_inside(arguments)`, if it consists of other rewards.
+
+A user's function is looked up in the syntax tree, so no user code runs here."""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from areal_async.config.job import JobConfig
 from areal_async.config.registry import REWARDS
 from areal_async.config.reward import RewardSection, RouteSection
 
-BUDGET_GRACE_S = 1.0  # Time to make and end jails, and to compare
+BUDGET_GRACE_S = 1.0  # Time to create and end jails, and to compare
 
 
 def asked(reward: RewardSection) -> Iterator[tuple[str, RewardSection | RouteSection]]:
@@ -34,12 +38,14 @@ def asked(reward: RewardSection) -> Iterator[tuple[str, RewardSection | RouteSec
 
 
 def part_of(name: str) -> Any:
-    """Return the built-in or installed reward called `name`, or None if none can be loaded."""
+    """Return the built-in or installed reward called `name`. Return None if it cannot be loaded or is in a
+    user's file."""
     return None if ".py:" in name else REWARDS.known(name)
 
 
 def runs_in_pool(part: Any) -> bool:
-    """Return whether a part is a function for scoring processes, not a class that scores elsewhere."""
+    """Return whether a part is a function for scoring processes. Otherwise it is a class that scores
+    elsewhere."""
     return not isinstance(part, type)
 
 
@@ -50,7 +56,7 @@ def scopes_of(part: Any) -> tuple[str, ...]:
 def with_those_inside(
     field: str, name: str, arguments: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield a reward and, depth first, the rewards that it consists of: field, name and arguments."""
+    """Yield a reward and, depth first, the rewards that it contains, as (field, name, arguments)."""
     yield field, name, arguments
     inside = getattr(getattr(part_of(name), "Arguments", None), "rewards_inside", None)
     for where, inner, given in inside(arguments) if inside is not None else ():
@@ -61,14 +67,15 @@ def with_those_inside(
 
 
 def reward_mistakes(job: JobConfig) -> Iterator[Mistake]:
-    """Yield the mistakes in the rewards of `job` that show without reading a file; `part_mistakes` checks
-    their names and arguments."""
+    """Yield the mistakes in the rewards of `job` that can be found without reading a file. `part_mistakes`
+    checks names and arguments."""
     yield from _how_it_is_asked(job.reward)
     yield from _masked_groups_can_go_on(job)
 
 
 def section_mistakes(reward: RewardSection) -> Iterator[Mistake]:
-    """Yield the mistakes in how rewards are asked for, whatever the job. Reads the files of one's own."""
+    """Yield the mistakes in the section that do not depend on the rest of the job. This reads users'
+    files."""
     for field, section in asked(reward):
         name_field, args_field = f"{field}.name", f"{field}.args"
         yield from REWARDS.mistakes(section.name, section.args, field=name_field, args_field=args_field)
@@ -92,8 +99,8 @@ def _how_it_is_asked(reward: RewardSection) -> Iterator[Mistake]:
 
 
 def reward_file_mistakes(reward: RewardSection) -> Iterator[Mistake]:
-    """Yield the mistakes in the scopes of functions of one's own, as far as their text shows them, and in the
-    files that arguments name."""
+    """Yield the mistakes in the scopes of users' functions, if their text shows the scope, and in the files
+    that arguments name."""
     for field, section in asked(reward):
         if ".py:" in section.name:
             yield from _own_scope(field, section)
@@ -102,7 +109,7 @@ def reward_file_mistakes(reward: RewardSection) -> Iterator[Mistake]:
 
 
 def programs_run(job: JobConfig) -> Iterator[tuple[str, bool]]:
-    """Yield the fields of rewards that run programs, and whether these are isolated."""
+    """Yield the fields of rewards that run programs, and whether the programs are isolated."""
     for field, section in asked(job.reward):
         for where, name, given in with_those_inside(field, section.name, section.args):
             isolated = getattr(getattr(part_of(name), "Arguments", None), "programs_isolated", None)
@@ -113,8 +120,8 @@ def programs_run(job: JobConfig) -> Iterator[tuple[str, bool]]:
 def _budget_ends_first(
     field: str, section: RewardSection | RouteSection, deadline_s: float
 ) -> Iterator[Mistake]:
-    """Refuse a budget that ends after the deadline of the call: a program that hangs, or an answer that is
-    hard to compare, would be a timeout and not wrong."""
+    """Refuse a budget that ends after the deadline of the call. A hanging program, or an answer that is slow
+    to compare, would then be a timeout instead of a wrong answer."""
     budgets = {}
     for where, name, given in with_those_inside(field, section.name, section.args):
         known = getattr(getattr(part_of(name), "Arguments", None), "model_fields", {}).get("budget_s")
@@ -132,11 +139,11 @@ def _budget_ends_first(
 
 
 def _masked_groups_can_go_on(job: JobConfig) -> Iterator[Mistake]:
-    """Refuse masking if a group with one episode masked cannot have `reward.min_scored` scores."""
+    """Refuse masking if a group with one masked episode cannot have `reward.min_scored` scores."""
     reward, size = job.reward, job.rollout.group_size
     names = ("on_timeout", "on_error", "on_abstain")
     masks = [f"reward.{name}.then" for name in names if getattr(reward, name).then == "mask"]
-    if masks and reward.min_scored >= size > 1:  # another rule is about groups of one episode
+    if masks and reward.min_scored >= size > 1:  # Another rule covers groups of one episode
         problem = (
             f"a group of {size} with one episode masked has at most {size - 1} scores, so it would never be "
             f"trained with {reward.min_scored}"
@@ -145,7 +152,7 @@ def _masked_groups_can_go_on(job: JobConfig) -> Iterator[Mistake]:
         yield Mistake("reward.min_scored", problem, fix, ("rollout.group_size", *masks))
 
 
-# --- functions of one's own --------------------------------------------------------------------------
+# --- functions of users ------------------------------------------------------------------------------
 
 
 def _own_scope(field: str, section: RewardSection | RouteSection) -> Iterator[Mistake]:
@@ -160,12 +167,13 @@ def _own_scope(field: str, section: RewardSection | RouteSection) -> Iterator[Mi
 
 
 def scope_in_file(name: str) -> str | None:
-    """Return the scope that `@reward` gives `path.py:function`, or None if the text does not show it."""
+    """Return the scope that `@reward` sets for `path.py:function`. Return None if the text does not show
+    it."""
     path, _, function = name.rpartition(":")
     try:
         tree = ast.parse(read_regular(Path(path)))
     except (OSError, SyntaxError, ValueError):
-        return None  # the name itself is the mistake
+        return None  # Another rule reports the wrong name
     functions = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     for decorator in next((node.decorator_list for node in functions if node.name == function), ()):
         call = decorator.func if isinstance(decorator, ast.Call) else decorator

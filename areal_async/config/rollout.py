@@ -1,4 +1,4 @@
-"""`rollout`: how episodes are generated."""
+"""`rollout`: the generation of episodes."""
 
 import ipaddress
 from contextlib import suppress
@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from areal_async.config.base import Section
 
 StopText = Annotated[str, Field(min_length=1)]
-"""A stop text; an empty one would end every response before its first token."""
+"""A stop text. An empty text would end every response before its first token."""
 
 
 class SamplingSection(Section):
@@ -21,9 +21,9 @@ class SamplingSection(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Probability mass of the tokens to sample from."""
     top_k: int = Field(default=0, ge=0)
-    """Most likely tokens to sample from; 0 allows all."""
+    """Number of most likely tokens to sample from; 0 allows all."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """Most tokens per response."""
+    """Maximum tokens per response."""
     stop: tuple[StopText, ...] = ()
     """Texts that end a response."""
 
@@ -32,35 +32,36 @@ class ServerSection(Section):
     """Server of an engine other than `local`."""
 
     urls: tuple[str, ...] = ()
-    """Running servers (`http://host:port`), one per replica of each worker; they must see the snapshots'
-    folder."""
+    """Running servers (`http://host:port`), one per replica of each worker. They must have access to the
+    snapshots' folder."""
     environment: Path | None = None
-    """Virtual environment of the server; by default `$AREAL_ASYNC_ENGINES/<engine>`, or that of `make
-    engines`."""
+    """Virtual environment of the server. The default is `$AREAL_ASYNC_ENGINES/<engine>`, or the environment
+    of `make engines`."""
     arguments: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
-    """Server flags without dashes: `{mem-fraction-static: 0.8}`. true passes the flag alone; false and null
-    drop a default."""
+    """Server flags without dashes: `{mem-fraction-static: 0.8}`. true passes the flag without a value; false
+    and null remove a default."""
     ready_s: float = Field(default=900.0, gt=0)
     """Longest startup, in seconds."""
 
 
 class GatewaySection(Section):
-    """Gateway of workflows that open `ctx.gateway()`; it listens once the first one does."""
+    """Gateway of workflows that open `ctx.gateway()`. It starts to listen when the first workflow opens
+    it."""
 
     host: str = "loopback"
-    """Address for agents: `loopback`, `host` (for other hosts) or an IP address. Callers need an open
-    episode's key; traffic is unencrypted."""
+    """Address for agents: `loopback`, `host` (for other hosts) or an IP address. Callers need the key of an
+    open episode. Traffic is unencrypted."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the first worker; others follow. 0 picks free ports."""
+    """Port of the first worker. Further workers use the next ports. 0 picks free ports."""
     sampling: Literal["agent", "job"] = "agent"
-    """Source of temperature, top_p and top_k: the `agent`'s call, refused if untrainable, or
+    """Source of temperature, top_p and top_k: the `agent`'s call, which is refused if untrainable, or
     `rollout.sampling`."""
     tool_format: Literal["auto", "hermes", "xml", "mistral", "llama", "none"] = "auto"
     """Format of tool calls; `auto` reads the chat template."""
     max_calls: int = Field(default=32, ge=1, le=65_536)
-    """Most calls in flight per session; more are refused (429)."""
+    """Maximum calls in flight per session. Further calls are refused (429)."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024, le=1 << 31)
-    """Most bytes of a request; longer ones are refused (413)."""
+    """Maximum bytes of a request. Longer requests are refused (413)."""
     call_timeout_s: float = Field(default=600.0, gt=0)
     """Timeout of a call (504), in seconds."""
 
@@ -77,31 +78,32 @@ class GatewaySection(Section):
 
 
 class AutoscaleSection(Section):
-    """Automatic number of workers, by whether the trainer or the workers wait."""
+    """Automatic number of workers. It depends on whether the trainer or the workers wait."""
 
     max: int = Field(default=0, ge=0, le=1024)
-    """Most workers; 0 disables autoscaling."""
+    """Maximum workers; 0 disables autoscaling."""
     min: int = Field(default=1, ge=1, le=1024)
-    """Fewest workers."""
+    """Minimum workers."""
     every_s: float = Field(default=30.0, gt=0)
-    """Seconds between changes; at least ten steps."""
+    """Seconds between changes, but at least ten steps."""
     retry_s: float = Field(default=300.0, gt=0)
-    """Seconds until a failed change is retried, doubled up to an hour."""
+    """Seconds until a failed change is retried. The time doubles at each failure, up to an hour."""
     wait_share: float = Field(default=0.1, gt=0, lt=1)
-    """Share of the trainer's time spent waiting, above which workers are added."""
+    """Share of its time that the trainer waits. Above it, workers are added."""
     busy_share: float = Field(default=0.8, gt=0, le=1)
-    """Share of time that workers compute, counted as full load."""
+    """Share of time spent computing, from which workers count as fully loaded."""
     drain_s: float = Field(default=60.0, ge=0)
     """Seconds for a removed worker to finish its episodes."""
 
 
 class RolloutSection(Section):
     engine: str = "local"
-    """`local` (torch), `sglang` or `vllm` (from `make engines`), an installed engine, or `path.py:name`."""
+    """`local` (torch), `sglang` or `vllm` (installed by `make engines`), an installed engine, or
+    `path.py:name`."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the engine; built-in engines have none."""
     workers: int = Field(default=1, ge=1, le=1024)
-    """Worker processes; the initial number with `autoscale.max`."""
+    """Worker processes. With `autoscale.max`, this is the initial number."""
     autoscale: AutoscaleSection = AutoscaleSection()
     replicas: int = Field(default=1, ge=1, le=64)
     """Engines per worker."""
@@ -110,17 +112,18 @@ class RolloutSection(Section):
     greedy_baseline: bool = False
     """Sample each group's first episode greedily, as an untrained baseline (`remax`)."""
     max_concurrent: int = Field(default=64, ge=1, le=1_000_000)
-    """Most episodes in flight per engine; at least `group_size`."""
+    """Maximum episodes in flight per engine. It must be at least `group_size`."""
     concurrency: Literal["adaptive", "fixed"] = "adaptive"
-    """Episodes in flight per engine: `max_concurrent` (`fixed`), or fewer to avoid queues and full KV caches
+    """Episodes in flight per engine: `max_concurrent` (`fixed`), or fewer, to avoid queues and full KV caches
     (`adaptive`)."""
     episode_timeout_s: float | None = Field(default=None, gt=0)
-    """Timeout of an episode, in seconds; its sample is handed back (in evaluation: unscored)."""
+    """Timeout of an episode, in seconds. After it the sample is returned to the buffer (in evaluation:
+    unscored)."""
     stuck_s: float = Field(default=300.0, gt=0)
-    """Seconds without a token until an engine with requests counts as dead (see docs/engines.md for
+    """Seconds without a token after which an engine with requests counts as dead (see docs/engines.md for
     SGLang)."""
     max_model_len: int = Field(default=2048, ge=2, le=100_000_000)
-    """Most tokens of prompt and response together."""
+    """Maximum tokens of prompt and response together."""
     workflow: str = "single_turn"
     """`single_turn`, `multi_turn`, `tool_use`, `agent`, an installed workflow, or `path.py:name` of an `async
     def workflow(ctx, task)`."""
@@ -128,16 +131,16 @@ class RolloutSection(Section):
     """Arguments of the workflow."""
     gateway: GatewaySection = GatewaySection()
     update_mode: Literal["recompute", "keep", "session"] = "recompute"
-    """KV at a weight update: `recompute` it (exact), `keep` it per request (approximate), or per `session`
-    (approximate, servers only)."""
+    """KV at a weight update: `recompute` it (exact), `keep` it until the request ends (approximate), or until
+    the episode ends (`session`; approximate, servers only)."""
     routes: Literal["auto", "replay", "off"] = "auto"
-    """Expert routing in the trainer: `replay` the engine's, or `off`. `auto` replays if possible (see
-    docs/trainer.md#mixtures-of-experts)."""
+    """Expert routing in the trainer: `replay` the engine's routes, or `off`. `auto` replays them if possible
+    (see docs/trainer.md#mixtures-of-experts)."""
     template_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template, such as `{enable_thinking: false}`."""
     sampling: SamplingSection = SamplingSection()
     torch_threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
-    """CPU threads of torch per engine; `auto` is 1 for a server, else `trainer.torch_threads`."""
+    """CPU threads of torch per engine. `auto` is 1 for a server, otherwise `trainer.torch_threads`."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """`cpu`, `cuda` (separate GPUs) or `cuda:N` (one GPU for all engines)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -146,5 +149,5 @@ class RolloutSection(Section):
 
     @property
     def greedy_sample(self) -> int | None:
-        """The number in its group of the episode that is sampled greedily, or None."""
+        """Index in its group of the greedily sampled episode, or None."""
         return 0 if self.greedy_baseline else None

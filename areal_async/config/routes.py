@@ -8,9 +8,11 @@ from areal_async.models.files import Mixture, is_mixture, mixture_of
 
 
 def replayed_mixture(job: JobConfig) -> Mixture | None:
-    """Return the experts of the model if its routes are replayed, else None: the same in every process that
-    has the model. `auto` replays only for parts outside a user's files, which some processes do not run, and
-    for models with files that describe their experts. With several policies none is replayed."""
+    """Return the experts of the model if its routes are replayed, otherwise None.
+
+    The result is equal in every process that has the model. Therefore `auto` ignores parts in users' files,
+    because some processes do not run them. It replays only if the model's files describe its experts. With
+    several policies, no routes are replayed."""
     if job.rollout.routes == "off" or job.kind != "rl" or job.policies or not is_mixture(job.model):
         return None
     if job.rollout.routes == "auto" and not _parts_can(job):
@@ -26,13 +28,13 @@ def replays(job: JobConfig) -> bool:
 
 
 def route_bytes(job: JobConfig) -> int:
-    """Return the size of the routes of one unit; 0 if none are replayed."""
+    """Return the bytes of the routes of one unit, or 0 if no routes are replayed."""
     mixture = replayed_mixture(job)
     return 0 if mixture is None else mixture.route_bytes
 
 
 def _parts_can(job: JobConfig) -> bool:
-    """Return whether the engine reports routes, and the back end replays them."""
+    """Return whether the engine reports routes and the back end replays them."""
     if job.rollout.engine not in ENGINES.names or job.trainer.backend not in BACKENDS.names:
         return False
     engine, backend = ENGINES.known(job.rollout.engine), BACKENDS.known(job.trainer.backend)

@@ -1,7 +1,6 @@
 """The sections of trainings that learn from files: `kind: sft | preference | reward_model`.
 
-Each kind has a section of its name. Which columns its files have is said in `areal_async/data/examples.py`.
-"""
+Each kind has a section with its name. `areal_async/data/examples.py` lists the columns of its files."""
 
 from typing import Annotated, Literal
 
@@ -10,21 +9,22 @@ from pydantic import Field
 from areal_async.config.base import Section
 
 FILE_KINDS = ("sft", "preference", "reward_model")
-"""Kinds of jobs that train from files, with the trainer alone. Their records have the name of the kind."""
+"""Kinds of jobs that train from files and run only the trainer. Their records have the name of the kind."""
 Accuracy = Annotated[float, Field(ge=0, le=1)]
 
 
 class FileTraining(Section):
-    """Fields of every training from files."""
+    """Fields of all trainings from files."""
 
     batch_size: int = Field(default=64, ge=1, le=1_000_000)
     """Examples per optimizer step."""
     evaluate_every: int = Field(default=25, ge=1)
-    """Steps between held-out measurements; eightfold below half of `stop_between`'s lower limit."""
+    """Steps between held-out measurements. The interval is 8 times longer while accuracy is below half of
+    `stop_between`'s minimum."""
     stop_between: tuple[Accuracy, Accuracy] | None = None
     """Held-out accuracy range that ends the job."""
     max_tokens: int | None = Field(default=None, ge=2)
-    """Most tokens of a text; longer examples are skipped."""
+    """Maximum tokens of a text; longer examples are skipped."""
 
 
 class SftSection(FileTraining):
@@ -32,22 +32,24 @@ class SftSection(FileTraining):
     Held-out accuracy is greedy exact match, measured by teacher forcing."""
 
     train_on: Literal["all", "last"] = "all"
-    """Assistant turns of a chat to learn."""
+    """Assistant turns of a chat to learn from."""
     normaliser: Literal["token", "sequence"] = "token"
     """Mean over the step's tokens (`token`), or over token means of examples (`sequence`)."""
 
 
 class PreferenceSection(FileTraining):
-    """Training on preferred answers (`kind: preference`). Held-out accuracy is the share of pairs whose
-    chosen answer has the higher implicit reward; `kto` pairs a desirable answer with another one."""
+    """Training on preferred answers (`kind: preference`). Held-out accuracy is the share of pairs in which
+    the chosen answer has the higher implicit reward. `kto` pairs a desirable answer with an undesirable
+    answer."""
 
     loss: Literal["dpo", "ipo", "hinge", "orpo", "kto"] = "dpo"
-    """`dpo`, `ipo`, `hinge` and `orpo` on pairs (columns `chosen`, `rejected`), or `kto` on single answers
-    (columns `prompt`, `completion`, `label`). All but `orpo` use the initial model as reference."""
+    """`dpo`, `ipo`, `hinge` and `orpo` learn from pairs (columns `chosen`, `rejected`), `kto` from single
+    answers (columns `prompt`, `completion`, `label`). All except `orpo` use the initial model as
+    reference."""
     beta: float = Field(default=0.1, gt=0)
-    """Strength of the reference's pull; with `orpo`, weight of the odds ratio."""
+    """Strength of the penalty for the distance from the reference. With `orpo`, weight of the odds ratio."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs that `dpo` assumes reversed."""
+    """Share of pairs that `dpo` assumes to be reversed."""
     weight_desirable: float = Field(default=1.0, gt=0)
     """Weight of a desirable answer in `kto`."""
     weight_undesirable: float = Field(default=1.0, gt=0)
@@ -55,6 +57,6 @@ class PreferenceSection(FileTraining):
 
 
 class RewardModelSection(FileTraining):
-    """Training of a model that scores answers (`kind: reward_model`), for the reward `reward_model`:
+    """Training of a model that scores answers (`kind: reward_model`), for the reward `reward_model`. It uses
     Bradley-Terry on pairs, or squared error on scores. Held-out accuracy is the share of pairs, or of
-    examples compared with others, in the right order."""
+    examples compared with others, in the correct order."""

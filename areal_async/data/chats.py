@@ -1,18 +1,20 @@
 """Tokens of an answer that are learned.
 
-A text answer is its tokens after those of the prompt, and the end-of-sequence token. Messages go through the
-tokenizer's chat template, all at once, and the tokens of the assistant's turns are found in the result:
+A text answer has these learned tokens: its tokens after the prompt, and the end-of-sequence token. Messages
+are rendered with the tokenizer's chat template, all at once. The assistant's turns are then found in the
+result:
 
-- Where the template marks them with `{% generation %}`, by its marks.
-- Else by rendering the chat up to before the turn, with the assistant's turn opened, and up to after it: what
-  the longer text adds is the turn. That holds only if both are how the whole begins. A template that renders
-  a turn differently once others follow (one that takes out earlier thoughts, say) is refused with what to do.
+- If the template marks them with `{% generation %}`, the marks are used.
+- Otherwise the chat is rendered up to the start of the turn, with the assistant's turn opened, and up to the
+  end of the turn. The turn is the difference. This requires that both texts are prefixes of the whole chat.
+  Some templates render a turn differently after further messages, for example without earlier thoughts. They
+  are refused with a fix.
 
-A turn is learned with the token that ends it, one of those at which engines end an answer
-(`areal_async/models/answers.py`), of several in a row the first, and nothing behind that. It may be the first
-token of the next turn, and the end-of-sequence token where the template puts nothing behind the last one.
-Without any the model would never learn to stop: such a chat is refused.
-"""
+A turn is learned including the token that ends it. This is a token at which engines end an answer
+(`areal_async/models/answers.py`). Of several such tokens in a row, the first counts, and nothing after it is
+learned. It may be the first token of the next turn. If the template adds nothing after the last turn, it is
+the end-of-sequence token. A chat without such a token is refused, because the model would never learn to
+stop."""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatError(ArealError):
-    """A chat in which the assistant's tokens cannot be found; the message gives the reason and a fix."""
+    """Error if the assistant's tokens cannot be found in a chat. The message has the reason and a fix."""
 
 
 def answer_ids(
@@ -41,8 +43,8 @@ def answer_ids(
     train_on: Literal["all", "last"] = "all",
     ends: Collection[int] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Return (token ids [T], 1 for each that is learned [T]), ending with the last that is. `ends` are the
-    ids that end an answer, by default those that the tokenizer knows. Raises `ChatError`."""
+    """Return (token ids [T], mask [T]), up to the last learned token. The mask is 1 for learned tokens.
+    `ends` are the ids that end an answer; the default is the tokenizer's ids. Raises `ChatError`."""
     ends = end_ids(tokenizer) if ends is None else ends
     if isinstance(answer.answer, str):
         if tokenizer.eos_token_id is None:
@@ -74,9 +76,9 @@ def answer_ids(
 def _check_known(tokenizer: Any, answer: Iterable[int]) -> None:
     """Raise `ChatError` if the tokenizer knows no token of an answer."""
     found = set(answer)
-    # Instead of an unknown token some tokenizers give their padding, and some leave out what it stands for.
+    # For an unknown text, some tokenizers return their padding token, and some return nothing.
     unknown = {tokenizer.unk_token_id, tokenizer.pad_token_id} - {tokenizer.eos_token_id}
-    # Some put a token for a blank before a word, whether they know the word or not.
+    # Some tokenizers put a blank token before each word, even before an unknown word.
     known = found - {*tokenizer.all_special_ids}
     if not found or (unknown & found and not any(map(str.strip, map(tokenizer.decode, sorted(known))))):
         raise ChatError(
@@ -86,8 +88,8 @@ def _check_known(tokenizer: Any, answer: Iterable[int]) -> None:
 
 
 def whole_ids(tokenizer: Any, answer: Continuation) -> list[int]:
-    """Return the tokens of prompt and answer as the reward `reward_model` reads them: two texts joined, or
-    messages through the chat template, as with its `template: chat`. Raises `ChatError`."""
+    """Return the tokens of prompt and answer in the form that the reward `reward_model` reads. Two texts are
+    joined. Messages are rendered with the chat template, as with its `template: chat`. Raises `ChatError`."""
     if isinstance(answer.answer, str) and isinstance(answer.prompt, str):
         return text_ids(tokenizer, answer.prompt + answer.answer)
     chat: list[Any] = [*answer.prompt, *answer.answer]
@@ -97,7 +99,7 @@ def whole_ids(tokenizer: Any, answer: Continuation) -> list[int]:
 def _turn_ids(
     tokenizer: Any, chat: list[Message], turns: Sequence[int], tools: Sequence[Message]
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of a chat, and 1 for each token of one of its `turns`."""
+    """Return the tokens of a chat and a mask, which is 1 for tokens of the `turns`."""
     template = tokenizer.chat_template
     if isinstance(template, str) and MARKED.search(template):
         return _marked_ids(tokenizer, chat, turns, tools)
@@ -119,21 +121,21 @@ def _turn_ids(
 def _with_ends(
     tokenizer: Any, ids: list[int], learned: Sequence[int], ends: frozenset[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens with each turn learned up to the token that ends it. Raises `ChatError` for a turn
-    without one."""
+    """Return the tokens and a mask in which each turn is learned up to the token that ends it. Raises
+    `ChatError` if a turn has no such token."""
     ids, learned = [*ids], [*learned]
     starts = [i for i, one in enumerate(learned) if one and (not i or not learned[i - 1])]
     for start in reversed(starts):
         after = next((i for i in range(start, len(ids)) if not learned[i]), len(ids))
         end = next((i for i in range(after - 1, start - 1, -1) if ids[i] in ends), None)
-        for i in range((end or start) - 1, start - 1, -1):  # of several in a row the first ends the answer
+        for i in range((end or start) - 1, start - 1, -1):  # The first of several ends the answer
             if ids[i] in ends:
                 end = i
             elif tokenizer.decode([ids[i]]).strip():
                 break
         behind = [] if end is None else [one for one in ids[end + 1 : after] if one not in ends]
         if end is not None and not tokenizer.decode(behind).strip():
-            learned[end + 1 : after] = [0] * (after - end - 1)  # blanks behind it are the template's
+            learned[end + 1 : after] = [0] * (after - end - 1)  # Blanks after it belong to the template
         elif after < len(ids) and ids[after] in ends:
             learned[after] = 1
         elif after == len(ids) and tokenizer.eos_token_id in ends and turn_closing(tokenizer) == "":
@@ -152,7 +154,7 @@ def _with_ends(
 def _span(
     tokenizer: Any, whole: str, chat: list[Message], turn: int, tools: Sequence[Message]
 ) -> tuple[int, int]:
-    """Return the span of a turn in the text of the chat."""
+    """Return the span of a turn in the text of the chat, as character positions."""
     if turn == 0:
         raise ChatError("it begins with the assistant, whose words follow nothing. Begin it with another's")
     before = _render(tokenizer, chat[:turn], tools, opened=True)
@@ -198,5 +200,5 @@ def _render(
         return tokenizer.apply_chat_template(
             chat, tools=list(tools) or None, tokenize=tokenize, add_generation_prompt=opened, **how
         )
-    except Exception as error:  # whatever a template raises
+    except Exception as error:  # A template may raise anything
         raise ChatError(f"the chat template fails: {type(error).__name__}: {error!s:.200}") from error

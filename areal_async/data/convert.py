@@ -5,10 +5,9 @@
 | task | `prompt`, `reward_model` (verl's) | `rl` |
 | question | a question and an answer, under usual names (GSM8K, MATH) | `rl`, `sft` |
 | chat | `messages`, or `conversations` with `from` and `value`; the last reply is the answer | `rl`, `sft` |
-| others | those of `areal_async/data/examples.py` | `sft`, `preference`, `reward_model` |
+| others | the columns of `areal_async/data/examples.py` | `sft`, `preference`, `reward_model` |
 
-A column that may belong to the question is an error unless `columns` says what the prompt consists of.
-"""
+If a column may belong to the question, the row is refused unless `columns` names the parts of the prompt."""
 
 from __future__ import annotations
 
@@ -41,9 +40,9 @@ UNPLACED = re.compile(
     r"table|history|premise|hypothesis|starter_code|[A-J]|"
     r"(sentence|text|distractor|option|choice|candidate|ending|op)_?[a-j\d]"
 )
-"""Columns without which a question may have no answer, and which need a place from the user."""
+"""Columns that a question may need to have an answer. The user must say if they belong to the prompt."""
 BARE_ANSWERS = ("ground_truth", "final_answer", "expected_answer", "target", "label")
-"""Columns that contain an answer and nothing else."""
+"""Columns that contain only an answer."""
 WORKED_ANSWERS = ("answer", "solution", "completion", "output", "response")
 ANSWERS = (*BARE_ANSWERS[:3], *WORKED_ANSWERS, *BARE_ANSWERS[3:])
 SPEAKERS = {
@@ -63,11 +62,11 @@ BARE = re.compile(r"\S*[^\s.]|[\[{](.|\s)*")
 SAID_LAST = re.compile(
     r"(?:\A|[\n.])[^\S\n]*[Tt]he (?:final )?answer is:?[^\S\n]+([^\s.](?:(?!\.\s)[^\n])*?)\.?\s*\Z"
 )
-"""The last sentence of a solution, as MetaMathQA has it."""
+"""The last sentence of a solution, in the form of MetaMathQA."""
 
 
 class BadRow(DataError):
-    """A row that cannot be converted."""
+    """Error if a row cannot be converted."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,10 @@ class Style:
 
     kind: Kind = "rl"
     columns: Mapping[str, str] = field(default_factory=dict)
-    """The column of the source for each of `OURS`; several columns of a prompt are joined by `+`."""
+    """The source column for each of `OURS`. Several columns of a prompt are joined by `+`."""
     answer: Answer = "auto"
     as_messages: bool = False
-    """Make a text prompt a message of the user."""
+    """Convert a text prompt to a message of the user."""
     instruction: str = ""
 
 
@@ -143,7 +142,7 @@ def _task(where: str, row: Message, style: Style, source: str) -> Message:
 
 
 def _example(where: str, row: Message, style: Style) -> Message:
-    """Return a row that a job of another kind than `rl` learns from."""
+    """Return a row for a job of another kind than `rl`."""
     columns = {"completion" if ours == "answer" else ours: theirs for ours, theirs in style.columns.items()}
     usual = {"messages": CHATS, "completion": WORKED_ANSWERS[::-1]} if style.kind == "sft" else {}
     found = {name: _find(row, columns, name, usual.get(name, (name,)))[1] for name in COLUMNS}
@@ -168,13 +167,13 @@ def _example(where: str, row: Message, style: Style) -> Message:
 
 
 def _find(row: Message, columns: Mapping[str, str], ours: str, usual: Sequence[str]) -> tuple[str, Any]:
-    """Return the column that contains `ours`, and its value; ("", None) if there is none."""
+    """Return the column that contains `ours`, and its value. Return ("", None) if there is none."""
     name = columns.get(ours) or next((name for name in usual if row.get(name) is not None), "")
     return name, row.get(name)
 
 
 def _question(where: str, row: Message, columns: Mapping[str, str]) -> tuple[list[str], Any]:
-    """Return the columns of the question, and the question; an empty text if there is none."""
+    """Return the columns of the question, and the question. The question is "" if there is none."""
     names = columns["prompt"].split("+") if "prompt" in columns else _question_columns(where, row)
     names = [name for name in names if _holds(row, name)]
     if len(names) == 1 and not isinstance(row[names[0]], str):
@@ -185,13 +184,14 @@ def _question(where: str, row: Message, columns: Mapping[str, str]) -> tuple[lis
 
 
 def _question_columns(where: str, row: Message) -> list[str]:
-    """Return the column of the question, which must contain any others, and that of its input."""
+    """Return the column of the question and the column of its input. If several columns may be the question,
+    one must contain the others."""
     found = [name for name in QUESTIONS if _holds(row, name)]
     inputs = [name for name in INPUTS if _holds(row, name)]
     names = found or inputs[:1]
     texts = {name: row[name].strip() for name in names if isinstance(row[name], str)}
     whole = max(texts.values(), key=len, default="")
-    for text in texts.values():  # a short text may be in another by chance
+    for text in texts.values():  # A short text may occur in another by chance
         if not (text in whole if len(text) >= 8 else whole.startswith(text) or whole.endswith(text)):
             raise BadRow(
                 f"{where} has the columns {' and '.join(map(repr, texts))}, and each may be the question. "
@@ -213,7 +213,7 @@ def _holds(row: Message, name: str) -> bool:
 
 
 def _truth(where: str, row: Message, column: str, given: Any, style: Style) -> Any:
-    """Return the ground truth in the column of the answer."""
+    """Return the ground truth from the column of the answer."""
     if given is None or given == "":
         named = f"column {column!r} is empty" if column else f"none of {', '.join(row)} is its answer"
         raise BadRow(f"{where} has no answer: {named}. Say which it is (--map answer=COLUMN).")
@@ -239,10 +239,10 @@ def _extracted(where: str, column: str, text: str, style: Style) -> str:
 
 
 def extract(text: str, how: Answer) -> str | None:
-    """Return the answer in a solution; None if there is none of that form. `auto` takes the text after `####`
-    in the last line, else the last box, else the answer that the last sentence names, else the whole text."""
+    """Return the answer in a solution, or None if there is none of that form. `auto` returns the text after
+    `####` in the last line, else the last box, else the answer in the last sentence, else the whole text."""
     found, *more = text.rpartition("####")[2].strip().split("\n")
-    if "####" in text and (how == "hash" or (how == "auto" and not more)):  # else it is a heading
+    if "####" in text and (how == "hash" or (how == "auto" and not more)):  # Otherwise #### is a heading
         return found.replace(",", "") if NUMBER.fullmatch(found) else found
     if how in ("auto", "boxed") and (box := last_box(text)) is not None:
         return box
@@ -254,7 +254,7 @@ def extract(text: str, how: Answer) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last closed `\boxed{…}` or `\fbox{…}`, with nested braces."""
+    r"""Return the content of the last closed `\boxed{…}` or `\fbox{…}`. Braces may be nested."""
     for begin in reversed([found.end() for found in re.finditer(r"\\f?boxed\s*\{|\\fbox\s*\{", text)]):
         depth = 1
         for at in range(begin, len(text)):
@@ -265,7 +265,8 @@ def last_box(text: str) -> str | None:
 
 
 def _messages(where: str, column: str, value: Any) -> Any:
-    """Return messages with `role` and `content` for those with `from` and `value`; other values unchanged."""
+    """Convert messages with `from` and `value` to messages with `role` and `content`. Return other values
+    unchanged."""
     if column in CHATS and value is not None and not isinstance(value, list):
         raise BadRow(f"{where}: column {column!r} must be a list of messages; found {value!r:.80}.")
     if column not in MESSAGE_COLUMNS or not isinstance(value, list):
@@ -298,7 +299,8 @@ def _shaped(row: Message, prompt: Any, style: Style, as_messages: bool = False) 
 
 
 def _led(row: Message, chat: list[Message]) -> list[Message]:
-    """Return the messages behind the row's system message, unless they begin with one."""
+    """Return the messages with the row's system message before them, unless they already begin with a system
+    message."""
     system = _system(row)
     return (
         chat if not system or chat[0]["role"] == "system" else [{"role": "system", "content": system}, *chat]

@@ -1,4 +1,4 @@
-"""Reading the files that other trainings than RL learn from: parquet or jsonl, told by their columns.
+"""Reader of the files for trainings other than RL, as parquet or jsonl. Their columns determine the form.
 
 | kind | form | columns |
 |---|---|---|
@@ -6,13 +6,12 @@
 | `sft` | completions | `prompt`, `completion` |
 | `sft` | tasks | `prompt`, `reward_model` with `ground_truth` (see `areal_async/data/tasks.py`) |
 | `preference`, `reward_model` | pairs | `chosen`, `rejected`, and `prompt` unless they begin with it |
-| `preference` | labelled | `prompt`, `completion`, `label` (true where it is desirable) |
+| `preference` | labelled | `prompt`, `completion`, `label` (true if it is desirable) |
 | `reward_model` | scored | `prompt`, `completion`, `score` |
 
-A prompt, a completion, a chosen or rejected answer is a text, or a list of chat messages. Each form may have
-the column `tools`, schemas for the chat template (a list, or that as JSON); pairs of a reward model may have
-`margin`, by how much the chosen answer is at least to be better. Other columns are ignored.
-"""
+A prompt, a completion, a chosen or rejected answer is a text or a list of chat messages. Each form may have
+the column `tools` with schemas for the chat template, as a list or as JSON. Pairs of a reward model may have
+the column `margin`, the least difference between the two scores. Other columns are ignored."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ COLUMNS = (*TEXTS, "reward_model", "label", "score", "margin", "tools")
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A prompt and its continuation, both as texts or both as messages. The ground truth of a task is a text
-    after any prompt. A chat has an empty prompt, and all of it is the answer."""
+    """A prompt and its continuation, both as texts or both as messages. Only the ground truth of a task is a
+    text after any prompt. A chat has an empty prompt, and the whole chat is the answer."""
 
     prompt: Text
     answer: Text
@@ -55,18 +54,18 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row: an answer, or of a pair the chosen and the rejected one."""
+    """One row: one answer, or a pair (chosen, rejected)."""
 
     answers: tuple[Continuation, ...]
     value: float = 0.0
-    """The margin of a pair; 1 for a desirable and 0 for an undesirable answer; a score."""
+    """The margin of a pair; 1 for a desirable and 0 for an undesirable answer; or a score."""
     where: str = field(default="", compare=False)
-    """Name of the row in errors: its file and line, or row."""
+    """Name of the row in errors: its file and its line or row."""
 
 
 def read_examples(path: Path, kind: Kind) -> tuple[Form, Iterator[Example]]:
-    """Return the form of a file for a job of `kind`, which is that of its first row, and its examples. Raises
-    `TaskFileError`, also during iteration, for a row of another form."""
+    """Return the form of a file for a job of `kind`, and its examples. The first row determines the form.
+    Raises `TaskFileError`, also during iteration, for a row of another form."""
     rows = task_rows(path, COLUMNS)
     first = next(rows, None)
     if first is None:
@@ -76,7 +75,7 @@ def read_examples(path: Path, kind: Kind) -> tuple[Form, Iterator[Example]]:
 
 
 def form_of(where: str, row: Mapping[str, Any], kind: Kind) -> Form:
-    """Return the first form of `kind` whose columns the row has. Raises `TaskFileError`."""
+    """Return the first form of `kind` for which the row has all columns. Raises `TaskFileError`."""
     forms = FORMS[kind]
     for form, needed in forms.items():
         if all(row.get(column) is not None for column in needed):
@@ -90,7 +89,7 @@ def form_of(where: str, row: Mapping[str, Any], kind: Kind) -> Form:
 
 
 def example_of(where: str, row: Mapping[str, Any], form: Form) -> Example:
-    """Return the example in a row of a file of this form. Raises `TaskFileError`."""
+    """Return the example in a row of a file with this form. Raises `TaskFileError`."""
     if form == "tasks":
         row = task_row(where, row)
         truth = row["reward_model"]["ground_truth"]
@@ -125,8 +124,8 @@ def example_of(where: str, row: Mapping[str, Any], form: Form) -> Example:
 
 
 def split_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
-    """Return (prompt, chosen, rejected) of two answers that begin with their prompt, which is their common
-    start. A blank before the first difference belongs to the answers, as in TRL's `extract_prompt`."""
+    """Return (prompt, chosen, rejected) for two answers that begin with their prompt. The prompt is their
+    common start. A blank before the first difference belongs to the answers, as in TRL's `extract_prompt`."""
     same = 0
     while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
         same += 1
@@ -164,8 +163,8 @@ def _text(value: Any, name: str, where: str) -> Text | None:
 
 
 def tools_of(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
-    """Return the tool schemas of a row, from its column `tools` or from `extra_info` of a task: a list, or
-    that as JSON. Raises `TaskFileError`."""
+    """Return the tool schemas of a row from its column `tools`, or from a task's `extra_info`. They are a
+    list, or a list as JSON. Raises `TaskFileError`."""
     extra = row.get("extra_info")
     value = row.get("tools") or (extra.get("tools") if isinstance(extra, Mapping) else None)
     if isinstance(value, str):

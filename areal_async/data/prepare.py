@@ -1,8 +1,7 @@
 """`data prepare`: convert sources to the files of a job, mix them, drop duplicates and long prompts, split.
 
-Promises: the result depends on sources, options and seed alone; no prompt is in both files; a mixture has its
-shares to within one row and repeats none; nothing is written unless all of it is right.
-"""
+The result depends only on sources, options and seed. No prompt is in both files. A mixture has its shares to
+within one row and repeats no row. If anything is wrong, nothing is written."""
 
 from __future__ import annotations
 
@@ -31,26 +30,26 @@ SKIPS = "(--skip-bad leaves such rows out.)"
 
 @dataclass(frozen=True)
 class Recipe:
-    """Steps that follow the conversion of the rows."""
+    """Steps after the conversion of the rows."""
 
     seed: int = 0
     weights: tuple[float, ...] = ()
-    """Share of each source in the mixture; empty takes all rows."""
+    """Share of each source in the mixture. Empty means all rows."""
     held_out: float = 0
-    """Number of held-out rows; below 1 their share."""
+    """Number of held-out rows, or their share if it is below 1."""
     skip_bad: bool = False
     max_prompt_tokens: int | None = None
     where: Mapping[str, str] = field(default_factory=dict)
-    """Values, as texts, that columns of a row must have for it to be taken."""
+    """Values, as texts, that a row must have in these columns. Other rows are omitted."""
 
 
 @dataclass
 class SourceCounts:
-    """Numbers of the rows of a source by what happened to them."""
+    """Numbers of the rows of a source, by result."""
 
     rows: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
-    """Description of the first row of a number."""
+    """Description of the first row with each result."""
 
     def add(self, what: str, told: object = "") -> None:
         self.rows[what] += 1
@@ -60,13 +59,13 @@ class SourceCounts:
 
 @dataclass
 class Prepared:
-    """The rows of both files, and counts for each source."""
+    """The rows of both files, and the counts of each source."""
 
     train: list[Row]
     held_out: list[Row]
     counts: dict[str, SourceCounts]
     tokens: list[int] = field(default_factory=list)
-    """Length of each prompt, if a tokenizer was given."""
+    """Length of each prompt in tokens, if a tokenizer was given."""
 
 
 def prepare(
@@ -76,7 +75,7 @@ def prepare(
     tokenizer: Any = None,
     track: Track = lambda rows, what: rows,
 ) -> Prepared:
-    """Make the rows of the files of a job. Raises `DataError`."""
+    """Return the rows of the files of a job. Raises `DataError`."""
     if recipe.weights and (len(recipe.weights) != len(sources) or min(recipe.weights) <= 0):
         raise DataError(
             f"--weights has {len(recipe.weights)} numbers for {len(sources)} sources. Give each one, above 0."
@@ -123,7 +122,7 @@ def _converted(
     counts: SourceCounts,
     seen: dict[str, Row],
 ) -> Iterator[Row]:
-    """Yield the rows of a job; `seen` has those before them by `prompt_key`."""
+    """Yield the rows of a job. `seen` maps `prompt_key` to the earlier rows."""
     for where, row in rows:
         counts.add("read")
         if any(str(row.get(column)) != value for column, value in recipe.where.items()):
@@ -147,25 +146,27 @@ def _converted(
 
 
 def _answer(row: Row) -> str:
-    """Return the answer of a task; empty for other rows, which are duplicates only as a whole."""
+    """Return the answer of a task, or "" for other rows. Other rows are duplicates only if they are equal as
+    a whole."""
     return repr(row["reward_model"]["ground_truth"]) if "reward_model" in row else ""
 
 
 def prompt_key(row: Mapping[str, Any]) -> str:
-    """Return a key that is equal for rows that ask the same: prompt, or whole chat or pair."""
+    """Return a key that is equal for rows with the same content: the same prompt, or the same whole chat or
+    pair."""
     asked = row.get("prompt")
     if asked is None or "completion" in row:
         asked = {name: row[name] for name in row if name not in ("tools", "extra_info")}
     text = asked.strip() if isinstance(asked, str) else json.dumps(asked, sort_keys=True, ensure_ascii=False)
-    if tools := (row.get("extra_info") or {}).get("tools"):  # with other tools it is another question
+    if tools := (row.get("extra_info") or {}).get("tools"):  # With other tools it is another question
         text += json.dumps(tools, sort_keys=True)
-    if "chosen" in row:  # one prompt may have several pairs
+    if "chosen" in row:  # A prompt may have several pairs
         text += json.dumps([row["chosen"], row["rejected"]], sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def split_key(row: Mapping[str, Any]) -> str:
-    """Return a key that is equal for rows of one prompt, which belong to the same side of a split."""
+    """Return a key that is equal for rows with one prompt. Such rows belong to the same side of a split."""
     if isinstance(chat := row.get("messages"), list):
         row = {"prompt": [each for each in chat if each["role"] != "assistant"] or chat}
     elif row.get("prompt") is None and "chosen" in row:
@@ -180,14 +181,14 @@ def _length(tokenizer: Any, row: Row) -> int:
         prompt = chat[:-1] if isinstance(chat, list) and len(chat) > 1 else chat
     try:
         return len(prompt_ids(tokenizer, prompt, tools_of(row, "a row")))
-    except Exception as error:  # whatever a template raises
+    except Exception as error:  # A template may raise anything
         raise DataError(
             f"the chat template fails on the prompt {prompt!r:.80} ({type(error).__name__}: {error!s:.200})."
         ) from error
 
 
 def _mixed(pools: list[list[Row]], recipe: Recipe) -> list[list[Row]]:
-    """Draw from each pool as many rows as its weight gives, without repeats."""
+    """Draw rows from each pool in proportion to its weight, without repeats."""
     whole = sum(recipe.weights)
     shares = [weight / whole for weight in recipe.weights]
     total = int(min(len(pool) / share for pool, share in zip(pools, shares, strict=True)) + 1e-9)
@@ -203,7 +204,7 @@ def _mixed(pools: list[list[Row]], recipe: Recipe) -> list[list[Row]]:
 
 
 def _split(rows: list[Row], recipe: Recipe) -> tuple[list[Row], list[Row]]:
-    """Return (held out, train), shuffled by the seed. Rows of one prompt are on one side."""
+    """Return (held out, train), shuffled with the seed. All rows with one prompt are on the same side."""
     random.Random(f"{recipe.seed}:order").shuffle(rows)
     wanted = round(recipe.held_out * len(rows)) if recipe.held_out < 1 else int(recipe.held_out)
     if wanted >= len(rows):
@@ -220,7 +221,7 @@ def _split(rows: list[Row], recipe: Recipe) -> tuple[list[Row], list[Row]]:
 
 
 def write_rows(files: Mapping[Path, Sequence[Row]], *, overwrite: bool) -> None:
-    """Write each .jsonl file, whole or none of them. Raises `DataError`."""
+    """Write all .jsonl files completely, or none. Raises `DataError`."""
     for path in files:
         if path.suffix != ".jsonl":
             raise DataError(f"{path} is to be written, and does not end in .jsonl. Name it so.")

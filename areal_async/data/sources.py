@@ -2,10 +2,10 @@
 
 | source | rows |
 |---|---|
-| `FILE.jsonl`, `FILE.json`, `FILE.parquet` | those of the file, which as `.json` may be one list |
-| a glob, such as `parts/*.parquet` | those of the files, sorted by name |
-| a folder | those of the parquet and json files of one split |
-| `owner/name` or `owner/name/folder` | those of a data set of the hub, from the local cache or the network |
+| `FILE.jsonl`, `FILE.json`, `FILE.parquet` | the rows of the file; a `.json` file may be one list |
+| a glob, such as `parts/*.parquet` | the rows of the files, sorted by name |
+| a folder | the rows of the parquet and json files of one split |
+| `owner/name` or `owner/name/folder` | the rows of a hub data set, from the local cache or the network |
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from areal_async.storage.remote import StorageError
 SUFFIXES = (".parquet", ".jsonl", ".json")
 NOT_DATA = ("dataset_info.json", "dataset_infos.json")
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}.*")
-JSON_BYTES = 1 << 30  # Of a .json file that is not lines
+JSON_BYTES = 1 << 30  # Size limit of a .json file that does not consist of lines
 
 
 class DataError(TaskFileError):
-    """Data that cannot be used: names the file, the row, the column and the fix."""
+    """Error if data cannot be used. The text names the file, the row, the column and the fix."""
 
     exit_status = 2
 
@@ -70,7 +70,7 @@ def find_source(text: str, split: str) -> Source:
 
 
 def _name_of(path: Path) -> str:
-    """Return the part of a path that names the data set: gsm8k for `gsm8k/data/train-*.parquet`."""
+    """Return the part of a path that names the data set, such as gsm8k for `gsm8k/data/train-*.parquet`."""
     plain = re.compile(r"(data|train|test|validation|default|main)?([-_.]?[0-9*?\[\]-]+.*)?")
     for part in (path.stem if path.suffix in SUFFIXES else path.name, *(each.name for each in path.parents)):
         if part and not plain.fullmatch(part):
@@ -98,7 +98,8 @@ def _in_folder(folder: Path, split: str) -> list[Path]:
 
 
 def _splits_in(path: Path) -> set[str]:
-    """Return the splits that a file may belong to; `train_prefs-00000-of-00001` names its own."""
+    """Return the splits that a file may belong to. A shard such as `train_prefs-00000-of-00001` belongs only
+    to the split in its name."""
     if shard := SHARD.fullmatch(path.stem):
         return {shard[1]}
     words = {*re.split(r"[-_.]", path.stem), *path.parts[:-1]}
@@ -108,8 +109,8 @@ def _splits_in(path: Path) -> set[str]:
 def source_rows(
     source: Source, broken: list[TaskFileError] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield all rows of a source with every column, each with its name in errors. Raises `DataError`; lines
-    that are not JSON go to `broken` instead if it is given."""
+    """Yield all rows of a source with every column, as (name for errors, row). Raises `DataError`. If
+    `broken` is given, lines that are not JSON are appended to it instead."""
     try:
         for path in source.files:
             whole = _whole_json(path) if path.suffix == ".json" else None
@@ -123,11 +124,12 @@ def source_rows(
 
 
 def _whole_json(path: Path) -> list[dict[str, Any]] | None:
-    """Return the rows of a .json file that is one list or one object; None for lines of JSON."""
+    """Return the rows of a .json file that is one list or one object. Return None if it consists of JSON
+    lines."""
     try:
         found = json.loads(path.read_bytes()) if path.stat().st_size <= JSON_BYTES else None
     except (OSError, ValueError, RecursionError):
-        return None  # or a broken file, in which the reader of lines finds the place
+        return None  # For a broken file, the reader of lines reports the place
     rows = found if isinstance(found, list) or found is None else [found]
     if rows is not None and not all(isinstance(row, dict) for row in rows):
         raise DataError(f"file {path} has no rows: give a list of objects, or one object a line.")

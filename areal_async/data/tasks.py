@@ -1,15 +1,15 @@
-"""Reading task files: parquet or jsonl in the schema that public RL data sets use.
+"""Reader of task files: parquet or jsonl in the schema of public RL data sets.
 
-Columns: `prompt` (text, or a list of chat messages with `role` and `content`) and
-`reward_model` (`{"style": …, "ground_truth": …}`) are required; `data_source`, `ability` and
-`extra_info` are optional. Other columns are ignored, but for those that change what a task means, which are
-refused: images, videos and audios, whose tasks cannot be solved from the text alone.
+The columns `prompt` (text, or a list of chat messages with `role` and `content`) and `reward_model`
+(`{"style": …, "ground_truth": …}`) are required. `data_source`, `ability` and `extra_info` are optional.
+Other columns are ignored, except columns with images, videos or audios. A file with such columns is refused,
+because its tasks cannot be solved from the text alone.
 
-A field of a message that is null is absent. In parquet every row has the fields that any row has, so there a
-null at any depth of messages and schemas is absent too; in jsonl the arguments of a call stay as written.
+A null field of a message counts as absent. In parquet every row has the fields of all rows, so a null at any
+depth of messages and schemas counts as absent too. In jsonl the arguments of a call stay unchanged.
 
-What reading may cost is bounded by the size of the file: a few kilobytes of parquet can stand for gigabytes.
-"""
+The size of the file limits the cost of reading it, because a few kilobytes of parquet can expand to
+gigabytes."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ MESSAGE_COLUMNS = frozenset(("messages", "conversations", "conversation", "dialo
 MESSAGE_COLUMNS |= {"chosen", "rejected", "tools", "functions"}
 VISION_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 WEIGHTS = ("weight", "trainable", "loss_mask", "train", "training", "loss", "learn")
-"""Fields with which data sets say whether a turn of the assistant is learned."""
+"""Fields in which data sets mark whether a turn of the assistant is learned."""
 Message = dict[str, Any]
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # Templates may have others
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # Templates may have further roles
 WITHOUT_WORDS = frozenset({"role", "name", "tool_call_id", *WEIGHTS})
-"""Fields of a message that carry no words: a message that has no others, such as `tool_calls`, needs a
+"""Fields of a message that carry no words. A message with no other fields (such as `tool_calls`) needs a
 content."""
-PLACEHOLDER = "<image>"  # Where in a prompt what a vision column holds would stand
-ROW_BYTES = 1024  # What a row costs beside its text, in Python
-VALUE_BYTES = 64  # What a value in it costs
-FREE_BYTES = 256 << 20  # A file may unfold to so much, however small it is …
-MOST_UNFOLDED = 200  # … and to so many times its own size
-LONGEST_LINE = 64 << 20  # Bytes of one line of a jsonl file
-BATCH_ROWS = 256  # Rows of a parquet file that are decoded at once
+PLACEHOLDER = "<image>"  # Placeholder in a prompt for the content of a vision column
+ROW_BYTES = 1024  # Cost of a row in Python, besides its text
+VALUE_BYTES = 64  # Cost of a value in a row
+FREE_BYTES = 256 << 20  # A file of any size may expand to this size …
+MOST_UNFOLDED = 200  # … plus its own size times this factor
+LONGEST_LINE = 64 << 20  # Limit on one line of a jsonl file, in bytes
+BATCH_ROWS = 256  # Number of parquet rows that are decoded at a time
 
 T = TypeVar("T")
 
 
 class TaskFileError(ArealError):
-    """A task file that cannot be used: names the file, the row, the column and the fix."""
+    """Error if a task file cannot be used. The text names the file, the row, the column and the fix."""
 
 
 class TaskTable:
-    """The rows of one task file in file order, with the hash of the file's bytes."""
+    """The rows of one task file in file order, and the hash of the file's bytes."""
 
     def __init__(self, path: Path, dataset_hash: str, rows: list[dict[str, Any]]) -> None:
         self.path = path
@@ -72,7 +72,7 @@ class TaskTable:
         return len(self._rows)
 
     def task(self, row: int, pass_index: int = 0) -> Task:
-        """Return the task of `row` in pass `pass_index`, with the id `<dataset hash>:<row>:<pass>`."""
+        """Return the task of `row` in pass `pass_index`. Its id is `<dataset hash>:<row>:<pass>`."""
         data = self._rows[row]
         reward = data["reward_model"]
         return Task(
@@ -86,7 +86,7 @@ class TaskTable:
         )
 
     def extra(self, row: int, column: str) -> Any:
-        """Return the value of an extra column of `read_tasks` in `row`; None if it has none."""
+        """Return the value of an extra column of `read_tasks` in `row`, or None if there is none."""
         return self._rows[row].get(column)
 
     def __iter__(self) -> Iterator[Task]:
@@ -94,7 +94,7 @@ class TaskTable:
 
 
 def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
-    """Read and check a whole task file, with the columns of `extra` beside those of a task. Raises
+    """Read and check a whole task file. The columns `extra` are read in addition to a task's columns. Raises
     `TaskFileError`."""
     columns = frozenset((*COLUMNS, *extra))
     rows, path = [], task_file(path)
@@ -110,9 +110,9 @@ def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
 def task_rows(
     path: Path, columns: Collection[str] | None = COLUMNS, broken: list[TaskFileError] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a task file with their `columns` (None: all), each with its name in errors: file and
-    line, or row of a parquet file, both from 1. The values are not checked. Raises `TaskFileError`;
-    unreadable lines go to `broken` instead if it is given."""
+    """Yield the rows of a task file with their `columns` (None: all), as (name for errors, row). The name is
+    the file with a line number, or a row number for parquet, both from 1. The values are not checked. Raises
+    `TaskFileError`. If `broken` is given, unreadable lines are appended to it instead."""
     try:
         path = task_file(path)
         with os.fdopen(open_regular(path), "rb") as file:
@@ -133,7 +133,7 @@ def task_rows(
 
 
 def task_file(path: Path) -> Path:
-    """Return the path, or the only file with tasks in a folder, such as a data set of the hub. Raises
+    """Return the path. If it is a folder, such as a data set of the hub, return its only task file. Raises
     `TaskFileError`."""
     if not path.is_dir():
         return path
@@ -142,21 +142,21 @@ def task_file(path: Path) -> Path:
         return files[0]
     there = ", ".join(str(each.relative_to(path)) for each in files[:5]) or "none"
     raise TaskFileError(
-        f"task file {path} is a folder with {len(files)} files of rows ({there}). Name one of them, or "
-        "make a .jsonl file with `areal-async data prepare`."
+        f"task file {path} is a folder with {len(files)} files of rows ({there}). Name a "
+        ".parquet or .jsonl file, or make one with `areal-async data prepare`."
     )
 
 
 def drawn(rows: Sequence[T], most: int) -> Sequence[T]:
-    """Return at most `most` of the rows in their order, drawn at random, always the same. Rows at even
-    distances would all be of one kind in a file that repeats its kinds."""
+    """Return at most `most` of the rows in their order. They are drawn at random, always with the same
+    result. Evenly spaced rows could all be of one kind if a file repeats its kinds."""
     if len(rows) <= most:
         return rows
     return [rows[index] for index in sorted(random.Random(0).sample(range(len(rows)), most))]
 
 
 def pass_order(n_rows: int, *, seed: int, pass_index: int, shuffle: bool) -> list[int]:
-    """Return the order of the rows in pass `pass_index`, which depends on the arguments alone."""
+    """Return the order of the rows in pass `pass_index`. It depends only on the arguments."""
     order = list(range(n_rows))
     if shuffle:
         random.Random(f"{seed}:{pass_index}").shuffle(order)
@@ -164,7 +164,7 @@ def pass_order(n_rows: int, *, seed: int, pass_index: int, shuffle: bool) -> lis
 
 
 def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str] | None) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa  # large, and needed for such files alone
+    import pyarrow as pa  # Large, and needed only for parquet files
     import pyarrow.parquet as pq
 
     size = path.stat().st_size
@@ -173,7 +173,7 @@ def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str] | None) -
         table = pq.ParquetFile(file)
         names = table.schema_arrow.names
         refuse_vision(path, names)
-        # What a page says of its size is in the footer too: nothing large is unpacked to find out.
+        # The footer also has the size of each page, so nothing large is unpacked to find the size.
         metadata = table.metadata
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
         values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
@@ -187,8 +187,8 @@ def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str] | None) -
         wanted = [name for name in names if columns is None or name in columns]
         taken = 0
         for group, described in enumerate(groups):
-            # A dictionary may stand for each of its values many times: a batch has so few rows that it stays
-            # below the limit if each holds all that the group has.
+            # A dictionary may stand for each of its values many times. A batch has so few rows that it stays
+            # below the limit even if each row contains all values of the group.
             at_once = max(1, min(BATCH_ROWS, most // max(1, described.total_byte_size)))
             for batch in table.iter_batches(at_once, row_groups=[group], columns=wanted, use_threads=False):
                 batch = _without_dictionaries(path, batch)
@@ -201,8 +201,8 @@ def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str] | None) -
 
 
 def without_fillers(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of a columnar file without the nulls in messages and schemas: most of them stand for
-    fields that only other rows have."""
+    """Return a row of a columnar file without nulls in messages and schemas. Most of them stand for fields
+    that only other rows have."""
     made = {name: _without_nulls(row[name]) if name in MESSAGE_COLUMNS else row[name] for name in row}
     if isinstance(extra := row.get("extra_info"), dict) and "tools" in extra:
         made["extra_info"] = extra | {"tools": _without_nulls(extra["tools"])}
@@ -216,7 +216,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _without_dictionaries(path: Path, batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the batch with its dictionaries decoded, so that its size is what its rows take."""
+    """Return the batch with its dictionaries decoded. Its size is then the real size of its rows."""
     from pyarrow.types import is_dictionary
 
     for index, field in enumerate(batch.schema):
@@ -276,7 +276,7 @@ def _json_row(where: str, line: bytes) -> dict[str, Any]:
 
 
 def _field_of(line: bytes) -> str:
-    """Return the last field name before brackets that are nested too deeply."""
+    """Return the name of the last field before brackets that are nested too deeply."""
     names = line[: line.find(b"[" * 20)].rpartition(b'":')[0].rpartition(b'"')[2][:40]
     return f"column `{names.decode('utf-8', 'replace')}`" if names else "it"
 
@@ -290,8 +290,8 @@ def refuse_vision(path: Path, names: Collection[str]) -> None:
 
 
 def task_row(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of a task, with the messages of its prompt as a chat template takes them. Raises
-    `TaskFileError` for a row, named by `where`, that is no task."""
+    """Return the row of a task, with the prompt's messages in the form that a chat template needs. `where`
+    names the row in errors. Raises `TaskFileError` if the row is not a task."""
     prompt = row.get("prompt")
     if "prompt" not in row:
         raise TaskFileError(
@@ -322,8 +322,8 @@ _NO_TEXT = "must be a text, or a list of messages with `role` and `content`"
 
 
 def check_values(row: Mapping[str, Any], where: str) -> None:
-    """Raise `TaskFileError` for a row, named by `where`, with more levels or values than anybody means, or
-    with a value that no message between our processes can carry."""
+    """Raise `TaskFileError` if a row has too many levels or values, or a value that msgpack cannot encode.
+    `where` names the row."""
     if (deep := too_nested(row)) is not None:
         raise TaskFileError(
             f"{where}: {deep} is nested more than {MOST_LEVELS} levels deep, or has more than "
@@ -346,8 +346,8 @@ def check_values(row: Mapping[str, Any], where: str) -> None:
 
 
 def chat_messages(value: Any, column: str, where: str) -> list[Message]:
-    """Return the messages of a column without their null fields, each with a content. Raises `TaskFileError`
-    for what is no list of messages of text."""
+    """Return the messages of a column without their null fields. Each has a content. Raises `TaskFileError`
+    if the value is not a list of text messages."""
     found = value if isinstance(value, list) else []
     if not found or not all(isinstance(each, dict) and each.get("role") is not None for each in found):
         raise TaskFileError(f"{where}: column `{column}` {_NO_TEXT}; found {value!r:.80}.")
@@ -365,8 +365,8 @@ def chat_messages(value: Any, column: str, where: str) -> list[Message]:
 
 
 def present(message: Mapping[str, Any]) -> Message:
-    """Return a message, or a call in it, without the fields that are null. What a call's arguments hold is
-    data, and stays."""
+    """Return a message, or a call in it, without null fields. The arguments of a call are data and stay
+    unchanged."""
     made = {name: value for name, value in message.items() if value is not None}
     for name in ("function", "function_call"):
         if isinstance(inner := made.get(name), Mapping):
@@ -377,13 +377,13 @@ def present(message: Mapping[str, Any]) -> Message:
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """Return whether a turn of the assistant is learned: no field of `WEIGHTS` takes it out."""
+    """Return whether a turn of the assistant is learned. It is, unless a field of `WEIGHTS` is 0 or false."""
     return all(message.get(name, 1) for name in WEIGHTS)
 
 
 def check_message(message: Mapping[str, Any], column: str, where: str) -> None:
-    """Raise `TaskFileError` for a message whose role is a usual one misspelt, whose content is no text, or
-    whose weight is neither 0 nor 1."""
+    """Raise `TaskFileError` if a message has a misspelt role, a content that is not a text, or a weight other
+    than 0 or 1."""
     if not isinstance(role := message["role"], str):
         raise TaskFileError(f"{where}: column `{column}` has the role {role!r:.40}. Give a text, as in user.")
     word = "" if role in ROLES else role.strip().lower()
@@ -401,7 +401,7 @@ def check_message(message: Mapping[str, Any], column: str, where: str) -> None:
 
 
 def check_text(text: Any, column: str, where: str) -> None:
-    """Raise `TaskFileError` for what is no text alone; `where` names the row."""
+    """Raise `TaskFileError` if `text` is not a plain text. `where` names the row."""
     if not isinstance(text, str) or PLACEHOLDER in text:
         found = f"has {PLACEHOLDER}"
         if not isinstance(text, str):

@@ -1,7 +1,7 @@
-"""The current status of a run, computed from the statuses of its services and from its records.
+"""Current status of a run, computed from the statuses of its services and from its records.
 
-`StatusAggregator` is pure: it is fed and asked, with the time of each given. Everything in it is bounded.
-"""
+`StatusAggregator` is pure: its caller passes in the statuses, the records and the time. All of its state is
+bounded."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from areal_async.rpc.control_messages import ServiceFigures, ServiceStatus
 from areal_async.rpc.messages import BufferStats, NoScore
 
 RECENT_STEPS = 20
-MESSAGE_LIFE_S = 30.0  # A warning older than this is not shown any more
-RATE_WINDOW_S = 10.0  # Rates and busy shares are over the last so many seconds
+MESSAGE_LIFE_S = 30.0  # A warning is shown for this long
+RATE_WINDOW_S = 10.0  # Window for rates and busy shares
 IDLE_ACTIVITIES = frozenset({"wait", "idle"})
 DROPPED, MASKED, BY_VERDICT = "dropped:", "episode_masked:", "verdict_"
 
 
 @dataclass(frozen=True)
 class DropReport:
-    """Losses of a run so far, the most frequent reason first."""
+    """Losses of a run so far. Reasons are sorted by frequency, highest first."""
 
     groups: Mapping[str, int] = field(default_factory=dict)  # Groups dropped, by reason
-    masked: Mapping[str, int] = field(default_factory=dict)  # Episodes masked, by the kind of their verdict
-    no_scores: Sequence[NoScore] = ()  # Verdicts without a score by kind, the newest last
+    masked: Mapping[str, int] = field(default_factory=dict)  # Masked episodes, by the kind of their verdict
+    no_scores: Sequence[NoScore] = ()  # Verdicts without a score by kind; the newest is last
 
     @classmethod
     def of(cls, transitions: Mapping[str, int], no_scores: Sequence[NoScore] = ()) -> DropReport:
-        """Return the losses in the buffer's counts of transitions, with its verdicts without a score."""
+        """Return the losses in the buffer's counts of transitions, together with the verdicts without a
+        score."""
 
         def under(prefix: str) -> dict[str, int]:
             found = [
@@ -51,12 +52,12 @@ class DropReport:
 
     @property
     def by_verdict(self) -> int:
-        """Groups dropped because scoring them gave no score."""
+        """Number of groups dropped because their verdicts had no score."""
         return sum(count for reason, count in self.groups.items() if reason.startswith(BY_VERDICT))
 
     @property
     def text(self) -> str:
-        """One line; empty when nothing was lost."""
+        """Return the losses in one line; the text is empty if nothing was lost."""
         return ", ".join(
             f"{sum(counts.values())} {what} ({', '.join(f'{why} {n}' for why, n in counts.items())})"
             for what, counts in (("groups", self.groups), ("episodes masked", self.masked))
@@ -69,7 +70,7 @@ def no_score_text(note: NoScore) -> str:
 
 
 class Accuracy(NamedTuple):
-    """The held-out accuracy of one version, with the ends of its 95 % interval."""
+    """Held-out accuracy of one version, with the ends of its 95 % interval."""
 
     version: int
     value: float
@@ -77,13 +78,14 @@ class Accuracy(NamedTuple):
 
 
 class Progress:
-    """Progress of a run (of its first policy), from its records in their order."""
+    """Progress of a run, from its records in their order. With several policies, this is the progress of the
+    first policy."""
 
     def __init__(self, policy: str) -> None:
         self._policy = policy
-        self.newest = RunRecord("step")  # That of a step
-        self.done = 0  # Steps finished
-        self.trained = False  # Whether one was since the run was started or resumed
+        self.newest = RunRecord("step")  # Newest record of a step
+        self.done = 0  # Number of finished steps
+        self.trained = False  # Whether a step has finished since the run was started or resumed
         self.tokens = 0
         self.waited_s = 0.0
         self.loss: float | None = None
@@ -91,15 +93,15 @@ class Progress:
         self.self_check = ""
         self.rewards: deque[float] = deque(maxlen=EDGE_STEPS)
         self._rewards_first: list[float] = []
-        self._rewarded = 0  # Steps with a reward
-        self.first: Accuracy | None = None  # Of the earliest version
-        self.last: Accuracy | None = None  # Of the latest version
+        self._rewarded = 0  # Number of steps with a reward
+        self.first: Accuracy | None = None  # Accuracy of the earliest version
+        self.last: Accuracy | None = None  # Accuracy of the latest version
         self._times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
 
     def read(self, records: Iterable[Mapping[str, Any]]) -> Self:
-        """Take in records of metrics.jsonl."""
+        """Add records of metrics.jsonl."""
         for record in records:
-            with suppress(msgspec.ValidationError):  # of a kind that is not shown
+            with suppress(msgspec.ValidationError):  # records of other kinds are not shown
                 self.feed(msgspec.convert(record, RunRecord))
         return self
 
@@ -107,14 +109,14 @@ class Progress:
         if record.policy not in ("", self._policy):
             return
         if record.kind == "resume":
-            self.trained, self.self_check = False, ""  # it speaks of the life before
+            self.trained, self.self_check = False, ""  # the self-check belongs to an earlier life of the run
             self._times.clear()
         failed = self.self_check.lower().startswith("failed")
-        if record.kind == "self_check" and not (failed and record.passed):  # another version mends nothing
+        if record.kind == "self_check" and not (failed and record.passed):  # a later pass hides no failure
             self.self_check = self_check_text(record)
         if record.kind in ("step", *FILE_KINDS):
             if record.done <= self.done:
-                self._times.clear()  # a restarted trainer does steps again, at a pace of their own
+                self._times.clear()  # a restarted trainer repeats steps, at a different pace
             self.newest, self.done, self.trained = record, record.done, True
             self.tokens += record.tokens
             self.waited_s += record.wait_s
@@ -136,7 +138,8 @@ class Progress:
 
     @property
     def warning(self) -> str:
-        """Return a sentence if training reward rises and held-out reward falls; else an empty text."""
+        """Return a warning if the training reward rises while the held-out reward falls; otherwise an empty
+        text."""
         first, last = self.first, self.last
         if not (first and last and first.interval and last.interval):
             return ""
@@ -145,8 +148,8 @@ class Progress:
         return reward_warning(self._rewards_first[:edge], list(self.rewards)[-edge:], *ends)
 
     def left_s(self, steps: int) -> float | None:
-        """Return the seconds until `steps` are done at the recent pace; None before the second and at the
-        end."""
+        """Return the seconds until `steps` are done at the recent pace; None before the second step and at
+        the end."""
         if len(self._times) < 2 or self.done >= steps:
             return None
         (first, first_s), (last, last_s) = self._times[0], self._times[-1]
@@ -162,13 +165,13 @@ class WorkSample(NamedTuple):
 
 
 class RateTracker:
-    """Rates and busy shares of one process, over the last seconds and from the first to the last step."""
+    """Rates and busy shares of one process, over a window of the last seconds and over the whole training."""
 
     def __init__(self) -> None:
         self._recent: deque[WorkSample] = deque(maxlen=64)
         self._steps_done = 0
         self._at_steps: list[WorkSample] = []
-        """The samples at the first and at the last finished step."""
+        """Samples at the first and at the last finished step."""
 
     def add(self, sample: WorkSample, steps_done: int) -> None:
         self._recent.append(sample)
@@ -187,11 +190,11 @@ class RateTracker:
         return max(0, last.tokens - (first.tokens or 0)) / elapsed_s if elapsed_s > 0 else None
 
     def busy(self) -> float | None:
-        """Return the share of the window in the busiest activity."""
+        """Return the share of the window that the process spent in its busiest activity."""
         return _share(self._recent[0], self._recent[-1]) if self._recent else None
 
     def busy_while_training(self) -> float | None:
-        """Return the share from the first to the last step that this process has seen finished."""
+        """Return the busy share from the first to the last step that finished while this process ran."""
         return _share(self._at_steps[0], self._at_steps[-1]) if self._at_steps else None
 
 
@@ -200,8 +203,9 @@ def _share(first: WorkSample, last: WorkSample) -> float | None:
 
 
 def busy_share(before: Mapping[str, float], after: Mapping[str, float], elapsed_s: float) -> float | None:
-    """Return the share of `elapsed_s` that a process spent in its busiest activity, between two of its counts
-    of seconds by activity; None if it counts none."""
+    """Return the share of `elapsed_s` that a process spent in its busiest activity.
+
+    `before` and `after` are cumulative seconds by activity. Returns None if the process counts no seconds."""
     spent_s = [sum_s - before.get(what, 0.0) for what, sum_s in after.items() if what not in IDLE_ACTIVITIES]
     return min(1.0, max(0.0, *spent_s) / elapsed_s) if spent_s and elapsed_s > 0 else None
 
@@ -213,14 +217,15 @@ class ServiceActivity:
     name: str
     phase: str
     busy: float | None = None
-    """Share of the last seconds in its busiest activity, 0 to 1; None before it is known."""
-    waiting_for: str = ""  # What it waits for, in words; empty when it waits for nothing
-    doing: str = ""  # What it has under way that takes long, with how far it is
+    """Share of the last seconds that the service spent in its busiest activity, 0 to 1; None before it is
+    known."""
+    waiting_for: str = ""  # Reason why it waits, in words; empty if it does not wait
+    doing: str = ""  # Long-running activity and its progress
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One moment of a run. None means not known (yet)."""
+    """Status of a run at one moment. None means that a value is not known (yet)."""
 
     job: str
     kind: str
@@ -243,17 +248,17 @@ class RunStatus:
     groups: Mapping[str, int]
     services: tuple[ServiceActivity, ...]
     message: str
-    stall: Stall | None = None  # Set while the trainer has computed nothing for `observe.stall_s`
+    stall: Stall | None = None  # Set if the trainer has computed nothing for `observe.stall_s`
     stall_s: float = 0.0
     stopping: bool = False
-    trained: bool = True  # Whether a step was finished since the run was started or resumed
+    trained: bool = True  # Whether a step has finished since the run was started or resumed
     accuracy_interval: tuple[float, float] | None = None  # Ends of the 95 % interval of `accuracy`
-    self_check: str = ""  # The outcome of the trainer's self-check in words; empty before there is one
+    self_check: str = ""  # Outcome of the trainer's self-check in words; empty before the first check
     dropped: DropReport = field(default_factory=DropReport)
-    pacing: str = ""  # How far ahead is generated and why; empty where it is all that the bound allows
+    pacing: str = ""  # Number of groups generated ahead, with the reason; empty if it is the full bound
     waited_s: float = 0.0  # Seconds that the trainer has waited for batches, over all finished steps
-    lease_wait: str = ""  # Why the buffer would lease nothing now; empty when it would
-    warning: str = ""  # What the figures of training and of evaluations say together
+    lease_wait: str = ""  # Reason why the buffer grants no lease now; empty if it grants leases
+    warning: str = ""  # Warning from the rewards of training and of evaluations
 
 
 @dataclass
@@ -261,25 +266,25 @@ class _Service:
     phase: str = "waiting"
     rates: RateTracker = field(default_factory=RateTracker)
     status: ServiceStatus | None = None
-    """Its newest answer; None before there is one from the process that is there now."""
-    answered_s: float | None = None  # When it answered last; None since its phase changed
+    """Newest answer of the current process; None before its first answer."""
+    answered_s: float | None = None  # Time of its last answer; None if its phase has changed since
 
     @property
     def figures(self) -> ServiceFigures:
         return self.status.figures if self.status is not None else ServiceFigures()
 
     def waiting_for(self, subject: str | None = None) -> str:
-        """Return the reason why it waits for one subject, or for any."""
+        """Return the reason why the service waits for `subject`, or for anything if `subject` is None."""
         waits = self.status.waiting_for if self.status is not None else {}
         return "; ".join(waits.values()) if subject is None else waits.get(subject, "")
 
     def is_silent(self, now_s: float) -> bool:
-        """Return whether it serves, but not even its control thread answers: the process is held up."""
+        """Return whether the process hangs: the service serves, but its control thread does not answer."""
         return self.phase == "serving" and self.answered_s is not None and now_s - self.answered_s > SILENT_S
 
 
 class StatusAggregator:
-    """Collects what is known of a run. Times `now_s` are of one monotonic clock."""
+    """Collects the statuses and records of a run. All times `now_s` come from one monotonic clock."""
 
     def __init__(self, job: JobConfig, service_names: Sequence[str], started_s: float) -> None:
         self._job = job
@@ -287,35 +292,35 @@ class StatusAggregator:
         self._services = {name: _Service() for name in service_names}
         self._progress = Progress(job.policy)
         self._dropped = DropReport()
-        self._dropped_before = 0  # Groups that verdicts had dropped when the trainer was last seen to compute
-        self._message: tuple[float, str] | None = None  # When it came, and its text
+        self._dropped_before = 0  # Groups dropped by verdicts until the trainer last computed
+        self._message: tuple[float, str] | None = None  # Time and text of the message
         self._trainer_busy_s = -1.0
         self._computed_s: float | None = None
-        """When the trainer was last seen to compute; None before it has served."""
+        """Time at which the trainer last computed; None before it has served."""
         self.stopping = False
 
     def set_phases(self, phases: Mapping[str, str]) -> None:
-        """Take the services of the run, each with its phase; any other has left."""
+        """Set the services of the run, with the phase of each. Other services are removed."""
         for name in [name for name in self._services if name not in phases]:
             del self._services[name]
         for name, phase in phases.items():
             service = self._services.setdefault(name, _Service())
             if phase != service.phase:
-                service.answered_s = None  # silence is counted from its first answer
+                service.answered_s = None  # silence counts from its first answer
                 if phase == "starting":
                     service.status = None
                     service.rates = RateTracker()
             service.phase = phase
 
     def read(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Set the progress of the run from its whole metrics.jsonl, earlier lives included."""
+        """Set the progress of the run from its whole metrics.jsonl, including earlier lives."""
         self._progress = Progress(self._job.policy).read(records)
 
     def feed_status(self, name: str, status: ServiceStatus, now_s: float) -> None:
-        """Take the status that service `name` reported at `now_s`."""
+        """Store the status that service `name` reported at `now_s`."""
         service = self._services.get(name)
         if service is None:
-            return  # it has just left, or joined since the last look at the phases
+            return  # the service has just left, or joined after the last update of the phases
         before, service.status, service.answered_s = service.status, status, now_s
         told = recorded = 0
         if before is not None and before.pid == status.pid:
@@ -330,7 +335,7 @@ class StatusAggregator:
         service.rates.add(WorkSample(now_s, status.busy_s, tokens), self._progress.done)
         if name == lead:
             busy_s = sum(status.busy_s.values())
-            # A rank that waits in a collective for one that stands still is busy with nothing.
+            # If one rank hangs, the other ranks wait for it in a collective and only seem to be busy.
             alone = any(self._services[rank].is_silent(now_s) for rank in self.names("trainer"))
             if (busy_s != self._trainer_busy_s and not alone) or self._computed_s is None:
                 self._trainer_busy_s, self._computed_s = busy_s, now_s
@@ -339,7 +344,7 @@ class StatusAggregator:
             self._dropped = DropReport.of(stats.reasons, stats.no_scores)
 
     def held_up(self, seconds: float, now_s: float) -> None:
-        """Leave out so much silence: the process that asks the services was stopped itself."""
+        """Do not count these seconds as silence: the process that asks the services was stopped itself."""
         if self._computed_s is not None:
             self._computed_s = min(now_s, self._computed_s + seconds)
         for service in self._services.values():
@@ -347,16 +352,16 @@ class StatusAggregator:
                 service.answered_s = min(now_s, service.answered_s + seconds)
 
     def tell(self, text: str, now_s: float) -> None:
-        """Show a message for a while."""
+        """Show a message for `MESSAGE_LIFE_S`."""
         self._message = (now_s, text)
 
     def busy_while_training(self, name: str) -> float | None:
-        """Busy share of a service from the first to the last finished step."""
+        """Return the busy share of a service from the first to the last finished step."""
         return self._services[name].rates.busy_while_training()
 
     @property
     def answers(self) -> dict[str, ServiceStatus]:
-        """Newest status of each service that has answered."""
+        """Return the newest status of each service that has answered."""
         return {name: one.status for name, one in self._services.items() if one.status is not None}
 
     @property
@@ -367,7 +372,8 @@ class StatusAggregator:
         return [name for name in self._services if name.startswith(prefix)]
 
     def idle_s(self, now_s: float) -> float:
-        """Return the seconds since the trainer was last seen to compute; 0 if that is no sign of a stall."""
+        """Return the seconds since the trainer last computed. Returns 0 before it has served, while the run
+        stops, and after the trainer has ended."""
         if self._computed_s is None or self.stopping or self._trainer.phase == "ended":
             return 0.0
         return now_s - self._computed_s
@@ -377,7 +383,7 @@ class StatusAggregator:
         return self._service(next(iter(self.names("trainer")), ""))
 
     def stall(self, now_s: float) -> Stall | None:
-        """Return the starving edge if the trainer has computed nothing for `observe.stall_s`."""
+        """Return the cause of the stall if the trainer has computed nothing for `observe.stall_s`."""
         job, services, trainer = self._job, self._services, self._trainer
         rollouts = {name: services[name] for name in self.names("rollout")}
         answered_s = {name: each.answered_s for name, each in services.items()}
@@ -454,7 +460,8 @@ class StatusAggregator:
         )
 
     def _pacing(self) -> str:
-        """Return how far ahead is generated and why; with several policies, for each by name."""
+        """Return how many groups are generated ahead and why. With several policies, the text names each
+        policy."""
         stats = self._buffer_stats
         told = {policy: own.pacing for policy, own in stats.policies.items() if own.pacing} if stats else {}
         if len(told) == 1:
@@ -462,7 +469,7 @@ class StatusAggregator:
         return "; ".join(f"{policy} {text}" for policy, text in told.items())
 
     def _shown(self, now_s: float) -> str:
-        """Return the newest message, else the reason why a service that serves waits."""
+        """Return the newest message. Without a message, return the reason why a serving service waits."""
         if self._message is not None and now_s - self._message[0] < MESSAGE_LIFE_S:
             return self._message[1]
         for name, service in self._services.items():
@@ -486,7 +493,7 @@ class StatusAggregator:
             return ServiceActivity(name, "silent")
         phase = service.phase
         if phase == "serving" and service.status is not None and service.status.state == "draining":
-            phase = "draining"  # on the buffer's word, without the supervisor's doing
+            phase = "draining"  # the buffer reports it, without a request from the supervisor
         doing = service.figures.doing if phase == "serving" else ""
         return ServiceActivity(name, phase, service.rates.busy(), service.waiting_for(), doing)
 

@@ -1,19 +1,20 @@
-"""The number of rollout workers of a run, within the limits of `rollout.autoscale`. `follow` is pure: the
-clock, the steps and the figures of the run are passed in.
+"""The number of rollout workers of a run, within the limits of `rollout.autoscale`.
 
-Workers are added if the trainer waits for batches and the workers are the bottleneck: they are busy, or the
-buffer would lease more than they take. They are removed if the trainer hardly waits, the buffer holds them
-back, and the rest would not be busy. A change is of a quarter of the workers, at least one.
+`follow` is pure: its caller passes in the time, the steps and the figures of the run.
 
-Each change is on trial over a span of the same length as the one before it. Added workers stay if the steps
-per second rose by `WORTH`; removed ones stay away unless the steps per second fell by as much; else the
-change is taken back, and not tried again for a while, which doubles (`Hold`). So it does if workers are
-needed again that could be spared a while ago: batches that lie ready hide for some steps that workers are
-missing.
+Workers are added if the trainer waits for batches and the workers are the bottleneck. Workers are the
+bottleneck if they are busy, or if the buffer would lease more than they take. Workers are removed if three
+conditions hold: the trainer hardly waits, the buffer holds the workers back, and the remaining workers would
+not be busy. One change adds or removes a quarter of the workers, at least one.
 
-Workers that vanish with their node are replaced at once. Those that joined and never came to serve have no
-room: no more are requested, for a while that doubles too.
-"""
+Each change is on trial for a span as long as the span before it. Added workers are kept if the steps per
+second rose by `WORTH`. A removal is kept unless the steps per second fell by `WORTH`. Otherwise the change is
+undone, and this direction is blocked for a while. The time doubles with each failure (`Hold`). Removal is
+also blocked if removed workers are needed again: batches in the buffer can hide a lack of workers for some
+steps.
+
+Workers that are lost with their node are replaced at once. If new workers never serve, the cluster has no
+room for them. No more workers are requested for a time that doubles with each failure."""
 
 from __future__ import annotations
 
@@ -30,11 +31,12 @@ Direction = Literal["up", "down"]
 ScaleReason = Literal["trainer_waits", "workers_idle", "no_gain", "fewer_steps", "replaced"]
 
 WORTH = 1.03
-"""Least gain in steps per second, as a factor, for which a change on trial is kept."""
+"""Least gain in steps per second, as a factor, for a change on trial to be kept."""
 SPAN_STEPS = 10
 """Least number of steps over which a rate is measured."""
 HELD_BACK = 0.5
-"""Share of the time without a lease from which on the buffer counts as holding workers back."""
+"""Share of a span in which the buffer grants no lease. From this share on, the buffer counts as holding
+workers back."""
 LONGEST_PATIENCE_S = 3600.0
 
 
@@ -43,13 +45,13 @@ class FleetLook:
     """Figures of a run's workers at one moment."""
 
     at_s: float
-    step: int  # Steps finished
+    step: int  # Number of finished steps
     waited_s: float  # Seconds that the trainer has waited for batches, over all finished steps
-    workers: int  # Those that are to stay
-    settled: bool = True  # All of them serve, and none is leaving
-    never_came: int = 0  # Workers so far that joined and never came to serve
-    busy: float = 0.0  # Mean busy share of those that serve, 0 to 1
-    held_back: bool = False  # The buffer would lease nothing now
+    workers: int  # Workers that are not leaving
+    settled: bool = True  # All workers serve, and none is leaving
+    never_came: int = 0  # Workers so far that joined and never served
+    busy: float = 0.0  # Mean busy share of serving workers, 0 to 1
+    held_back: bool = False  # The buffer grants no lease now
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,15 @@ class ScaleChange:
     workers: int
     before: int
     reason: ScaleReason
-    text: str  # The reason in words
-    wait_share: float | None = None  # Of the time, in which the trainer waited for batches
+    text: str  # Reason in words
+    wait_share: float | None = None  # Share of the time that the trainer waited for batches
     busy: float | None = None  # Mean busy share of the workers
     steps_per_s: float | None = None
 
 
 @dataclass(frozen=True)
 class FleetSpan:
-    """The looks from one with a new step on, while nothing about the workers changed."""
+    """The looks since the workers last changed. The first look is at a new step."""
 
     first: FleetLook
     looks: int = 0
@@ -81,16 +83,16 @@ class FleetSpan:
 
 @dataclass(frozen=True)
 class ScaleTrial:
-    """A change that has yet to show whether it pays."""
+    """A change on trial."""
 
     way: Direction
-    before: int  # Workers before it
-    rate: float  # Steps per second before it
+    before: int  # Workers before the change
+    rate: float  # Steps per second before the change
 
 
 @dataclass(frozen=True)
 class Hold:
-    """The time until a direction may be tried again; it doubles with each failure in a row."""
+    """Time until a direction may be tried again. It doubles with each failure in a row."""
 
     until_s: float = 0.0
     begun_s: float = 0.0
@@ -103,14 +105,14 @@ class Hold:
 
 @dataclass(frozen=True)
 class ScaleCourse:
-    """The number of workers wanted, and the trials so far."""
+    """The requested number of workers, and the trials so far."""
 
     wanted: int
-    step: int | None = None  # Finished at the last look
+    step: int | None = None  # Finished steps at the last look
     never_came: int = 0
     span: FleetSpan | None = None
     trial: ScaleTrial | None = None
-    kept: Direction | None = None  # The last change that paid
+    kept: Direction | None = None  # Last change that was kept
     up: Hold = field(default_factory=Hold)
     down: Hold = field(default_factory=Hold)
 
@@ -120,7 +122,7 @@ def follow(
 ) -> tuple[ScaleCourse, ScaleChange | None]:
     """Return the course after a look, and the change to make now."""
     before, new_step = course.step, course.step is not None and look.step > course.step
-    # A trainer that came back does steps again.
+    # A restarted trainer repeats steps.
     went_back = before is not None and look.step < before
     course = replace(course, step=look.step, span=None if went_back else course.span)
     if missed := look.never_came - course.never_came:
@@ -134,7 +136,7 @@ def follow(
             span=None,
         )
     if look.workers < (wanted := max(course.wanted, section.min)):
-        # Below the least number nobody can wait for long.
+        # If the run has fewer workers than the minimum, it does not wait longer than `retry_s`.
         least_lacks = look.workers < section.min and look.at_s >= course.up.begun_s + section.retry_s
         if look.at_s < course.up.until_s and not least_lacks:
             return replace(course, span=None), None
@@ -159,7 +161,7 @@ def follow(
 
 @dataclass(frozen=True)
 class SpanFigures:
-    """Figures of a span: shares are of its time."""
+    """Figures of a span. Shares are fractions of its time."""
 
     rate: float
     waits: float
@@ -174,11 +176,11 @@ class SpanFigures:
 def _judged(
     course: ScaleCourse, trial: ScaleTrial, section: AutoscaleSection, measured: SpanFigures, look: FleetLook
 ) -> tuple[ScaleCourse, ScaleChange | None]:
-    """Keep the change under trial, or take it back."""
+    """Keep the change on trial, or undo it."""
     course, up = replace(course, trial=None), trial.way == "up"
     if measured.rate >= (trial.rate * WORTH if up else trial.rate / WORTH):
         down = course.down
-        if course.kept == "down":  # spared workers are needed again, or still more can be spared
+        if course.kept == "down":  # removed workers are needed again, or more can be removed
             down = down.again(section.retry_s, look.at_s) if up else Hold()
         return replace(course, kept=trial.way, down=down, up=Hold() if up else course.up), None
     text = f"{measured.rate:.3g} steps/s with {look.workers}, {trial.rate:.3g} with {trial.before}"
@@ -194,7 +196,7 @@ def _judged(
 def _changed(
     course: ScaleCourse, section: AutoscaleSection, measured: SpanFigures, look: FleetLook
 ) -> tuple[ScaleCourse, ScaleChange | None]:
-    """Try more or fewer workers if the figures speak for it."""
+    """Return a change to more or fewer workers if the figures justify it."""
     n, quarter = look.workers, max(1, look.workers // 4)
     more, fewer = min(section.max, n + quarter), max(section.min, n - quarter)
     held_back, shown = measured.held_back >= HELD_BACK, f"of {measured.elapsed_s:.0f} s"
@@ -214,7 +216,7 @@ def _changed(
 
 
 class Autoscaler:
-    """Follows a run: asked as often as one likes, it decides once for each status of the run."""
+    """Follows a run. `look` may be called at any rate: a decision is made once for each status of the run."""
 
     def __init__(self, job: JobConfig, newest: Callable[[], RunStatus | None]) -> None:
         self._section = job.rollout.autoscale
@@ -226,8 +228,10 @@ class Autoscaler:
     def look(
         self, serving: Collection[str], *, workers: int, leave: int, never_came: int
     ) -> ScaleChange | None:
-        """Return the change to make now. Of the `workers` that are to stay those named serve; `leave` others
-        are leaving, and `never_came` have so far joined and never served."""
+        """Return the change to make now, or None.
+
+        `serving` names the workers that serve. `workers` is the number of workers that stay, and `leave` the
+        number that are leaving. `never_came` is the number of workers so far that joined and never served."""
         status = self._newest()
         if status is None or status is self._seen or status.stopping:
             return None

@@ -1,9 +1,10 @@
-"""The files of a run that are on a node of a cluster and not in the run's folder: those of the buffer's own
-Redis, and after the death of the supervisor the end of the event logs.
+"""Files of a run that are on a cluster node and not in the run's folder.
 
-Promises: a resume gets them as long as the host that has them can be reached, however the run before ended;
-otherwise the number of writes that Redis had confirmed is known, and the buffer reports their loss.
-"""
+These are the files of the buffer's own Redis and, after the death of the supervisor, the end of the event
+logs.
+
+Promises: a resume gets the files as long as their host can be reached, however the earlier run ended.
+Otherwise the last revision that Redis confirmed is known, and the buffer reports the loss."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ from areal_async.launch.ray.orders import FileNews
 
 RECORD = "buffer-node.json"
 CONFIRMED = "confirmed"  # File of the buffer with the newest revision that Redis has confirmed
-PIECE_BYTES = 1 << 20  # Most bytes of files in one answer
+PIECE_BYTES = 1 << 20  # Largest number of file bytes in one answer
 KEPT_S = 14 * 24 * 3600.0
-"""Seconds that a node keeps the files of a run that nobody resumes."""
-ORDERLY_S = 12.0  # Time for processes without a supervisor to end by themselves; then they are killed
-ENDING_S = 60.0  # Longest wait for them to be gone; those that did not end are killed meanwhile
+"""Seconds that a node keeps the files of a run that is not resumed."""
+ORDERLY_S = 12.0  # Time for processes without a supervisor to exit by themselves; then they are killed
+ENDING_S = 60.0  # Longest wait until they have exited, including the kill
 LOOK_S = 0.05
 FOLDER = re.compile(r"areal-(?P<uid>\d+)-(?P<run_id>[0-9a-f]+)-run")
 Part = Literal["buffer", "events"]
@@ -43,18 +44,18 @@ log = get_logger("launcher")
 
 
 class BufferNode(msgspec.Struct, frozen=True):
-    """The place of the buffer in the newest life of a run on a cluster."""
+    """The node and folder of the buffer in the newest life of a run on a cluster."""
 
     node_id: str
     address: str
     folder: str
     """Folder of the run on that node."""
     confirmed: int = 0
-    """Newest revision that Redis is known to have confirmed."""
+    """Newest revision that Redis has confirmed, as far as known."""
 
     @classmethod
     def read(cls, run_dir: Path) -> BufferNode | None:
-        """Return the record in the run's folder; None if there is none."""
+        """Return the record in the run's folder; None if the folder has no record."""
         with suppress(FileNotFoundError, msgspec.DecodeError):
             return msgspec.json.decode((run_dir / RECORD).read_bytes(), type=cls)
         return None
@@ -64,7 +65,7 @@ class BufferNode(msgspec.Struct, frozen=True):
 
 
 class LeftFiles:
-    """Files that a run whose supervisor was killed has left in its folder on this host, for a resume."""
+    """Files in a run's folder on this host, for a resume. The supervisor of the run was killed."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -72,8 +73,10 @@ class LeftFiles:
         self._ended = False
 
     def read(self, part: Part, have: Mapping[str, int]) -> list[FileNews]:
-        """Return pieces of the files of this part that the reader does not have yet; none when it has them
-        all. Raises `RunError` if processes of that run do not end."""
+        """Return pieces of this part's files that the reader does not have yet. The list is empty if the
+        reader has all.
+
+        Raises `RunError` if processes of that run do not exit."""
         ours = FOLDER.fullmatch(self._folder.name)
         if ours is None or int(ours["uid"]) != os.getuid() or not is_own_folder(self._folder):
             return []
@@ -84,7 +87,7 @@ class LeftFiles:
         return list(pieces_of(self._folder, there.rglob("*"), have))
 
     def remove(self) -> None:
-        """Remove the files of the buffer: the reader has them all."""
+        """Remove the files of the buffer, after the reader has all of them."""
         shutil.rmtree(self._folder / BUFFER, ignore_errors=True)
         self.close()
 
@@ -94,7 +97,7 @@ class LeftFiles:
             os.close(lock_fd)
 
     def _wait_for_end(self, run_id: str) -> None:
-        """Wait until no process of that run lives, and no Redis has the lock that it holds while it does."""
+        """Wait until all processes of that run have exited, and until no Redis holds its lock file."""
         begun_s = time.monotonic()
         while not self._ended:
             lasting = processes_of(run_id)
@@ -126,12 +129,13 @@ class LeftFiles:
 
 
 def pieces_of(root: Path, paths: Iterable[Path], have: Mapping[str, int]) -> Iterator[FileNews]:
-    """Yield bytes of these files below `root` that the reader does not have yet, at most `PIECE_BYTES`. A
-    link is no file of a run."""
+    """Yield bytes of these files below `root` that the reader does not have yet, at most `PIECE_BYTES`.
+
+    Links are skipped."""
     room = PIECE_BYTES
     for path in sorted(paths):
         name = path.relative_to(root).as_posix()
-        offset = have.get(name, -1)  # An empty file is told of, too
+        offset = have.get(name, -1)  # An empty file is reported, too
         with suppress(OSError), os.fdopen(open_beneath(root, name), "rb") as file:
             if room > 0 and os.fstat(file.fileno()).st_size > offset:
                 file.seek(max(0, offset))
@@ -141,13 +145,14 @@ def pieces_of(root: Path, paths: Iterable[Path], have: Mapping[str, int]) -> Ite
 
 
 def fetch_buffer(run_dir: Path, pull: Callable[[dict[str, int]], list[FileNews]]) -> bool:
-    """Bring the files to the run's folder, all or none, and return whether there were any. Raises OSError,
-    and `NotBeneath` for a file that is none of the buffer's."""
+    """Copy the files to the run's folder, all or none. Return whether there were any.
+
+    Raises OSError, and `NotBeneath` for a file that does not belong to the buffer."""
     fresh = run_dir / f".{BUFFER}"
     shutil.rmtree(fresh, ignore_errors=True)
     try:
         found = _append_pieces(fresh, "", BUFFER, {}, pull)
-        for path in filter(Path.is_file, fresh.rglob("*")):  # their only other copy is removed next
+        for path in filter(Path.is_file, fresh.rglob("*")):  # the only other copy is removed next
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         if found:
@@ -159,8 +164,8 @@ def fetch_buffer(run_dir: Path, pull: Callable[[dict[str, int]], list[FileNews]]
 
 
 def append_rest(run_dir: Path, part: Part, pull: Callable[[dict[str, int]], list[FileNews]]) -> bool:
-    """Append to the files of a part what was written after their last bytes came home, and return whether
-    there was any. Raises as `fetch_buffer` does."""
+    """Append the missing end to the files of a part. Return whether bytes were missing. Raises as
+    `fetch_buffer` does."""
     paths = [path for path in (run_dir / part).glob("*") if path.is_file()]
     have = {f"{part}/{path.name}": path.stat().st_size for path in paths}
     return _append_pieces(run_dir, f"{part}/", part, have, pull)
@@ -169,8 +174,9 @@ def append_rest(run_dir: Path, part: Part, pull: Callable[[dict[str, int]], list
 def _append_pieces(
     root: Path, prefix: str, part: str, have: dict[str, int], pull: Callable[[dict[str, int]], list[FileNews]]
 ) -> bool:
-    """Append the pieces of a part to files with this prefix below `root` until there are no more, and return
-    whether there were any."""
+    """Append the pieces of a part to its files below `root` until no piece is missing.
+
+    The names of the files begin with `prefix`. Returns whether there were any pieces."""
     found = False
     while pieces := pull(have):
         found = True
@@ -191,12 +197,13 @@ def lie_at_home(run_dir: Path) -> bool:
 
 
 def forget_at_home(run_dir: Path) -> None:
-    """Remove the files of an earlier life from the run's folder: a buffer elsewhere goes on with a copy."""
+    """Remove the files of an earlier life from the run's folder. The buffer continues elsewhere with a
+    copy."""
     shutil.rmtree(run_dir / BUFFER, ignore_errors=True)
 
 
 def expect_loss(run_dir: Path, node: BufferNode) -> None:
-    """Have the next buffer report as lost what the one on `node` had confirmed."""
+    """Make the next buffer report the loss of the revisions that the buffer on `node` had confirmed."""
     write_confirmed(run_dir, node.confirmed)
     log.error(
         "the files of the buffer cannot be reached, and the run goes on from its newest checkpoint",
@@ -207,20 +214,21 @@ def expect_loss(run_dir: Path, node: BufferNode) -> None:
 
 
 def write_confirmed(run_dir: Path, revision: int) -> None:
-    """Have the next buffer know that Redis has confirmed this revision."""
+    """Record for the next buffer that Redis has confirmed this revision."""
     (run_dir / BUFFER).mkdir(mode=0o700, exist_ok=True)
     write_whole(run_dir / BUFFER / CONFIRMED, revision.to_bytes(8, "little", signed=True))
 
 
 def confirmed_in(folder: Path) -> int:
-    """Return the newest revision that the buffer with files in `folder` knows to be confirmed."""
+    """Return the newest revision that is confirmed according to the buffer's files in `folder`."""
     with suppress(OSError):
         return int.from_bytes((folder / CONFIRMED).read_bytes()[:8], "little", signed=True)
     return 0
 
 
 def recover_here(run_dir: Path) -> None:
-    """Take up on this machine, without its cluster, a run that was on one. Raises `RunError`."""
+    """Prepare to resume a run on this machine that was on a cluster, without the cluster. Raises
+    `RunError`."""
     node = BufferNode.read(run_dir)
     if node is None:
         return
@@ -234,6 +242,6 @@ def recover_here(run_dir: Path) -> None:
 
 
 def is_forgotten(folder: Path) -> bool:
-    """Return whether the run's folder on a node has no files of a buffer that a resume may ask for."""
+    """Return whether the buffer's files in a run's folder on a node are missing or older than `KEPT_S`."""
     newest_s = max((path.stat().st_mtime for path in (folder / BUFFER).rglob("*")), default=0.0)
     return time.time() - newest_s > KEPT_S

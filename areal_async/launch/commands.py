@@ -1,10 +1,10 @@
-"""The supervisor's control socket for the status of the run, `areal-async scale` and `drain`, on a thread of
-its own.
+"""The supervisor's control socket, on a thread of its own.
 
-Promises: a request is carried out by the supervisor's own loop, one at a time; the answer says what was done,
-or why nothing was; a worker that is to leave is named to the buffer, so that it is leased nothing more. Only
-peers with the secret of the run are served.
-"""
+It answers requests for the status of the run, and for `areal-async scale` and `drain`.
+
+Promises: the supervisor's own loop carries out the requests, one at a time. The answer reports the change, or
+the reason why nothing changed. The buffer is informed of a worker that leaves, so that the worker gets no
+further lease. Only peers with the secret of the run are served."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from areal_async.rpc.server import Answer, Peer
 from areal_async.service.control import ControlServer
 from areal_async.service.record import RunLog
 
-MAX_ASKED = 64  # Requests that wait for the supervisor's loop
+MAX_ASKED = 64  # Most requests that wait for the supervisor's loop
 
 WorkersRequest = ScaleWorkers | DrainWorker
 
@@ -52,10 +52,10 @@ log = get_logger("supervisor")
 @dataclass(frozen=True)
 class LeavingWorker:
     since_s: float
-    ended: Future[str] = field(default_factory=Future)  # How it left, in words
+    ended: Future[str] = field(default_factory=Future)  # Text about the end of the worker
 
     def left(self, name: str, status: int | None, now_s: float) -> None:
-        """Tell whoever waits that worker `name` is gone; `status` None: it never ran."""
+        """Inform the waiting clients that worker `name` has exited. `status` is None if it never ran."""
         took_s = now_s - self.since_s
         text = f"{name} has finished, handed back the rest and ended, in {took_s:.1f} s"
         if status is None:
@@ -67,7 +67,7 @@ class LeavingWorker:
 
 @dataclass(frozen=True)
 class FleetChange:
-    """A change that the supervisor has begun: workers started, workers that leave, and those that stay."""
+    """A change that the supervisor has begun: started workers, leaving workers, and the workers that stay."""
 
     joined: list[str]
     leaving: Mapping[str, Future[str]]
@@ -80,9 +80,9 @@ class FleetChange:
 
 
 class ControlSocket(ControlServer):
-    """`start`, then `carry_out` what is asked as often as the supervisor looks, then `stop`.
+    """The socket's server. Call `start`, then `carry_out` in each round of the supervisor, then `stop`.
 
-    A buffer that does not answer within `buffer_wait_s` is not told of workers that leave."""
+    A buffer that does not answer within `buffer_wait_s` is not informed of workers that leave."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class ControlSocket(ControlServer):
         )
 
     def carry_out(self, begin: Callable[[WorkersRequest], FleetChange]) -> None:
-        """Have `begin` begin what was asked since the last look."""
+        """Call `begin` for each request since the last call."""
         with suppress(queue.Empty):
             while True:
                 request, begun = self._asked.get_nowait()
@@ -126,7 +126,7 @@ class ControlSocket(ControlServer):
                     begun.set_exception(error)
 
     def tell_of_drain(self, name: str) -> None:
-        """Have the buffer lease a worker nothing more, without waiting for that."""
+        """Ask the buffer to stop leasing to a worker, without waiting for the answer."""
         self.do(self._tell_buffer(name))
 
     async def _status(self, peer: Peer, request: Status, attachments: list[memoryview]) -> ServiceStatus:
@@ -184,7 +184,7 @@ class ControlSocket(ControlServer):
         begun = await self._begin(request)
         ((name, ending),) = begun.leaving.items()
         await self._tell_buffer(name)
-        # Shielded: whoever waits for the same end must get it too.
+        # Shielded, because other clients may wait for the same future.
         text = await asyncio.shield(asyncio.wrap_future(ending))
         return WorkersChanged(text + begun.note, begun.workers)
 
@@ -198,7 +198,8 @@ class ControlSocket(ControlServer):
         return await asyncio.wrap_future(begun)
 
     async def _tell_buffer(self, name: str) -> bool:
-        """Have the buffer lease it nothing more. If that fails the worker is told at the end of its time."""
+        """Ask the buffer to stop leasing to the worker. If that fails, the worker is told to end at its
+        deadline."""
         client = Client(self._buffer, job=self._job, role="supervisor", name="control", access=self._keys)
         try:
             await client.connect(self._buffer_wait_s)

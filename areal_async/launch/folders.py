@@ -1,14 +1,16 @@
 """The folders of a run: their lock, their content, and the removal of volatile files.
 
-Promises: one run at a time per run folder (a lock that dies with its process); work of an earlier run is
-deleted only when asked; a folder that no run of ours made is never touched, and of another user's nothing is
-read, run or deleted; the run folder, sockets and shared memory are closed to other users from the moment they
-are made, whatever the umask; the last two are removed at the end, or by the next run if the supervisor was
-killed; so are snapshots in a directory that hosts share.
+Promises:
 
-The folder above (`run_dir` of the job file) is the user's own: who may write to it may put another in a run
-folder's place.
-"""
+- At most one run uses a run folder at a time. The lock ends with its process.
+- Work of an earlier run is deleted only on request.
+- A folder that no run made is never changed. Nothing of another user is read, run or deleted.
+- The run folder, sockets and shared memory are closed to other users from their creation, whatever the umask.
+- Sockets and shared memory are removed at the end, or by the next run if the supervisor was killed. The same
+  is true of snapshots in a directory that several hosts share.
+
+The parent folder (`run_dir` of the job file) belongs to the user. Anybody who can write to it can replace a
+run folder."""
 
 from __future__ import annotations
 
@@ -46,17 +48,19 @@ from areal_async.weights.manifest import remove_snapshots
 LOCK = "run.lock"
 TOPOLOGY = "topology.json"
 STATE = frozenset({LOCK, "job.yaml", TOPOLOGY, "logs", "buffer", "buffer-node.json", "events", "failpoints"})
-"""Entries that a run needs while it lives. Everything else in its folder is work, unknown files too."""
+"""Entries that a run needs while it runs. All other entries of its folder are work, including unknown
+files."""
 OWNER = "owner.json"
 RECORD_BYTES = 4096
 SWEEP_S = 5.0
 
 
 class Owner(msgspec.Struct):
-    """The supervisor of a run, as recorded in its volatile folders and, with these, in its lock."""
+    """The supervisor of a run. The volatile folders of the run contain this record. The lock contains it,
+    too, with the paths of these folders."""
 
     pid: int
-    started: str  # As `start_of` says it
+    started: str  # Start time as `start_of` returns it
     job: str = ""
     run_id: str = ""
     socket_dir: str = ""
@@ -64,15 +68,16 @@ class Owner(msgspec.Struct):
 
     @classmethod
     def read(cls, path: Path) -> Owner | None:
-        """Return the record in a file of ours; None if there is none to be trusted."""
+        """Return the record in a file of this user; None if there is no trusted record."""
         with suppress(OSError, NotOurs, msgspec.DecodeError):
             return msgspec.json.decode(read_own(path, max_bytes=RECORD_BYTES), type=Owner)
         return None
 
     @property
     def alive(self) -> bool:
-        """Whether the process lives; its start time tells it from a later one of the same pid. A killed one
-        that nobody has reaped, as in a container without an init, does not."""
+        """Whether the process runs. A later process with the same pid has another start time, so it does not
+        count. A killed process that nobody has reaped does not count, either. This occurs in containers
+        without an init."""
         with suppress(OSError):
             return start_of(self.pid) == self.started
         return False
@@ -80,16 +85,17 @@ class Owner(msgspec.Struct):
 
 @dataclass(frozen=True)
 class RunFolders(OnHost):
-    """The folders of one run that holds its lock."""
+    """The folders of one run. The run holds the lock of its run folder."""
 
     run_id: str
     host: RunHost
     """This machine."""
     targets: Path  # Prometheus file_sd targets of the run: `<job.run_dir>/prometheus/<job>.json`
     lock_fd: int
-    secret: RunSecret  # What the keys of its roles are made of; in a file beside the sockets
+    secret: RunSecret  # Source of the keys of all roles; in a file beside the sockets
     snapshots: Path | None = None
-    """Snapshots that outlive `shm_dir`: the job's folder in the directory of weights channel `disk`."""
+    """The job's folder in the directory of weights channel `disk`. Snapshots in this folder outlive
+    `shm_dir`."""
 
     @property
     def logs(self) -> Path:
@@ -100,14 +106,14 @@ class RunFolders(OnHost):
         return self.run_dir / TOPOLOGY
 
     def release(self) -> None:
-        """Remove what is volatile and give up the lock."""
+        """Remove the volatile files and release the lock."""
         for folder in (self.socket_dir, self.shm_dir):
             shutil.rmtree(folder, ignore_errors=True)
         if self.snapshots is not None:
-            with suppress(OSError):  # what cannot be removed now is removed by the next run
+            with suppress(OSError):  # the next run removes the rest
                 remove_snapshots(self.snapshots)
                 self.snapshots.rmdir()
-        with suppress(OSError):  # a disk that takes no writes must not hide what the run says of its end
+        with suppress(OSError):  # an error of the disk must not hide the end of the run
             self.targets.unlink(missing_ok=True)
             os.ftruncate(self.lock_fd, 0)
         os.close(self.lock_fd)
@@ -116,12 +122,10 @@ class RunFolders(OnHost):
 def claim_folders(
     job: JobConfig, *, overwrite: bool, resume: bool = False, shm_root: Path = SHM_ROOT
 ) -> RunFolders:
-    """Take the job's run folder, clean up after a dead run, and make the volatile folders.
+    """Claim the job's run folder, clean up after a dead run, and make the volatile folders.
 
-    With `resume` what an earlier run left in its folder stays, to be gone on with. Raises `RunFolderError`
-    when another run uses it, when it holds work that is neither to be resumed nor overwritten, or when it is
-    not a run folder of ours.
-    """
+    With `resume`, the work of the earlier run stays in the folder. Raises `RunFolderError` if another run
+    uses the folder, if the folder has work without `resume` or `overwrite`, or if no run made the folder."""
     run_dir = job.run_dir / job.job
     if run_dir.is_dir():
         check_run_folder(run_dir)
@@ -133,7 +137,7 @@ def claim_folders(
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         run_dir.mkdir(mode=0o700, exist_ok=True)
-        close_folder(run_dir)  # before anything in it is trusted
+        close_folder(run_dir)  # before its content is trusted
         lock_fd = _lock(run_dir)
     except NotOurs as error:
         raise RunFolderError(str(error)) from error
@@ -160,13 +164,13 @@ def describe_work(run_dir: Path) -> str:
 
 
 def supervisor_of(run_dir: Path) -> Owner | None:
-    """Return the supervisor that runs the job of `run_dir` now; None if there is none."""
+    """Return the supervisor that runs the job of `run_dir` now; None if no supervisor runs it."""
     owner = Owner.read(run_dir / LOCK)
     return owner if owner is not None and owner.alive else None
 
 
 def check_run_folder(run_dir: Path) -> None:
-    """Raise `RunFolderError` if the existing `run_dir`, or its lock, is another user's."""
+    """Raise `RunFolderError` if another user owns `run_dir` or its lock. `run_dir` must exist."""
     try:
         check_owner(run_dir)
         if os.path.lexists(run_dir / LOCK):
@@ -178,18 +182,18 @@ def check_run_folder(run_dir: Path) -> None:
 
 
 def leftovers(roots: Sequence[Path]) -> Iterator[Path]:
-    """Yield shared memory and socket folders below `roots` of this user's runs without a supervisor."""
+    """Yield this user's shared memory and socket folders below `roots` whose supervisor is dead."""
     for root in roots:
         for folder in sorted(root.glob(f"areal-{os.getuid()}-*")) if root.is_dir() else ():
             if not is_own_folder(folder):
-                continue  # /tmp and /dev/shm are everybody's: another user may take any name there
+                continue  # another user may have taken this name in /tmp or /dev/shm
             owner = Owner.read(folder / OWNER)
             if owner is not None and not owner.alive:
                 yield folder
 
 
 def mark_owned(folder: Path) -> None:
-    """Record this process in a folder of its own, so that `leftovers` finds the folder if it is killed."""
+    """Record this process in its own folder, so that `leftovers` can find the folder after a kill."""
     (folder / OWNER).write_bytes(msgspec.json.encode(Owner(os.getpid(), start_of(os.getpid()))))
 
 
@@ -218,7 +222,7 @@ def _running(run_dir: Path) -> RunFolderError:
 
 
 def refuse_running(run_dir: Path) -> None:
-    """Raise `RunFolderError` when a run holds the lock of `run_dir` at this moment."""
+    """Raise `RunFolderError` if a run holds the lock of `run_dir` now."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with suppress(FileNotFoundError), os.fdopen(os.open(run_dir / LOCK, flags), "rb") as lock:
         if is_locked(lock.fileno()):
@@ -226,8 +230,9 @@ def refuse_running(run_dir: Path) -> None:
 
 
 def clean_up(run_dir: Path) -> None:
-    """End the processes and remove the volatile folders of a run without a supervisor. Do nothing if there
-    are none, or if a run holds the lock."""
+    """End the processes of a run without a supervisor and remove its volatile folders.
+
+    Does nothing if there are none, or if a run holds the lock."""
     if (run_dir / LOCK).exists():
         with suppress(RunFolderError, OSError), os.fdopen(_lock(run_dir), "r+b") as lock:
             _end_dead_run(lock.fileno())
@@ -235,8 +240,9 @@ def clean_up(run_dir: Path) -> None:
 
 
 def _end_dead_run(lock_fd: int) -> None:
-    """End the processes and remove the volatile folders of a run that lost its supervisor: the lock was
-    free, but its record was not taken out."""
+    """End the processes of a run that lost its supervisor, and remove its volatile folders.
+
+    The lock of this run was free, but still contained its record."""
     try:
         record = msgspec.json.decode(os.pread(lock_fd, RECORD_BYTES, 0), type=Owner)
     except msgspec.DecodeError:
@@ -288,7 +294,7 @@ def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFol
 
 
 def write_keys(secret: RunSecret, socket_dir: Path) -> None:
-    """Write, for each role, the keys that its processes on this host read."""
+    """Write the keys of each role. The processes of the role on this host read them."""
     for role in ROLES:
         path = keys_file(socket_dir, role)
         path.parent.mkdir(mode=0o700, exist_ok=True)

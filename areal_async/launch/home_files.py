@@ -1,8 +1,7 @@
-"""File service of a run's home for processes on other hosts.
+"""File service on the home host of a run, for processes on other hosts.
 
-Promises: only files that the job names, and the run's own, can be read; only the trainer writes, and only
-files that trainers keep in a run's folder; a file has its name once it is whole.
-"""
+Promises: only files that the job names and files of the run can be read. Only the trainer can write, and only
+files that trainers keep in a run folder. A file gets its name after it is complete."""
 
 from __future__ import annotations
 
@@ -34,26 +33,27 @@ from areal_async.storage.urls import local_path, url_of
 
 WRITTEN = frozenset({"checkpoints", "model", "adapter", "batches", "published.jsonl"})
 """Entries that a trainer writes into the run's folder."""
-MOST_BYTES = 8 << 20  # Of one answer
+MOST_BYTES = 8 << 20  # Largest answer
 MOST_FILES = 100_000
 CODE = frozenset({".py", ".json", ".yaml", ".yml", ".txt", ".toml", ".jinja"})
-"""Endings of the files beside a part of the user's that travel with it."""
+"""Suffixes of files beside a user's part that are sent with it."""
 MOST_CODE_BYTES = 64 << 20
 OWN = re.compile(r"(/[^:]*\.py):\w+")
 BUFFER = "buffer"
-"""Folder of the files of a buffer's own Redis in a run's folder. They come home when the run has ended."""
+"""Folder in a run folder with the files of the buffer's own Redis. The files are copied home after the run
+has ended."""
 UPLOAD = ".upload-"
 UPLOAD_NAME = re.compile(r"[0-9a-f]{16}")
 
 
 def exported(job: JobConfig) -> list[Path]:
-    """Return the paths on the home host that its processes elsewhere need: its model, its tasks, and the
-    folders of its own parts."""
+    """Return the paths on the home host that processes on other hosts need: the job's model, tasks and part
+    folders."""
     return [root.path for root in _roots(job)]
 
 
 def code_folders(job: JobConfig) -> list[Path]:
-    """Return the folders of the files of the user's own parts."""
+    """Return the folders of the user's own parts."""
     texts: list[str] = []
     _on_texts(job.model_dump(mode="json"), texts.append)
     found = map(OWN.fullmatch, texts)
@@ -61,7 +61,7 @@ def code_folders(job: JobConfig) -> list[Path]:
 
 
 def content_of(role: Role, job: JobConfig) -> list[str]:
-    """Return the fields whose content a process of this role needs on its host."""
+    """Return the fields with content that a process of this role needs on its host."""
     tasks = ["tasks.train", "tasks.evaluation"] if job.kind != "rl" else []
     fields: Mapping[Role, list[str]] = {
         "buffer": ["tasks.train"],
@@ -74,8 +74,10 @@ def content_of(role: Role, job: JobConfig) -> list[str]:
 
 
 def bring_content(job: Mapping[str, Any], role: Role) -> dict[str, Any]:
-    """Fetch the content that a process of `role` needs from the job's home or from stores, and return the job
-    with its paths on this host. `HomeFileSystem` is connected. Raises `ConfigError` or `StorageError`."""
+    """Fetch the content that a process of `role` needs from the job's home or from stores.
+
+    Returns the job with its paths on this host. `HomeFileSystem` must be connected. Raises `ConfigError` or
+    `StorageError`."""
     there = JobConfig.model_validate(job)
     places = {str(path): local_path(f"{PROTOCOL}://{FILES}{path}") for path in exported(there)}
     here = moved_to(job, places)
@@ -88,22 +90,24 @@ def bring_content(job: Mapping[str, Any], role: Role) -> dict[str, Any]:
 
 
 def bring_buffer(job: str, target: Path) -> None:
-    """Fetch the buffer's files of an ended run of `job` from its home to `target`, if there are any.
-    `HomeFileSystem` is connected. Raises `StorageError`."""
+    """Fetch the buffer's files of an ended run of `job` from its home to `target`, if any exist.
+
+    `HomeFileSystem` must be connected. Raises `StorageError`."""
     if not target.exists():
         with suppress(StorageMissing):
             fetch(f"{PROTOCOL}://{RUN}/{job}/{BUFFER}", target)
 
 
 def with_home_store(job: JobConfig) -> JobConfig:
-    """Return `job` with the home of its run as the store, if it names none."""
+    """Return `job` with its run's home as the store, unless the job names a store."""
     if store_url(job) is not None:
         return job
     return with_fields(job, "checkpoint", store=f"{PROTOCOL}://{RUN}")
 
 
 def moved_to(job: Mapping[str, Any], places: Mapping[str, Path]) -> dict[str, Any]:
-    """Return the job with each path that begins with one of `places` replaced by its path on another host."""
+    """Return the job with its paths on another host. `places` maps the beginnings of paths to their
+    replacements."""
     longest_first = sorted(places, key=len, reverse=True)
 
     def move(value: str) -> str:
@@ -116,7 +120,7 @@ def moved_to(job: Mapping[str, Any], places: Mapping[str, Path]) -> dict[str, An
 
 
 def _on_texts(value: Any, change: Callable[[str], Any]) -> Any:
-    """Return a value of JSON with each text replaced by the result of `change`."""
+    """Return a JSON value in which `change` has replaced each text."""
     if isinstance(value, dict):
         return {key: _on_texts(inner, change) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -125,13 +129,13 @@ def _on_texts(value: Any, change: Callable[[str], Any]) -> Any:
 
 
 class _Root(NamedTuple):
-    """A file or folder at home that is served, and the kind that decides which files (`serves`)."""
+    """A file or folder at home that is served. `kind` decides which of its files are served (`serves`)."""
 
     path: Path
     kind: Literal["data", "code", "run"]
 
     def serves(self, name: str) -> bool:
-        """Return whether a regular file of this name below the root is served; "" is the root itself."""
+        """Return whether a regular file with this name below the root is served. "" is the root itself."""
         if self.kind == "run":
             return not name.rpartition("/")[2].startswith(UPLOAD)
         hidden = any(part.startswith(".") for part in name.split("/"))
@@ -139,7 +143,7 @@ class _Root(NamedTuple):
 
 
 class _Served(NamedTuple):
-    """A file that was listed, and where it is opened: `name` beneath `folder`."""
+    """A listed file. The server opens it as `name` below `folder`."""
 
     about: HomeFile
     folder: Path
@@ -152,10 +156,10 @@ def _roots(job: JobConfig) -> list[_Root]:
 
 
 class HomeFilesServer:
-    """The handlers of the requests in `home_messages.py`, for `job`, whose run is in `run_dir`.
+    """The handlers of the requests in `home_messages.py`, for `job` with the run folder `run_dir`.
 
-    A file is read only if it is in the listing of what the job names. Raises `RunError` where a part of the
-    user's lies in the home folder itself, or above it."""
+    The server reads a file only if the file is in the listing of the job's paths. Raises `RunError` if a
+    user's part lies in the home directory itself, or above it."""
 
     def __init__(self, run_dir: Path, job: JobConfig) -> None:
         self._run_dir = run_dir
@@ -219,9 +223,9 @@ class HomeFilesServer:
         return Ok()
 
     def _served(self, roots: list[tuple[_Root, str]]) -> tuple[Path, str] | None:
-        """Return the folder and the name below it of a file that may be read; None for any other."""
+        """Return the folder and the name below it of a readable file; None for any other file."""
         for root, name in roots:
-            if root.kind == "run":  # It changes: what its trainer has just written is in no listing yet
+            if root.kind == "run":  # A listing would not have the trainer's newest files
                 return (self._run_dir, f"{root.path.name}/{name}".rstrip("/")) if root.serves(name) else None
             if root not in self._listings:
                 self._listings[root] = _walk(root)
@@ -241,8 +245,9 @@ class HomeFilesServer:
         return found
 
     def _readable(self, name: str, peer: Peer) -> list[tuple[_Root, str]]:
-        """Return the roots that contain a name, and its rest below each. Raises `FaultError` if there is none
-        for this peer."""
+        """Return the roots that contain `name`, each with the remaining path below it.
+
+        Raises `FaultError` if this peer may read none of them."""
         root, rest, parts = self._parsed(name)
         if root == RUN and parts:
             trains = peer.key in ("trainer", "")
@@ -254,15 +259,18 @@ class HomeFilesServer:
         raise FaultError("forbidden", f"{name} is not of this run")
 
     def _writable(self, name: str) -> str:
-        """Return the path in the run's folder that `name` stands for. Raises `FaultError` for others."""
+        """Return the path of `name` in the run's folder. Raises `FaultError` if the trainer may not write
+        this name."""
         root, _, parts = self._parsed(name)
         if root != RUN or not parts or parts[0] not in WRITTEN:
             raise FaultError("forbidden", f"{name} is not for others to write")
         return "/".join(parts)
 
     def _parsed(self, name: str) -> tuple[str, str, list[str]]:
-        """Return the first part of a name, the rest, and its parts below the run's folder, if it lies there.
-        Raises `FaultError` for a name that leads elsewhere."""
+        """Return the first part of a name, the rest, and its parts below the run's folder (empty if it lies
+        elsewhere).
+
+        Raises `FaultError` for a name that is not a plain relative path."""
         root, _, rest = name.partition("/")
         try:
             first, *parts = parts_of(rest)
@@ -272,8 +280,9 @@ class HomeFilesServer:
 
 
 def _walk(root: _Root) -> dict[str, _Served]:
-    """Return the files that are served of `root`, by their names below it. Raises `FaultError`."""
-    # The user names the root, so it may be a link; what lies below it may not, but for the cache of the hub.
+    """Return the served files of `root`, by their names below it. Raises `FaultError`."""
+    # The user names the root, so the root may be a link. Links below it are refused, except in the cache of
+    # the hub.
     if root.kind == "run" and root.path.is_symlink():
         return {}
     top = root.path.resolve()
@@ -305,8 +314,9 @@ def _walk(root: _Root) -> dict[str, _Served]:
 
 
 def _blob_of(top: Path, name: str) -> tuple[Path, str]:
-    """Follow the link `name` in a snapshot of the hub's cache: a file in `blobs` of the same repository.
-    Raises `FaultError` for any other link."""
+    """Return the folder and name of the file that the link `name` in a snapshot of the hub's cache points to.
+
+    The file must be in `blobs` of the same repository. Raises `FaultError` for any other link."""
     repository = top.parents[1] if top.parent.name == "snapshots" else None
     target = Path(os.path.normpath(top / Path(name).parent / os.readlink(top / name)))
     if repository is not None and target.parent == repository / "blobs":

@@ -1,14 +1,18 @@
 """All roles of a job in one process, for debuggers and profilers: `areal-async run --inline`.
 
-Promises: the services are those of every other run, each with a loop on a thread of its own, and the
-trainer runs in the main thread; the first error, of a service or of a user's code, ends the run and is raised
-with its own traceback; nothing is started again. No lease, claim or deadline of an episode runs out while
-somebody sits in a debugger, and of several breakpoints one has the prompt at a time. A Ctrl-C ends the
-services in the order in which processes are ended, within `STOP_LIMIT_S`; a second one waits for nothing.
+The services are the same as in other runs. Each has an event loop on its own thread, and the trainer runs in
+the main thread.
 
-Does not end what hangs: a reward or a workflow that does not return holds the run up. What is a program of
-its own stays one: redis-server, sandboxes, servers of reward models, the gateway.
-"""
+Promises:
+
+- The first error of a service or of user code ends the run, and is raised with its own traceback.
+- Nothing is restarted.
+- Leases, claims and deadlines of episodes do not expire while a user sits in a debugger. If several
+  breakpoints are hit, one has the prompt at a time.
+- Ctrl-C ends the services in the usual order, within `STOP_LIMIT_S`. A second Ctrl-C does not wait.
+
+Code that hangs is not ended: a reward or a workflow that does not return blocks the run. Separate programs
+stay separate: redis-server, sandboxes, servers of reward models, the gateway."""
 
 from __future__ import annotations
 
@@ -55,16 +59,18 @@ MAINS: Mapping[Role, str] = {
     "evaluator": "rollout_service.evaluator:main",
 }
 LONG_S = 7 * 24 * 3600.0
-"""Time limit of everything that is given to another process when its own dies."""
-AT_ONCE_S = 3.0  # After the second Ctrl-C: then the process ends wherever its threads are
-CANCEL = signal.SIGURG  # By itself it does nothing, and hardly any program has a use for it
+"""Time limit for leases, claims and deadlines, so that they do not expire in a debugger."""
+AT_ONCE_S = 3.0  # After the second Ctrl-C, the process exits within this time, whatever its threads do
+CANCEL = signal.SIGURG  # Its default action is to do nothing, and few programs use it
 
 log = get_logger("supervisor")
 
 
 def without_limits(job: JobConfig) -> JobConfig:
-    """Return `job` as its services are to see it: nothing is given up for want of a sign of life, and all
-    roles, which share torch, compute with the trainer's threads."""
+    """Return `job` as its services see it.
+
+    Leases, deadlines and timeouts are extended to `LONG_S` or removed. All roles compute with the trainer's
+    number of threads, because they share torch."""
     threads, group = first_threads(job.trainer.torch_threads), job.buffer.group
     if group.deadline_s is not None:
         group = group.model_copy(update={"deadline_s": LONG_S})
@@ -75,25 +81,25 @@ def without_limits(job: JobConfig) -> JobConfig:
 
 
 class _Cancelled(BaseException):
-    """Raised in the main thread, wherever it is, to leave the trainer."""
+    """Raised in the main thread, at any point, to leave the trainer."""
 
 
 class InlineService(threading.Thread):
-    """A service on a thread of its own; `on_end` is called there with it when it has ended."""
+    """A service on its own thread. When it has ended, it calls `on_end` there with itself."""
 
     def __init__(self, ctx: ServiceContext, on_end: Callable[[InlineService], None]) -> None:
         super().__init__(name=ctx.name, daemon=True)
         self.ctx = ctx
-        self._main = _main_of(ctx.role)  # Here, since not everything can be imported by two threads at once
+        self._main = _main_of(ctx.role)  # Two threads cannot import every module at once
         self.error: BaseException | None = None
         self._on_end = on_end
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def stop(self) -> None:
-        """Ask it to end. Any thread may, also before it is started."""
+        """Ask the service to end. Any thread may call this, also before the start."""
         self.ctx.stopping.set()
         if self._loop is not None:
-            with suppress(RuntimeError):  # it has ended
+            with suppress(RuntimeError):  # the service has ended
                 self._loop.call_soon_threadsafe(self.ctx.stop.set)
 
     def run(self) -> None:
@@ -111,7 +117,7 @@ class InlineService(threading.Thread):
 
 
 class InlineRun:
-    """Runs the job of `folders` in this process; must be made and run in the main thread.
+    """Runs the job of `folders` in this process. Create and run it in the main thread.
 
     `on_ending` is called once when the end is decided, while the buffer still serves."""
 
@@ -145,7 +151,7 @@ class InlineRun:
         self._over = threading.Event()
 
     def run(self) -> Ending:
-        """Run it to its end, and return how it ended; `error` is the error of a failed run."""
+        """Run the job to its end, and return the ending. `error` is the error of a failed run."""
         with ExitStack() as stack:
             stack.enter_context(_marked(self._run_id))
             stack.enter_context(one_prompt_at_a_time())
@@ -201,12 +207,13 @@ class InlineRun:
             self._failed(service.ctx.name, RunFailed(f"{service.ctx.name} ended before the trainer was done"))
 
     def _failed(self, culprit: str, error: BaseException) -> None:
-        """End the run with its first error; what fails while it ends does so because others have ended."""
+        """End the run with its first error. Later errors are ignored: they follow from the end of other
+        services."""
         with self._failing:
             if self._stopping.is_set():
                 log.info("failed while the run ended", service=culprit, error=repr(error))
                 return
-            if isinstance(error, bdb.BdbQuit):  # `q` at the prompt
+            if isinstance(error, bdb.BdbQuit):  # the user entered `q` at the prompt
                 self._interrupts = 1
             else:
                 self.error, self._culprit = error, culprit
@@ -222,19 +229,19 @@ class InlineRun:
             raise _Cancelled
 
     def _cancel(self) -> None:
-        """Leave the trainer, wherever the main thread is: also a wait is ended by a signal."""
+        """Leave the trainer. The signal also interrupts a wait of the main thread."""
         if self._in_trainer:
             signal.pthread_kill(self._main_thread, CANCEL)
 
     def _listen(self, signals: int) -> None:
-        """Take signals, also while the main thread computes, and refuse what is asked of the supervisor."""
+        """Handle signals, also while the main thread computes, and refuse requests to the supervisor."""
         last_s = -SAME_INTERRUPT_S
         while not self._over.is_set():
             self._socket.carry_out(_refuse)
             if not select.select([signals], [], [], TICK_S)[0]:
                 continue
             numbers, now_s = os.read(signals, 64), time.monotonic()
-            # A debugger that has taken Ctrl-C for itself is asked, not the run.
+            # If a debugger handles Ctrl-C itself, the signal is not for the run.
             asked = [number for number in numbers if signal.getsignal(number) == self._on_signal]
             if {*asked} <= {CANCEL} or now_s - last_s < SAME_INTERRUPT_S:
                 continue
@@ -273,7 +280,8 @@ class InlineRun:
 
 
 def services_left() -> bool:
-    """Return whether a service of an inline run has outlived it: it is in code that does not return."""
+    """Return whether a service still runs after the end of an inline run, because its code does not
+    return."""
     return any(isinstance(thread, InlineService) for thread in threading.enumerate())
 
 
@@ -290,7 +298,7 @@ def _refuse(asked: WorkersRequest) -> FleetChange:
 
 @contextmanager
 def _marked(run_id: str) -> Iterator[None]:
-    """Mark processes that are started meanwhile with the run's id, and kill them at the end."""
+    """Mark processes that are started in this block with the run's id. Kill them at the end."""
     before = os.environ.get(RUN_VARIABLE)
     os.environ[RUN_VARIABLE] = run_id
     try:
@@ -308,8 +316,9 @@ _turn = threading.RLock()
 
 
 class OnePrompt(pdb.Pdb):
-    """The standard debugger, whose prompt belongs to one thread from the breakpoint to `c` or `q`. Ctrl-C
-    stays the run's."""
+    """The standard debugger. Its prompt belongs to one thread, from the breakpoint to `c` or `q`.
+
+    The run keeps its own handler of Ctrl-C."""
 
     def __init__(self) -> None:
         super().__init__(nosigint=True)
@@ -336,7 +345,8 @@ class OnePrompt(pdb.Pdb):
 
 @contextmanager
 def one_prompt_at_a_time() -> Iterator[None]:
-    """`breakpoint()` waits for its turn meanwhile, unless a debugger of the user's choice answers it."""
+    """Make `breakpoint()` wait for its turn inside this block, unless the user has chosen another
+    debugger."""
     if sys.breakpointhook is not sys.__breakpointhook__ or "PYTHONBREAKPOINT" in os.environ:
         yield
         return

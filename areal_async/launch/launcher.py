@@ -1,8 +1,7 @@
-"""The interface between the supervisor and the launcher that places and starts the processes of a run.
+"""The interface between the supervisor and the launcher. A launcher places and starts the processes of a run.
 
-Two launchers are built in: `local_launcher.py` starts them on this machine, `ray/` on the nodes of a Ray
-cluster. A launcher makes the topology, and only it knows where a process is.
-"""
+Two launchers are built in: `local_launcher.py` starts processes on this machine, and `ray/` on the nodes of a
+Ray cluster. A launcher makes the topology. Only the launcher knows the host of a process."""
 
 from __future__ import annotations
 
@@ -12,58 +11,59 @@ from areal_async.base.topology import ServicePlace, Topology
 from areal_async.config.job import JobConfig
 
 WAITS = "waits for room on the cluster"
-"""Beginning of the line that a run prints while it has no places."""
+"""Beginning of the line that a run prints while it waits for its places."""
 
 
 class Child(Protocol):
-    """A process that was started, or is being started. No method waits."""
+    """A process that has started or is starting. No method waits."""
 
     @property
     def pid(self) -> int:
-        """Process id on its host; 0 while that is not known."""
+        """Process id on its host; 0 until it is known."""
 
     def ready_report(self) -> dict[str, Any] | None:
-        """Return its report of readiness, with its `metrics_port`; None until it is ready."""
+        """Return the process's report of readiness, with its `metrics_port`; None until it is ready."""
 
     def poll(self) -> int | None:
-        """Return the exit status once it has ended: as of subprocess, negative for a signal."""
+        """Return the exit status as in subprocess (negative for a signal); None while the process runs."""
 
     def lost(self) -> str:
-        """Return how it ended, in words that follow its name, if its host is gone; else an empty text."""
+        """Return the reason if its host is lost, else an empty text. The reason is a phrase that follows the
+        process's name."""
 
     def heard(self) -> bytes:
-        """Return the bytes from its line since the last look (`service/rank_group.py`)."""
+        """Return the bytes that its line has received since the last call (`service/rank_group.py`)."""
 
     def is_heard(self) -> bool:
-        """Return whether the link to its host works, so that its line can be read."""
+        """Return whether the link to its host works. Without the link, its line cannot be read."""
 
     def memory_kills(self) -> int:
-        """Return how many processes of its host the kernel has killed for lack of memory."""
+        """Return the number of processes that the kernel of its host has killed for lack of memory."""
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Ask the process to end."""
 
     def kill(self) -> None:
-        """Kill it and everything in its process group. Safe to repeat."""
+        """Kill the process and its whole process group. May be called again."""
 
     def close(self) -> None:
-        """Release its descriptors. Safe to repeat."""
+        """Close its descriptors. May be called again."""
 
 
 class Launcher(Protocol):
-    """Places and starts the processes of one run. Only the supervisor's thread calls it."""
+    """Places and starts the processes of one run. Only the supervisor's thread calls its methods."""
 
     def begin(self, job: JobConfig, services: list[ServicePlace]) -> list[ServicePlace]:
-        """Place the services that the job begins with. Raises `RunError` if there is no room for them."""
+        """Place the first services of the job. Raises `RunError` if there is no room for them."""
 
     def join(self, place: ServicePlace) -> ServicePlace:
-        """Place one more."""
+        """Place one more service."""
 
     def leave(self, name: str) -> None:
-        """Give up the place of a process that is gone for good."""
+        """Release the place of a process that will not be restarted."""
 
     def start(self, place: ServicePlace, *, served_before: bool) -> Child:
-        """Start or restart a service that was placed. Raises OSError if that cannot be done now."""
+        """Start or restart a placed service. Raises OSError if this is not possible now."""
 
     def is_taken(self, name: str) -> bool:
         """Return whether a process that this launcher did not start has this name."""
@@ -72,7 +72,7 @@ class Launcher(Protocol):
         """Write the topology of these placed services on each host, and return it."""
 
     def tend(self, now_s: float, *, calm: bool) -> list[ServicePlace]:
-        """Do regular work, and return the places that have changed. `calm`: all services serve."""
+        """Do regular work, and return the changed places. `calm`: all services serve."""
 
     def close(self) -> None:
-        """End every process of the run, however it was started."""
+        """End every process of the run, including processes that others started."""

@@ -1,14 +1,19 @@
-"""The life of a run as a pure state machine: events in, actions out; the clock comes with each event.
+"""The life of a run as a pure state machine. Events go in, actions come out. Each event carries the time.
 
-Promises: the buffer serves before anything else is started; a service that dies is started again after the
-pause that `base/processes.py` decides, and the others go on meanwhile; one that dies too often, that a
-restart would not cure, or that does not serve in time (counted, for what needs weights, from the last start
-of the trainer), ends the run with a reason that names it, unless it joined later and has never served; the
-ranks of a trainer live and die together: with one the others are killed, which wait for it in a collective,
-it counts as one death, and they start again at once when all are gone; one that is drained leaves, in
-whatever way it ends; once a stop has begun nothing is started, the stages of `plan.STOP_STAGES` are ended in
-order, and `STOP_LIMIT_S` after the stop began every process has been told to end and then killed; the run is
-over only when no process is left or the limit has passed."""
+Promises:
+
+- The buffer serves before any other service starts.
+- A service that dies is restarted after the pause that `base/processes.py` decides. The other services
+  continue.
+- The run ends with a reason that names the service in three cases: the service dies too often, a restart
+  would not help, or the service does not serve in time. For a service that needs weights, this time counts
+  from the last start of the trainer. A service that joined later and has never served does not end the run.
+- The ranks of a trainer live and die together. If one rank dies, the other ranks are killed, because they
+  wait for it in a collective. This counts as one death. All ranks restart once all have exited.
+- A drained service leaves, whatever its exit status.
+- After a stop has begun, nothing is started. The stages of `plan.STOP_STAGES` are ended in order. At
+  `STOP_LIMIT_S` after the stop began, every process has been told to end and then killed.
+- The run is over if no process is left or the limit has passed."""
 
 from __future__ import annotations
 
@@ -24,23 +29,23 @@ from areal_async.base.topology import ServicePlace
 from areal_async.launch.plan import STOP_STAGES, awaited_first, ends_the_job
 
 STAGE_LIMITS_S = (4.5, 1.5, 2.0)
-"""Seconds after which each stage is killed. The first limit is above the services' own grace, so that a kill
-is the exception."""
-KILL_LIMIT_S = 0.4  # The next stage goes on so long after a kill, without waiting for it
+"""Seconds after which each stage is killed. The first limit is longer than the services' own grace period, so
+that a kill is the exception."""
+KILL_LIMIT_S = 0.4  # Time from a kill to the next stage
 STOP_LIMIT_S = sum(STAGE_LIMITS_S) + len(STAGE_LIMITS_S) * KILL_LIMIT_S
-KILLED_LIMIT_S = 60.0  # A process that was killed and is still there so long after is held by the kernel
-LAST_ONE_LIMIT_S = 120.0  # An evaluator that has not ended so long after the trainer is a failure
+KILLED_LIMIT_S = 60.0  # A killed process that still exists after this time is stuck in the kernel
+LAST_ONE_LIMIT_S = 120.0  # Longest time that an evaluator may run after the trainer has ended
 
 
 class Phase(Enum):
     WAITING = "waiting"
     STARTING = "starting"
     SERVING = "serving"
-    RESTARTING = "restarting"  # Dead, and to be started again when its pause is over
+    RESTARTING = "restarting"  # Dead, and restarted after its pause
     ENDED = "ended"
 
 
-DRAINING = "draining"  # Shown for a service that serves and is to leave
+DRAINING = "draining"  # Shown for a service that serves and is leaving
 
 
 @dataclass
@@ -49,16 +54,16 @@ class ServiceState:
     restarts: Restarts
     phase: Phase = Phase.WAITING
     started_s: float = 0.0
-    served_s: float | None = None  # Since when it serves; None while it does not
-    served_before: bool = False  # It has reported that it serves, if in a process that is gone
+    served_s: float | None = None  # Time since when it serves; None while it does not serve
+    served_before: bool = False  # Whether an earlier or the present process has served
     status: int | None = None
-    """Exit status as of subprocess: negative for a signal; None for one that never ran."""
-    restart_s: float = 0.0  # When it is to be started again
-    unproven: bool = False  # It joined the running job, and has never served: its failure is not the job's
-    leaving: bool = False  # It is not started again; once it has ended it is to be forgotten
-    felled: bool = False  # It is killed because another rank of its group has died
-    killed_s: float | None = None  # When it was killed, while the run goes on
-    leave_by_s: float = math.inf  # When it is told to end, if it has not by itself
+    """Exit status as in subprocess (negative for a signal); None if it never ran."""
+    restart_s: float = 0.0  # Time of the restart
+    unproven: bool = False  # It joined the running job and has never served: its failure does not end the job
+    leaving: bool = False  # It is not restarted, and is forgotten once it has exited
+    felled: bool = False  # It was killed because another rank of its group died
+    killed_s: float | None = None  # Time at which it was killed while the run continued
+    leave_by_s: float = math.inf  # Time at which it is asked to end
     kill_s: float = math.inf
 
     @property
@@ -67,7 +72,7 @@ class ServiceState:
 
     @property
     def shown(self) -> str:
-        """Its phase in words, for people."""
+        """The phase in words."""
         return DRAINING if self.leaving and self.phase is Phase.SERVING else self.phase.value
 
     @property
@@ -77,7 +82,7 @@ class ServiceState:
 
 @dataclass(frozen=True)
 class Action:
-    """An action for the shell: start a process, send it SIGTERM, or kill its process group."""
+    """An action for the supervisor: start a process, send it SIGTERM, or kill its process group."""
 
     do: Literal["start", "terminate", "kill"]
     name: str
@@ -88,21 +93,23 @@ EndKind = Literal["finished", "died", "not_ready", "not_gone", "did_not_end", "i
 
 @dataclass(frozen=True)
 class Ending:
-    """Why the run ends; `culprit` is the service that a failure names."""
+    """The reason why the run ends. For a failure, `culprit` is the service that failed."""
 
     kind: EndKind
     culprit: str = ""
     status: int | None = None
     lived_s: float = 0.0
-    deaths: int = 1  # How often the culprit, or its group, died within the window of the restart policy
+    deaths: int = 1  # Deaths of the culprit or its group within the window of the restart policy
     cause: str = ""
-    """Cause of its death, in words, if more is known than its status; for a rank that did not serve, the
-    other ranks that did not."""
+    """Cause of its death in words, if more than the status is known. If a rank did not serve in time, this
+    names the other ranks that did not serve."""
 
 
 def in_order_of_cause(ended: Mapping[str, int]) -> list[str]:
-    """Return the names of services that ended in one look, given with their exit statuses: first those that
-    were killed, then those that failed, last those with an error that may follow from another's end."""
+    """Return the names of ended services, in the order of likely cause.
+
+    `ended` has the exit statuses of services that ended between two looks. Killed services come first, then
+    failed ones. Last come services with an error that may follow from the end of another service."""
     return sorted(ended, key=lambda name: (ended[name] >= 0, ended[name] in (0, os.EX_TEMPFAIL)))
 
 
@@ -157,7 +164,7 @@ class Lifecycle:
         return self._start(waiting, now_s)
 
     def silent(self, name: str, now_s: float) -> list[Action]:
-        """Kill a service that gives no sign of life, or that others wait for in vain."""
+        """Kill a service that hangs, or a rank that other ranks wait for in vain."""
         state = self.states[name]
         if not state.alive or state.killed_s is not None or self.stopping:
             return []
@@ -167,8 +174,10 @@ class Lifecycle:
     def exited(
         self, name: str, status: int, now_s: float, cause: str = "", *, with_host: bool = False
     ) -> list[Action]:
-        """Take in the end of a service; `cause` has more than its exit status, if known. `with_host`: it is
-        gone with its host, which is no failure of its own: it has left, and is not started again."""
+        """Handle the exit of a service.
+
+        `cause` explains the exit beyond its status, if known. With `with_host`, the service was lost with its
+        host. Then it has left and is not restarted, and its end is no failure."""
         state = self.states[name]
         lived_s = now_s - state.started_s
         state.phase, state.status, state.killed_s = Phase.ENDED, status, None
@@ -190,14 +199,15 @@ class Lifecycle:
         return []
 
     def join(self, place: ServicePlace, now_s: float) -> list[Action]:
-        """Take in another service of the running job; it starts as soon as the buffer serves."""
+        """Add a service to the running job. It starts as soon as the buffer serves."""
         self.states[place.name] = ServiceState(place, Restarts(self.restarts), unproven=True)
         ready = all(map(self._served, awaited_first(self.services)))
         return self._start([place.name], now_s) if ready else []
 
     def leave(self, name: str, limit_s: float, now_s: float) -> list[Action]:
-        """Let a service end by itself within `limit_s`, then tell it to, then kill it. One that does not
-        serve has nothing to finish."""
+        """Let a service end by itself within `limit_s`, then ask it to end, then kill it.
+
+        A service that does not serve is asked at once, because it has no work to finish."""
         state = self.states[name]
         state.leaving = True
         if not state.alive:
@@ -207,17 +217,17 @@ class Lifecycle:
         return self._advance_leaving(now_s)
 
     def forget(self, name: str) -> None:
-        """Take out a service that is gone."""
+        """Remove a service that has exited."""
         del self.states[name]
 
     def interrupt(self, now_s: float) -> list[Action]:
-        """A request to stop. A second one, during the stop, kills what is left at once."""
+        """Handle a request to stop. A second request during the stop kills all remaining services at once."""
         if self.stopping:
             return [Action("kill", name) for name in self.alive()]
         return self._stop(Ending("interrupted"), now_s)
 
     def tick(self, now_s: float) -> list[Action]:
-        """Return the actions that are due by the clock."""
+        """Return the actions that are due at this time."""
         if self.stopping:
             return self._advance_stop(now_s)
         for name, state in self.states.items():
@@ -243,8 +253,10 @@ class Lifecycle:
         return []
 
     def _could_serve_from_s(self, state: ServiceState, now_s: float) -> float:
-        """Return the begin of the time within which it must serve: its start or, for a service that needs
-        weights, the last start of the trainer if that is later."""
+        """Return the time from which the limit to serve counts.
+
+        This is the start of the service. For a service that needs weights, it is the last start of the
+        trainer, if later."""
         begun_s = [state.started_s]
         if state.place.role in ("rollout", "evaluator"):
             trainers = self._trainers()
@@ -265,13 +277,14 @@ class Lifecycle:
         if state.phase is not Phase.RESTARTING or now_s < state.restart_s:
             return False
         first = awaited_first(self.services)
-        # The others cannot come up without the buffer: to start them now would only cost them a death.
+        # The other services need the buffer. If they started now, they would only fail.
         has_room = state.place.name in first or all(map(self._served, first))
         whole = not any(other.alive for other in self._group(state))
         return has_room and whole
 
     def _group(self, state: ServiceState) -> list[ServiceState]:
-        """Return the services that live and die with this one, itself included: the ranks of a trainer."""
+        """Return the services that live and die with this service, including itself: the ranks of a
+        trainer."""
         if state.place.role != "trainer":
             return [state]
         return [other for other in self._trainers() if other.place.policy == state.place.policy]
@@ -280,7 +293,7 @@ class Lifecycle:
         return [state for state in self.states.values() if state.place.role == "trainer"]
 
     def _died(self, state: ServiceState, lived_s: float, now_s: float, cause: str) -> list[Action]:
-        """Restart the service and its group later, or end the run."""
+        """Schedule a restart of the service and its group, or end the run."""
         name, status, group = state.place.name, state.status, self._group(state)
         served = [other.served_s for other in group if other.served_s is not None]
         served_s = max(served) if len(served) == len(group) else None
@@ -289,7 +302,7 @@ class Lifecycle:
             state.leaving = True
             return []
         if pause_s is None or (state.place.role == "evaluator" and self._last_one_deadline_s is not None):
-            # A restarted evaluator would ask a trainer that is gone for the final snapshot.
+            # A restarted evaluator would need the final snapshot from a trainer that has exited.
             deaths = len(state.restarts.deaths_s)
             return self._stop(Ending("died", name, status, lived_s, deaths, cause), now_s)
         actions = []
@@ -301,14 +314,15 @@ class Lifecycle:
             else:
                 other.phase = Phase.RESTARTING
         if state.place.role == "trainer":
-            # It may publish its last versions again, as another epoch: an evaluator that was done is not.
+            # The trainer may publish its last versions again under another epoch, so a finished evaluator
+            # must run again.
             for other in self.states.values():
                 if other.place.role == "evaluator" and other.phase is Phase.ENDED:
                     other.phase, other.restart_s = Phase.RESTARTING, state.restart_s
         return actions
 
     def _advance_leaving(self, now_s: float) -> list[Action]:
-        """Terminate services whose time to leave by themselves is over, then kill those that remain."""
+        """Ask services to end after their time to leave has passed. Kill those that still run later."""
         actions: list[Action] = []
         for name, state in self.states.items():
             if not (state.leaving and state.alive):
@@ -326,7 +340,8 @@ class Lifecycle:
         return self._advance_stop(now_s)
 
     def _advance_stop(self, now_s: float) -> list[Action]:
-        """End the current stage when it is empty, kill its remaining services at its deadline, go on."""
+        """Advance the stop: go to the next stage if the present one is empty, and kill its remaining services
+        at the deadline."""
         actions: list[Action] = []
         while not self.over:
             left = self._left_in_stage()

@@ -1,8 +1,7 @@
 """The launcher of one machine: child processes, spares, Unix sockets.
 
-Promises: each start of a group of ranks has a socket of its own, bound before the first rank runs, and one
-rank alone has none; after `close` no process of the run is left, whatever it detached.
-"""
+Promises: each start of a group of ranks has its own socket, bound before the first rank runs. A single rank
+has no socket. After `close`, no process of the run is left, including detached processes."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ BACKLOG = 1024  # Ranks that may connect at once
 
 
 class LocalChild:
-    """A service on this machine, and the line from it."""
+    """A service on this machine, with its line."""
 
     def __init__(self, process: ChildProcess, line_fd: int) -> None:
         self.pid = process.pid
@@ -67,15 +66,17 @@ class LocalChild:
 
 
 class RankLines:
-    """Lines that services are given when they start on one host: one to whoever starts them and, of the ranks
-    of a trainer, the socket at which they meet, on an interface of that host."""
+    """Lines of the services on one host.
+
+    Each service gets a line to the process that starts it. Ranks of a trainer also get the socket at which
+    they meet, on an interface of the host."""
 
     def __init__(self, interface: str, *, several: bool, meeting: str = "") -> None:
-        """`several`: the trainer has more than one rank."""
+        """Prepare the lines. `several`: the trainer has more than one rank."""
         self._interface = interface
         self._several = several
         self.meeting = meeting
-        """Address at which the ranks of this start meet, once rank 0 was prepared."""
+        """Address at which the ranks of this start meet. `prepare` sets the address for rank 0."""
 
     def start(
         self,
@@ -86,7 +87,8 @@ class RankLines:
         pass_fds: Sequence[int] = (),
         spares: Spares | None = None,
     ) -> LocalChild:
-        """Start a service with its lines, as a spare process if one is ready. Rank 0 is started first."""
+        """Start a service with its lines, in a spare process if one is ready. Rank 0 must be started
+        first."""
         variables, given, line_fd = self.prepare(place)
         environment |= variables
         log_path = logs / f"{place.name}.log"
@@ -103,9 +105,10 @@ class RankLines:
         return LocalChild(process, line_fd)
 
     def prepare(self, place: ServicePlace) -> tuple[dict[str, str], dict[str, int], int]:
-        """Return the variables for the process, the descriptors that it is given, each by the variable that
-        names it, and the end of its line that stays here. The caller closes the descriptors once the process
-        has them."""
+        """Return the variables and descriptors for the process, and our end of its line.
+
+        The descriptors are keyed by the variables that name them. The caller closes the descriptors after the
+        process has inherited them."""
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         given = {PULSE_VARIABLE: write_fd}
         variables = {}
@@ -119,7 +122,8 @@ class RankLines:
 
 
 class LocalLauncher:
-    """Starts everything in the folders of a run on this machine. `spare_modules` is what spares import."""
+    """Starts all processes on this machine, in the folders of a run. `spare_modules` are the modules that
+    spares import."""
 
     def __init__(
         self, job: JobConfig, folders: RunFolders, *, spare_modules: Sequence[str] = PRELOADED
@@ -127,12 +131,12 @@ class LocalLauncher:
         self._job = job
         self._folders = folders
         views = job.views
-        self._lines = {  # Under "": the only trainer's, and those of services that belong to no policy
+        self._lines = {  # Key "" has the only trainer and the services that belong to no policy
             name: RankLines(folders.host.loopback, several=job.of(name or job.policy).trainer.ranks > 1)
             for name in ("", *job.policies)
         }
         self._spares = Spares(
-            most=max(view.trainer.ranks for view in views.values()),  # they die together
+            most=max(view.trainer.ranks for view in views.values()),  # ranks die together
             after_s=job.supervisor.spare_after_s,
             environment=self._environment(job, "trainer"),
             output=folders.logs / "spare.log",
@@ -177,7 +181,7 @@ class LocalLauncher:
         return []
 
     def close(self) -> None:
-        """End every process: the services, what they detached, and the spares."""
+        """End every process: the services, their detached processes, and the spares."""
         self._spares.close()
         for child in self._children.values():
             child.kill()
@@ -192,13 +196,13 @@ class LocalLauncher:
     def _environment(self, job: JobConfig, role: Role) -> dict[str, str]:
         environment = service_environment(self._folders.run_id, thread_count(job, role))
         if role != "buffer":
-            # Reward and workflow code is a user's: it has no business with the buffer's passwords.
+            # Reward and workflow code is the user's, so it must not see the buffer's passwords.
             environment.pop(self._job.buffer.redis_login.password_env, None)
         return environment
 
 
 def memory_kills(vmstat: Path = VMSTAT) -> int:
-    """Return how many processes the kernel of this machine has killed for lack of memory; 0 if unknown."""
+    """Return the number of processes that the kernel has killed for lack of memory; 0 if unknown."""
     with suppress(OSError):
         for line in vmstat.read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -207,14 +211,15 @@ def memory_kills(vmstat: Path = VMSTAT) -> int:
 
 
 def write_targets(path: Path, targets: Sequence[Mapping[str, object]]) -> None:
-    """Name the metrics endpoints for Prometheus; whole or not at all, since it watches the file."""
+    """Write the metrics endpoints for Prometheus. The write is atomic, because Prometheus watches the
+    file."""
     if not path.parent.is_dir():
         path.parent.mkdir()
         path.parent.chmod(0o755)
-    # Prometheus may run as another user. They are ports, which everybody on the machine may know.
+    # Prometheus may run as another user. The ports are no secret on this machine.
     write_json(path, targets, mode=0o644)
 
 
 def write_json(path: Path, content: object, mode: int = 0o600) -> None:
-    """Write `content` as indented JSON; readers see the old file or the new one."""
+    """Write `content` as indented JSON. Readers see the old file or the new file."""
     write_whole(path, msgspec.json.format(msgspec.json.encode(content)), mode)

@@ -1,4 +1,4 @@
-"""Prometheus series of the supervisor: of autoscaling, of restarts and of the disk that the run writes to."""
+"""Prometheus series of the supervisor: autoscaling, restarts, and the disk of the run folder."""
 
 import shutil
 from pathlib import Path
@@ -15,6 +15,6 @@ DISK_SIZE = Gauge("areal_run_disk_size_bytes", "Size of the disk that the run fo
 
 
 def watch_disk(run_dir: Path) -> None:
-    """Have the figures of the disk read whenever they are asked for."""
+    """Read the disk figures at each scrape."""
     DISK_FREE.set_function(lambda: shutil.disk_usage(run_dir).free)
     DISK_SIZE.set_function(lambda: shutil.disk_usage(run_dir).total)

@@ -1,9 +1,7 @@
-"""Watches a run from a thread: asks the services how they are, and reports a stall with the name of the
-starving edge.
+"""A thread that watches a run: it asks the services for their status, and reports a stall with its cause.
 
-Promises: costs the run little (one small request per service and poll, and at most one under way); never ends
-a run by failing: what cannot be known now is asked at the next poll.
-"""
+Promises: the cost is low, because each poll sends one small request per service, and at most one request is
+in flight. A failure here never ends a run: the next poll asks again."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from areal_async.base.topology import ServicePlace, Topology
 from areal_async.launch.aggregator import RunStatus, StatusAggregator
 from areal_async.launch.watchdog import Stall
 from areal_async.rpc.board import SILENT_S
-from areal_async.rpc.client import Client
+from areal_async.rpc.client import CallLimits, Client
 from areal_async.rpc.control_messages import ReadMetrics, ServiceStatus, Status
 from areal_async.rpc.schema import R, Request
 from areal_async.rpc.secret import Access
@@ -35,17 +33,17 @@ from areal_async.service.record import RunLog
 log = get_logger("watchdog")
 
 POLL_S = 0.5
-ANSWER_S = 5.0  # The longest that an answer is waited for before the service is asked anew
-SCRAPE_S = 1.5  # The same for its metrics, below what Prometheus waits
-MAX_PART_BYTES = 16 << 20  # Longest part of an answer; who sends a longer one is left
-LOOK_S = 2.0  # The longest that one look at everything takes
-LOAD_EVERY_S = 5.0  # Between two records of used resources
-REPORT_S = 30.0  # How often a stall is logged while it lasts
+ANSWER_S = 5.0  # Longest wait for a status before the service is asked again
+SCRAPE_S = 1.5  # Longest wait for metrics; shorter than the timeout of Prometheus
+MAX_PART_BYTES = 16 << 20  # Longest part of an answer; a longer part closes the connection
+LOOK_S = 2.0  # Longest time for one poll of all services
+LOAD_EVERY_S = 5.0  # Interval of the records of used resources
+REPORT_S = 30.0  # Interval of log lines while a stall lasts
 ASKED = frozenset({"starting", "serving", "draining"})  # Phases in which a service can answer
 
 
 class StatusClients:
-    """Asks the services of one run, each over a connection that is kept. Belongs to one event loop."""
+    """Asks the services of one run, each over a persistent connection. Belongs to one event loop."""
 
     def __init__(self, topology: Callable[[], Topology], job: str, access: Access) -> None:
         self._topology = topology
@@ -53,19 +51,22 @@ class StatusClients:
         self._access = access
         self._clients: dict[str, Client] = {}
         self._seen: Topology | None = None
-        self._places: dict[str, ServicePlace] = {}  # Those of `_seen`
+        self._places: dict[str, ServicePlace] = {}  # Places in `_seen`
 
     async def ask(self, name: str, threads: int = 0) -> ServiceStatus:
-        """Return the status of a service, which is told `threads`. Raises ArealError if it does not answer
-        within `ANSWER_S`."""
+        """Return the status of a service, and set its number of CPU threads to `threads` (0: unchanged).
+
+        Raises ArealError if the service does not answer within `ANSWER_S`."""
         topology = self._topology()
         endpoints = {"buffer": topology.buffer, "weights": topology.weights}
         status, _ = await self._exchange(name, Status(threads, endpoints))
         return status
 
     async def metrics(self, name: str) -> bytes:
-        """Return the current series of a service as text for Prometheus. Raises ArealError or TimeoutError if
-        it does not answer within `SCRAPE_S`, KeyError if there is none of that name."""
+        """Return the current series of a service as text for Prometheus.
+
+        Raises ArealError or TimeoutError if the service does not answer within `SCRAPE_S`, and KeyError if no
+        service has this name."""
         async with asyncio.timeout(SCRAPE_S):
             _, parts = await self._exchange(name, ReadMetrics())
         return b"".join(parts)
@@ -82,7 +83,7 @@ class StatusClients:
             role="supervisor",
             name="monitor",
             access=self._access,
-            max_part_bytes=MAX_PART_BYTES,
+            limits=CallLimits(part_bytes=MAX_PART_BYTES),
         )
         client.address.move(place.status)
         try:
@@ -92,7 +93,7 @@ class StatusClients:
         except BaseException:
             await client.close()
             raise
-        if name in self._clients:  # it was asked two things at once
+        if name in self._clients:  # two requests ran at once
             await client.close()
         else:
             self._clients[name] = client
@@ -106,9 +107,9 @@ class StatusClients:
 class LoadLog:
     """Records of the resources that a run's processes have used.
 
-    From two of them `areal-async simulate --from` computes costs. A record has, for each service, CPU seconds
-    of it and its children, its busy seconds, tokens and sums, and the buffer's counts of transitions. It is
-    written every `LOAD_EVERY_S` seconds in which a step was done."""
+    `areal-async simulate --from` computes costs from two of these records. Each record has the CPU seconds of
+    every service and its children, its busy seconds, tokens and sums, and the buffer's counts of transitions.
+    A record is written every `LOAD_EVERY_S` seconds if a step has finished meanwhile."""
 
     def __init__(self, run_log: RunLog) -> None:
         self._run_log = run_log
@@ -116,7 +117,8 @@ class LoadLog:
         self._steps = -1
 
     def look(self, services: Mapping[str, ServiceStatus], steps: int, now_s: float) -> None:
-        """`services`: the newest answer of each that is there; `steps` are done at `now_s`."""
+        """Write a record if it is due. `services` has the newest status of each service; `steps` are done at
+        `now_s`."""
         if now_s < self._due_s or steps == self._steps or not services:
             return
         self._due_s, self._steps = now_s + LOAD_EVERY_S, steps
@@ -133,7 +135,7 @@ class LoadLog:
                 for name, status in services.items()
             }
         except KeyError:
-            return  # One has just ended: what it used up cannot be known any more
+            return  # A process has just ended, so its usage is no longer known
         told["supervisor"] = {"cpu_s": round(time.process_time(), 3)}
         cores = len(os.sched_getaffinity(0))
         self._run_log.write(
@@ -142,8 +144,9 @@ class LoadLog:
 
 
 def _cpu_s(pids: set[int]) -> dict[int, float]:
-    """CPU seconds of these processes and their children, those that have ended too, from one look at all that
-    run here. Raises `KeyError` where one does not."""
+    """Return the CPU seconds of these processes, including their children and children that have exited.
+
+    All processes of this machine are read once. Raises `KeyError` if a process does not run."""
     spent_s: dict[int, float] = {}
     children: dict[int, list[int]] = defaultdict(list)
     for process in psutil.process_iter(["ppid", "cpu_times"]):
@@ -157,8 +160,8 @@ def _cpu_s(pids: set[int]) -> dict[int, float]:
 
 
 class Monitor(WorkThread):
-    """Feeds a `StatusAggregator` and hands each status of the run to `show`, until stopped: the last one
-    too."""
+    """Feeds a `StatusAggregator` and passes each status of the run to `show`, including the last, until it is
+    stopped."""
 
     def __init__(
         self,
@@ -170,8 +173,10 @@ class Monitor(WorkThread):
         load: LoadLog | None,
         threads: Callable[[RunStatus], Mapping[str, int]] = lambda status: {},
     ) -> None:
-        """`load`: only for a run whose processes are all on this machine. `threads`: how many CPU threads
-        services are to compute with, by the prefixes of their names."""
+        """Prepare the thread.
+
+        `load`: only for a run with all processes on this machine. `threads` returns the CPU threads with
+        which services compute, by the prefixes of their names."""
         super().__init__("monitor")
         self._aggregator = aggregator
         self._clients = clients
@@ -183,15 +188,16 @@ class Monitor(WorkThread):
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._stall: Stall | None = None
         self._reported_s = 0.0
-        self.newest: RunStatus | None = None  # How the run stood at the last look
+        self.newest: RunStatus | None = None  # Status at the last look
 
     def look(self) -> None:
-        """Ask every service once, now, from another thread."""
-        with suppress(TimeoutError, RuntimeError):  # the latter once this has ended
+        """Ask every service once, now. Other threads may call this."""
+        with suppress(TimeoutError, RuntimeError):  # RuntimeError: the thread has ended
             self.do(self._look(LOOK_S)).result(2 * LOOK_S)
 
     async def metrics(self, name: str) -> bytes:
-        """Return `StatusClients.metrics`, for another loop. Raises PeerGone once this has ended."""
+        """Return `StatusClients.metrics`, for another event loop. Raises PeerGone once this thread has
+        ended."""
         if self._loop.is_closed():
             raise PeerGone("The run is not watched any more.")
         return await asyncio.wrap_future(self.do(self._clients.metrics(name)))
@@ -210,12 +216,12 @@ class Monitor(WorkThread):
                 self._report_stall(self.newest)
                 self._threads = self._split(self.newest)
                 if self._load is not None:
-                    with suppress(OSError):  # a full disk is for those to tell whose records are needed
+                    with suppress(OSError):  # the services that need the records report a full disk
                         steps = self._aggregator.steps_done
                         self._load.look(self._aggregator.answers, steps, time.monotonic())
                 try:
                     self._show(self.newest)
-                except (Exception, SystemExit):  # rich's own console exits where a pipe is broken
+                except (Exception, SystemExit):  # rich's console exits if a pipe is broken
                     log.exception("the view has failed; nothing more is shown")
                     self._show = lambda status: None
                 if self._stopping.is_set():
@@ -227,7 +233,7 @@ class Monitor(WorkThread):
             await self._clients.close()
 
     async def _look(self, wait_s: float) -> None:
-        """Ask whoever is not being asked; with `wait_s`, wait so long for answers."""
+        """Ask all services that have no request in flight. With `wait_s`, wait this long for answers."""
         phases = self._phases()
         self._aggregator.set_phases(phases)
         for name, phase in phases.items():
@@ -237,12 +243,12 @@ class Monitor(WorkThread):
             await asyncio.wait(self._asking.values(), timeout=wait_s)
 
     async def _ask(self, name: str) -> None:
-        with suppress(ArealError):  # it starts, ends or is busy: there is a next poll
+        with suppress(ArealError):  # it starts, ends or is busy: the next poll asks again
             status = await self._clients.ask(name, self._threads.get(name.partition("-")[0], 0))
             self._aggregator.feed_status(name, status, time.monotonic())
 
     def _report_stall(self, status: RunStatus) -> None:
-        """Log a stall when its edge changes and every `REPORT_S`, and set its metric."""
+        """Log a stall when its cause changes and every `REPORT_S`. Set its metric."""
         stall, told = status.stall, self._stall
         edge = stall.edge if stall is not None else None
         if told is not None and told.edge != edge:

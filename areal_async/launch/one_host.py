@@ -1,5 +1,7 @@
-"""Unix sockets, shared memory and loopback of one host. All addresses of a run on this machine alone are made
-here, and no other module knows any (`tests/unit/test_house.py`)."""
+"""Unix sockets, shared memory and loopback addresses of one host.
+
+All addresses of a run on one machine are made here. No other module knows such addresses
+(`tests/unit/test_house.py`)."""
 
 from __future__ import annotations
 
@@ -20,16 +22,16 @@ HERE = "local"
 """Default node id of this machine."""
 SHM_ROOT = Path("/dev/shm")
 SWEEP_LOOK_S = 0.02
-LONGEST_SOCKET_NAME = 32  # Room that a socket folder must leave for the names in it
+LONGEST_SOCKET_NAME = 32  # Length that a socket folder leaves for the names in it
 
 
 def volatile_roots() -> list[Path]:
-    """Return the folders that hold the shared memory and the socket folders of runs."""
+    """Return the parent folders of the shared memory and the socket folders of runs."""
     return list(dict.fromkeys((SHM_ROOT, Path(tempfile.gettempdir()), Path("/tmp"))))
 
 
 def sweep_processes(mark: str, limit_s: float, are_reaped: Callable[[], bool] = lambda: True) -> None:
-    """Kill the processes of this user with this mark until there are none and `are_reaped`, at most for
+    """Kill this user's processes with this mark until none is left and `are_reaped` returns true, for at most
     `limit_s`."""
     deadline_s = time.monotonic() + limit_s
     while (kill_processes_of(mark) or not are_reaped()) and time.monotonic() < deadline_s:
@@ -37,7 +39,7 @@ def sweep_processes(mark: str, limit_s: float, are_reaped: Callable[[], bool] = 
 
 
 def short_socket_dir(wanted: Path) -> Path:
-    """Return `wanted` if unix sockets in it stay below the path limit, else a folder of /tmp."""
+    """Return `wanted` if paths of Unix sockets in it are short enough, else a folder in /tmp."""
     if len(os.fsencode(wanted)) + 1 + LONGEST_SOCKET_NAME <= SOCKET_PATH_LIMIT:
         return wanted
     digest = hashlib.blake2b(os.fsencode(wanted), digest_size=6).hexdigest()
@@ -47,7 +49,7 @@ def short_socket_dir(wanted: Path) -> Path:
 def make_host(
     node_id: str, *, run_dir: Path, socket_dir: Path, shm_dir: Path, address: str = LOOPBACK
 ) -> RunHost:
-    """Return a host with these folders. A `socket_dir` that is too long is replaced by a shorter one."""
+    """Return a host with these folders. A `socket_dir` that is too long is replaced by a shorter folder."""
     sockets = short_socket_dir(socket_dir)
     return RunHost(
         node_id, address, LOOPBACK, str(run_dir), str(sockets), str(shm_dir), local=f"ipc://{sockets}/"
@@ -57,7 +59,7 @@ def make_host(
 def volatile_host(
     node_id: str, run_id: str, shm_root: Path, *, run_dir: Path | None = None, address: str = LOOPBACK
 ) -> RunHost:
-    """Return a host with volatile folders for a run; without `run_dir` the run's folder is one of them."""
+    """Return a host with volatile folders for a run. Without `run_dir`, the run folder is also volatile."""
     name, temporary = f"areal-{os.getuid()}-{run_id}", Path(tempfile.gettempdir())
     usable = shm_root.is_dir() and os.access(shm_root, os.W_OK | os.X_OK)
     shm_dir = (shm_root if usable else temporary) / f"{name}-shm"
@@ -72,8 +74,10 @@ def topology_here(
     job: Mapping[str, object],
     pretend: Mapping[str, str],
 ) -> Topology:
-    """Return a topology with everything on `host`, over its Unix sockets. `pretend` gives processes the node
-    id of another host: they share no memory with the rest, and talk over loopback."""
+    """Return a topology with all services on `host`, over its Unix sockets.
+
+    `pretend` assigns the node id of another host to some processes. These share no memory with the rest and
+    use loopback."""
     policies = job.get("policies", {})
     assert isinstance(policies, dict)
     others = {node: msgspec.structs.replace(host, node_id=node) for node in pretend.values()}

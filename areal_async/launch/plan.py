@@ -1,9 +1,7 @@
-"""The processes of a job, the order in which they start and stop, and the workers that join or leave it
-later.
+"""The processes of a job, their order of start and stop, and the workers that join or leave later.
 
-Pure, except for the check of names in use. The newest worker leaves first; one that joins takes the lowest
-free number: names, and with them logs and metrics, stay few however often a job is scaled.
-"""
+The module is pure, except for the check of names in use. The newest worker leaves first. A new worker takes
+the lowest free number, so that the number of names, logs and series stays small."""
 
 from __future__ import annotations
 
@@ -28,11 +26,12 @@ MODULES: Mapping[Role, str] = {
 }
 
 STOP_STAGES: tuple[tuple[Role, ...], ...] = (("rollout", "evaluator", "trainer"), ("reward",), ("buffer",))
-"""Producers and the trainer first, so that the buffer can store and acknowledge until the end."""
+"""Producers and the trainer stop first, so that the buffer can store and acknowledge until the end."""
 
 
 def rank_name(rank: int, policy: str = "") -> str:
-    """Return the name of the process of one rank of the trainer, of `policy` if there are several."""
+    """Return the process name of one rank of the trainer. `policy` is empty if the job has a single
+    policy."""
     name = f"trainer-{policy}" if policy else "trainer"
     return f"{name}-{rank}" if rank else name
 
@@ -41,8 +40,8 @@ def services_of(job: JobConfig, modules: Mapping[Role, str] = MODULES) -> list[S
     """Return the processes of `job` in start order. Metrics ports are consecutive from
     `observe.metrics_port`.
 
-    The trainer is one process for each of its ranks: `trainer`, `trainer-1` …, with the rank as index. With
-    several policies each has a trainer."""
+    Each rank of the trainer is one process: `trainer`, `trainer-1` …. The index is the rank. With several
+    policies, each policy has its own trainer."""
     roles: list[tuple[Role, str, int, str]] = [
         ("trainer", rank_name(rank, name), rank, name)
         for policy, view in job.views.items()
@@ -62,8 +61,11 @@ def services_of(job: JobConfig, modules: Mapping[Role, str] = MODULES) -> list[S
 
 
 def with_channel(job: JobConfig, *, several_hosts: bool) -> JobConfig:
-    """Return `job` with the channel that `weights.channel: auto` stands for: `zmq` on several hosts.
-    Beside `nccl` snapshots are brought in the same way, and with the same codec."""
+    """Return `job` with the actual channel in place of `weights.channel: auto`: `zmq` on several hosts, else
+    `shm`.
+
+    With `nccl` on several hosts, `weights.codec: auto` becomes `delta`, because snapshots are also sent as
+    with `zmq`."""
     channel = job.weights.channel
     if channel == "auto" and several_hosts:
         return with_fields(job, "weights", channel="zmq")
@@ -74,17 +76,18 @@ def with_channel(job: JobConfig, *, several_hosts: bool) -> JobConfig:
 
 
 def with_fields(job: JobConfig, section: str, **fields: object) -> JobConfig:
-    """Return `job` with other values of these fields in a section."""
+    """Return `job` with these fields of a section replaced."""
     return job.model_copy(update={section: getattr(job, section).model_copy(update=fields)})
 
 
 def awaited_first(services: Sequence[ServicePlace]) -> list[str]:
-    """Return the names of services that must serve before the others start: the buffer, if there is one."""
+    """Return the services that must serve before the others start: the buffer, if the job has one."""
     return [service.name for service in services if service.role == "buffer"]
 
 
 def ends_the_job(services: Sequence[ServicePlace]) -> list[str]:
-    """Return the names of services that end by themselves; once all have, with status 0, the job is done."""
+    """Return the names of services that end by themselves. The job is done once all have exited with status
+    0."""
     return [service.name for service in services if service.role in ("trainer", "evaluator")]
 
 
@@ -99,9 +102,10 @@ def thread_count(job: JobConfig, role: Role) -> int:
 
 
 def ready_limit_s(job: JobConfig) -> float:
-    """Return the longest time from starting a service until it serves. An engine's server begins to load only
-    once the trainer serves, and has a limit of its own. Runs the file of an engine of the user's; raises
-    `PartError` if that fails."""
+    """Return the longest time from the start of a service until it serves.
+
+    An engine's server begins to load only once the trainer serves, and has a separate limit. The function
+    runs the file of a user's engine. Raises `PartError` if that fails."""
     servers = [
         view.rollout.server.ready_s
         for view in job.views.values()
@@ -111,24 +115,26 @@ def ready_limit_s(job: JobConfig) -> float:
 
 
 def supervisor_port(job: JobConfig, services: Sequence[ServicePlace]) -> int:
-    """Return the port after the services', for the supervisor's own metrics; 0: any free one."""
+    """Return the port for the supervisor's own metrics: the port after those of the services, or 0 for any
+    free port."""
     first = job.observe.metrics_port
     return first + len(services) if first else 0
 
 
-MAX_WORKERS = 1024  # The most workers of one run on one host: more is taken for a slip of the finger
+MAX_WORKERS = 1024  # Most workers on one host; a larger number is probably a typing error
 
 
 def workers_to_change(
     staying: Sequence[ServicePlace], wanted: int, module: str, is_taken: Callable[[str], bool]
 ) -> tuple[list[ServicePlace], list[ServicePlace]]:
-    """Return the workers that must join and those that must leave to have `wanted` of them; `staying`, oldest
-    first, are those that are not leaving. Raises `FaultError`."""
+    """Return the workers that must join and the workers that must leave for a total of `wanted`.
+
+    `staying` has the workers that are not leaving, oldest first. Raises `FaultError`."""
     if not 1 <= wanted <= MAX_WORKERS:
         raise FaultError("invalid", f"a run has 1 to {MAX_WORKERS} workers, not {wanted}")
     free = (number for number in itertools.count() if not is_taken(f"rollout-{number}"))
     joining = [
-        # Port 0: the consecutive ones are those of the services that the job began with.
+        # Port 0: the consecutive ports belong to the first services of the job.
         ServicePlace(f"rollout-{number}", "rollout", number, module, 0)
         for number in itertools.islice(free, max(0, wanted - len(staying)))
     ]
@@ -136,7 +142,8 @@ def workers_to_change(
 
 
 def worker_to_drain(staying: Sequence[ServicePlace], name: str) -> ServicePlace:
-    """Return the worker called `name`. Raises `FaultError` if there is none, or it is the last."""
+    """Return the worker called `name`. Raises `FaultError` if no worker has this name, or if it is the last
+    worker."""
     place = next((place for place in staying if place.name == name), None)
     names = ", ".join(place.name for place in staying)
     if place is None:

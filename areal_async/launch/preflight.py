@@ -1,8 +1,7 @@
-"""Checks of a job against this machine and the content of its files, before any process is started.
+"""Checks of a job against this machine and the content of its files, before any process starts.
 
-The model's tokenizer is tried on the prompts, and the job's own parts are imported, each in a process of its
-own, so that the command line loads neither torch nor the user's code.
-"""
+Two separate processes try the model's tokenizer on the prompts and import the job's own parts. So the command
+line loads neither torch nor user code."""
 
 from __future__ import annotations
 
@@ -60,10 +59,11 @@ SANDBOX_LIMIT_S = 60.0
 
 
 def check_machine(job: JobConfig, services: Sequence[ServicePlace], *, source: str = "job") -> None:
-    """Raise `ConfigError` with every reason why this machine cannot run the job as it is, and `PartError`
-    if an engine of the user's own cannot be loaded."""
+    """Raise `ConfigError` with every reason why this machine cannot run the job as it is.
+
+    Raises `PartError` if a user's engine cannot be loaded."""
     for engine in {job.rollout.engine, evaluation_engine(job)} if job.kind == "rl" else ():
-        engine_part(engine)  # the declaration of one in a file counts in the rest, and in this process
+        engine_part(engine)  # loads its declaration, which the later checks and this process need
     mistakes = [*_check_ports(services), *installed_mistakes(job)]
     if job.kind == "rl":
         mistakes += [*_check_memory(job), *_check_shared_memory(job)]
@@ -99,8 +99,9 @@ def check_for_cluster(job: JobConfig, *, source: str = "job") -> None:
 
 
 def check_inline(job: JobConfig, cluster: ClusterConfig | None = None, *, source: str) -> None:
-    """Raise `ConfigError` with every reason why `job` cannot be in one process, and `RunError` outside the
-    main thread."""
+    """Raise `ConfigError` with every reason why `job` cannot run in one process.
+
+    Raises `RunError` outside the main thread."""
     rules: list[Rule] = []
     fields = {"trainer.ranks": 1, "rollout.workers": 1, "rollout.replicas": 1, "rollout.autoscale.max": 0}
     for field, only in fields.items():
@@ -123,7 +124,7 @@ def check_inline(job: JobConfig, cluster: ClusterConfig | None = None, *, source
 
 
 Rule = tuple[object, str, str, str]
-"""If the first is true, the job has the mistake of the others: field, problem and fix."""
+"""A condition, and the field, problem and fix of the mistake that the job has if the condition is true."""
 
 
 def _refuse(source: str, rules: Iterable[Rule], else_do: str = "") -> None:
@@ -133,7 +134,7 @@ def _refuse(source: str, rules: Iterable[Rule], else_do: str = "") -> None:
 
 
 def machine_advice(job: JobConfig) -> list[Mistake]:
-    """Return warnings of parts of `job` that this machine will be slow at."""
+    """Return warnings about settings of `job` that are slow on this machine."""
     ranks, cores = job.trainer.ranks, len(os.sched_getaffinity(0))
     if job.trainer.device != "cpu" or ranks <= cores:
         return []
@@ -142,8 +143,9 @@ def machine_advice(job: JobConfig) -> list[Mistake]:
 
 
 def no_sandbox() -> tuple[str, str]:
-    """Return why programs cannot be isolated here, and the fix; both empty if they can. Tries it in a process
-    of the reward service."""
+    """Return why programs cannot be isolated here, and the fix. Both texts are empty if isolation works.
+
+    A process of the reward service tries it."""
     command = [sys.executable, "-P", "-m", "reward_service.sandbox"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_LIMIT_S, check=False)
@@ -156,8 +158,10 @@ def no_sandbox() -> tuple[str, str]:
 
 
 def installed_mistakes(job: JobConfig) -> list[Mistake]:
-    """Return the needs of the job that this machine does not meet, whatever else runs on it now: GPUs, a
-    Redis, the environments of its engines' servers, a sandbox for its reward's programs."""
+    """Return the needs of the job that this machine can never meet, whatever else runs on it.
+
+    These are GPUs, a Redis, the environments of its engines' servers, and a sandbox for its reward's
+    programs."""
     mistakes = [*_check_devices(job)]
     if job.kind == "rl":
         mistakes += [*_check_redis(job), *_check_engines(job), *_check_sandbox(job)]
@@ -165,7 +169,7 @@ def installed_mistakes(job: JobConfig) -> list[Mistake]:
 
 
 def port_holder(port: int) -> str | None:
-    """Return who listens on a loopback port, in words; None if it is free."""
+    """Return a description of the process that listens on a loopback port; None if the port is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -176,9 +180,10 @@ def port_holder(port: int) -> str | None:
 
 
 def published_bytes(model: Path, dtype: str) -> int:
-    """Return the bytes of the weights in a model directory once they are published as `dtype` (`float32`,
-    `bfloat16`), which need not be that of the files. Weights that cannot be read count with their files'
-    sizes."""
+    """Return the size in bytes of the published weights of a model directory.
+
+    `dtype` (`float32`, `bfloat16`) is the dtype of publication, which may differ from the dtype of the files.
+    If weights cannot be read, the sizes of their files count."""
     width = 4 if dtype == "float32" else 2
     try:
         tensors = stored_tensors(model).values()
@@ -206,7 +211,7 @@ def _check_devices(job: JobConfig) -> Iterator[Mistake]:
     devices = {job.trainer.device, job.rollout.device, job.evaluation.device}
     if not any(device and device.startswith("cuda") for device in devices):
         return
-    import torch  # takes seconds, which only a job that names a GPU pays here
+    import torch  # takes seconds, so only jobs that name a GPU import it
 
     visible = torch.cuda.device_count()
     mistakes = list(device_mistakes(job, visible))
@@ -260,7 +265,7 @@ def _check_memory(job: JobConfig) -> Iterator[Mistake]:
 def _check_shared_memory(job: JobConfig) -> Iterator[Mistake]:
     held = shared_copies(job)
     copies, what = sum(held), "snapshots of this model"
-    if job.trainer.lora.rank:  # adapters themselves are small
+    if job.trainer.lora.rank:  # the adapters themselves are small
         copies, what = held.merged, "models merged with their adapters"
     needed = copies * published_bytes(job.model, job.trainer.dtype)
     root = SHM_ROOT if SHM_ROOT.is_dir() else Path("/tmp")
@@ -270,7 +275,7 @@ def _check_shared_memory(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _listener(port: int) -> str:
-    with suppress(psutil.Error):  # the table is not ours to read; who it is only adds to the message
+    with suppress(psutil.Error):  # we may not read the table, and its owner's name only improves the message
         for found in psutil.net_connections("tcp"):
             if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
                 return f"process {found.pid} ({psutil.Process(found.pid).name()})"
@@ -279,16 +284,17 @@ def _listener(port: int) -> str:
 
 # --- the content of the job's files ----------------------------------------------------------------------
 
-SERVER_LIMIT_S = 3.0  # The longest that a server may take to accept a connection
+SERVER_LIMIT_S = 3.0  # Longest time for a server to accept a connection
 TRIALS = {"parts": "areal_async.launch.preflight", "tokenizer": "areal_async.launch.prompt_trial"}
-"""Modules that try parts or tokenizer in a process of their own."""
-CHECKED = "checked-tokenizer"  # Kind of the answers kept by content (`storage/known.py`)
-TRIAL_LIMIT_S = 600.0  # The longest that loading a tokenizer or a reward may take
+"""Modules that try the parts or the tokenizer in a separate process."""
+CHECKED = "checked-tokenizer"  # Kind of the results that are cached by content (`storage/known.py`)
+TRIAL_LIMIT_S = 600.0  # Longest time to load a tokenizer or a reward
 
 
 def check_contents(job: JobConfig, *, source: str) -> list[Mistake]:
-    """Raise `ConfigError` with every reason why the job would fail once it runs, and return the warnings. The
-    checks run at the same time: most of them wait for a process that tries something."""
+    """Raise `ConfigError` with every reason why the job would fail once it runs, and return the warnings.
+
+    The checks run in parallel, because most of them wait for a process."""
     checks: list[Callable[[], Iterable[Mistake]]] = []
     for view in job.views.values():
         own = next((part for part in named_parts(view) if part.is_own), None)
@@ -305,7 +311,7 @@ def check_contents(job: JobConfig, *, source: str) -> list[Mistake]:
 
 
 def _weight_mistakes(job: JobConfig) -> Iterator[Mistake]:
-    """Yield mistakes of weights that cannot be read whole, or belong to another configuration."""
+    """Yield mistakes for weights that cannot be read completely, or that belong to another configuration."""
     model, config = job.model, json_in(job.model / "config.json")
     try:
         tensors = stored_tensors(model)
@@ -326,7 +332,7 @@ def _weight_mistakes(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _server_mistakes(job: JobConfig) -> Iterator[Mistake]:
-    """Yield the given servers of engines or of a teacher that do not listen."""
+    """Yield mistakes for configured servers of engines or of a teacher that do not listen."""
     for section in ("rollout.server", "evaluation.server", "trainer.teacher"):
         for index, url in enumerate(attrgetter(section)(job).urls):
             parts = urlsplit(url)
@@ -340,7 +346,8 @@ def _server_mistakes(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _tried(job: JobConfig, what: str, field: str) -> list[Mistake]:
-    """Return the mistakes that a process of its own finds in `what`; if it fails, `field` is named."""
+    """Return the mistakes that a separate process finds in `what`. If the process fails, the mistake names
+    `field`."""
     try:
         said = _answer(TRIALS[what], job.model_dump_json().encode())
         return msgspec.json.decode(said, type=list[Mistake])
@@ -349,15 +356,16 @@ def _tried(job: JobConfig, what: str, field: str) -> list[Mistake]:
 
 
 def _tokenizer_checked(job: JobConfig) -> list[Mistake]:
-    """Mistakes that the model's tokenizer shows, tried in a process of its own. Files and settings that were
-    found in order once are not tried again."""
+    """Return the mistakes that the model's tokenizer shows, tried in a separate process.
+
+    Files and settings that passed once are not tried again."""
     settings = job.model_dump_json(include={"kind", "rollout", "evaluation", "sft"})
     modules = (answers, chats, examples, prompts, tasks, prompt_trial)
     sources = [Path(module.__file__ or "") for module in modules]
     try:
         data = [path for path in (job.tasks.train, job.tasks.evaluation) if path is not None]
         key = digest_of([*tokenizer_files(job.model), *data, *sources], settings)
-    except OSError:  # the process says what is wrong with it
+    except OSError:  # the process reports the problem
         return _tried(job, "tokenizer", "model")
     with suppress(msgspec.DecodeError):
         if (known := recall(CHECKED, key)) is not None:
@@ -369,11 +377,11 @@ def _tokenizer_checked(job: JobConfig) -> list[Mistake]:
 
 
 class TrialFailed(Exception):
-    """A process that tries something did not answer."""
+    """A process that tries parts or a tokenizer did not answer."""
 
 
 def _answer(module: str, given: bytes) -> bytes:
-    """Return the last line that a module of ours prints. Raises `TrialFailed`."""
+    """Return the last line that one of our modules prints for the input `given`. Raises `TrialFailed`."""
     command = [sys.executable, "-P", "-m", module]
     try:
         done = subprocess.run(command, input=given, capture_output=True, timeout=TRIAL_LIMIT_S, check=False)
@@ -386,22 +394,23 @@ def _answer(module: str, given: bytes) -> bytes:
 
 
 class RewardTrial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Request to `reward_service.tools.loads`: rewards to load."""
+    """Request to `reward_service.tools.loads`: the rewards to load."""
 
     rewards: list[RewardSpec]
 
 
 def own_mistakes(job: JobConfig) -> list[Mistake]:
-    """Return the mistakes that the files of the job's own parts find, and unmet needs of this machine. A
-    scoring process reports rewards that cannot be loaded."""
+    """Return the mistakes that the files of the job's own parts report, and the unmet needs of this machine.
+
+    A scoring process reports rewards that cannot be loaded."""
     found = own_part_mistakes(job, run=True)
     kept = [each for each in found if not re.fullmatch(r"reward\..*\.name|reward\.name", each.field)]
     return [*kept, *installed_mistakes(job)]
 
 
 def reward_load_mistakes(job: JobConfig) -> list[Mistake]:
-    """Return the mistakes that a scoring process finds in the job's own rewards, those inside built-in ones
-    too."""
+    """Return the mistakes that a scoring process finds in the job's own rewards, including rewards inside
+    built-in ones."""
     own = [
         each
         for each in asked(job.reward)
@@ -423,9 +432,9 @@ def reward_load_mistakes(job: JobConfig) -> list[Mistake]:
 
 
 if __name__ == "__main__":
-    gc.disable()  # It lives for a second or two, most of which it imports
+    gc.disable()  # The process runs for a second or two, mostly for imports
     asked_job = JobConfig.model_validate_json(sys.stdin.buffer.read())
-    with redirect_stdout(sys.stderr):  # a file of the user's may print
+    with redirect_stdout(sys.stderr):  # a user's file may print
         found = own_mistakes(asked_job)
     print(msgspec.json.encode(found).decode(), flush=True)
-    os._exit(0)  # threads that a file has started must not keep the process
+    os._exit(0)  # threads of a user's file must not keep the process running

@@ -1,10 +1,9 @@
-"""A trial of the model's tokenizer on the prompts of a job, in a process of its own.
+"""A trial of the model's tokenizer on the prompts of a job, in a separate process.
 
     python -P -m areal_async.launch.prompt_trial < JOB.json      prints the mistakes as a list in JSON
 
 The preflight (`preflight.py`) starts it, so that the command line loads no transformers. Torch is hidden from
-transformers, which would import it: that takes most of such a process's time, and a tokenizer needs none.
-"""
+transformers. A tokenizer does not need torch, and its import would take most of the process's time."""
 
 from __future__ import annotations
 
@@ -36,22 +35,22 @@ from areal_async.models.answers import (
 from areal_async.models.prompts import message_texts, prompt_ids, prompt_text, text_ids, with_template_args
 from areal_async.models.tokenizer import keep_class
 
-MOST_ROWS = 200_000  # Rows of one task file that are looked at
-SAMPLE = 256  # Prompts whose tokens are looked at, drawn at random
-TEMPLATE_TOKENS = 256  # Allowance for what a chat template adds to a prompt
-UNKNOWN_SHARE = 0.1  # A tokenizer that knows less of the characters in the sampled prompts is the wrong one
+MOST_ROWS = 200_000  # Most rows that are checked in one task file
+SAMPLE = 256  # Number of randomly drawn prompts whose tokens are checked
+TEMPLATE_TOKENS = 256  # Tokens that a chat template may add to a prompt
+UNKNOWN_SHARE = 0.1  # Share of unknown characters in sampled prompts that shows a wrong tokenizer
 
 
 def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
-    """Return mistakes of the model's tokenizer and configuration, and of the prompts as it reads them."""
-    from transformers import AutoConfig, AutoTokenizer  # seconds, which no other command pays
+    """Return mistakes of the model's tokenizer and configuration, and of the tokenized prompts."""
+    from transformers import AutoConfig, AutoTokenizer  # takes seconds, so no other command imports it
 
     try:
         config = AutoConfig.from_pretrained(job.model, local_files_only=True, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(job.model, local_files_only=True, trust_remote_code=False)
         keep_class(job.model, tokenizer)
         tokenizer = with_template_args(tokenizer, job.rollout.template_args)
-    except Exception as error:  # whatever a broken file makes the library raise
+    except Exception as error:  # a broken file can make the library raise anything
         return [_not_loaded(job.model, error)]
     mistakes = [*_stop_mistakes(job, tokenizer), *_end_warnings(job, tokenizer)] if job.kind == "rl" else []
     for name in ("train", "evaluation"):
@@ -62,7 +61,8 @@ def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
 
 
 def _stop_mistakes(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
-    """Yield stop texts of which the tokenizer knows no character: no response would ever end with one."""
+    """Yield stop texts that have no character known to the tokenizer. No response can end with such a
+    text."""
     for section in ("rollout", "evaluation"):
         for index, text in enumerate(getattr(job, section).sampling.stop):
             if text.strip() and not tokenizer.decode(_known_ids(tokenizer, text)).strip():
@@ -72,7 +72,7 @@ def _stop_mistakes(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
 
 
 def _end_warnings(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
-    """Warn where the model's files, tokenizer and chat template disagree on where an answer ends."""
+    """Warn if the model's files, tokenizer and chat template disagree on the end of an answer."""
     sources, shown = end_sources(tokenizer, job.model), partial(_shown, tokenizer)
     union: set[int] = set().union(*sources.values())
     where = f"the eos_token_id in {job.model / GENERATION_CONFIG}"
@@ -146,7 +146,7 @@ def _prompt_mistakes(
             "model", problem, "Give the model with the tokenizer that it was trained with", (field,)
         )
         return
-    # Some tokenizers have a token for what they do not know, and some leave it out.
+    # Some tokenizers map unknown characters to a token, others omit them.
     known = [tokenizer.decode([token for token in ids if token != tokenizer.unk_token_id]) for ids in spelled]
     lost = 1 - sum(map(len, known)) / max(1, sum(map(len, texts)))
     if lost > UNKNOWN_SHARE:
@@ -171,7 +171,9 @@ def _example_texts(examples: Iterable[Example]) -> list[tuple[str, str]]:
 
 
 def _lost_characters(field: str, tokenizer: Any, texts: Iterable[tuple[str, str]]) -> Iterator[Mistake]:
-    """Warn of characters without a token, unseen by the model. `texts`: place and text of each row."""
+    """Warn about characters that have no token, because the model does not see them.
+
+    `texts` has the place and text of each row."""
     first: dict[str, str] = {}
     for where, text in texts:
         first |= dict.fromkeys(set(text).difference(first), where)
@@ -190,15 +192,15 @@ def _known_ids(tokenizer: Any, text: str) -> list[int]:
     return [token for token in text_ids(tokenizer, text, special=False) if token != tokenizer.unk_token_id]
 
 
-LOOKED_AT = 1000  # Most prompts that are tokenised for a warning
+LOOKED_AT = 1000  # Most prompts that are tokenized for a warning
 TaskPrompt = tuple[str, Any, Sequence[Any]]
-"""Place of a task in its file, its prompt, and the schemas of the tools that its template is given."""
+"""Place of a task in its file, its prompt, and the tool schemas for its template."""
 
 
 def _prompt_tokens(tokenizer: Any, where: str, prompt: Any, tools: Sequence[Any]) -> list[int]:
     try:
         return prompt_ids(tokenizer, prompt, tools)
-    except Exception as error:  # whatever a template raises
+    except Exception as error:  # a template can raise anything
         raise ChatError(
             f"{where}: the chat template fails on its prompt ({type(error).__name__}: {error!s:.200}). Mend "
             "the row, or the template"
@@ -221,12 +223,14 @@ def _answer_tokens(
 def _too_long(
     job: JobConfig, field: str, path: Path, tokenizer: Any, prompts: list[TaskPrompt]
 ) -> Iterator[Mistake]:
-    """Yield a mistake for prompts that leave no room for an answer: each would fail in every worker. Warn of
-    those that leave less than answers may take, in at most `LOOKED_AT` of the prompts that may be so long."""
+    """Yield a mistake if prompts leave no room for an answer, because each would fail in every worker.
+
+    Also warns of prompts that leave less room than answers may need. For this, at most `LOOKED_AT` long
+    prompts are tokenized."""
     length, asked = job.rollout.max_model_len, job.rollout.sampling.max_new_tokens
 
     def lengths(least: int, most_texts: int = sys.maxsize) -> tuple[list[int], int]:
-        # A token is at least one byte, so only long texts have to be tokenised.
+        # A token has at least one byte, so only long texts are tokenized.
         may_be = [
             (prompt, tools)
             for _, prompt, tools in prompts
@@ -254,7 +258,7 @@ def _too_long(
 
 
 if __name__ == "__main__":
-    gc.disable()  # It lives for a second or two, most of which it imports
+    gc.disable()  # The process runs for a second or two, mostly for imports
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     found = tokenizer_mistakes(JobConfig.model_validate_json(sys.stdin.buffer.read()))
     print(msgspec.json.encode(found).decode(), flush=True)

@@ -1,10 +1,10 @@
-"""The supervisor's side of the line from each service: whether it lives, and what ranks say of a death.
+"""The supervisor's side of the line to each service. The line shows whether the service lives, and carries
+notes on deaths.
 
-Promises: a service of any role that gives no pulse for its `hang_s` is found, whatever it had under way. One
-that the machine was too busy to run, whose supervisor was held up itself, or whose host cannot be heard, is
-not: time counts only while the supervisor looks, and from the first pulse on (`supervisor.ready_s` bounds
-what comes before).
-"""
+Promises: a service of any role that sends no pulse for its `hang_s` is found, whatever its activity. Silence
+does not count in three cases: the machine was too busy to run the service, the supervisor itself was
+suspended, or the host is unreachable. To ensure this, time counts only while the supervisor looks, and only
+from the first pulse. `supervisor.ready_s` limits the time before the first pulse."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ from areal_async.launch.launcher import Child
 from areal_async.launch.plan import rank_name
 from areal_async.service.rank_group import SILENT, Note
 
-LONGEST_LOOK_S = 1.0  # Between two looks no more than this counts as silence
+LONGEST_LOOK_S = 1.0  # Longest silence that counts between two looks
 MEMORY_KILL_S = 30.0
-"""Seconds after a kill by the kernel for lack of memory in which a service's death counts as such a kill."""
+"""Seconds after a kill by the kernel for lack of memory. A death of a service in this time counts as such a
+kill."""
 
 
 @dataclass
 class _Line:
-    """The line of a service to whoever started it."""
+    """The line between a service and the process that started it."""
 
     place: ServicePlace
     child: Child
     memory_kills: int
-    """Processes that the kernel of its host had killed for lack of memory at the last look."""
-    memory_killed_s: float | None = None  # When it was last seen to kill for memory
+    """Number of processes that the kernel of its host had killed for lack of memory at the last look."""
+    memory_killed_s: float | None = None  # Time of the last known kill for lack of memory
     silent_s: float | None = None
-    """Seconds since its last pulse; None before its first."""
+    """Seconds since the last pulse; None before the first pulse."""
     rest: bytes = b""
 
     def read(self) -> list[Note]:
-        """Return the notes since the last look; hearing anything ends the silence."""
+        """Return the notes since the last look. Any data ends the silence."""
         if heard := self.child.heard():
             self.silent_s = 0.0
         *lines, self.rest = (self.rest + heard).split(b"\n")
         notes = []
         for line in filter(None, lines):
-            with suppress(msgspec.DecodeError):  # code of the user's may write where it should not
+            with suppress(msgspec.DecodeError):  # user code may write to the pipe by mistake
                 notes.append(msgspec.json.decode(line, type=Note))
         return notes
 
@@ -56,7 +57,8 @@ class _Line:
 
 
 class Lines:
-    """The lines of all services: `look` finds those that hang, `cause_of` tells how one died."""
+    """The lines of all services. `look` finds services that hang, and `cause_of` reports why a service
+    died."""
 
     def __init__(self, hang_s: Callable[[ServicePlace], float]) -> None:
         self._hang_s = hang_s
@@ -70,7 +72,7 @@ class Lines:
         self._lines[place.name] = _Line(place, child, child.memory_kills())
 
     def look(self, now_s: float) -> list[str]:
-        """Return the names of services that hang, and of ranks that others wait for in vain."""
+        """Return the names of services that hang, and of ranks that other ranks wait for in vain."""
         passed_s = 0.0 if self._looked_s is None else min(LONGEST_LOOK_S, now_s - self._looked_s)
         self._looked_s = now_s
         hanging = []
@@ -89,8 +91,7 @@ class Lines:
         return [name for name in dict.fromkeys(hanging) if name in self._lines]
 
     def cause_of(self, name: str, status: int, now_s: float) -> str:
-        """Return how the service `name` died, which ended with `status`; empty if only the status is
-        known."""
+        """Return why the service `name` died with `status`; empty if only the status is known."""
         if name not in self._lines:
             return ""
         self.look(now_s)
@@ -101,6 +102,6 @@ class Lines:
         return self._causes.get(name, "")
 
     def forget(self, name: str) -> None:
-        """Stop listening to a service. Safe to repeat."""
+        """Stop listening to a service. May be called again."""
         self._causes.pop(name, None)
         self._lines.pop(name, None)

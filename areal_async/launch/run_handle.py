@@ -1,9 +1,8 @@
-"""Runs for Python and the tools: find them by folder or job file, ask, resume and wait for them.
+"""Runs for Python and the tools: find runs by folder or job file, query them, resume them and wait for them.
 
-Files that the job of a run names (model, tasks, reward) need not exist any more. A resumed run goes on with
-the job recorded in its folder, not with the job file as it is now: the batches of the redo log were made
-under the recorded one.
-"""
+The files that the job names (model, tasks, reward) need not exist any more. A resumed run uses the job
+recorded in its folder and not the current job file. The reason: the batches of the redo log were made under
+the recorded job."""
 
 from __future__ import annotations
 
@@ -58,23 +57,22 @@ from areal_async.storage.urls import shown
 
 CONNECT_S = 5.0
 ANSWER_S = 5.0
-CHANGE_S = 30.0  # Longest wait for a change of workers, beyond the time that a drain may take
-LOOK_S = 0.1  # How often a run is looked at that is waited for
+CHANGE_S = 30.0  # Longest wait for a change of workers, in addition to the time of a drain
+LOOK_S = 0.1  # Poll interval while waiting for a run
 
 
 @dataclass
 class Run:
-    """A run, alive or not: its folder, its job, and what it says of itself.
+    """A run, alive or not: its folder, its job and its status.
 
-    `areal_async.run(job)` starts one and returns it; `Run.open(path)` finds one. Its methods may be called
-    from any thread, in a script and in a notebook.
-    """
+    `areal_async.run(job)` starts a run and returns it. `Run.open(path)` finds a run. Any thread may call the
+    methods, in a script and in a notebook."""
 
     folder: Path
     job: JobConfig
-    topology: Topology | None  # Where a run that was alive when it was looked for has its endpoints
-    ended: Future[int] | None = field(default=None, repr=False)  # The exit status of a run that `run` started
-    said: Callable[[], str] = field(default=str, repr=False)  # The last words of a run that `run` started
+    topology: Topology | None  # Endpoints of the run, if it was alive when it was opened
+    ended: Future[int] | None = field(default=None, repr=False)  # Exit status, if `run` started it
+    said: Callable[[], str] = field(default=str, repr=False)  # Returns its last output, if `run` started it
 
     @classmethod
     def open(cls, target: str | Path) -> Run:
@@ -87,13 +85,13 @@ class Run:
 
     @property
     def keys(self) -> RoleKeys:
-        """Keys of a command for the processes of a run that is alive. Raises `EndpointError`."""
+        """Keys with which a command connects to the processes of a live run. Raises `EndpointError`."""
         assert self.topology is not None
         return RoleKeys.read(keys_file(Path(self.topology.home_host.socket_dir), "cli"))
 
     @property
     def state(self) -> str:
-        """The state of the run, in a word or two."""
+        """The state of the run, in one or two words."""
         if self.alive:
             return "running"
         if supervisor_of(self.folder) is not None:
@@ -102,14 +100,14 @@ class Run:
 
     @property
     def hosts(self) -> dict[str, str]:
-        """Address of the host of each process, by the process's name; empty for a run that is not alive."""
+        """Address of the host of each process, by the process's name. Empty if the run is not alive."""
         services = self.topology.services if self.topology is not None else []
         known = {} if self.topology is None else {n: host.address for n, host in self.topology.hosts.items()}
         return {place.name: known.get(place.node_id, "not placed") for place in services}
 
     def status(self) -> RunStatus:
-        """Return the current status of the run, or its last one. Raises `WireError` if a run that lives does
-        not answer."""
+        """Return the current status of the run, or its last status. Raises `WireError` if a live run does not
+        answer."""
         now = Run.open(self.folder)
         if now.alive:
             values = now.ask(Status(), timeout_s=ANSWER_S).figures.run
@@ -123,11 +121,13 @@ class Run:
         return aggregator.status(0.0)
 
     def metrics(self, *, follow: bool = True) -> Iterator[dict[str, Any]]:
-        """Yield the records of the run's steps, in the order of metrics.jsonl. With `follow` the iterator
-        waits for further records until the run ends; a step that a restarted trainer repeats comes again."""
+        """Yield the records of the run's steps, in the order of metrics.jsonl.
+
+        With `follow`, the iterator waits for further records until the run ends. If a restarted trainer
+        repeats a step, the iterator yields the step again."""
         tail = Tail(self.folder / "metrics.jsonl")
         while True:
-            over = not follow or not self._lives()  # before the look: what is written last is read too
+            over = not follow or not self._lives()  # checked first, so that the last records are read too
             for record in tail.records():
                 if record.get("kind") in ("step", *FILE_KINDS):
                     yield record
@@ -141,7 +141,8 @@ class Run:
         return supervisor_of(self.folder) is not None
 
     def stop(self) -> None:
-        """Ask the run to stop, as Ctrl-C does, if it lives; `wait` waits for its end."""
+        """Ask the run to stop, as Ctrl-C does. Does nothing if the run is not alive. `wait` waits for its
+        end."""
         if (record := supervisor_of(self.folder)) is not None:
             with suppress(ProcessLookupError):
                 os.kill(record.pid, signal.SIGTERM)
@@ -149,8 +150,8 @@ class Run:
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Wait for the end of the run, and return its summary.
 
-        Raises `TimeoutError` after `timeout_s`; `RunFailed` or `RunInterrupted` where it did not finish. An
-        interrupt of this thread (Ctrl-C) stops a run that `run` started."""
+        Raises `TimeoutError` after `timeout_s`. Raises `RunFailed` or `RunInterrupted` if the run did not
+        finish. Ctrl-C in this thread stops a run that `run` started."""
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
             while self._lives():
@@ -172,7 +173,8 @@ class Run:
         return summary
 
     def ask(self, request: Request[R], *, timeout_s: float) -> R:
-        """Return the supervisor's answer. Raises `FaultError` if it refuses, `RpcTimeout` if it is silent."""
+        """Return the supervisor's answer. Raises `FaultError` if it refuses, and `RpcTimeout` if it does not
+        answer."""
         assert self.topology is not None
         address = Address(self.topology.control, "supervisor")
         client = SyncClient(address, job=self.job.job, role="cli", name="cli", access=self.keys)
@@ -184,7 +186,8 @@ class Run:
 
 
 def failure_of(status: int, said: str) -> ArealError:
-    """Return the error of a run that ended with `status`, from the last line that it printed."""
+    """Return the error of a run that ended with `status`. `said` is its output; the last line may contain the
+    error."""
     kinds = {kind.__name__: kind for kind in (RunFailed, RunFolderError, RunInterrupted)}
     last = said.strip().rpartition("\n")[2]
     try:
@@ -202,17 +205,17 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def find_run(target: str | Path, overrides: Sequence[str] = (), *, kinds: Sequence[str] = ("rl",)) -> Run:
-    """Return the run of one of these kinds at `target`: a run folder, its URL, or a job file. The folder of
-    one of its policies, `RUN/policies/NAME`, is a run of that policy alone.
+    """Return the run at `target`: a run folder, its URL, or a job file. The run must be of one of these
+    kinds.
 
-    Raises `RunFolderError` if there is none, `ConfigError` if its job cannot be read or an override does not
-    fit it."""
+    The folder of a policy, `RUN/policies/NAME`, is a run of that policy alone. Raises `RunFolderError` if
+    there is no run. Raises `ConfigError` if the job cannot be read or an override does not fit the job."""
     own = run_at(target)
     if own.parent.name == "policies" and own.is_dir():
         run = find_run(own.parents[1], overrides, kinds=kinds)
         return replace(run, folder=own.resolve(), job=run.job.of(own.name))
     folder = _run_folder(own)
-    # The folder may have been moved since.
+    # The user may have moved the folder.
     job = load_job(folder / "job.yaml", [*overrides, f"run_dir={folder.parent}"], files=False)
     if job.kind not in kinds:
         raise RunFolderError(
@@ -228,8 +231,9 @@ def find_run(target: str | Path, overrides: Sequence[str] = (), *, kinds: Sequen
 
 
 def _run_folder(target: Path) -> Path:
-    """Return the folder of the run at `target`, with the files that its store has. Raises `RunFolderError` if
-    there is none."""
+    """Return the folder of the run at `target`, after fetching the files of its store.
+
+    Raises `RunFolderError` if there is no run."""
     if not (target.is_dir() or target.is_file()):
         raise RunFolderError(f"there is no run folder or job file {target}.{_neighbours(target)}")
     if target.is_dir():
@@ -252,7 +256,7 @@ def _run_folder(target: Path) -> Path:
 
 
 def _neighbours(path: Path) -> str:
-    """Return a hint at runs beside `path` with similar names."""
+    """Return a hint that names runs beside `path` with similar names."""
     names = [lock.parent.name for lock in path.parent.glob(f"*/{LOCK}")]
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
@@ -280,21 +284,20 @@ FIXED = (
     "buffer.batch_groups",
     "trainer.lora",
 )
-"""Fields that a resumed run cannot change, nor any below them."""
+"""Fields that a resume cannot change, including the fields below them."""
 
 
 def job_to_resume(target: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> JobConfig:
-    """Return the job of the run at `target`: a run folder, its URL, or the run's job file. Without `files`
-    the files that it names are not checked.
+    """Return the job of the run at `target`: a run folder, its URL, or the run's job file.
 
-    Raises `RunFolderError` if there is nothing to resume, `ConfigError` if the recorded job cannot be run any
-    more."""
+    Without `files`, the files that the job names are not checked. Raises `RunFolderError` if there is nothing
+    to resume, and `ConfigError` if the recorded job cannot run any more."""
     target = run_at(target)
     run_dir = _run_folder(target)
     _refuse_to_resume(run_dir, target, overrides)
     recorded = read_mapping(run_dir / "job.yaml")
     asked = copy.deepcopy(recorded)
-    apply_overrides(asked, overrides)  # Mistakes in them are told below
+    apply_overrides(asked, overrides)  # their mistakes are reported below
     for name in FIXED:
         old, new = _value(recorded, name), _value(asked, name)
         if old != new:
@@ -302,7 +305,7 @@ def job_to_resume(target: str | Path, overrides: Sequence[str] = (), *, files: b
                 f"{name} cannot be changed on resume: the run in {run_dir} was begun with {old!r}, not "
                 f"{new!r}, and what it has made depends on it. Start a job of another name instead."
             )
-    # The folder may have been moved since.
+    # The user may have moved the folder.
     job = load_job(run_dir / "job.yaml", [*overrides, f"run_dir={run_dir.parent}"], files=files)
     if job.job != run_dir.name:
         raise RunFolderError(f"{run_dir} holds the run of job {job.job!r}: rename the folder to {job.job}")
@@ -317,13 +320,14 @@ def _value(content: Any, field: str) -> Any:
 
 
 def has_work(run_dir: Path) -> bool:
-    """Return whether the folder of a run holds work to go on with."""
+    """Return whether a run folder contains work to continue."""
     return bool(describe_work(run_dir)) or any((run_dir / "buffer").glob("appendonly*"))
 
 
 def is_finished(run_dir: Path, overrides: Sequence[str] = ()) -> bool:
-    """Return whether the run has done all its steps, or has reached its goal before, and the job with these
-    changes asks for no more. Raises `ConfigError`."""
+    """Return whether the run is done, and the job with these overrides asks for no more.
+
+    A run is done if it has finished all steps or reached its goal. Raises `ConfigError`."""
     if (summary := read_summary(run_dir)) is None or not overrides:
         return summary is not None
     before = load_job(run_dir / "job.yaml", files=False)
@@ -353,8 +357,9 @@ def _refuse_to_resume(run_dir: Path, target: Path, overrides: Sequence[str]) -> 
 
 
 def change_workers(target: str | Path, request: ScaleWorkers | DrainWorker) -> WorkersChanged:
-    """Have the supervisor of the run at `target` change its workers, and return once it has. Raises
-    `RunFolderError` where nothing runs, `RunError` with its reason where it refuses."""
+    """Ask the supervisor of the run at `target` to change its workers, and return after the change.
+
+    Raises `RunFolderError` if no run is alive, and `RunError` with the reason if the supervisor refuses."""
     run = find_run(target)
     if run.topology is None:
         raise RunFolderError(

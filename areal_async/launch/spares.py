@@ -1,10 +1,9 @@
-"""Spare processes of a run: with their imports done, ready to become a service that died.
+"""Spare processes of a run. Their imports are done, so that they can quickly replace a service that died.
 
-Promises: nothing is prepared before the job has run undisturbed for a while, one process at a time, and only
-where the machine has memory to spare; a spare that dies is replaced, one that dies again and again is not;
-whoever takes one must start a process the usual way where there is none. What it costs is stated in
-docs/recovery.md.
-"""
+Promises: no spare is prepared before the job has run undisturbed for a while. Spares are prepared one at a
+time, and only if the machine has enough free memory. A spare that dies is replaced, unless spares die
+repeatedly. If no spare is ready, the caller must start a process in the usual way. docs/recovery.md states
+the cost."""
 
 from __future__ import annotations
 
@@ -35,13 +34,13 @@ PRELOADED = (
     "areal_async.service.main",
     "areal_async.rpc.client",
 )
-"""Slow imports of a trainer or a rollout worker; none of one role alone."""
+"""Slow imports of trainers and rollout workers. No module is used by one role only."""
 ROLES: frozenset[Role] = frozenset({"trainer", "rollout", "evaluator"})
 """Roles with slow imports."""
 SPARE_BYTES = 512 << 20
-"""Most memory of a spare before it is called."""
-FREE_SHARE = 4  # One is prepared only while so many times that is available
-AFTER_DEATH_S = 1.0  # Since all serve again; a run in which something died may lose more
+"""Most memory of a spare before it becomes a service."""
+FREE_SHARE = 4  # A spare is prepared only if this many times its memory is available
+AFTER_DEATH_S = 1.0  # Undisturbed time after a death in the run; more deaths are likely
 
 log = get_logger("supervisor")
 
@@ -53,7 +52,7 @@ class _Spare:
     ready: bool = False
 
     def look(self) -> None:
-        """Take in whether its imports are done."""
+        """Check whether its imports are done."""
         if not self.ready:
             with suppress(BlockingIOError, ConnectionError):
                 self.ready = self.channel.recv(len(READY)) == READY
@@ -67,8 +66,11 @@ class _Spare:
 
 @dataclass
 class Spares:
-    """Up to `most` spares with `environment`, whose own output goes to `output`. `after_s` is how long the
-    run must have gone on undisturbed; None for no spare at all. Times are of one monotonic clock."""
+    """Up to `most` spare processes with `environment`. Before a spare becomes a service, its output goes to
+    `output`.
+
+    `after_s` is the undisturbed time before the first spare is prepared; None for no spares. Times come from
+    one monotonic clock."""
 
     most: int
     after_s: float | None
@@ -82,7 +84,7 @@ class Spares:
     _given_up: bool = False
 
     def tend(self, now_s: float, *, calm: bool) -> None:
-        """Look after the spares; `calm` says whether all services serve now."""
+        """Prepare, replace or end spares. `calm`: all services serve now."""
         for spare in [spare for spare in self._spares if not spare.child.alive]:
             self._lost(spare, now_s)
         for spare in self._spares:
@@ -104,8 +106,9 @@ class Spares:
         environment: Mapping[str, str],
         descriptors: Mapping[str, int],
     ) -> ChildProcess | None:
-        """Return a process that becomes the service from now on; None if no spare is ready. It is given these
-        `descriptors`, each by the variable that names it."""
+        """Return a process that becomes the service now; None if no spare is ready.
+
+        `descriptors` are passed to the process, keyed by the variables that name them."""
         if place.role not in ROLES:
             return None
         for spare in [spare for spare in self._spares if spare.ready and spare.child.alive]:
@@ -115,7 +118,7 @@ class Spares:
             taken = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 socket.send_fds(spare.channel, [msgspec.json.encode(calling)], [taken, *descriptors.values()])
-            except OSError:  # it has just died
+            except OSError:  # the spare has just died
                 spare.close()
                 continue
             finally:

@@ -1,9 +1,8 @@
-"""Runs with their folder, or their checkpoints, in a store: they are claimed, mirrored while they run, and
-fetched.
+"""Runs whose folder or checkpoints are in a store. A run is claimed, mirrored while it runs, and fetched.
 
-The lock of a run folder is one host's. What keeps two hosts apart is the mark of a mirror: whoever resumes a
-run that another host seems to run watches that mark for `WATCH_S`, and gives up where it still changes.
-"""
+The lock of a run folder works on one host only. Between hosts, the mark of a mirror has this function. A host
+that resumes a run of another host watches the mark for `WATCH_S`. If the mark still changes, the host gives
+up."""
 
 from __future__ import annotations
 
@@ -27,25 +26,26 @@ from areal_async.storage.transfer import fetch
 from areal_async.storage.urls import is_url, joined, local_path, url_problem
 
 WATCH_S = 3 * EVERY_S
-INTERRUPTED_S = 60.0  # The longest that a run which did not finish is mirrored at its end
+INTERRUPTED_S = 60.0  # Longest time for the last mirroring of a run that did not finish
 OF_THIS_HOST = frozenset({LOCK, TOPOLOGY, "buffer", *BY_TRAINER})
-"""Entries of a run folder that are not mirrored: its lock and its processes' places; the buffer's Redis
-files, which are whole together or not at all, and are in each checkpoint; files that the trainer writes
-there."""
+"""Entries of a run folder that are not mirrored.
+
+The lock and the topology belong to this host. The buffer's Redis files are useful only as a complete set, and
+each checkpoint contains them. The trainer writes the other entries to the store itself."""
 WORK = frozenset({"checkpoints", "model", "adapter", "batches"})
-"""Folders that are deleted only when asked."""
+"""Folders that are deleted only on request."""
 TO_RESUME = frozenset({"job.yaml", "metrics.jsonl", "published.jsonl", "buffer-node.json"})
-"""Files that are stored beside the checkpoints of a run with its own folder on this host alone."""
+"""Files that are stored beside the checkpoints if the run folder itself is only on this host."""
 
 log = get_logger("supervisor")
 
 
 @contextmanager
 def mirrored(job: JobConfig, run_dir: Path, *, overwrite: bool, resume: bool) -> Iterator[None]:
-    """Keep what the store has of the run up to date meanwhile, if the job has one.
+    """Keep the store's copy of the run up to date inside this block, if the job has a store.
 
-    Raises `RunFolderError` where it has work of another run that is neither to be resumed nor overwritten, or
-    another host runs it; `RunError` where at the end the store does not take the rest."""
+    Raises `RunFolderError` if another host runs the run, or if the store has work of another run without
+    `resume` or `overwrite`. Raises `RunError` if the store does not accept the rest at the end."""
     mirrors = [Mirror(run_dir, url, wanted=wanted) for url, wanted in _places(job).items()]
     with _as_run_errors():
         for mirror in mirrors:
@@ -65,7 +65,7 @@ def mirrored(job: JobConfig, run_dir: Path, *, overwrite: bool, resume: bool) ->
 
 
 def _places(job: JobConfig) -> dict[str, Callable[[str], bool]]:
-    """Return the URLs that the run's folder is mirrored to, each with a test for the names of files."""
+    """Return the URLs to which the run folder is mirrored, each with a test for file names."""
     run, store = run_url(job), store_url(job)
     places: dict[str, Callable[[str], bool]] = {}
     if run is not None:
@@ -119,12 +119,13 @@ def _end(mirror: Mirror, run_dir: Path, finished: bool) -> None:
         text = f"not all of the run's folder has come to {mirror.url}: {error} It is whole in {run_dir}."
         if finished:
             raise RunError(text) from error
-        print(f"warning: {text}", file=sys.stderr, flush=True)  # why the run ended is told after it
+        print(f"warning: {text}", file=sys.stderr, flush=True)  # the reason for the end is printed later
 
 
 def run_at(target: str | Path) -> Path:
-    """Return the run folder or job file that a command names; for a URL, the folder here into which its files
-    were fetched. Raises `RunFolderError`."""
+    """Return the run folder or job file that a command names.
+
+    For a URL, the result is the local folder with the fetched files. Raises `RunFolderError`."""
     if not isinstance(target, str | Path):
         raise RunFolderError(f"{target!r:.80} is no run: give the path of its folder or its job file.")
     if isinstance(target, Path) or not is_url(target):
@@ -136,7 +137,7 @@ def run_at(target: str | Path) -> Path:
 
 
 def bring_run_of(job: JobConfig) -> None:
-    """Fetch the files of the run of `job` from its store, if its folder here is older or lost."""
+    """Fetch the files of the run of `job` from its store, if its folder here is older or missing."""
     folder = job.run_dir / job.job
     if (url := run_url(job)) is not None:
         bring_run(url, folder)
@@ -148,8 +149,11 @@ def bring_run_of(job: JobConfig) -> None:
 
 
 def bring_run(url: str, folder: Path) -> None:
-    """Fetch the run that is mirrored to `url` into `folder`, except for the files that its trainer fetches. A
-    folder that was last mirrored from here is up to date, and stays. Raises `RunFolderError`."""
+    """Fetch the run that is mirrored to `url` into `folder`, except for files that its trainer fetches
+    itself.
+
+    If the last mirror was made from this folder, the folder is up to date and is kept. Raises
+    `RunFolderError`."""
     with _as_run_errors(), private_files():
         there = mark_there(url)
         if there is None:
@@ -164,7 +168,7 @@ def bring_run(url: str, folder: Path) -> None:
 
 
 def has_checkpoint(run_dir: Path) -> bool:
-    """Return whether the store of the job recorded in `run_dir` has a checkpoint of it. Raises
+    """Return whether the store of the job recorded in `run_dir` has a checkpoint of the run. Raises
     `RunFolderError`."""
     store = store_url(load_job(run_dir / "job.yaml", files=False))
     if store is None:

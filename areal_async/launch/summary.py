@@ -45,7 +45,7 @@ FAILURES: Mapping[str, tuple[str, str]] = {
         "Look at the device's driver (dmesg); the machine may have to be restarted",
     ),
 }
-"""Message and advice by the kind of an ending that is no death."""
+"""Message and advice for endings other than a death, by the kind of the ending."""
 NEEDS_MEMORY = (
     "`areal-async plan` says what fits: lower trainer.micro_batch_tokens, set trainer.backend_args.recompute "
     "or use more trainer.ranks. Its log"
@@ -63,7 +63,7 @@ ADVICE: Mapping[int, str] = {
 
 
 def failure_text(ending: Ending, log_path: Path) -> str:
-    """Return the message for the terminal about a run that `ending` ended."""
+    """Return the terminal message about a run that `ending` ended."""
     status, cause = ending.status or 0, ending.cause
     if ending.kind in FAILURES:
         what, fix = FAILURES[ending.kind]
@@ -89,7 +89,7 @@ def _advice(status: int, cause: str) -> str:
 
 
 def last_lines(log_path: Path) -> list[str]:
-    """Return the last lines of a log; structured ones become `level: event key=value`."""
+    """Return the last lines of a log. Structured lines become `level: event key=value`."""
     try:
         with log_path.open("rb") as file:
             file.seek(max(0, log_path.stat().st_size - TAIL_BYTES))
@@ -101,7 +101,7 @@ def last_lines(log_path: Path) -> list[str]:
 
 
 def readable(line: str) -> str:
-    """Return one line of a log as text; empty for one that only repeats the line after it."""
+    """Return one line of a log as text. The text is empty if the line only repeats the next line."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -123,13 +123,17 @@ SELF_CHECK_FIELDS = ("passed", "version", "engine", "n", "max", "p999", "mean", 
 def summarise(
     job: JobConfig, records: Sequence[Record], *, buffer: BufferStats | None = None
 ) -> dict[str, Any]:
-    """Return the summary of all lives of a run, from its records (each step once: `as_it_became`) and the
-    buffer's last figures, which a resumed run goes on with. An unknown figure is None.
+    """Return the summary of all lives of a run.
 
-    `restarts` counts the restarts of each service. `wall_s` is, over all lives, from the start of the first
-    process to the end of training (of a life that was killed, to its last record); `tokens_per_s`,
-    `trainer_busy` and `rollout_busy` are over training alone. `share_stale` counts episodes with staleness of
-    1 or more; `share_wasted` is dropped / (dropped + trained)."""
+    Sources are the records of the run (each step once: `as_it_became`) and the buffer's last figures. A
+    resumed run continues these figures. An unknown figure is None.
+
+    - `restarts` counts the restarts of each service.
+    - `wall_s` sums all lives, each from the start of the first process to the end of training. If a life was
+      killed, it ends at its last record.
+    - `tokens_per_s`, `trainer_busy` and `rollout_busy` cover training alone.
+    - `share_stale` is the share of episodes with staleness of 1 or more.
+    - `share_wasted` is dropped / (dropped + trained)."""
     kind = "step" if job.kind == "rl" else job.kind
     own = [record for record in records if record.get("policy", job.policy) == job.policy]
     steps = [record for record in own if record.get("kind") == kind]
@@ -170,13 +174,14 @@ def summarise(
 def _of_episodes(
     job: JobConfig, records: Sequence[Record], steps: Sequence[Record], buffer: BufferStats | None
 ) -> dict[str, Any]:
-    """Return the figures that only a job with episodes has, for its first policy."""
+    """Return the figures that exist only for a job with episodes. With several policies, they are the figures
+    of the first policy."""
     evaluations = [record for record in records if record.get("kind") == "evaluation"]
     first = min(evaluations, key=lambda record: record.get("version", 0), default={})
     last = max(evaluations, key=lambda record: record.get("version", 0), default={})
     lives = ([r for r in life if r.get("kind") == "self_check"] for life in lives_of(records)[::-1])
     checks = next(filter(None, lives), [])
-    # All of a life must pass: one that did not is told rather than the newest.
+    # All self-checks of a life must pass, so a failed check is reported instead of the newest.
     check = next((r for r in checks[::-1] if not r.get("passed")), checks[-1] if checks else None)
     trained, dropped = _sum(steps, "episodes"), None
     seen = [record["staleness_max"] for record in steps if record.get("staleness_max") is not None]
@@ -216,7 +221,7 @@ def _of_episodes(
 
 
 def _stopped(job: JobConfig, done: int, accuracy: float | None) -> str:
-    """Return why a training on files ended before its last step; empty if it did not."""
+    """Return why training on files ended before its last step; empty if it did not end early."""
     if job.kind == "rl" or done >= job.trainer.steps:
         return ""
     wanted = job.training.stop_between
@@ -229,7 +234,8 @@ def _stopped(job: JobConfig, done: int, accuracy: float | None) -> str:
 def _of_policies(
     job: JobConfig, records: Sequence[Record], buffer: BufferStats | None
 ) -> dict[str, dict[str, Any]]:
-    """Return the figures of each of several policies; the rest of a summary is the first one's."""
+    """Return the figures of each policy if there are several. The rest of a summary is about the first
+    policy."""
     figures = {}
     for policy, view in job.views.items() if job.policies else ():
         steps = [r for r in records if r.get("kind") == "step" and r.get("policy") == policy]
@@ -246,15 +252,16 @@ def _of_policies(
 
 
 def _edge_reward(steps: Sequence[Record], *, first: bool) -> float | None:
-    """Return the mean reward of the first or the last steps, of those that have one."""
+    """Return the mean reward of the first or the last steps that have a reward."""
     rewarded = [step for step in steps if step.get("reward_mean") is not None]
     edge = edge_of(len(rewarded))
     return _mean(rewarded[:edge] if first else rewarded[-edge:], "reward_mean")
 
 
 def training_s(records: Sequence[Record], kind: str = "step") -> float | None:
-    """Return the seconds from the start of the first step to the end of the last, without the pauses before
-    a `resume`; None if no step has a time."""
+    """Return the seconds from the start of the first step to the end of the last step.
+
+    Pauses before a `resume` do not count. Returns None if no step has a time."""
     total_s = 0.0
     for life in lives_of(records):
         steps = [r for r in life if r.get("kind") == kind and r.get("time_s") is not None]
@@ -264,7 +271,8 @@ def training_s(records: Sequence[Record], kind: str = "step") -> float | None:
 
 
 def _wall_s(life: Sequence[Record]) -> float:
-    """Return the duration in the life's end record, else the time between its first record and its last."""
+    """Return the duration in the life's end record. Without an end record, return the time from its first to
+    its last record."""
     if (said := life[-1].get("wall_s")) is not None and life[-1].get("kind") == "end":
         return float(said)
     times = [record["time_s"] for record in life if record.get("time_s") is not None]
@@ -272,8 +280,8 @@ def _wall_s(life: Sequence[Record]) -> float:
 
 
 def _rollout_busy(records: Sequence[Record]) -> float | None:
-    """Return the share of the training time in which the rollout workers generated, over the lives that
-    recorded it."""
+    """Return the share of the training time in which rollout workers generated, over all lives with this
+    figure."""
     lives = [life for life in lives_of(records) if life[-1].get("rollout_busy") is not None]
     weights_s = [training_s(life) or 0.0 for life in lives]
     busy_s = [life[-1]["rollout_busy"] * weight_s for life, weight_s in zip(lives, weights_s, strict=True)]
@@ -291,7 +299,7 @@ def _sum(steps: Sequence[Record], name: str) -> float | None:
 
 
 def _mean(steps: Sequence[Record], name: str) -> float | None:
-    """Return the mean over episodes (over steps, if they have no number of episodes)."""
+    """Return the mean over episodes, or over steps if they have no number of episodes."""
     pairs = [(record[name], record.get("episodes") or 1) for record in steps if record.get(name) is not None]
     weight = sum(count for _, count in pairs)
     return round(sum(value * count for value, count in pairs) / weight, 4) if weight else None

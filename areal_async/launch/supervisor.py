@@ -1,15 +1,17 @@
-"""The shell around the lifecycle: real processes, signals and time.
+"""The imperative shell around the lifecycle: real processes, signals and time.
 
-Promises: a service that died is started again as the lifecycle decides, on the same places, and the rest
-goes on; one that hangs is killed, whatever its role, and of several that ended the one that did so first is
-named; workers join and leave as the control socket is asked to; when `run` returns or raises, no process of
-the run is left, at most `STOP_LIMIT_S` after the first Ctrl-C or SIGTERM, or at once after the second; a
-service learns of a stop only from here (each leads its own session); one that outlives the supervisor's death
-is told by the kernel.
+Promises:
 
-Must run in the main thread: signals arrive there, and the kernel ties a child's death signal to the thread
-that started it.
-"""
+- A service that died is restarted as the lifecycle decides, in the same place. The other services continue.
+- A service that hangs is killed, whatever its role. If several services ended, the report names the first.
+- Workers join and leave at the request of the control socket.
+- When `run` returns or raises, no process of the run is left. This takes at most `STOP_LIMIT_S` after the
+  first Ctrl-C or SIGTERM. After a second signal, all processes are killed at once.
+- A service gets a stop signal only from the supervisor, because each service leads its own session. If the
+  supervisor dies, the kernel signals the services.
+
+The supervisor must run in the main thread. Signals arrive there, and the kernel ties a child's death signal
+to the thread that started the child."""
 
 from __future__ import annotations
 
@@ -57,32 +59,36 @@ TICK_S = 0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_INTERRUPT_S = 0.5  # make, shells and terminals repeat signals
 BUFFER_WAIT_S = 10.0
-"""Longest wait for the buffer when it is told of a worker that leaves."""
+"""Longest wait for the buffer when a worker leaves."""
 
 log = get_logger("supervisor")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunHooks:
-    """Callbacks of a supervisor; all must be quick."""
+    """Callbacks of a supervisor. They must return quickly."""
 
     on_serving: Callable[[], None] = lambda: None
     """Called once when all services serve."""
     on_ending: Callable[[Ending], None] = lambda ending: None
-    """Called once when the end is decided, while services that did not cause it still run."""
+    """Called once when the end is decided. Services that did not cause the end still run."""
     on_restart: Callable[[str, str], None] = lambda name, text: None
-    """Called with the name of a service and a line of text when it died and is to be restarted."""
+    """Called with the name of a service and a line of text, if the service died and will be restarted."""
     on_death: Callable[[str, str], None] = lambda name, text: None
-    """Called likewise when it is not restarted, or only together with another one."""
+    """Called with the same arguments if the service is not restarted, or only together with another
+    service."""
     on_scale: Callable[[ScaleChange], None] = lambda change: None
     """Called with each automatic change of the workers."""
     newest: Callable[[], RunStatus | None] = lambda: None
-    """Return the newest status of the run; `rollout.autoscale` follows it."""
+    """Returns the newest status of the run, for `rollout.autoscale`."""
 
 
 class Supervisor:
-    """Runs the services of one job. `metrics_port` is its own process's, 0 for none; `records` is the run's
-    log, which services write through it. With a `launcher`, processes elsewhere read this host's files."""
+    """Runs the services of one job.
+
+    `metrics_port` is the port of this process's own metrics, 0 for none. `records` is the run's log, to which
+    services write through the supervisor. With a `launcher`, processes on other hosts read files of this
+    host."""
 
     def __init__(
         self,
@@ -102,18 +108,19 @@ class Supervisor:
         services = self._launcher.begin(job, services_of(job, modules))
         self.lifecycle = Lifecycle(services, ready_limit_s(job), job.supervisor.restart_policy())
         self.topology = self._publish()
-        """Places of all services. Any thread may read it; it is replaced as a whole."""
+        """Places of all services. Any thread may read the attribute; updates replace the whole object."""
         self.children: dict[str, Child] = {}
         self._lines = Lines(self._hang_s)
         self.metrics_ports: dict[str, int] = {}
-        """The port of each service: what it reported when ready; until then the planned one."""
+        """Metrics port of each service: the planned port until the service is ready, then the port that it
+        reports."""
         self._hooks = hooks
         scales = job.kind == "rl" and job.rollout.autoscale.max > 0
         self._autoscaler = Autoscaler(job, hooks.newest) if scales else None
-        self._never_came = 0  # Workers that joined and never came to serve
+        self._never_came = 0  # Workers that joined and never served
         self._metrics_port = metrics_port
         self._told_serving = False
-        self._named: object = None  # The services and ports that were last named to Prometheus
+        self._named: object = None  # Services and ports in the last file for Prometheus
         self._told_ending = False
         self._interrupted_s = -math.inf
         self._socket = ControlSocket(
@@ -121,10 +128,10 @@ class Supervisor:
         )
         self._modules = modules
         self._leaving: dict[str, LeavingWorker] = {}
-        """Workers that are being drained, and who waits for their end."""
+        """Workers that are being drained, with the futures of clients that wait for them."""
 
     def run(self) -> Ending:
-        """Start everything, and return how it ended once no process is left."""
+        """Start everything. Return the ending once no process is left."""
         try:
             self._socket.start()
             with caught_signals() as signals, selectors.DefaultSelector() as selector:
@@ -147,11 +154,11 @@ class Supervisor:
         return self.lifecycle.services
 
     def phases(self) -> dict[str, str]:
-        """Return the phase of each service, in words, by its name. Any thread may call."""
+        """Return the phase of each service in words, by name. Any thread may call this."""
         return {name: state.shown for name, state in list(self.lifecycle.states.items())}
 
     def _observe(self) -> None:
-        """Tell the lifecycle of all events since the last look."""
+        """Report all events since the last look to the lifecycle."""
         for name, state in list(self.lifecycle.states.items()):
             if state.phase is Phase.STARTING and (report := self.children[name].ready_report()) is not None:
                 child = self.children[name]
@@ -186,7 +193,8 @@ class Supervisor:
 
     def _observe_ends(self) -> None:
         ended: dict[str, int] = {}
-        # What has died of another's death is seen no sooner than that, if one looks again.
+        # The first poll may find only deaths that another death caused. The second poll also finds that
+        # death.
         for _ in range(2):
             for name in self.lifecycle.alive():
                 if name not in ended and (status := self.children[name].poll()) is not None:
@@ -202,8 +210,8 @@ class Supervisor:
             lost = self.children[name].lost()
             cause = lost or self._lines.cause_of(name, status, time.monotonic())
             self._lines.forget(name)
-            brought_down = states[name].felled  # If not `felled`: by another one of this look
-            # Another worker takes the place of one that is gone with its node.
+            brought_down = states[name].felled  # if not in `felled`, by a service of this look
+            # If a worker is lost with its node, autoscaling replaces it by another worker.
             worker = states[name].place.role == "rollout" and self._autoscaler is not None
             with_host = bool(lost) and worker and status != INCURABLE_STATUS
             self._apply(self.lifecycle.exited(name, status, time.monotonic(), cause, with_host=with_host))
@@ -217,7 +225,7 @@ class Supervisor:
     # --- workers that join and leave -----------------------------------------------------------------
 
     def _change_workers(self, asked: WorkersRequest) -> FleetChange:
-        """Begin a requested change. Raises `FaultError` if it makes no sense."""
+        """Begin a requested change. Raises `FaultError` if the change is invalid."""
         if self.lifecycle.stopping:
             raise FaultError("invalid", "the run is ending")
         staying = self._staying()
@@ -247,7 +255,7 @@ class Supervisor:
         return FleetChange([place.name for place in joining], ends, names)
 
     def _change_by_hand(self, asked: WorkersRequest) -> FleetChange:
-        """Begin a change that a person has requested, which ends autoscaling."""
+        """Begin a change that a user requested. It ends autoscaling."""
         autoscaler, self._autoscaler = self._autoscaler, None
         try:
             begun = self._change_workers(asked)
@@ -257,7 +265,7 @@ class Supervisor:
         return dataclasses.replace(begun, ends_autoscale=autoscaler is not None)
 
     def _autoscale(self) -> None:
-        """Change the number of workers as the run's figures demand, once all have served."""
+        """Change the number of workers according to the run's figures, after all services have served."""
         if self._autoscaler is None or self.lifecycle.stopping or not self._told_serving:
             return
         staying, states = [place.name for place in self._staying()], self.lifecycle.states
@@ -275,12 +283,12 @@ class Supervisor:
         self._hooks.on_scale(change)
 
     def _staying(self) -> list[ServicePlace]:
-        """Return the workers that are not to leave, oldest first."""
+        """Return the workers that are not leaving, oldest first."""
         states = self.lifecycle.states
         return [p for p in self.services if p.role == "rollout" and not states[p.name].leaving]
 
     def _forget(self, name: str) -> None:
-        """Stop showing and watching a worker that is gone."""
+        """Stop showing and watching a worker that has exited."""
         state, entry = self.lifecycle.states[name], self._leaving.pop(name, None)
         log.info("worker is gone", service=name, status=state.status)
         events.record("left", service=name, status=state.status)
@@ -298,7 +306,8 @@ class Supervisor:
             self._hooks.on_restart(name, f"{name} joined but did not come to serve; see logs/{name}.log")
 
     def _record_workers(self) -> None:
-        """Record the number of workers: a resume begins with it, and scales if this run does."""
+        """Record the number of workers. A resumed run begins with this number, and autoscales if this run
+        does."""
         scale = self.job.rollout.autoscale
         if self._autoscaler is None:
             scale = scale.model_copy(update={"max": 0})
@@ -322,7 +331,7 @@ class Supervisor:
         self._hooks.on_restart(name, f"{text} {when} ({left})")
 
     def _tell_death(self, name: str, ended: str) -> None:
-        """Report a death after which the service is not restarted, or only together with another one."""
+        """Report a death if the service is not restarted, or only together with another service."""
         log.warning(f"{name} {ended}", service=name)
         self._hooks.on_death(name, f"{name} {ended}")
 
@@ -357,16 +366,16 @@ class Supervisor:
         self.children[name] = child
         self._lines.started(state.place, child)
         self.metrics_ports[name] = state.place.metrics_port
-        RESTARTS.labels(name)  # 0 until it dies: a rate needs both
+        RESTARTS.labels(name)  # Created with 0 before the first death, so that rates can be computed
         events.record("started", service=name, service_pid=child.pid)
 
     def _hang_s(self, place: ServicePlace) -> float:
-        """Return the longest silence of a service."""
+        """Return the longest allowed silence of a service."""
         own = self.job.of(place.policy or self.job.policy).trainer.hang_s
         return own if place.role == "trainer" and own is not None else self.job.supervisor.hang_s
 
     def _publish(self) -> Topology:
-        """Write the job, then the topology: a run is found once it has one."""
+        """Write the job, then the topology. The order matters: other processes find a run by its topology."""
         write_whole(self.folders.run_dir / "job.yaml", dump_job(self.job).encode())
         return self._launcher.publish(self.job, self.services)
 
@@ -376,7 +385,7 @@ class Supervisor:
         ours = ("supervisor", "supervisor", home.node_id, self._metrics_port)
         for service, process, host, port in (*found, ours):
             labels = {"job": self.job.job, "service": service, "process": process, "host": host}
-            if host != home.node_id:  # it serves its metrics to its own host alone
+            if host != home.node_id:  # it serves its metrics to its own host only
                 port, labels["__metrics_path__"] = self._metrics_port, elsewhere(process)
             if port:
                 targets.append({"targets": [f"{home.loopback}:{port}"], "labels": labels})
@@ -385,8 +394,9 @@ class Supervisor:
 
 @contextmanager
 def caught_signals(handler: SignalHandler = ignore, numbers: Sequence[int] = SIGNALS) -> Iterator[int]:
-    """Yield a file descriptor that gets the number of each of these signals. They have no other effect than
-    that of `handler` in the main thread."""
+    """Yield a file descriptor that receives the number of each of these signals.
+
+    In the main thread, a signal has no other effect than `handler`."""
     old_handlers = {number: signal.getsignal(number) for number in numbers}
     old_wakeup_fd = signal.set_wakeup_fd(-1)
     read_fd, write_fd = signal_pipe(numbers, handler)

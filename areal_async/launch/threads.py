@@ -1,12 +1,13 @@
-"""The split of a host's cores between training and generation, if the job file leaves it open
-(`torch_threads: auto`). Pure: the clock, the steps and the busy shares are passed in.
+"""The split of a host's cores between training and generation, if the job sets `torch_threads: auto`.
 
-Both sides begin with one thread for each rank and each engine. The side that is busier by more than `BAND`
-gets one thread more: from the unused cores, or else from the other side. Each split is on trial, as a number
-of workers is (`autoscale.py`): it is kept if the steps per second rose by `WORTH`, and is taken back
-otherwise; then that side gets no further thread for a while, which doubles each time. So a job in balance is
-left alone, and a job that changes is followed.
-"""
+The module is pure: its caller passes in the time, the steps and the busy shares.
+
+Each rank and each engine begin with one thread. If one side is busier by more than `BAND`, each of its
+processes gets one more thread. These threads come from the unused cores, or else from the other side. Each
+split is on trial, like a number of workers in `autoscale.py`. The split is kept if the steps per second
+rose by `WORTH`, and otherwise undone. After an undone trial, that side gets no further thread for a while.
+The time doubles with each failure. So a balanced job keeps its split, and the split follows a job that
+changes."""
 
 from __future__ import annotations
 
@@ -25,16 +26,16 @@ log = get_logger("threads")
 Side = Literal["trainer", "rollout"]
 
 BAND = 0.15
-"""Busy shares that differ by no more than this are in balance."""
+"""Largest difference of busy shares that counts as balanced."""
 SPAN_S = 15.0
 """Least number of seconds over which a rate is measured."""
 PATIENCE_S = 60.0
-"""Seconds until a side that gained nothing is tried again, at first."""
+"""First time in seconds until a side is tried again after a trial without gain."""
 
 
 @dataclass(frozen=True)
 class Sides:
-    """The processes that share the cores. A side that is fixed keeps its threads."""
+    """The processes that share the cores. A fixed side keeps its threads."""
 
     cores: int
     ranks: int
@@ -55,22 +56,24 @@ class Split:
 
 @dataclass(frozen=True)
 class Search:
-    """The split in use since a moment and a step, and the trials so far."""
+    """The current split with its first moment and step, and the trials so far."""
 
     split: Split
     since_s: float
     since_step: int
     tried_from: Split | None = None
-    """The split before, while this one is on trial."""
+    """The earlier split, while the current split is on trial."""
     rate_before: float = 0.0
     given: Side = "trainer"
     holds: Mapping[Side, Hold] = field(default_factory=dict)
 
 
 def sides_of(job: JobConfig, cores: int) -> Sides:
-    """Return the sides of a job. A side is fixed unless its torch computes on the CPU with `torch_threads:
-    auto`. Both are fixed if the number of workers may change, or several policies are trained: the effect of
-    a split could not be measured."""
+    """Return the sides of a job.
+
+    A side is fixed unless its torch computes on the CPU with `torch_threads: auto`. Both sides are fixed if
+    the number of workers may change or several policies are trained, because the effect of a split could not
+    be measured."""
     trainer, rollout = job.trainer, job.rollout
     fixed: set[Side] = {"trainer", "rollout"} if rollout.autoscale.max or job.policies else set()
     if trainer.torch_threads != "auto" or trainer.device != "cpu":
@@ -81,8 +84,9 @@ def sides_of(job: JobConfig, cores: int) -> Sides:
 
 
 def follow(search: Search, sides: Sides, busy: Mapping[Side, float], *, now_s: float, step: int) -> Search:
-    """Return the search from now on. `busy` is the busy share of each side over the last seconds, 0 to 1."""
-    if step < search.since_step:  # a trainer that came back does steps again
+    """Return the next state of the search. `busy` is the busy share of each side over the last seconds, 0 to
+    1."""
+    if step < search.since_step:  # a restarted trainer repeats steps
         return replace(search, since_s=now_s, since_step=step)
     elapsed_s, steps = now_s - search.since_s, step - search.since_step
     if elapsed_s < SPAN_S or steps < SPAN_STEPS:
@@ -103,7 +107,7 @@ def follow(search: Search, sides: Sides, busy: Mapping[Side, float], *, now_s: f
 
 
 def _one_more(split: Split, side: Side, sides: Sides) -> Split | None:
-    """Return the split with one thread more for `side`; None if there is none to be had."""
+    """Return the split with one more thread for `side`; None if no thread is available."""
     if side in sides.fixed:
         return None
     other: Side = "rollout" if side == "trainer" else "trainer"
@@ -114,7 +118,7 @@ def _one_more(split: Split, side: Side, sides: Sides) -> Split | None:
 
 
 class ThreadSplit:
-    """Follows a run: called with each of its statuses, it returns the threads of its services."""
+    """Follows a run. Call it with each status of the run; it returns the threads of the services."""
 
     def __init__(self, job: JobConfig, cores: int) -> None:
         self._job = job
@@ -122,7 +126,7 @@ class ThreadSplit:
         self._search: Search | None = None
 
     def __call__(self, status: RunStatus) -> Mapping[str, int]:
-        """Return the threads of each rank and each engine; empty if they are fixed."""
+        """Return the threads of each rank and each engine; empty if both sides are fixed."""
         if len(self._sides.fixed) == 2 or not status.step:
             return {}
         threads = self._job.trainer.torch_threads, self._job.rollout.torch_threads
@@ -138,6 +142,6 @@ class ThreadSplit:
 
 
 def _busiest(status: RunStatus, side: Side) -> float:
-    """Return the busy share of the side's busiest process: the others wait for it."""
+    """Return the busy share of the side's busiest process, because the other processes wait for it."""
     shares = [s.busy for s in status.services if s.name.partition("-")[0] == side and s.busy is not None]
     return max(shares, default=0.0)

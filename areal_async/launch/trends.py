@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import sqrt
 from typing import NamedTuple
 
-EDGE_STEPS = 10  # Most steps that the first and the last reward are the mean of
+EDGE_STEPS = 10  # Most steps in the mean of the first and of the last rewards
 LEVEL_Z = 1.96  # Half of a 95 % interval, in standard errors
 
 
@@ -19,19 +19,21 @@ class HeldOut(NamedTuple):
 
 
 def edge_of(steps: int) -> int:
-    """Return of how many steps the first and the last reward of a run are the means. Of fewer than twice
-    `EDGE_STEPS`, each is that of one half, so that no step counts in both."""
+    """Return the number of steps in the mean of the first and of the last rewards of a run.
+
+    With fewer than twice `EDGE_STEPS` steps, the number is half of the steps, so that no step counts in both
+    means."""
     return max(1, min(EDGE_STEPS, steps // 2))
 
 
 def reward_warning(
     rewards_first: Sequence[float], rewards_last: Sequence[float], first: HeldOut | None, last: HeldOut | None
 ) -> str:
-    """Return a sentence where training reward rose and held-out reward fell, each by more than one standard
-    error of the difference; else an empty text.
+    """Return a warning if the training reward rose and the held-out reward fell; else an empty text.
 
-    `rewards_first` and `rewards_last` are mean rewards of the batches of the first and of the last
-    steps (`edge_of`). Fewer than two of each, or an evaluation without an interval, say nothing."""
+    Each change must exceed one standard error of the difference. `rewards_first` and `rewards_last` are mean
+    rewards of the batches of the first and of the last steps (`edge_of`). With fewer than two rewards in
+    either, or with an evaluation without an interval, there is no warning."""
     if first is None or last is None or min(len(rewards_first), len(rewards_last)) < 2:
         return ""
     rise = _mean(rewards_last) - _mean(rewards_first)
@@ -51,6 +53,6 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _error2(values: Sequence[float]) -> float:
-    """Square of the standard error of the mean."""
+    """Return the square of the standard error of the mean."""
     mean = _mean(values)
     return sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)

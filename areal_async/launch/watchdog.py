@@ -1,10 +1,10 @@
-"""The search for the starving edge of the pipeline when training stands still. Pure.
+"""The search for the cause of a stall: the starving edge of the pipeline if training stands still. Pure.
 
     tasks → rollout workers → buffer → reward service → buffer → trainer → (weights) → rollout workers
 
-The trainer is at the end of it: while it computes nothing is wrong, however slow. When it has not for a
-while, the first thing on its way that is missing, silent or empty is named.
-"""
+The trainer is at the end of the pipeline. While the trainer computes, there is no stall, however slow it is.
+If it has not computed for a while, the search names the first input on its way that is missing, silent or
+empty."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from typing import Literal
 from areal_async.rpc.board import SILENT_S
 
 Edge = Literal["buffer", "redis", "trainer", "reward", "rollout", "weights", "checkpoint", "evaluator"]
-"""The missing input. `weights`: every worker samples from an old version and is given no group.
-`checkpoint`: the buffer is full of trained groups that none covers yet, or the newest is not on disk yet."""
+"""The missing input.
+
+`weights`: every worker samples from an old version and gets no group. `checkpoint`: the buffer is full of
+trained groups that are in no checkpoint yet, or the newest checkpoint is not on disk yet."""
 
 
 MISSING = {
@@ -32,35 +34,35 @@ MISSING = {
 class Facts:
     """Facts of a run at one moment, from the supervisor's states and the statuses of the services."""
 
-    idle_s: float  # Since the trainer was last seen to compute
+    idle_s: float  # Seconds since the trainer last computed
     phases: Mapping[str, str]
     """Phase of each process: waiting, starting, serving, draining, restarting or ended."""
-    silent_s: Mapping[str, float] = field(default_factory=dict)  # Since each process last answered
+    silent_s: Mapping[str, float] = field(default_factory=dict)  # Seconds since each process last answered
     groups: Mapping[str, int] = field(default_factory=dict)  # Groups by their state in the ledger
-    redis: str = ""  # Why the buffer waits for Redis; empty when it does not
-    commit: str = ""  # What of the step before the trainer waits for, in words
-    checkpoint: str = ""  # What of a checkpoint the trainer waits for, in words
-    version: int | None = None  # Newest that the trainer has published
+    redis: str = ""  # Reason why the buffer waits for Redis; empty if it does not wait
+    commit: str = ""  # Part of the last step's commit that the trainer waits for, in words
+    checkpoint: str = ""  # Part of a checkpoint that the trainer waits for, in words
+    version: int | None = None  # Newest published version
     serving: Mapping[str, int] = field(default_factory=dict)  # Version that each rollout worker samples from
     weights: Mapping[str, str] = field(default_factory=dict)
-    """Reason why a rollout worker's next snapshot does not come, in words."""
-    workers_alive: int | None = None  # Scoring processes of the reward service; None when it does not say
-    workers: int = 0  # Those that the job asks for
+    """Reason why a rollout worker's next snapshot is late, in words."""
+    workers_alive: int | None = None  # Scoring processes of the reward service; None if unknown
+    workers: int = 0  # Number of scoring processes that the job asks for
     max_groups: int = 0
     dropped_by_verdict: int = 0
-    """Groups dropped since the trainer last computed, because scoring them gave no score."""
-    no_score: str = ""  # What the newest verdict without a score says
+    """Groups dropped since the trainer last computed, because their verdicts had no score."""
+    no_score: str = ""  # Message of the newest verdict without a score
     steps_left: int = 1
 
 
 @dataclass(frozen=True)
 class Stall:
     edge: Edge
-    detail: str  # One line for a person: who waits for what, and why it does not come
+    detail: str  # One line for a user: who waits for what, and why
 
 
 def find_stall(facts: Facts, limit_s: float) -> Stall | None:
-    """Return the starving edge of a run whose trainer has computed nothing for `limit_s`, else None."""
+    """Return the starving edge of a run if its trainer has computed nothing for `limit_s`, else None."""
     if facts.idle_s < limit_s:
         return None
     if "buffer" in facts.phases and (why := _missing(facts, "buffer")):
@@ -114,7 +116,7 @@ def _starving(facts: Facts) -> Stall:
 
 
 def _behind(facts: Facts, workers: Sequence[str]) -> str:
-    """Return how far the workers are behind the newest weights; empty unless all are."""
+    """Return how far the workers are behind the newest weights; empty unless all are behind."""
     versions = [facts.serving[name] for name in workers if name in facts.serving]
     if facts.version is None or not versions or max(versions) >= facts.version:
         return ""
@@ -134,7 +136,7 @@ def _reward_missing(facts: Facts) -> str:
 
 
 def _missing(facts: Facts, name: str) -> str:
-    """Return why process `name` does not do its work; empty if it seems to."""
+    """Return why process `name` does not do its work; empty if it seems to work."""
     if why := MISSING.get(facts.phases.get(name, "")):
         return f"{name} {why}"
     silent_s = facts.silent_s.get(name, 0.0)

@@ -1,13 +1,13 @@
-"""Answers of a model: the ids that end one, the text of its ids, and the part of the text that was thought.
+"""Answers of a model: the ids that end an answer, its text, and its thoughts.
 
-- An answer ends with any id of one union: those of the generation config and the config, the tokenizer's
-  end-of-sequence token, and the token with which the chat template ends a turn. Engines, requests to
-  servers, workflows, the gateway and the examples of SFT all take it from `end_ids`.
-- The text of an answer has the model's special tokens, such as `<think>`; only ends and padding are left out.
-- A thought is no part of what was said. Tools, rewards and the gateway read an answer by `spoken_parts`.
+- An answer ends with any of these ids: the ids in the generation config and the config, the tokenizer's
+  end-of-sequence token, and the chat template's end-of-turn token. All services get these ids from `end_ids`.
+- The text of an answer contains the model's special tokens, such as `<think>`. Only end tokens and padding
+  are removed.
+- Thoughts are not part of the spoken text. Tools, rewards and the gateway read an answer through
+  `spoken_parts`.
 
-Needs neither torch nor transformers.
-"""
+This module needs neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -21,40 +21,41 @@ from areal_async.models.prompts import text_ids
 
 GENERATION_CONFIG, CONFIG = "generation_config.json", "config.json"
 TOKENIZER, TEMPLATE = "the tokenizer's eos_token", "the chat template"
-PROBE = "areal-turn-7f3a"  # Text that no template changes, to see what a template puts after an answer
+PROBE = "areal-turn-7f3a"  # No template changes this text, so it marks an answer in a rendered chat
 
 
-# --- where an answer ends ----------------------------------------------------------------------------
+# --- ends of an answer -------------------------------------------------------------------------------
 
 
 def end_ids(tokenizer: Any, folder: Path | None = None) -> tuple[int, ...]:
-    """Return the ids that end an answer, in order; `folder` is the model's, without which its files count
-    for nothing. Empty where nothing names one: an answer then ends at a stop text or its length alone."""
+    """Return the ids that end an answer, in order. `folder` is the model's folder; without it, the model's
+    files are ignored. If the result is empty, an answer ends only at a stop text or at its length limit."""
     return tuple(sorted(set().union(*end_sources(tokenizer, folder).values())))
 
 
 def end_sources(tokenizer: Any, folder: Path | None = None) -> dict[str, frozenset[int]]:
-    """Return the ids that end an answer by the file or part that names them. Parts that are missing, or that
-    name none, have none."""
+    """Return the ids that end an answer, by the file or part that names them. A missing part has an empty
+    set."""
     files = {name: _ids_in(folder / name) for name in (GENERATION_CONFIG, CONFIG)} if folder else {}
     eos, end = getattr(tokenizer, "eos_token_id", None), turn_end(tokenizer)
     return files | {TOKENIZER: _ids_of(eos), TEMPLATE: _ids_of(end)}
 
 
 def turn_closing(tokenizer: Any) -> str | None:
-    """Return the text that the chat template puts after what an assistant said; None where there is no
-    template, or it does not show such a chat."""
+    """Return the text that the chat template adds after an assistant's message. Return None if there is no
+    template or it does not render such a chat."""
     return _after_answer(tokenizer)
 
 
 def turn_end(tokenizer: Any) -> int | None:
-    """Return the token with which the chat template ends an assistant's turn; None where that is no token of
-    its own: nothing, or characters that the model writes elsewhere too."""
+    """Return the token with which the chat template ends an assistant's turn. Return None if there is no such
+    token, or if the turn ends with characters that the model also writes elsewhere."""
     return _first_mark(tokenizer, turn_closing(tokenizer))
 
 
 def next_turn(tokenizer: Any) -> int | None:
-    """Return the token that follows an assistant's turn once the user speaks again, as `turn_end`."""
+    """Return the token that follows an assistant's turn if a user's message comes next. Return None as in
+    `turn_end`."""
     return _first_mark(tokenizer, _after_answer(tokenizer, {"role": "user", "content": "."}))
 
 
@@ -64,7 +65,7 @@ def _after_answer(tokenizer: Any, *more: dict[str, str]) -> str | None:
     chat = [{"role": "user", "content": "."}, {"role": "assistant", "content": PROBE}, *more]
     try:
         shown = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=False))
-    except Exception:  # whatever a template raises is about this chat
+    except Exception:  # A template may raise anything
         return None
     _, found, closing = shown.rpartition(PROBE)
     return closing if found else None
@@ -96,18 +97,18 @@ def _ids_of(value: object) -> frozenset[int]:
 
 
 class Detokenizer:
-    """Decodes answers with a Hugging Face tokenizer, leaving out their `ends` and padding."""
+    """Decoder of answers with a Hugging Face tokenizer. It removes their `ends` and padding."""
 
     def __init__(self, tokenizer: Any, ends: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._left_out = {*ends, *_ids_of(getattr(tokenizer, "pad_token_id", None))}
         backend = getattr(tokenizer, "backend_tokenizer", None)
         clean = getattr(tokenizer, "clean_up_tokenization_spaces", False)
-        # The fast back end decodes a whole batch in one call; the wrapper around it only adds the clean-up.
+        # The fast back end decodes a whole batch in one call. The wrapper around it only adds the clean-up.
         self._backend = None if clean else backend
 
     def decode(self, sequences: Sequence[Sequence[int]], *, whole: bool = False) -> list[str]:
-        """Return the text of each; with `whole` that of ends and padding is in it."""
+        """Return the text of each sequence. With `whole`, end tokens and padding are included."""
         if not sequences:
             return []
         if not whole:
@@ -121,7 +122,7 @@ class Detokenizer:
         return self.decode([ids], whole=whole)[0]
 
 
-# --- what was thought, and what was said -------------------------------------------------------------
+# --- thoughts and spoken parts -----------------------------------------------------------------------
 
 THOUGHTS = (
     ("<think>", "</think>"),
@@ -130,7 +131,7 @@ THOUGHTS = (
     ("<seed:think>", "</seed:think>"),
     ("◁think▷", "◁/think▷"),
 )
-"""Tags between which models think."""
+"""Tags around thoughts, by model family."""
 _OPENING = tuple(opening for opening, _ in THOUGHTS)
 _CLOSING = frozenset(closing for _, closing in THOUGHTS)
 _TAGS = "|".join(re.escape(tag) for pair in THOUGHTS for tag in pair)
@@ -138,12 +139,14 @@ Span = tuple[int, int]
 
 
 def opens_thought(prompt: str) -> bool:
-    """Return whether a prompt ends with the tag that opens a thought, so that the answer begins inside."""
+    """Return whether a prompt ends with the opening tag of a thought, so that the answer begins inside a
+    thought."""
     return prompt[-256:].rstrip().endswith(_OPENING)
 
 
 def spoken(text: str, *, opened: bool = False) -> str:
-    """Return an answer without its thoughts, the parts around them as lines. See `spoken_parts`."""
+    """Return an answer without its thoughts. The remaining parts are joined by newlines. See
+    `spoken_parts`."""
     return "\n".join(text[start:end] for start, end in spoken_parts(text, opened=opened) if end > start)
 
 
@@ -154,12 +157,15 @@ def spoken_parts(
     marks: Sequence[str] = (),
     skip: Callable[[int, int], int] | None = None,
 ) -> list[Span]:
-    """Return the parts of an answer outside its thoughts, in order. `opened`: the prompt opened a thought.
+    """Return the parts of an answer outside its thoughts, in order. `opened` means that the prompt opened a
+    thought.
 
-    A thought ends at the first closing tag, or with the text where there is none. A closing tag that no tag
-    opened ends a thought too, one that began with the text. `skip` is called at each of the `marks` outside
-    of thoughts, with its place and the one at which the part begins, and returns from where to look on: tags
-    of thoughts inside a tool call are data. Linear in the text."""
+    A thought ends at the first closing tag, or at the end of the text if there is none. A closing tag without
+    an opening tag ends a thought that began with the text.
+
+    `skip` is called at each of the `marks` outside of thoughts, with the position of the mark and the start
+    of the part. It returns the position at which the search continues. This makes the tags inside a tool call
+    data. The run time is linear in the length of the text."""
     pattern = re.compile("|".join((_TAGS, *map(re.escape, marks))))
     parts: list[Span] = []
     begin, at = None if opened else 0, 0

@@ -1,9 +1,7 @@
-"""A Hugging Face model folder: which files are its weights, what their headers say, and what
-its `config.json` says of its layers.
+"""Reader of a Hugging Face model folder: its weight files, their headers, and the layers in `config.json`.
 
-A folder may have other safetensors files, such as the `consolidated.safetensors` of another format: what
-counts are those that transformers loads. Needs no torch.
-"""
+Only the safetensors files that transformers loads count. A folder may have others, such as the
+`consolidated.safetensors` of another format. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -22,20 +20,21 @@ from areal_async.base.own_files import parts_of
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100_000_000
-"""The limit that the format sets to its header."""
+"""Limit of the safetensors format for the size of a header."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts of a layer in configurations."""
+"""Names in configurations for the number of experts per layer."""
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
-"""Names of the number of experts of each token in configurations."""
+"""Names in configurations for the number of experts per token."""
 _OF_EXPERTS = re.compile(r"\blayers\.(\d+)\..*\bexperts\.")
 BY_LENGTH = frozenset({"dynamic", "longrope"})
-"""Kinds of rotary positions whose frequencies change with the longest row."""
+"""Kinds of rotary positions whose frequencies depend on the longest row."""
 SAMPLE_BYTES = 64
-"""First bytes of each tensor that tell a model from others of its shape."""
+"""Number of first bytes of each tensor that distinguish models of the same shape."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file, as the file's header has it: dtype in safetensors' words, first and last byte."""
+    """A tensor as its file's header describes it: dtype in the terms of safetensors, first byte, and end byte
+    (exclusive)."""
 
     path: Path
     dtype: str
@@ -45,7 +44,8 @@ class StoredTensor(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """A mixture of experts: how many there are in a layer, to how many a token goes, and in which layers."""
+    """A mixture of experts: the number of experts per layer, the number of experts per token, and the layers
+    with experts."""
 
     experts: int
     chosen: int
@@ -58,14 +58,15 @@ class Mixture(NamedTuple):
 
 
 def is_mixture(folder: Path) -> bool:
-    """Return whether config.json describes a mixture of experts; a model without a readable one counts as
-    dense."""
+    """Return whether config.json describes a mixture of experts. A model without a readable config.json
+    counts as dense."""
     return _of_config(folder, EXPERTS) > 0
 
 
 def mixture_of(folder: Path) -> Mixture:
-    """Return the mixture that config.json and the names of the tensors describe: a layer with tensors of
-    experts is one. Raises `OSError`, and ValueError for a model that does not say."""
+    """Return the mixture that config.json and the names of the tensors describe. A layer with tensors of
+    experts belongs to it. Raises `OSError`, and ValueError if the number of experts or their layers are
+    missing."""
     experts, chosen = _of_config(folder, EXPERTS), _of_config(folder, CHOSEN)
     layers = {int(found[1]) for name in stored_tensors(folder) if (found := _OF_EXPERTS.search(name))}
     if not (experts and chosen and layers):
@@ -76,7 +77,8 @@ def mixture_of(folder: Path) -> Mixture:
 
 
 def _of_config(folder: Path, names: tuple[str, ...]) -> int:
-    """Return the first of these numbers in config.json; 0 if there is none or it cannot be read."""
+    """Return the first of these numbers in config.json. Return 0 if there is none or the file cannot be
+    read."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         config = config.get("text_config") or config
@@ -86,8 +88,8 @@ def _of_config(folder: Path, names: tuple[str, ...]) -> int:
 
 
 def cannot_be_packed(config: Mapping[str, Any]) -> str:
-    """Return why the trainer refuses a model with this config.json; empty if the config names no reason. The
-    trainer's probe of the model decides; this finds the common reasons without torch."""
+    """Return the reason why the trainer refuses a model with this config.json, or "" if there is none. This
+    check finds common reasons without torch; the trainer's probe of the model decides."""
     text = _text(config)
     kinds = _layer_kinds(text)
     if states := sorted(kind for kind in kinds if _STATE_LAYER.search(kind)):
@@ -123,12 +125,12 @@ _ATTENTION = {
 ALWAYS_KNOWN = frozenset({"position_ids", "position_embeddings", "cache_position"})
 """Arguments that some models pass to every attention and that only other kinds of attention read."""
 OFF = frozenset({"use_cache", "output_attentions", "output_router_logits"})
-"""Arguments that change nothing when they are off."""
+"""Arguments that have no effect if they are off."""
 
 
 def unknown_arguments(arguments: Mapping[str, Any]) -> str:
-    """Return the names of arguments that a model passes to our attention and that it may not ignore; empty if
-    there are none."""
+    """Return the names of arguments that a model passes to our attention and that must not be ignored. Return
+    "" if there are none."""
     return ", ".join(
         name
         for name, value in sorted(arguments.items())
@@ -140,8 +142,8 @@ def unknown_arguments(arguments: Mapping[str, Any]) -> str:
 
 
 def looks_beyond_tokens(config: Mapping[str, Any]) -> str:
-    """Return why ranks cannot share a row of a model with this config.json: a layer besides attention depends
-    on several tokens. Empty if the config names none."""
+    """Return the reason why ranks cannot share a row of a model with this config.json. The reason is a layer
+    other than attention that depends on several tokens. Return "" if the config has no such layer."""
     text = _text(config)
     kinds = _layer_kinds(text)
     if mixing := sorted(kind for kind in kinds if "attention" not in kind or kind == "linear_attention"):
@@ -152,8 +154,8 @@ def looks_beyond_tokens(config: Mapping[str, Any]) -> str:
 
 
 def most_positions(config: Mapping[str, Any]) -> int | None:
-    """Return the tokens of the longest row whose rotary positions do not depend on the other rows of a pass;
-    None if they never do."""
+    """Return the number of tokens in the longest row whose rotary positions do not depend on other rows of a
+    pass. Return None if there is no such limit."""
     text = _text(config)
     kinds = _rotary_kinds(text)
     rope = text.get("rope_parameters") or text.get("rope_scaling")
@@ -177,7 +179,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _layer_kinds(text: Mapping[str, Any]) -> set[str]:
-    """Return the kinds of layers that a config lists."""
+    """Return the kinds of layers in a config."""
     fields = ("layer_types", "layers_block_type", "block_types")
     return {str(kind) for field in fields for kind in _list(text.get(field))}
 
@@ -189,14 +191,14 @@ def _rotary_kinds(text: Mapping[str, Any]) -> set[str]:
 
 
 def _list(value: object) -> list[Any]:
-    """Return the elements of a list or the values of a mapping; nothing for anything else."""
+    """Return the elements of a list or the values of a mapping. Return [] for other values."""
     if isinstance(value, dict):
         return [*value.values()]
     return value if isinstance(value, list) else []
 
 
 def no_folder(path: Path) -> str:
-    """Return that the folder `path` does not exist, with folders that have a name like it."""
+    """Return the message that the folder `path` does not exist. It suggests folders with similar names."""
     there = next(each for each in path.absolute().parents if each.is_dir())
     missing = path.absolute().relative_to(there).parts[0]
     names = [each.name for each in there.iterdir() if each.is_dir()]
@@ -206,8 +208,8 @@ def no_folder(path: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return `model.safetensors`, or the files that the index names, in order; empty if there is neither.
-    Raises `OSError`, and ValueError for a broken index."""
+    """Return `model.safetensors`, or the files of the index in order. Return [] if there is neither. Raises
+    `OSError`, and ValueError for a broken index."""
     if (folder / ONE_FILE).is_file():
         return [folder / ONE_FILE]
     if not (folder / INDEX).is_file():
@@ -220,8 +222,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return all tensors of a model by name, from the headers alone. Raises `OSError`, and ValueError for a
-    file that is no safetensors file."""
+    """Return all tensors of a model by name. Only the headers are read. Raises `OSError`, and ValueError if a
+    file is not a safetensors file."""
     found = {}
     for path in weight_files(folder):
         with path.open("rb") as file:
@@ -240,9 +242,9 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def model_identity(folder: Path) -> str:
-    """Return a hash that identifies the weights of a model without reading them: of names, dtypes and shapes,
-    and of the first bytes of each tensor; equal however they are spread over files. Raises as
-    `stored_tensors` does."""
+    """Return a hash that identifies the weights of a model without reading all of them. It covers names,
+    dtypes and shapes, and the first bytes of each tensor. It does not depend on the distribution of tensors
+    over files. Raises as `stored_tensors` does."""
     hashed = blake3()
     for name, stored in sorted(stored_tensors(folder).items()):
         with stored.path.open("rb") as file:

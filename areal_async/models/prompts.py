@@ -1,8 +1,7 @@
-"""Token ids of a task's prompt: one rule for training, generation and evaluation.
+"""Token ids of a task's prompt, by one rule for training, generation and evaluation.
 
-Text is tokenised as it is. A list of chat messages goes through the tokenizer's chat template with the
-assistant's turn opened; a tokenizer without a template gets the contents joined by newlines.
-"""
+A text is tokenized unchanged. A list of chat messages is rendered with the tokenizer's chat template, with
+the assistant's turn opened. If the tokenizer has no template, the contents are joined by newlines."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 FAST_TOKENIZERS = "transformers.tokenization_utils_tokenizers"
-"""The module whose encoding a fast tokenizer has, unless its class has another."""
+"""Module of the standard encoding of a fast tokenizer. A class with its own encoding has another module."""
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used here."""
+    """The used part of a Hugging Face tokenizer."""
 
     chat_template: Any
 
@@ -28,8 +27,8 @@ T = TypeVar("T", bound=Tokenizer)
 
 
 def with_template_args(tokenizer: T, arguments: Mapping[str, Any]) -> T:
-    """Make the chat template of the tokenizer take `arguments` (a job's `rollout.template_args`) in each
-    call, and return it. Arguments of a call take precedence."""
+    """Set arguments of the tokenizer's chat template for all calls, and return the tokenizer. `arguments` is
+    a job's `rollout.template_args`. Arguments of a call take precedence."""
     if arguments:
         setattr(tokenizer, "apply_chat_template", partial(tokenizer.apply_chat_template, **arguments))  # noqa: B010
     return tokenizer
@@ -42,8 +41,8 @@ def prompt_text(
     *,
     opened: bool = True,
 ) -> str:
-    """Return the text that the model is given for `prompt`, before tokenisation. `tools` are schemas for the
-    chat template, which opens the assistant's turn unless `opened` is false."""
+    """Return the text of `prompt` that the model receives, before tokenization. `tools` are schemas for the
+    chat template. The template opens the assistant's turn unless `opened` is false."""
     if not isinstance(prompt, str) and tokenizer.chat_template:
         given, schemas = [dict(message) for message in prompt], [dict(tool) for tool in tools]
         how = {"tokenize": False, "add_generation_prompt": opened}
@@ -52,15 +51,16 @@ def prompt_text(
 
 
 def message_texts(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return a prompt without a template: the text, or the contents of the messages, joined by newlines."""
+    """Return a prompt without a template. It is the text, or the contents of the messages, joined by
+    newlines."""
     return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
 
 
 def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[int]:
-    """Return the token ids of `text`; with `special` including those that the tokenizer itself adds.
+    """Return the token ids of `text`. With `special`, they include the tokens that the tokenizer adds.
 
-    A fast tokenizer's back end is asked directly, unless its class has an encoding of its own or somebody has
-    set it to pad or cut: the wrapper takes ten times as long as a short prompt's tokenisation."""
+    A fast tokenizer's back end is called directly, because the wrapper takes ten times as long for a short
+    prompt. There are two exceptions: its class has its own encoding, or it is set to pad or truncate."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     encode = getattr(type(tokenizer), "_encode_plus", None)
     plain = getattr(encode, "__module__", "") == FAST_TOKENIZERS and not tokenizer.split_special_tokens  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[i
 def prompt_ids(
     tokenizer: Tokenizer, prompt: str | Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[int]:
-    """Return the token ids of `prompt`, with the special tokens that the tokenizer itself adds. `tools` are
+    """Return the token ids of `prompt`, including the special tokens that the tokenizer adds. `tools` are
     schemas for the chat template."""
     if not isinstance(prompt, str) and tokenizer.chat_template:
         encoded = tokenizer.apply_chat_template(

@@ -1,8 +1,7 @@
-"""The routers of a transformers model that is a mixture of experts: what chooses the experts of each token.
+"""The routers of a transformers mixture-of-experts model, which choose the experts of each token.
 
-A router is called with hidden states and returns `(logits [T, E], weights [T, K], experts i64 [T, K])`, in
-whatever part of a block it sits; transformers names its class where it says what a model can record.
-"""
+A router is called with hidden states. It returns `(logits [T, E], weights [T, K], experts i64 [T, K])`. Its
+place in a block varies. transformers names its class in the declaration of a model's recordable outputs."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PROBED = 64  # Tokens that a router is tried with
+PROBED = 64  # Number of tokens in a router's test
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the routers of `model` in the order of its layers; none if it has no experts, or does not
+    """Return the routers of `model` in the order of its layers. Return none if it has no experts or does not
     declare them."""
     classes: set[type[nn.Module]] = set()
     for module in model.modules():
@@ -27,8 +26,8 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def tried(router: nn.Module, config: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return logits, weights and experts that a router of this kind, with random weights, gives for random
-    tokens. None if it takes or returns something else."""
+    """Return (logits, weights, experts) that a router of this class, with random weights, returns for random
+    tokens. Return None if its inputs or outputs have another form."""
     generator = torch.Generator().manual_seed(0)
     try:
         made = type(router)(config).float()

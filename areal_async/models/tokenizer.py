@@ -1,10 +1,10 @@
-"""Tokenizers of Hugging Face model folders, loaded without torch.
+"""Loader of the tokenizers of Hugging Face model folders, without torch.
 
-`from transformers import AutoTokenizer` imports torch and every generation utility: seconds, and hundreds of
-megabytes, in a process that only talks to an inference server. Here the class that `AutoTokenizer` chooses
-for a folder is found once, in a process of its own in which torch is hidden, and kept by the digest of the
-folder's files (`areal_async/base/cache.py`). Afterwards that class is imported and loads the folder
-itself, as `AutoTokenizer` would let it.
+`from transformers import AutoTokenizer` imports torch and every generation utility. This takes seconds and
+hundreds of megabytes, even in a process that only sends requests to an inference server. Therefore a separate
+process, in which torch is hidden, finds the class that `AutoTokenizer` chooses for a folder. The class is
+cached by the digest of the folder's files (`areal_async/base/cache.py`). Later processes import the class,
+which loads the folder in the same way as `AutoTokenizer`.
 
     python -P -m areal_async.models.tokenizer FOLDER      prints the class, as MODULE:NAME
 """
@@ -22,21 +22,21 @@ from areal_async.base.cache import digest_of, keep, recall
 from areal_async.base.errors import ArealError
 
 KIND = "tokenizer-class"
-LOOK_LIMIT_S = 300.0  # Longest that finding the class may take
+LOOK_LIMIT_S = 300.0  # Longest time for finding the class
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-"""Endings of the files that hold weights: no tokenizer depends on them."""
+"""Suffixes of weight files. No tokenizer depends on them."""
 TEMPLATES = "additional_chat_templates/*"
 """Folder in which transformers looks for further chat templates."""
 CLASS = re.compile(r"transformers(\.\w+)+:\w+")
 
 
 class TokenizerError(ArealError):
-    """The model folder has no tokenizer that transformers can load."""
+    """Error if transformers cannot load a tokenizer from the model folder."""
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a model folder; code that comes with the model is never run. Torch is imported
-    only if the process has imported it already. Raises `TokenizerError`."""
+    """Load the tokenizer of a model folder. Code in the model folder is never run. Torch is used only if the
+    process has already imported it. Raises `TokenizerError`."""
     try:
         if sys.modules.get("torch") is not None:
             from transformers import AutoTokenizer
@@ -54,8 +54,8 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def tokenizer_class(folder: Path) -> str:
-    """Return the class that `AutoTokenizer` chooses for the folder, as `module:name`. Raises ValueError if it
-    chooses none."""
+    """Return the class that `AutoTokenizer` chooses for the folder, as `module:name`. Raises ValueError if
+    there is none."""
     key = digest_of(tokenizer_files(folder))
     known = (recall(KIND, key) or b"").decode("utf-8", "replace")
     if CLASS.fullmatch(known):
@@ -74,7 +74,7 @@ def tokenizer_class(folder: Path) -> str:
 
 
 def keep_class(folder: Path, tokenizer: Any) -> None:
-    """Keep the class of a tokenizer that `AutoTokenizer` has just loaded from `folder`."""
+    """Cache the class of a tokenizer that `AutoTokenizer` has just loaded from `folder`."""
     if CLASS.fullmatch(found := _class_of(tokenizer)):
         keep(KIND, digest_of(tokenizer_files(folder)), found.encode())
 

@@ -12,7 +12,7 @@ Promises:
 - A request keeps its id through every retry, so a running server handles it once. After a restart of the
   server, the client says hello again and repeats unanswered requests.
 - `busy` and `unavailable` are retried with back-off within the deadline.
-- At most `max_in_flight` requests are in flight. Further calls wait in line, within their deadline.
+- At most `CallLimits.in_flight` requests are in flight. Further calls wait in line, within their deadline.
 """
 
 from __future__ import annotations
@@ -83,6 +83,15 @@ class _Pending:
         return self.answer is not None and not self.answer.done()
 
 
+@dataclass(frozen=True)
+class CallLimits:
+    """Limits of a client: calls in flight, and bytes of one part of a reply. A longer part closes the
+    connection."""
+
+    in_flight: int = 64
+    part_bytes: int = MAX_MESSAGE_BYTES
+
+
 class Client:
     """A client of the server at an address.
 
@@ -91,8 +100,7 @@ class Client:
 
     `timeout_s` applies to every call without a timeout of its own. An unanswered request is repeated after
     `resend_after_s`, then after twice as long, and so on. Only a lost reply needs this, because a lost
-    connection is noticed at once. An answer with a part above `max_part_bytes` closes the connection. `async
-    with` connects and closes.
+    connection is noticed at once. `async with` connects and closes.
     """
 
     def __init__(
@@ -104,21 +112,21 @@ class Client:
         name: str,
         access: Access,
         timeout_s: float = TIMEOUT_S,
-        max_in_flight: int = 64,
-        max_part_bytes: int = MAX_MESSAGE_BYTES,
+        limits: CallLimits | None = None,
     ) -> None:
+        limits = limits or CallLimits()
         self.address = address if isinstance(address, Address) else Address(address)
         self._connected_to = self.endpoint
         self._hello = Hello(SCHEMA, job, role, name)
         self._access = access
         self._timeout_s = timeout_s
         self.resend_after_s = RESEND_AFTER_S
-        self._max_part_bytes = max_part_bytes
+        self._part_bytes = limits.part_bytes
         self._rng = random.Random()
         self._uid = secrets.randbits(64)
         self._ids = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
-        self._in_line = asyncio.Semaphore(max_in_flight)
+        self._in_line = asyncio.Semaphore(limits.in_flight)
         self._files: ClientFiles | None = None
         self._link = _Link.DOWN
         self._hello_id = 0
@@ -282,7 +290,7 @@ class Client:
         context = open_context()
         sock = context.socket(zmq.DEALER)
         try:
-            endpoints.tune(sock, max_part_bytes=self._max_part_bytes)
+            endpoints.tune(sock, max_part_bytes=self._part_bytes)
             # zmq.IMMEDIATE is not set: with it, libzmq drops replies that arrived just before a disconnect.
             # Without it, libzmq may queue requests while the server is down. The next server answers them
             # with WHO, and the client repeats them.

@@ -1,9 +1,8 @@
 """One job from its configuration to its summary, for `areal-async run` and the quickstart.
 
-`python -m areal_async.runner.run_job` is the process of a run that `areal_async.run` started: it reads
-`{"job": …, "overwrite": …, "resume": …, "modules": …}` from its standard input, runs the job with plain
-lines, and prints how it failed as JSON in its last line.
-"""
+`python -m areal_async.runner.run_job` is the process of a run that `areal_async.run` started. The process
+reads `{"job": …, "overwrite": …, "resume": …, "modules": …}` from standard input and runs the job with plain
+output lines. If the run fails, its last line is the failure as JSON."""
 
 from __future__ import annotations
 
@@ -82,7 +81,7 @@ log = get_logger("supervisor")
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run that finished. `summary` is the content of `summary.json`."""
+    """A finished run. `summary` is the content of `summary.json`."""
 
     run_dir: Path
     summary: dict[str, Any]
@@ -129,7 +128,7 @@ class _Life:
         return self.folders.secret.of("supervisor")
 
     def ending(self, ending: Ending, topology: Topology) -> None:
-        """Take in the end of the run, while the buffer still serves."""
+        """Handle the end of the run, while the buffer still serves."""
         self.wall_s = time.monotonic() - self.started_s
         if ending.kind == "finished" and self.job.kind == "rl":
             self.buffer = _buffer_stats(self.job, topology, self.keys)
@@ -137,7 +136,7 @@ class _Life:
     def ended(
         self, ending: Ending, *, rollout_busy: float | None = None, error: BaseException | None = None
     ) -> RunResult:
-        """Record how the run has ended. Raises `error`, or the reason why it has not finished."""
+        """Record how the run ended. Raises `error`, or the reason why the run did not finish."""
         log_path, run_dir = self.run_log.path, self.folders.run_dir
         try:
             self.run_log.write(
@@ -146,7 +145,7 @@ class _Life:
         except OSError as problem:
             if ending.kind == "finished":
                 raise
-            log.warning("the end of the run is not recorded", error=str(problem))  # what ended it is told
+            log.warning("the end of the run is not recorded", error=str(problem))  # the error is reported
         if error is not None:
             raise error
         _raise_unless_finished(ending, self.folders, self.resumed_by)
@@ -170,15 +169,15 @@ def run_job(
     cluster_file: Path | None = None,
     inline: bool = False,
 ) -> RunResult:
-    """Run `job`, or resume its run, and return once it and all its processes have ended. Call it in the main
-    thread. Without a `cluster` all of it runs on this machine; `cluster_file` is named in messages. `inline`:
-    all roles in this process (`launch/inline.py`), and an error of one is raised as it is. Raises
-    `ConfigError` if the machine cannot run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`."""
+    """Run `job`, or resume its run. Return once all its processes have exited. Call it in the main thread.
+    Without a `cluster`, all processes run on this machine. Messages name `cluster_file`. `inline`: all roles
+    run in this process, and an error of one is raised unchanged. Raises `ConfigError` if the machine cannot
+    run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`."""
     console = console or RunConsole()
     raise_file_limit()
     check_start(job, modules=modules, cluster=cluster, inline=inline)
     if on_cluster := cluster is not None and cluster.launcher == "ray":
-        job = with_fields(job, "observe", metrics_port=0)  # consecutive ports are of one machine
+        job = with_fields(job, "observe", metrics_port=0)  # consecutive ports work on one machine only
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
     run_dir = folders.run_dir
     lines = PlainLines(console, policy=job.policy, steps=job.trainer.steps)
@@ -200,8 +199,7 @@ def run_job(
             serve_metrics(supervisor_port(job, services_of(job, modules))) as port,
             watched_by_loggers(job, run_dir),
         ):
-            # A finished run that goes on with more steps is not finished from here on.
-            (run_dir / "summary.json").unlink(missing_ok=True)
+            (run_dir / "summary.json").unlink(missing_ok=True)  # a run that goes on is finished no more
             if job.observe.event_log:
                 open_events(run_dir, "supervisor")
             if not on_cluster:
@@ -232,7 +230,7 @@ def _run(
     def on_ending(ending: Ending) -> None:
         aggregator.stopping = True
         if ending.kind == "finished":
-            aggregator.read(read_run_log(run_log.path))  # what the trainer wrote last it could not tell
+            aggregator.read(read_run_log(run_log.path))  # the trainer could not report its last records
             if job.kind == "rl":
                 monitor.look()
         life.ending(ending, supervisor.topology)
@@ -261,7 +259,7 @@ def _run(
         ),
     )
     aggregator = StatusAggregator(job, list(supervisor.phases()), life.started_s)
-    aggregator.read(read_run_log(run_log.path))  # of the lives before
+    aggregator.read(read_run_log(run_log.path))  # of earlier lives
     with view as show:
         monitor = Monitor(
             aggregator,
@@ -303,11 +301,11 @@ def _run_inline(life: _Life) -> RunResult:
 
 
 def _launcher(cluster: ClusterConfig | None, folders: RunFolders, console: Console) -> Launcher | None:
-    """Return the launcher that places the processes; None for this machine."""
+    """Return the launcher for the cluster; None for this machine."""
     if cluster is None or cluster.launcher == "local":
         return None
     try:
-        from areal_async.launch.ray.launcher import RayLauncher  # an extra, and seconds to import
+        from areal_async.launch.ray.launcher import RayLauncher  # optional, and slow to import
     except ImportError as error:
         raise RunError(
             f"launcher: ray needs the package ray, which is not installed here ({error}): "
@@ -318,7 +316,7 @@ def _launcher(cluster: ClusterConfig | None, folders: RunFolders, console: Conso
 
 @contextmanager
 def _logged_to(path: Path, job: JobConfig) -> Iterator[None]:
-    """Write this process's log to `path` meanwhile, not over the live view."""
+    """Write this process's log to `path` inside this block, and not over the live view."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     with path.open("a", encoding="utf-8") as stream:
@@ -359,7 +357,7 @@ def _buffer_stats(job: JobConfig, topology: Topology, keys: RoleKeys) -> BufferS
 
 
 def _draw(job: JobConfig, records: list[dict[str, Any]], folders: RunFolders) -> None:
-    # Imported here: matplotlib takes a second, which no other part of the command line needs.
+    # Imported here: matplotlib takes a second, and no other command needs it.
     from areal_async.show.curves import draw_curves
 
     records = [record for record in records if record.get("policy", job.policy) == job.policy]
@@ -372,15 +370,18 @@ def _report(job: JobConfig, folders: RunFolders) -> None:
 
     try:
         run_report(folders.run_dir, job)
-    except (OSError, ArealError) as error:  # the run is finished: what it made is not lost for a picture
+    except (OSError, ArealError) as error:  # the run is finished; a missing picture must not hide its results
         log.warning("the report is not written", error=str(error))
 
 
 def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
-    """Print the results of the run (of its first policy) and where they are: a panel on a terminal, else
-    lines that are whole however long a path is."""
+    """Print the results of the run and their location. With several policies, these are the results of the
+    first policy.
+
+    The output is a panel on a terminal. Otherwise it consists of lines that are never wrapped, however long a
+    path is."""
     rows, title = list(_closing_rows(job, result)), f"{job.job} is done"
-    with suppress(OSError, ValueError):  # it cannot be written; the run is done all the same
+    with suppress(OSError, ValueError):  # the output cannot be written, but the run is done
         if not console.is_terminal:
             text = "\n".join([title, *(f"{label}: {value}" for label, value in rows)])
             console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -448,7 +449,7 @@ def _short(path: Path) -> str:
 
 
 def carry_out(request: Mapping[str, Any]) -> None:
-    """Run the job of a request by `run_job`, with plain lines."""
+    """Run the job of a request with `run_job`, with plain output lines."""
     job = JobConfig.model_validate(request["job"])
     run_job(
         job,

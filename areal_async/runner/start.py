@@ -24,7 +24,7 @@ from areal_async.launch.plan import MODULES
 from areal_async.launch.preflight import check_contents
 from areal_async.launch.run_handle import LOOK_S, Run, failure_of, read_topology
 
-SAID_BYTES = 16 << 10  # Last words of a run that are read
+SAID_BYTES = 16 << 10  # Bytes of a run's last output that are read
 
 
 def run(
@@ -36,22 +36,21 @@ def run(
     inline: bool = False,
     **others: Any,
 ) -> Run:
-    """Start a job in processes of its own, and return its run as soon as it has its folder.
+    """Start a job in separate processes, and return its run as soon as the run has its folder.
 
-    `job` is a `Job`, the path of a job file, or what one says as a mapping, whose relative paths begin at the
-    working directory; `overrides` are those of `load_job`. The run ends with this process
-    unless `Run.wait` has waited for it. Raises `ConfigError` for a job that cannot be run here, and
-    `RunFolderError` where its folder is taken.
+    `job` is a `Job`, the path of a job file, or the content of a job file as a mapping. In a mapping,
+    relative paths begin at the working directory. `overrides` are the same as in `load_job`. The run ends
+    with this process unless `Run.wait` has waited for it. Raises `ConfigError` if the job cannot run here,
+    and `RunFolderError` if its folder is in use.
 
-    `inline`: run all of it in this process instead, in the main thread, and return once it is done; what a
-    user's code raises is raised here.
-    """
+    With `inline`, the whole job runs in this process, in the main thread, and the function returns when the
+    job is done. Errors of user code are raised here."""
     source = str(job) if isinstance(job, str | Path) else "the job"
     job = load_job(job, overrides_of(overrides, others))
     check_contents(job, source=source)
     if not inline:
         return start(job, overwrite=overwrite, resume=resume)
-    from areal_async.runner.run_job import run_job  # which needs what only a run needs
+    from areal_async.runner.run_job import run_job  # imports modules that only a run needs
 
     run_job(job, overwrite=overwrite, resume=resume, inline=True)
     done: Future[int] = Future()
@@ -62,7 +61,7 @@ def run(
 def start(
     job: JobConfig, *, overwrite: bool = False, resume: bool = False, modules: Mapping[Role, str] = MODULES
 ) -> Run:
-    """`run` for a job that is checked. `modules` are those of its services."""
+    """Start a checked job as `run` does. `modules` has the modules of its services."""
     folder = job.run_dir / job.job
     options = {"overwrite": overwrite, "resume": resume, "modules": modules}
     request = msgspec.json.encode({"job": job.model_dump(mode="json"), **options})
@@ -71,7 +70,8 @@ def start(
     ended: Future[int] = Future()
 
     def live() -> None:
-        # The kernel ends the run with the thread that started it: this one is there as long as the run.
+        # The kernel ends the run when the thread that started it ends, so this thread stays as long as the
+        # run.
         try:
             command = [sys.executable, "-P", "-m", "areal_async.runner.run_job"]
             child = ChildProcess(command, given=request, output=output.fileno())

@@ -1,8 +1,7 @@
 """The context of a service process: its job and its place in the run.
 
-The launcher writes the topology of the run for all services of a host, and the keys of its role for each;
-a process reads them with its own name.
-"""
+The launcher writes the topology of the run for all services of a host, and the keys of each role. A process
+reads both by its own name."""
 
 from __future__ import annotations
 
@@ -23,35 +22,34 @@ from areal_async.service.rank_group import Meeting
 
 KEYS = "keys"  # Folder beside the sockets with the keys of each role
 SERVED_VARIABLE = "AREAL_ASYNC_SERVED_BEFORE"
-"""Environment variable that the supervisor sets for a service that it starts again and that has served."""
+"""Environment variable that the supervisor sets if it restarts a service that has served before."""
 
 
 @dataclass(frozen=True)
 class ServiceContext(OnHost):
     """The job of a service and its place in the run.
 
-    `stop` and `stopping` are one signal, for coroutines and for threads: once set, the service finishes
-    what is short, closes its sockets and returns within a few seconds.
-    """
+    `stop` and `stopping` are the same signal, for coroutines and for threads. Once it is set, the service
+    finishes its short work, closes its sockets and returns within a few seconds."""
 
     job: JobConfig
     place: ServicePlace
     host: RunHost
     topology: Topology
-    keys: RunAccess  # What it shows the other processes of the run, and recognises them by
+    keys: RunAccess  # For authentication with the other processes of the run, in both directions
     buffer: Address
     weights: Address
-    metrics_port: int  # The port this process serves metrics on; 0 in a test that serves none
+    metrics_port: int  # Port of this process's metrics; 0 in a test without metrics
     ready_fd: int | None = None
-    meeting: Meeting | None = None  # Where the ranks of the trainer meet; None for one alone
+    meeting: Meeting | None = None  # Meeting address of the trainer's ranks; None for a single rank
     inline: bool = False
-    """Whether all roles of the run are in this process: then an error of a user's code ends the run, and
-    rewards run on a thread of it."""
-    served_before: bool = False  # Whether a process of this name has served in this run: it is started again
+    """Whether all roles of the run are in this process. If so, an error of user code ends the run, and
+    rewards run on a thread of this process."""
+    served_before: bool = False  # Whether a process of this name has served before in this run
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: threading.Event = field(default_factory=threading.Event)
     finished: threading.Event = field(default_factory=threading.Event)
-    """Set by a service that has done all it was asked to: it ends with status 0 also after a stop."""
+    """Set by a service that has done all its work. Then it exits with status 0, even after a stop."""
     _told: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @property
@@ -68,12 +66,12 @@ class ServiceContext(OnHost):
 
     @property
     def gpu_index(self) -> int:
-        """Index of a rank's GPU among those that it sees."""
+        """Index of a rank's GPU among the GPUs that the rank sees."""
         return 0 if self.place.gpus_of_its_own else self.index
 
     @property
     def node_id(self) -> str:
-        """Name of the host that this process is on: processes of one name share memory."""
+        """Name of the host of this process. Processes with the same host name share memory."""
         return self.host.node_id
 
     @property
@@ -82,8 +80,10 @@ class ServiceContext(OnHost):
         return self._told.is_set()
 
     def of(self, policy: str) -> ServiceContext:
-        """Return the context for one policy of the job: a job of that policy alone, its trainer's publisher
-        and folders of its own below those of the run."""
+        """Return the context for one policy of the job.
+
+        The context has a job with that policy alone, the publisher of its trainer, and its own folders below
+        those of the run."""
         if not self.job.policies:
             return self
         run_dir, shm_dir = (str(folder / "policies" / policy) for folder in (self.run_dir, self.shm_dir))
@@ -92,8 +92,9 @@ class ServiceContext(OnHost):
         return replace(self, job=self.job.of(policy), host=host, weights=weights)
 
     def ready(self) -> None:
-        """Tell the supervisor that this service serves. A second call does nothing; so does a call in a
-        process started by hand."""
+        """Report to the supervisor that this service serves.
+
+        A second call does nothing, and neither does a call in a process that was started by hand."""
         was_told = self._told.is_set()
         self._told.set()
         if self.ready_fd is None or was_told:
@@ -103,17 +104,17 @@ class ServiceContext(OnHost):
         os.close(self.ready_fd)
 
     def moved(self, endpoints: dict[str, str]) -> None:
-        """Take new endpoints of servers of the run, by their names (`buffer`, `weights`)."""
+        """Replace endpoints of servers of the run, by their names (`buffer`, `weights`)."""
         for name, address in (("buffer", self.buffer), ("weights", self.weights)):
             if name in endpoints:
                 address.move(endpoints[name])
 
     @classmethod
     def load(cls, path: Path, name: str, *, ready_fd: int | None = None) -> ServiceContext:
-        """Return the context of the service called `name`, from the file of the run's topology.
+        """Return the context of the service called `name`, from the topology file of the run.
 
-        Raises OSError or ValueError when the file is no topology, `EndpointError` where the keys of its role
-        are not there, KeyError for a name that nobody has."""
+        Raises OSError or ValueError if the file is not a topology, `EndpointError` if the keys of its role
+        are missing, and KeyError if no service has this name."""
         topology = Topology.read(path)
         place = topology.place(name)
         host = topology.hosts[place.node_id]

@@ -1,9 +1,8 @@
 """The status of a service: its answer to the request `Status`.
 
-Promises: every service of a run answers at an endpoint of its own, from before its own code runs, and from a
-thread of its own, so that it answers while it computes; the answer has typed fields that the service fills
-itself, so that a metric or a log line may change its name.
-"""
+Promises: every service answers at its own endpoint before its own code runs. It answers from a separate
+thread, so that it can answer while it computes. The answer has typed fields that the service fills itself, so
+names of metrics and log lines may change."""
 
 from __future__ import annotations
 
@@ -27,13 +26,13 @@ from areal_async.rpc.server import Answer, Handler, Peer, Server, by_type
 from areal_async.service.context import ServiceContext
 
 START_WAIT_S = 10.0
-LAST_ANSWERS_S = 0.05  # Time for answers that have just been given to go out
+LAST_ANSWERS_S = 0.05  # Time to send the last answers
 
 T = TypeVar("T")
 
 
 class WorkThread:
-    """A thread with an event loop of its own, on which `_work` runs."""
+    """A thread with its own event loop, on which `_work` runs."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -44,14 +43,14 @@ class WorkThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Set `_stopping`, and wait for the end of the thread. Safe to repeat."""
+        """Set `_stopping`, and wait for the end of the thread. May be called again."""
         if self._thread.is_alive():
             with suppress(RuntimeError):  # its loop has ended by itself
                 self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(START_WAIT_S)
 
     def do(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the thread, as long as it runs. Any thread may call."""
+        """Schedule a coroutine on the thread's event loop. Any thread may call this."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _run(self) -> None:
@@ -63,9 +62,10 @@ class WorkThread:
 
 
 class ControlServer(WorkThread):
-    """An RPC server on a thread of its own: it answers while the process's own loop, or native code, is busy.
+    """An RPC server on its own thread. It answers while the process's own loop or native code is busy.
 
-    `start`, then the handler of its type answers each request on the server's thread, then `stop`."""
+    Call `start`, then `stop`. In between, the server calls the handler of each request's type on its own
+    thread."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ControlServer(WorkThread):
         handlers: Mapping[type[Request[Any]], Handler],
         limits: ServerLimits | None = None,
     ) -> None:
-        """Take the `limits` of the server."""
+        """Create the server without starting it."""
         super().__init__("control")
         self._make = partial(
             Server,
@@ -91,7 +91,7 @@ class ControlServer(WorkThread):
         self._started: Future[None] = Future()
 
     def start(self) -> None:
-        """Serve the endpoint. Raises `EndpointError` if that cannot be done."""
+        """Serve the endpoint. Raises `EndpointError` if that is not possible."""
         super().start()
         self._started.result(START_WAIT_S)
 
@@ -109,7 +109,7 @@ class ControlServer(WorkThread):
 
 
 def answer_status(ctx: ServiceContext, board: StatusBoard = board) -> None:
-    """Answer `Status` for the service of `ctx` from `board`, and `ReadMetrics`, as long as this process
+    """Answer `Status` from `board` and `ReadMetrics` for the service of `ctx`, as long as this process
     lives."""
 
     async def answer(peer: Peer, request: Status, attachments: list[memoryview]) -> ServiceStatus:
@@ -127,6 +127,6 @@ def answer_status(ctx: ServiceContext, board: StatusBoard = board) -> None:
         job=ctx.job.job,
         access=ctx.keys,
         handlers={Status: answer, ReadMetrics: series},
-        # Asking twice does no harm, and pages of series would be held for long.
+        # Repeating these requests does no harm, and cached pages of series would use much memory.
         limits=ServerLimits(cached_replies=0),
     ).start()

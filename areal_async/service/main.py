@@ -1,13 +1,16 @@
-"""The shell that every service process runs in.
+"""The entry point of every service process.
 
-Promises: what the process and its children write is for this user alone; logs as JSON lines and metrics are
-up before the service's own code runs; SIGTERM and SIGINT set `ctx.stop` and `ctx.stopping` even while the
-main thread is inside a long native call; a service that has not returned `STOP_GRACE_S` after that is
-cancelled; one whose supervisor died ends within `ORPHAN_GRACE_S`; an `ArealError` ends it with one paragraph,
-anything else with its traceback. The status is `RETRY_STATUS` where starting it again may help, else 1.
+Promises:
 
-Does not promise to interrupt native code: what ignores both signals is killed by the supervisor.
-"""
+- Files of the process and its children are readable by this user only.
+- Logs (as JSON lines) and metrics are available before the service's own code runs.
+- SIGTERM and SIGINT set `ctx.stop` and `ctx.stopping`, even during a long native call in the main thread.
+- A service that has not returned `STOP_GRACE_S` after the signal is cancelled.
+- A service whose supervisor died ends within `ORPHAN_GRACE_S`.
+- An `ArealError` ends the service with one paragraph, any other error with its traceback. The exit status is
+  `RETRY_STATUS` if a restart may help, else 1.
+
+Native code is not interrupted. The supervisor kills a process that ignores both signals."""
 
 from __future__ import annotations
 
@@ -36,19 +39,20 @@ from areal_async.service.context import ServiceContext
 from areal_async.service.control import answer_status
 from areal_async.service.rank_group import start_pulse
 
-STOP_GRACE_S = 3.5  # The service's coroutine is cancelled so long after the stop signal
-STOPPED_STATUS = 128 + signal.SIGTERM  # Exit status of a service that ended because it was told to
+STOP_GRACE_S = 3.5  # Time from the stop signal to the cancellation of the service's coroutine
+STOPPED_STATUS = 128 + signal.SIGTERM  # Exit status of a service that ended on request
 RETRY_STATUS = os.EX_TEMPFAIL
-"""Exit status after an error that a restart may cure; 1 is one that it would not."""
-CANCEL_GRACE_S = 0.8  # The process ends at once so long after the cancellation, whatever its threads do
+"""Exit status after an error that a restart may cure. The status is 1 if a restart would not help."""
+CANCEL_GRACE_S = 0.8  # Time from the cancellation to the exit of the process, whatever its threads do
 ORPHAN_GRACE_S = 8.0
-"""An orphan that still runs ends itself at once so long after the death of its supervisor."""
+"""Seconds from the death of its supervisor until an orphaned service exits at once."""
 
 log = get_logger("service")
 
 
 def run_service(role: Role, main: Main) -> None:
-    """Run `main(ctx)` as the process of a service; never returns: exits 0 when `main` has returned."""
+    """Run `main(ctx)` as the process of a service. Never returns; exits with status 0 when `main` has
+    returned."""
     os.umask(PRIVATE_UMASK)
     raise_file_limit()
     start_pulse()
@@ -74,27 +78,30 @@ def run_service(role: Role, main: Main) -> None:
         error = first_cause(error)
         _report(options.name, error)
         _leave(RETRY_STATUS if restart_may_help(error, served=served) else 1)
-    # A service that was told to end has not finished its work, also when it ended in order; or it says so.
+    # After a stop, the work is not finished even if the service ended in order, unless the service has set
+    # `finished`.
     _leave(STOPPED_STATUS if ctx.stopping.is_set() and not ctx.finished.is_set() else 0)
 
 
 def _reach_home(ctx: ServiceContext) -> None:
-    """Let `home://` stand for the files of the run's home."""
-    from areal_async.storage.home import HomeFileSystem  # fsspec: most services have no use for it
+    """Make `home://` refer to the files of the run's home."""
+    from areal_async.storage.home import HomeFileSystem  # imports fsspec, which most services do not need
 
     address = Address(ctx.topology.control, "supervisor")
     HomeFileSystem.connect(address, job=ctx.job.job, role=ctx.role, name=ctx.name, access=ctx.keys)
 
 
 def restart_may_help(error: BaseException, *, served: bool) -> bool:
-    """Return whether a service that ended with `error` should be restarted: not if the error says no, nor if
-    it came before the service has ever served, for then it would come again."""
+    """Return whether a service that ended with `error` should be restarted.
+
+    Returns false if the error says so, or if the service has never served, because the error would occur
+    again."""
     helps = getattr(error, "restart_helps", None)
     return served if helps is None else helps
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the one error to report: in an exception group, the first of ours."""
+    """Return the one error to report. Of an exception group, this is the first `ArealError`."""
     while isinstance(error, BaseExceptionGroup):
         ours = error.subgroup(ArealError)
         if ours is None and len(error.exceptions) > 1:
@@ -104,10 +111,10 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def _report(name: str, error: BaseException) -> None:
-    """Print one paragraph for an `ArealError` and for trouble of the machine, else the traceback."""
+    """Print one paragraph for an `ArealError` or a failure of the machine, else the traceback."""
     log.error("service failed", error=type(error).__name__, message=str(error))
     if (told := as_ours(error)) is not None:
-        with contextlib.suppress(OSError):  # a log on a full disk must not decide how this process ends
+        with contextlib.suppress(OSError):  # a full disk must not change how this process ends
             print(f"{name}: {with_limit(told)}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)
@@ -125,7 +132,7 @@ async def _serve(ctx: ServiceContext, main: Main, supervisor_pid: int | None) ->
 async def until_stopped(
     ctx: ServiceContext, main: Main, *, on_cancel: Callable[[], None] = lambda: None
 ) -> None:
-    """Run `main(ctx)` until it returns, or is cancelled after the grace that follows `ctx.stop`."""
+    """Run `main(ctx)` until it returns. After `ctx.stop` and a grace period, it is cancelled."""
     log.info("service starts", service=ctx.name, pid=os.getpid(), metrics_port=ctx.metrics_port)
     work = asyncio.ensure_future(main(ctx))
     stop = asyncio.ensure_future(ctx.stop.wait())
@@ -147,13 +154,13 @@ async def until_stopped(
 def stop_on_signals(
     ctx: ServiceContext, loop: asyncio.AbstractEventLoop, *, supervisor_pid: int | None = None
 ) -> None:
-    """Let SIGTERM and SIGINT set the context's stop signal; a second SIGINT ends the process at once. A
-    stop because the supervisor died is given `ORPHAN_GRACE_S`.
+    """Make SIGTERM and SIGINT set the context's stop signal. A second SIGINT ends the process at once.
 
-    The signal number goes from the C handler through a pipe to a thread: a Python handler would wait for
-    the main thread to leave native code, and could deadlock on the event's own lock. So a service must not
-    use `loop.add_signal_handler`, which takes over that pipe.
-    """
+    If the stop comes from the death of the supervisor, the limit is `ORPHAN_GRACE_S`.
+
+    The C handler sends the signal number through a pipe to a thread. A Python handler would wait until the
+    main thread leaves native code, and could deadlock on the event's own lock. A service must not use
+    `loop.add_signal_handler`, because it takes over that pipe."""
 
     def listen() -> None:
         interrupts = 0
@@ -175,14 +182,14 @@ def stop_on_signals(
 
 
 def ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing: a Python handler must exist for the C handler to write to the pipe."""
+    """Do nothing. The C handler writes to the pipe only if a Python handler exists."""
 
 
 SignalHandler = Callable[[int, FrameType | None], None]
 
 
 def signal_pipe(numbers: Iterable[int], handler: SignalHandler = ignore) -> tuple[int, int]:
-    """Return both ends of a pipe that gets the number of each of these signals."""
+    """Return both ends of a pipe that receives the number of each of these signals."""
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
     signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
@@ -220,7 +227,7 @@ def _context(role: Role, options: argparse.Namespace) -> ServiceContext:
 
 
 def _leave(status: int) -> None:
-    """End the process now: a stray non-daemon thread must not keep a service that has finished alive."""
+    """End the process now. A non-daemon thread must not keep a finished service alive."""
     end_logging()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,12 +1,12 @@
-"""Ties between the supervisor and its services: the line between them, and where ranks meet.
+"""The line between the supervisor and each service, and the meeting of the trainer's ranks.
 
-Over a pipe each service gives a pulse every `PULSE_S`, from a thread of its own: a process that is stopped
-gives none. The same pipe takes what a rank of the trainer knows of a death (`Note`), its own or another's.
-The supervisor binds the socket on which the ranks meet and hands it to rank 0, so that no other program can
-take its port meanwhile.
+Each service sends a pulse over a pipe every `PULSE_S`, from a separate thread. A stopped process sends none.
+Over the same pipe, a rank of the trainer reports what it knows about its own death or the death of another
+rank (`Note`). The supervisor binds the socket on which the ranks meet and passes it to rank 0. So no other
+program can take the port meanwhile.
 
-Only the standard library and msgspec: a rank starts its pulse before it loads torch.
-"""
+This module imports only the standard library and msgspec, because a rank starts its pulse before it loads
+torch."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ OUT_OF_MEMORY = "ran out of memory"
 SILENT = "gave no sign of life"
 LATE = "did not come to a collective"
 LATE_START = "did not come to the meeting"
-"""These words begin a cause of death for which a report has advice."""
-NOTE_LIMIT = 300  # Characters of a note's text: with its frame it fits into one write to a pipe
+"""Beginning of a cause of death for which a report has advice."""
+NOTE_LIMIT = 300  # Most characters of a note, so that the whole line fits into one write to a pipe
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A note of a rank about a death, its own or another's."""
+    """A note of a rank about its own death or the death of another rank."""
 
     cause: str
-    """Cause of the death, in words that follow its name."""
+    """Cause of the death: a phrase that follows the name of the process."""
     ranks: tuple[int, ...] = ()
-    """Ranks that the note is about; none for the sender itself."""
+    """Ranks that the note is about; empty for the sender itself."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """The address of the TCP store at which the ranks of one trainer meet; rank 0 serves it."""
+    """The address of the TCP store at which the ranks of one trainer meet. Rank 0 serves it."""
 
     host: str
     port: int
     listening_fd: int | None = None
-    """The descriptor of the listening socket, on rank 0."""
+    """Descriptor of the listening socket, on rank 0 only."""
 
     @classmethod
     def from_environment(cls) -> Meeting | None:
-        """Return the meeting given by the supervisor; None for a rank that is alone."""
+        """Return the meeting that the supervisor gave to this process; None for a single rank."""
         host, _, port = os.environ.get(MEETING_VARIABLE, "").rpartition(":")
         if not host:
             return None
@@ -62,17 +62,17 @@ _pulse_fd: int | None = None
 
 
 def start_pulse() -> None:
-    """Give pulses from now on, if the supervisor listens for them. A second call does nothing."""
+    """Send pulses from now on, if the supervisor listens for them. A second call does nothing."""
     global _pulse_fd
     if _pulse_fd is not None or (fd := os.environ.pop(PULSE_VARIABLE, None)) is None:
-        return  # children of this process have no such descriptor
+        return  # child processes of this process have no such descriptor
     _pulse_fd = int(fd)
     os.set_inheritable(_pulse_fd, False)
     threading.Thread(target=_beat, args=(_pulse_fd,), name="pulse", daemon=True).start()
 
 
 def _beat(fd: int) -> None:
-    with suppress(BrokenPipeError):  # the supervisor is gone
+    with suppress(BrokenPipeError):  # the supervisor has exited
         while True:
             _write(fd, b"\n")
             time.sleep(PULSE_S)
@@ -87,5 +87,5 @@ def tell(note: Note) -> None:
 
 
 def _write(fd: int, line: bytes) -> None:
-    with suppress(BlockingIOError):  # nobody has read for a day: the supervisor has stopped
+    with suppress(BlockingIOError):  # the pipe is full because the supervisor has stopped reading
         os.write(fd, line)

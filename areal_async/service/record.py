@@ -1,8 +1,7 @@
-"""`metrics.jsonl`: the numbers of a run, one JSON object a line.
+"""`metrics.jsonl`: the numbers of a run, one JSON object per line.
 
-The supervisor alone writes the file. Services hand it their records over its control socket, wherever they
-run (`open_records`). A number that JSON has no form for (NaN, infinity) is written as null.
-"""
+The supervisor is the only writer of the file. Services on any host send it their records over its control
+socket (`open_records`). Numbers that JSON cannot express (NaN, infinity) are written as null."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ from areal_async.service.samples import write_samples
 log = get_logger("record")
 
 WRITE_WAIT_S = 2.0
-"""Longest wait of `RemoteRecords.write`, once per outage of the supervisor; the record is on its way then."""
-MOST_WAITING = 4096  # Records on their way; whoever writes one more waits
+"""Longest wait of `RemoteRecords.write`, once per outage of the supervisor. The record is in flight then."""
+MOST_WAITING = 4096  # Records in flight; the writer of one more waits
 FLUSH_S = 15.0
 ANSWER_S = 30.0
 
@@ -47,13 +46,15 @@ _decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 class RunRecords(ABC):
-    """The records of a run. `path` is their file, on the home host. Use it as a context manager."""
+    """The records of a run. `path` is their file on the home host. Use it as a context manager."""
 
     path: Path
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one record, and add it to this process's `Status`; `time_s` (unix time in seconds) is added
-        unless given. Raises OSError if it cannot be written."""
+        """Append one record, and add it to this process's `Status`.
+
+        `time_s` (unix time in seconds) is added unless given. Raises OSError if the record cannot be
+        written."""
         record = {"kind": kind, "time_s": round(time.time(), 3), **fields}
         line = msgspec.json.encode(record, enc_hook=as_plain) + b"\n"
         self.append(line)
@@ -61,21 +62,25 @@ class RunRecords(ABC):
 
     @abstractmethod
     def append(self, line: bytes) -> None:
-        """Append the line of one record, or nothing of it. Raises OSError."""
+        """Append the line of one record, completely or not at all. Raises OSError."""
 
     @abstractmethod
     def write_samples(self, folder: str, name: str, data: bytes) -> None:
-        """Write the file `name` of samples, of the run or of a policy with the folder `folder` below that of
-        the run; see `samples.py`. Waits until it is written. Raises OSError or `WireError`."""
+        """Write the samples file `name` (see `samples.py`), and wait until it is written.
+
+        `folder` is the folder of a policy below the run folder; empty for the run itself. Raises OSError or
+        `WireError`."""
 
     @abstractmethod
     def read(self, *kinds: str) -> list[dict[str, Any]]:
-        """Return the records of these kinds so far, in the order they were written; without kinds, all.
+        """Return the records of these kinds so far, in the order of writing. Without kinds, return all
+        records.
+
         Raises OSError or `WireError`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait, for a while, until all is written."""
+        """Wait until all records are written, up to a limit."""
 
     def __enter__(self) -> Self:
         return self
@@ -85,17 +90,17 @@ class RunRecords(ABC):
 
 
 class RunLog(RunRecords):
-    """Appends records to the file. Any thread may write; one process at a time does."""
+    """Appends records to the file. Any thread may write, but only one process at a time."""
 
     def __init__(self, path: Path, on_line: Callable[[bytes], None] = lambda line: None) -> None:
-        """`on_line` is called with the line of each record that is written; it must be quick."""
+        """Open the file. `on_line` is called with each written line and must return quickly."""
         self.path = path
         self._on_line = on_line
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._lock = threading.Lock()
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")  # else the first record of ours would join the half line
+            os.write(self._fd, b"\n")  # otherwise our first record would join an incomplete line
 
     def append(self, line: bytes) -> None:
         with self._lock:
@@ -108,7 +113,7 @@ class RunLog(RunRecords):
         self._on_line(line)
 
     def write_samples(self, folder: str, name: str, data: bytes) -> None:
-        """Write the file as `RunRecords` does. Raises ValueError for any other folder or name."""
+        """Write the file as `RunRecords` does. Raises ValueError for an invalid folder or name."""
         if folder and POLICY_FOLDER.fullmatch(folder) is None:
             raise ValueError(f"{folder!r} is no folder of a policy")
         write_samples(self.path.parent / folder, name, data)
@@ -121,12 +126,12 @@ class RunLog(RunRecords):
 
 
 class RemoteRecords(RunRecords):
-    """The run log of the supervisor, for a process of the run.
+    """The run log of the supervisor, for other processes of the run.
 
-    Records are written in their order, each once, from a thread of its own. A supervisor that does not answer
-    holds up nobody for longer than one wait, however many records follow: once a write has waited in vain,
-    the next ones do not wait, and samples are given up, until a record has been written. At `MOST_WAITING`
-    records writing waits for room."""
+    A separate thread sends each record once, in order. If the supervisor does not answer, a writer waits
+    once at most, however many records follow. After one wait in vain, the next writes do not wait, and
+    samples are dropped, until a record has been written. With `MOST_WAITING` records in flight, a writer
+    waits for room."""
 
     def __init__(self, ctx: ServiceContext) -> None:
         self.path = Path(ctx.topology.home_host.run_dir) / RECORDS
@@ -135,7 +140,7 @@ class RemoteRecords(RunRecords):
         self._waiting: queue.Queue[tuple[bytes, Future[None]] | None] = queue.Queue(MOST_WAITING)
         self._failed: OSError | None = None
         self._silent = False
-        """True once a write has waited in vain, until a record is written."""
+        """True from a wait in vain until a record is written."""
         self._thread = threading.Thread(target=self._send, name="records", daemon=True)
         self._thread.start()
 
@@ -170,7 +175,7 @@ class RemoteRecords(RunRecords):
         return [_decoder.decode(line) for line in bytes(attached[0]).split(b"\n") if line]
 
     def close(self) -> None:
-        """Wait until all is written, at most `FLUSH_S`."""
+        """Wait until all records are written, at most `FLUSH_S`."""
         self._waiting.put(None)
         self._thread.join(FLUSH_S)
         if self._thread.is_alive():
@@ -185,14 +190,14 @@ class RemoteRecords(RunRecords):
             except OSError as error:
                 self._failed = error
                 written.set_exception(error)
-            except PeerGone:  # closed
+            except PeerGone:  # the connection is closed
                 return
             else:
                 self._silent = False
                 written.set_result(None)
 
     def _deliver(self, line: bytes) -> None:
-        """Try until it is written. Raises OSError where the home host has no room for it."""
+        """Retry until the line is written. Raises OSError if the home host has no space for it."""
         while True:
             try:
                 self._client.connect(ANSWER_S)
@@ -207,21 +212,21 @@ class RemoteRecords(RunRecords):
 
 
 def open_records(ctx: ServiceContext) -> RunRecords:
-    """Return the run's records, for a process of it."""
+    """Return the run's records, for a process of the run."""
     if not ctx.topology.control:
         return RunLog(ctx.run_dir / RECORDS)
     return RemoteRecords(ctx)
 
 
 class Tail:
-    """The records appended to a file since the last look. A line counts once it has its end."""
+    """The records appended to a file since the last look. An incomplete line is not read yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """All whole lines up to the end that are JSON objects."""
+        """Return all complete lines up to the end of the file that are JSON objects."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
             for line in file:
@@ -232,11 +237,11 @@ class Tail:
 
 
 LIFE_KINDS = frozenset({"start", "resume", "restart", "death", "scale", "end"})
-"""Kinds of records that are no results: on the lives of a run, its deaths and its number of workers."""
+"""Kinds of records that are not results. These records are about lives, deaths and the number of workers."""
 
 
 def holds_results(path: Path) -> bool:
-    """Return whether a run log has any record that is not about the run's own lives."""
+    """Return whether a run log has a record of any other kind than `LIFE_KINDS`."""
     try:
         with path.open("rb") as file:
             return any(_decoder.decode(line).get("kind") not in LIFE_KINDS for line in file)
@@ -245,9 +250,9 @@ def holds_results(path: Path) -> bool:
 
 
 def read_run_log(path: Path) -> list[dict[str, Any]]:
-    """Return all records of a run in the order they were written; none if there is no file yet.
+    """Return all records of a run in the order of writing; none if the file does not exist yet.
 
-    A line that is no record (one cut short by a crash) is left out and logged."""
+    An invalid line (incomplete because of a crash) is skipped and logged."""
     records = []
     for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else (), start=1):
         try:
@@ -258,12 +263,13 @@ def read_run_log(path: Path) -> list[dict[str, Any]]:
 
 
 def held_out_name(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the name of the held-out figure: `accuracy` only if every score was 0 or 1."""
+    """Return the name of the held-out figure: `accuracy` only if every score is 0 or 1."""
     return "mean reward" if any(record.get("partial_credit") for record in records) else "accuracy"
 
 
 def lives_of(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return the records of each life of a run: from its start, and from each `resume`, to the next."""
+    """Return the records of each life of a run. A life begins at the start or at a `resume` and ends before
+    the next."""
     lives: list[list[Mapping[str, Any]]] = []
     for record in records:
         if not lives or record.get("kind") == "resume":
@@ -273,8 +279,10 @@ def lives_of(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any
 
 
 def as_it_became(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records of a run without those of work that a restarted trainer did again: for each step and
-    each evaluated version of a policy, the last record, in the order of the last ones."""
+    """Return the records of a run without work that a restarted trainer repeated.
+
+    For each step and each evaluated version of a policy, only the last record is kept. The order is that of
+    these last records."""
     last: dict[Any, int] = {}
     for number, record in enumerate(records):
         kind, key = record.get("kind"), "version" if record.get("kind") == "evaluation" else "step"

@@ -1,13 +1,13 @@
-"""Samples of a run: decoded episodes, a few of every few steps and of every evaluation.
+"""Samples of a run: decoded episodes, a few from some of the steps and from every evaluation.
 
-`<run>/samples/step-00000123.jsonl` and `evaluation-00000123.jsonl` (of one of several policies in its folder,
-`<run>/policies/<name>/samples/`) have one JSON object a line, one episode each; docs/metrics.md says what is
-in it. Step 123 is the step that starts from version 123, as in the records.
+The files are `<run>/samples/step-00000123.jsonl` and `evaluation-00000123.jsonl`. With several policies, they
+are in the policy's folder, `<run>/policies/<name>/samples/`. Each line is one episode as a JSON object;
+docs/metrics.md describes its fields. Step 123 is the step that starts from version 123, as in the records.
 
-A file is bounded by the episodes that are asked for and `MOST_UNITS` of each; the folder by `MOST_FILES` and
-`MOST_BYTES`: above either, every other file goes, of the older half first, so that the whole run stays in
-view. Files are the user's alone (0600), as everything of a run: texts of prompts and answers may be secret.
-"""
+A file is limited by the requested number of episodes and by `MOST_UNITS` units for each. The folder is
+limited by `MOST_FILES` and `MOST_BYTES`. Above a limit, every other file is deleted, first from the older
+half, so that the files still cover the whole run. Only this user can read the files (0600), because prompts
+and answers may be secret."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from areal_async.trajectory import Episode
 from areal_async.trajectory.layout import SegmentKind
 
 FOLDER = "samples"
-MOST_UNITS = 1 << 16  # Of an episode; what follows is left out
+MOST_UNITS = 1 << 16  # Most units of an episode; the rest is omitted
 MOST_FILES = 400
 MOST_BYTES = 256 << 20
 NAME = re.compile(r"(step|evaluation)-([0-9]{8})\.jsonl")
@@ -36,11 +36,11 @@ AUTHORS = {
     SegmentKind.TOOL: "tool",
     SegmentKind.ENVIRONMENT: "environment",
 }
-DIGITS = 5  # Of a log-prob or an advantage
+DIGITS = 5  # Digits of a log-prob or an advantage
 
 SampleKind = Literal["step", "evaluation"]
 Decode = Callable[[Sequence[int]], str]
-"""Ids of tokens -> their text, special tokens with it."""
+"""Function from token ids to text, including special tokens."""
 
 
 def sample_of(
@@ -51,8 +51,10 @@ def sample_of(
     advantages: Mapping[int, float] | None = None,
     **said: Any,
 ) -> dict[str, Any]:
-    """Return an episode as a line has it, with further fields in `said`. `advantages` has those of trained
-    units, by their number in the episode; units of a version below `lowest_version` are shown as masked."""
+    """Return an episode as the object of a line, with the further fields in `said`.
+
+    `advantages` has the advantages of trained units, by their number in the episode. Units of a version below
+    `lowest_version` are shown as masked."""
     header, segments, units = episode.header, episode.segments, episode.units
     mask = units.mask.astype(bool) & (units.version >= lowest_version)
     left, told = MOST_UNITS, []
@@ -97,7 +99,7 @@ def _short(values: Any) -> list[float]:
 
 
 def lines_of(samples: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the content of a file of these samples. Values that JSON has no form for are written as text."""
+    """Return the content of a file of these samples. Values that JSON cannot express are written as text."""
     return b"".join(msgspec.json.encode(sample, enc_hook=str) + b"\n" for sample in samples)
 
 
@@ -106,8 +108,10 @@ def file_name(kind: SampleKind, number: int) -> str:
 
 
 def write_samples(folder: Path, name: str, data: bytes) -> Path:
-    """Write the file `name` of the run or of one of its policies, whose folder is `folder`, and keep the
-    bounds. Raises OSError, and ValueError for a name that no such file has."""
+    """Write the samples file `name`, then delete files until the folder is within its limits.
+
+    `folder` is the folder of the run or of one of its policies. Raises OSError, and ValueError for an invalid
+    file name."""
     if NAME.fullmatch(name) is None:
         raise ValueError(f"{name!r} is no file of samples")
     place = folder / FOLDER
@@ -130,8 +134,9 @@ def _thin(place: Path, keep: Path) -> None:
 
 
 def sample_files(folder: Path) -> list[tuple[SampleKind, int, Path]]:
-    """The files of samples in the folder of a run or a policy: their kind, step or version, and path, in
-    the order of steps; none where there are none yet."""
+    """Return the samples files in the folder of a run or a policy: their kind, step or version, and path.
+
+    The files are in the order of steps. The list is empty if there are no files yet."""
     place, found = folder / FOLDER, []
     for path in place.iterdir() if place.is_dir() else ():
         if match := NAME.fullmatch(path.name):
@@ -141,7 +146,7 @@ def sample_files(folder: Path) -> list[tuple[SampleKind, int, Path]]:
 
 
 def read_samples(path: str | Path) -> list[dict[str, Any]]:
-    """Return the episodes of a file of samples. Raises `RunFolderError` for what is none."""
+    """Return the episodes of a samples file. Raises `RunFolderError` if the file is not a samples file."""
     try:
         return [msgspec.json.decode(line, type=dict) for line in Path(path).read_bytes().splitlines() if line]
     except (OSError, TypeError, ValueError) as error:

@@ -1,18 +1,17 @@
-"""A process that has its imports done and waits to become a service of the run.
+"""A process with its imports done that waits to become a service of the run.
 
-A start of a trainer or a rollout worker is mostly the import of torch and transformers. A spare is started by
-command, not forked, so it has no thread of anybody; it imports the modules that it is told to, computes
-nothing (so no native thread runs before the service has said how many), and then waits on a socket. What
-comes there once, with descriptors beside it, is a `Calling`: which module to run as, with what arguments and
-environment. From then on it is that service, in `ps` too.
+Most of the start time of a trainer or a rollout worker is the import of torch and transformers. A spare is
+started by command and not forked, so it inherits no threads. It imports the modules of its arguments and then
+waits on a socket. The spare computes nothing, so no native thread runs before the service has set the number
+of threads. The socket receives one `Calling` together with descriptors. The message names the module to run,
+its arguments and its environment. From then on, the process is that service, also in `ps`.
 
-Promises: until it is called it holds nothing of the run; it ends when the supervisor does; one that cannot
-become what it is called for ends with a status that lets the service be started again.
+Promises: before it is called, a spare uses nothing of the run. A spare ends when the supervisor ends. If it
+cannot become the service, it exits with a status that lets the supervisor restart the service.
 
     python -P -m areal_async.service.spare_process SOCKET_FD ROOM MODULE… --ready-fd N
 
-ROOM is blank: the place in the command line that the name of the service is written to.
-"""
+ROOM is blank. This argument reserves space in the command line for the name of the service."""
 
 from __future__ import annotations
 
@@ -30,28 +29,29 @@ from pathlib import Path
 import msgspec
 
 MODULE = "areal_async.service.spare_process"
-ROOM_BYTES = 1024  # For the command line of the service
+ROOM_BYTES = 1024  # Space for the command line of the service
 READY = b"ready"
 CALL_LIMIT_BYTES = 1 << 16
-ARG_START, ARG_END = 48, 49  # Fields of /proc/self/stat, from 1: where the command line lies in memory
+ARG_START, ARG_END = 48, 49  # Fields of /proc/self/stat, from 1: addresses of the command line in memory
 
 
 class Calling(msgspec.Struct, frozen=True):
-    """The service that a spare is to become."""
+    """The service that a spare must become."""
 
     module: str
     arguments: list[str]
     environment: dict[str, str]
-    """Variables that are to be set."""
+    """Environment variables to set."""
     descriptors: list[str] = []
-    """Variables that name descriptors: of those that come beside this, all but the first, in this order. The
-    first takes what is printed."""
+    """Variables for the received descriptors after the first, in the same order. The first descriptor
+    receives the process's output."""
 
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Suspend garbage collection during imports that stay, and freeze the loaded objects. Collection took a
-    fifth of the time in which torch and transformers are imported."""
+    """Suspend garbage collection during imports, and freeze the loaded objects afterwards.
+
+    Collection took a fifth of the import time of torch and transformers."""
     gc.disable()
     try:
         yield
@@ -70,7 +70,7 @@ def main() -> None:
         channel.send(READY)
         data, fds, _, _ = socket.recv_fds(channel, CALL_LIMIT_BYTES, 16)
         if not data:
-            os._exit(0)  # the supervisor has no use for it any more
+            os._exit(0)  # the supervisor does not need this spare any more
         calling = msgspec.json.decode(data, type=Calling)
         channel.close()
         output, *others = fds
@@ -91,8 +91,8 @@ def main() -> None:
 
 
 def show_as(command: list[str]) -> None:
-    """Let the process's command line be this one; what has no room is cut off."""
-    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()  # from the third on
+    """Set the process's command line. Text beyond the reserved space is cut off."""
+    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()  # from the third field on
     begin, end = (int(fields[number - 3]) for number in (ARG_START, ARG_END))
     text = b"\0".join(map(os.fsencode, command))[: end - begin - 1]
     ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)

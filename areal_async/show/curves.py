@@ -1,4 +1,4 @@
-"""`curves.png`: the main figures of a run as one picture. A panel without data is left out."""
+"""Writer of `curves.png`, the main figures of a run in one picture. Panels without data are omitted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal_async.show.figures import FIGURES, PANELS, ChartRow, Record, rows_of
 
 COLORS = ("#2f6db3", "#d9781e", "#2f9160", "#8458a8")
 GREY = "#6b7280"
-MANY = 20  # Values from which on a curve is drawn faintly under its rolling mean
+MANY = 20  # A curve with this many values is drawn faintly, under its rolling mean
 
 
 def points(rows: Iterable[ChartRow], key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -28,10 +28,10 @@ def points(rows: Iterable[ChartRow], key: str) -> tuple[np.ndarray, np.ndarray]:
 def draw_curves(
     records: Iterable[Record], path: Path, *, title: str = "", max_staleness: int | None = None
 ) -> Path:
-    """Draw the records of a run (`read_run_log`) into the PNG file `path` and return it.
+    """Draw the records of a run (`read_run_log`) into the PNG file `path` and return the path.
 
-    Records may be few, lack fields or contain nulls. `max_staleness` is the bound η, which is drawn too.
-    Needs no display."""
+    Records may be few, lack fields or contain nulls. `max_staleness` is the bound η, which is drawn too. No
+    display is needed."""
     rows, _ = rows_of(records)
     seen = {key for row in rows for key in row.figures}
     panels = [panel for panel in PANELS if panel.printed and seen & {*panel.keys}]
@@ -65,7 +65,8 @@ def _draw(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str) -> N
 
 
 def rolling_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the centred mean over `window` values, over fewer at both ends. Shape [n] to [n]."""
+    """Return the centred mean over `window` values, and over fewer values at both ends. The shape stays
+    [n]."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
     low, high = np.maximum(0, index - window // 2), np.minimum(len(values), index + (window + 1) // 2)

@@ -1,9 +1,8 @@
-"""The figures of a run: one table with the label, the logger name and the derivation of each.
+"""The figures of a run: a table with the label, the logger name and the derivation of each figure.
 
-The page, `report.html`, `curves.png`, the terminal and the loggers read it; a new figure is one entry here.
-A record becomes at most one `ChartRow`. The row of a step that a restarted trainer did again comes again and
-replaces the first: the last one of each x counts.
-"""
+The page, `report.html`, `curves.png`, the terminal and the loggers use this table. A new figure needs only
+one entry here. A record becomes at most one `ChartRow`. If a restarted trainer repeats a step, the step has a
+second row. The last row for each x counts."""
 
 from __future__ import annotations
 
@@ -21,20 +20,20 @@ STEPS = ("step", *FILE_KINDS)
 
 
 class ChartRow(NamedTuple):
-    """The figures of one record. Series without a figure there are left out."""
+    """The figures of one record. Series without a figure are omitted."""
 
-    policy: str  # Empty for figures of no single policy
-    x: float  # Finished steps, or the version that was evaluated
+    policy: str  # Empty for figures that belong to no single policy
+    x: float  # Number of finished steps, or the evaluated version
     time_s: float
     figures: Figures
 
 
 class RunFigure(NamedTuple):
-    """A figure of a record: its field of this name, or else derived from others."""
+    """A figure of a record. It is the field with the figure's name, or derived from other fields."""
 
-    label: str = ""  # On charts; empty for one that is not drawn
-    logged: str = ""  # Name in loggers; empty for one that is not logged
-    ratio: tuple[str, str] | None = None  # Fields whose quotient it is
+    label: str = ""  # Label on charts; empty if the figure is not drawn
+    logged: str = ""  # Name in loggers; empty if the figure is not logged
+    ratio: tuple[str, str] | None = None  # Numerator and denominator fields
 
 
 FIGURES: Mapping[str, RunFigure] = {
@@ -71,9 +70,9 @@ FIGURES: Mapping[str, RunFigure] = {
     "source:*": RunFigure(logged="held_out/*/accuracy"),
     "phase:*": RunFigure(logged="time/*"),
 }
-"""Figures by their keys; `*` stands for the names of a field with several values."""
+"""Figures by their keys. `*` stands for the names in a field with several values."""
 NAMED = {"rewards": "reward", "phases": "phase", "by_source": "source"}
-"""Fields with several values, and the begin of their keys."""
+"""Fields with several values, each with the prefix of its keys."""
 
 
 class Panel(NamedTuple):
@@ -82,12 +81,12 @@ class Panel(NamedTuple):
     title: str
     unit: str
     keys: Sequence[str]
-    bound: bool = False  # Draw η beside the series
+    bound: bool = False  # Draw η too
     share: bool = False  # Values are shares, 0 to 1
-    printed: bool = False  # Also in `curves.png`
+    printed: bool = False  # Included in `curves.png`
 
     def told(self) -> dict[str, Any]:
-        """Return the panel as the page takes it, with the label of each series."""
+        """Return the panel in the page's format, with the label of each series."""
         return {**self._asdict(), "series": {key: FIGURES[key].label for key in self.keys}}
 
 
@@ -125,7 +124,7 @@ PANELS: tuple[Panel, ...] = (
 
 
 def values_of(record: Record) -> Figures:
-    """Return the figures of a record of a step or an evaluation by their keys."""
+    """Return the figures of a step or evaluation record by their keys."""
     fields = {**record, "ess": (record.get("correction") or {}).get("ess")}
     found: dict[str, Any] = {}
     for key, figure in FIGURES.items():
@@ -141,14 +140,14 @@ def values_of(record: Record) -> Figures:
 
 
 def figure_of(key: str) -> tuple[RunFigure, str]:
-    """Return the entry of a figure, and the name that stands for `*` in it."""
+    """Return the entry of a figure, and the name that `*` stands for."""
     begin, mark, name = key.partition(":")
     return (FIGURES[f"{begin}:*"], name or "unnamed") if mark else (FIGURES[key], "")
 
 
 def row_of(record: Record, before: Record | None = None) -> ChartRow | None:
-    """Return the figures of one record; None if it has none. `before` is the `load` record before a `load`
-    record: the row has the work of processes between the two."""
+    """Return the figures of one record, or None if it has none. If `record` is a `load` record, `before` is
+    the `load` record before it. The row then has the work of processes between the two."""
     kind = record.get("kind")
     if kind in STEPS or kind == "evaluation":
         x, figures = _number(record.get("version" if kind == "evaluation" else "step")), values_of(record)
@@ -163,7 +162,8 @@ def row_of(record: Record, before: Record | None = None) -> ChartRow | None:
 
 
 def rows_of(records: Iterable[Record], load: Record | None = None) -> tuple[list[ChartRow], Record | None]:
-    """Return the rows of records in their order, and the last `load` record for the next call."""
+    """Return the rows of records in their order, and the last `load` record. Pass it as `load` to the next
+    call."""
     rows = []
     for record in records:
         if (row := row_of(record, load)) is not None:
@@ -171,13 +171,14 @@ def rows_of(records: Iterable[Record], load: Record | None = None) -> tuple[list
         if record.get("kind") == "load":
             load = record
         elif record.get("kind") == "resume":
-            load = None  # other processes count from 0 again
+            load = None  # New processes count from 0 again
     return rows, load
 
 
 def thinned(rows: Sequence[ChartRow], most: int) -> list[ChartRow]:
-    """Return about `most` rows of each policy and set of figures, evenly taken, the last among them. Each is
-    the mean of the rows that it replaces, or their largest for a maximum. Redone steps count once."""
+    """Return about `most` evenly spaced rows for each policy and set of figures, including the last row. Each
+    row is the mean of the rows that it replaces; for a maximum it is their maximum. Repeated steps count
+    once."""
     groups: dict[tuple[str, frozenset[str]], list[ChartRow]] = {}
     for row in rows:
         group = groups.setdefault((row.policy, frozenset(row.figures)), [])
@@ -210,7 +211,7 @@ def _mean(rows: list[ChartRow]) -> ChartRow:
 
 
 def work_between(before: Record, after: Record) -> Figures:
-    """Return busy shares, and tokens generated a second, between two `load` records."""
+    """Return busy shares, and generated tokens per second, between two `load` records."""
     then, now = (_number(each.get("time_s")) for each in (before, after))
     if then is None or now is None or now <= then:
         return {}
@@ -239,5 +240,5 @@ def _number(value: Any) -> float | None:
 
 
 def _short(value: float) -> float:
-    """Round to six digits, which is more than a screen shows."""
+    """Round to six digits, more than a screen shows."""
     return float(f"{value:.6g}")

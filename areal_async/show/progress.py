@@ -1,5 +1,5 @@
-"""Progress of a slow command on standard error: a bar on a terminal, else a line of `key=value` now and
-then."""
+"""Progress of a slow command on standard error. A terminal shows a bar; otherwise a line of `key=value` is
+printed at intervals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from areal_async.base.text import clock_text
+from areal_async.base.log import clock_text
 from areal_async.show.view import pairs_of
 
 EVERY_S = 10.0
@@ -37,9 +37,11 @@ def progress(
     every_s: float = EVERY_S,
     since: Callable[[], float] | None = None,
 ) -> Iterator[Callable[[], None]]:
-    """Show the progress of `what` while the block runs; the block calls the yielded function after each of
-    the `total` parts. Without parts only the time is shown. The time left is estimated from all finished
-    parts and the time since they began: `since()` by the monotonic clock, or the start of the block."""
+    """Show the progress of `what` while the block runs.
+
+    The block must call the yielded function after each of the `total` parts. Without `total`, only the
+    elapsed time is shown. The remaining time is estimated from all finished parts and the time since they
+    began. That time begins at `since()` on the monotonic clock, or at the start of the block."""
     console = console or Console(stderr=True)
     began_s = time.monotonic()
 
@@ -79,7 +81,7 @@ def progress(
 
 
 def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
-    """Yield the items and show the progress meanwhile."""
+    """Yield the items and show the progress."""
     if total is None and isinstance(items, Sized):
         total = len(items)
     with progress(what, total) as advance:
@@ -89,15 +91,16 @@ def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T
 
 
 def left_text(done: int, total: int, worked_s: float) -> str:
-    """Return the time for the parts left at the mean pace of those done; empty before the first."""
+    """Return the estimated time for the remaining parts at the mean pace so far. Return "" if no part is
+    finished."""
     return clock_text(worked_s / done * (total - done)) if done else ""
 
 
 def progress_line(
     what: str, done: int, total: int | None, elapsed_s: float, worked_s: float | None = None
 ) -> str:
-    """Return the progress as a line of `key=value`. `worked_s` is the part of the time that the finished
-    parts have taken, if not all of it."""
+    """Return the progress as a line of `key=value`. `worked_s` is the time that the finished parts took, if
+    it is less than `elapsed_s`."""
     figures = {"doing": what, "time": clock_text(elapsed_s)}
     if done or total is not None:
         figures["done"] = f"{done}/{total}" if total is not None else str(done)

@@ -1,7 +1,6 @@
-"""A run on the terminal: one panel that renews itself, or plain lines where there is no terminal.
+"""A run on the terminal: one panel that updates itself, or plain lines if there is no terminal.
 
-What is shown comes as a `RunStatus`; panel and line say the same, in rows and in one line.
-"""
+Both show a `RunStatus` with the same content: the panel in rows, the plain line in one line."""
 
 from __future__ import annotations
 
@@ -21,18 +20,18 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from areal_async.base.log import clock_text
 from areal_async.base.records import RunRecord
-from areal_async.base.text import clock_text
 from areal_async.launch.aggregator import Progress, RunStatus, no_score_text
 from areal_async.show.figures import STEPS, values_of
 
 PLAIN_EVERY_S = 5.0
-SELDOM = 6  # Once steps have lines of their own, the whole is told so many times less often
-STALL_EVERY_S = 30.0  # How often a stall that lasts is said again on plain lines
-WAITS = " waits for "  # In what is said of a service that waits
-MESSAGE_EVERY_S = 300.0  # The same for a message that comes again
-MOST_WAITING = 4096  # Records whose lines nobody reads; the oldest go first
-HELD = frozenset({"leased", "generated", "scored"})  # States of groups that a line tells
+SELDOM = 6  # Once steps have their own lines, the status line is printed less often by this factor
+STALL_EVERY_S = 30.0  # Seconds until a continuing stall is repeated on plain lines
+WAITS = " waits for "  # Part of a message about a service that waits
+MESSAGE_EVERY_S = 300.0  # Seconds until a repeated message is printed again
+MOST_WAITING = 4096  # Maximum of records that wait to be printed; the oldest are dropped
+HELD = frozenset({"leased", "generated", "scored"})  # States of groups that a line shows
 FIRST_TO_GO = (
     "pacing",
     "groups",
@@ -44,26 +43,26 @@ FIRST_TO_GO = (
     "doing",
     "staleness",
 )
-"""Rows that a low terminal has no room for, the first to be left out first."""
+"""Rows that are omitted on a low terminal, in order."""
 MAX_WIDTH = 110
 MAX_SERVICES = 10
-MAX_NO_SCORES = 3  # Kinds of verdicts without a score that are shown
+MAX_NO_SCORES = 3  # Shown kinds of verdicts without a score
 
 Show = Callable[[RunStatus], None]  # Shows a status of the run
 
 
 class RunConsole(Console):
-    """A console that falls silent, without an error, once nobody reads it (`… | head`)."""
+    """A console that becomes silent, without an error, when its reader has exited (`… | head`)."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), self.file.fileno())  # or what the file still holds fails at the exit
+            os.dup2(nowhere.fileno(), self.file.fileno())  # Otherwise flushing buffered text fails at exit
 
 
 class PlainLines:
-    """A run as short lines of `key=value` that are easy to search: one for each step, evaluation and warning,
-    and now and then one with the status of everything."""
+    """A run as short, searchable lines of `key=value`. Each step, evaluation and warning has a line. From
+    time to time a line has the status of the whole run."""
 
     def __init__(
         self,
@@ -74,31 +73,31 @@ class PlainLines:
         every_s: float = PLAIN_EVERY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`policy` is the first one, whose pace tells what is left of the `steps`."""
+        """`policy` is the first policy. Its pace gives the estimate of the time for the remaining `steps`."""
         self._console = console
         self._policy, self._steps = policy, steps
         self._progress = Progress(policy)
         self._records: deque[Mapping[str, Any]] = deque(maxlen=MOST_WAITING)
         self._deaths: deque[str] = deque(maxlen=MOST_WAITING)
-        """Texts of the newest deaths that were shown."""
+        """Texts of the newest process deaths that were shown."""
         self._elapsed_s = 0.0
         self._every_s = every_s
         self._clock = clock
         self._next_s = 0.0
-        self._news = ""  # What was said last: a message, or the edge of a stall
+        self._news = ""  # The last printed news: a message, or the edge of a stall
         self._again_s = 0.0
         self._self_check = ""
         self._warned: tuple[bool, int | None] = (False, None)
-        self._no_scores: set[str] = set()  # Their kinds that were told
+        self._no_scores: set[str] = set()  # Kinds that were printed
 
     def record(self, line: bytes) -> None:
-        """Take a line of metrics.jsonl; `flush` shows it, since a reader may be slow."""
+        """Accept a line of metrics.jsonl. `flush` prints it later, because printing may be slow."""
         record = msgspec.json.decode(line)
         if record["kind"] in SHOWN or record["kind"] in DEATHS:
             self._records.append(record)
 
     def flush(self) -> None:
-        """Show a line for each waiting record."""
+        """Print a line for each waiting record."""
         while self._records:
             record = self._records.popleft()
             if record["kind"] in DEATHS:
@@ -111,13 +110,13 @@ class PlainLines:
             self._say(step_line(record, self._progress, first=self._policy, steps=self._steps))
 
     def show(self, status: RunStatus) -> None:
-        """Show the status now and then, and news immediately."""
+        """Print the status at intervals, and news immediately."""
         self._elapsed_s = status.elapsed_s
         self.flush()
-        # What a service waits for comes and goes, with other numbers each time: that is no news.
+        # A message about a waiting service comes and goes, each time with other numbers. It is not news.
         news = status.stall.edge if status.stall is not None else status.message
         if status.stall is None and news in self._deaths:
-            news = ""  # it was said
+            news = ""  # It was printed already
         if WAITS in news:
             news = re.sub(r"\d+", "0", news)
         if news and (news != self._news or self._clock() >= self._again_s):
@@ -131,7 +130,7 @@ class PlainLines:
             if note.kind not in self._no_scores:
                 self._no_scores.add(note.kind)
                 self._say(f"no_score={_quoted(no_score_text(note))}")
-        # Its figures move with each step: it is said again where an evaluation has come.
+        # The figures of a warning change with each step. It is repeated only after an evaluation.
         warned = (bool(status.warning), status.accuracy_version)
         if warned != self._warned:
             self._warned = warned
@@ -145,7 +144,7 @@ class PlainLines:
             self._say(status_line(status))
 
     def warning(self, text: str) -> None:
-        """Show a warning at once, unless it was the last one too."""
+        """Print a warning at once, unless it equals the last one."""
         if text != self._news:
             self._news = text
             self._say(f"warning={_quoted(text)}")
@@ -156,7 +155,7 @@ class PlainLines:
 
 @contextmanager
 def open_view(console: Console, lines: PlainLines | None) -> Iterator[Show]:
-    """Yield a function that shows statuses: as these lines, or as the live view of a terminal."""
+    """Yield a function that shows statuses: as `lines`, or in the live view of a terminal."""
     if lines is not None:
         yield lines.show
         return
@@ -166,7 +165,7 @@ def open_view(console: Console, lines: PlainLines | None) -> Iterator[Show]:
     def show(status: RunStatus) -> None:
         nonlocal drawn
         if (size := console.size) != drawn:
-            console.clear()  # what was drawn may have been wrapped anew: where it begins is not known
+            console.clear()  # The terminal may have rewrapped the drawn lines, so their start is unknown
             drawn = size
         live.update(fitted(status, min(MAX_WIDTH, size.width), size.height, console), refresh=True)
 
@@ -174,7 +173,7 @@ def open_view(console: Console, lines: PlainLines | None) -> Iterator[Show]:
     try:
         yield show
     finally:
-        with suppress(OSError, ValueError):  # the terminal has gone
+        with suppress(OSError, ValueError):  # The terminal is gone
             live.stop()
 
 
@@ -193,12 +192,13 @@ SHOWN: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(STEPS, STEP_KEYS),
     "evaluation": {"accuracy": "accuracy", "low": "", "high": "", "tasks": "n", "wall_s": "wall_s"},
 }
-"""Kinds of records that are shown, with the keys of their line and the field of each key, if it is one."""
+"""Kinds of records that are shown. For each, the keys of its line, with the record's field of each key. An
+empty field means that the value is computed."""
 
 
 def step_line(record: Mapping[str, Any], progress: Progress, *, first: str = "", steps: int = 0) -> str:
-    """Return the line of a record of a kind in `SHOWN`; `progress` is that of policy `first`, including this
-    record."""
+    """Return the line of a record with a kind in `SHOWN`. `progress` is the progress of policy `first`,
+    including this record."""
     kind, policy = record["kind"], record.get("policy") or first
     mine = progress if policy == first else Progress(policy)
     begin = f"evaluation={record.get('version')}" if kind == "evaluation" else f"step={record.get('step')}"
@@ -239,12 +239,12 @@ def status_line(status: RunStatus) -> str:
 
 
 def pairs_of(figures: Mapping[str, Any]) -> str:
-    """Return `key=value` for each figure, with quotation marks where a value needs them."""
+    """Return `key=value` for each figure. Values are quoted if needed."""
     return " ".join(f"{key}={_quoted(str(value))}" for key, value in figures.items())
 
 
 def _quoted(text: str) -> str:
-    """Quote a text that would not read as one value."""
+    """Quote a text that is not readable as one value."""
     text = " ".join(text.split())
     return text if text and not set(text) & set(" \"'=") else json.dumps(text, ensure_ascii=False)
 
@@ -256,7 +256,7 @@ def _figure(value: Any) -> str:
 
 
 def fitted(status: RunStatus, width: int, height: int, console: Console) -> Panel:
-    """Return the panel of `width` columns with as many of its rows as fit into `height` lines."""
+    """Return the panel with `width` columns. Rows are omitted until it fits into `height` lines."""
     panel, options = render(status, width), console.options.update(width=width)
     for count in range(1, len(FIRST_TO_GO) + 1):
         if len(console.render_lines(panel, options)) <= height:
@@ -266,7 +266,7 @@ def fitted(status: RunStatus, width: int, height: int, console: Console) -> Pane
 
 
 def render(status: RunStatus, width: int, *, without: Collection[str] = ()) -> Panel:
-    """Return the status as a panel of `width` columns; rows with these labels are left out."""
+    """Return the status as a panel with `width` columns. Rows with labels in `without` are omitted."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True, min_width=9)
     rows.add_column(overflow="fold")
@@ -337,8 +337,8 @@ def _accuracy(status: RunStatus) -> str:
 
 
 def _busy(status: RunStatus) -> str:
-    """Return services with their shares; several alike that serve, such as ranks, share one entry with a
-    range."""
+    """Return services with their busy shares. Serving services of one kind, such as ranks, have one entry
+    with a range."""
     alike: dict[str, list[float]] = {}
     shown = {}
     for service in status.services:
@@ -357,12 +357,12 @@ def _busy(status: RunStatus) -> str:
 
 
 def _message(status: RunStatus) -> str:
-    """Return the most important message: a stall before all else."""
+    """Return the most important message. A stall comes first."""
     if status.stall is None:
         return status.message
     return f"stalled for {clock_text(status.stall_s)}: {status.stall.detail}"
 
 
 def _clipped(text: str, length: int, style: str = "") -> Text:
-    """Return at most `length` characters; a terminal too small for any is left to the panel."""
+    """Return at most `length` characters, but at least 20. On a smaller terminal, the panel cuts the text."""
     return Text(text if len(text) <= max(length, 20) else f"{text[: max(length, 20) - 1]}…", style=style)

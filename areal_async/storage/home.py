@@ -1,10 +1,9 @@
-"""`home://…`: the files of a run's home, for its processes on other hosts.
+"""`home://…`: the files of a run's home host, for its processes on other hosts.
 
-Where hosts share no disk and a job names no store, what it reads comes from the home host and what it leaves
-goes there, over the control socket of its supervisor. To everything else this is one more file system of
-fsspec: `home://files/<path>` is a file or folder that the job names, as it lies on the home host;
-`home://run/<path>` is in the run's folder, where only its trainer may write.
-"""
+It is used if hosts share no disk and a job names no store. Processes then read from the home host and write
+to it, over the control socket of its supervisor. For other code this is one more fsspec file system.
+`home://files/<path>` is a file or folder that the job names, with its path on the home host.
+`home://run/<path>` is in the run's folder, where only the run's trainer may write."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ PIECE_BYTES = 4 << 20  # Bytes of one request
 
 
 class HomeFileSystem(fsspec.AbstractFileSystem):
-    """The files that the connected supervisor serves. Any thread may call."""
+    """The files that the connected supervisor serves. The methods are thread-safe."""
 
     protocol = PROTOCOL
     cachable = False
@@ -44,7 +43,7 @@ class HomeFileSystem(fsspec.AbstractFileSystem):
 
     @classmethod
     def connect(cls, address: Address, *, job: str, role: str, name: str, access: Access) -> None:
-        """Send all requests of this process to this supervisor."""
+        """Connect this process to a supervisor, which then receives all its requests."""
         cls.disconnect()
         cls._client = SyncClient(address, job=job, role=role, name=f"{name}/home", access=access)
         fsspec.register_implementation(PROTOCOL, cls, clobber=True)
@@ -107,10 +106,10 @@ class HomeFileSystem(fsspec.AbstractFileSystem):
             self._exchange(RemoveHome(self._strip_protocol(each)))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Do nothing: a folder exists as soon as a file in it does."""
+        """Do nothing, because a folder exists as soon as it contains a file."""
 
     def _write(self, path: str, pieces: Iterator[bytes]) -> None:
-        """Send the pieces under a temporary name; the last request renames the file."""
+        """Send the pieces under a temporary name. The last request renames the file."""
         path, upload, offset = self._strip_protocol(path), secrets.token_hex(8), 0
         for piece in pieces:
             for begin in range(0, max(1, len(piece)), PIECE_BYTES):

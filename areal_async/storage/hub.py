@@ -1,10 +1,9 @@
-"""Models and data sets of the Hugging Face hub: from its local cache, else from the hub.
+"""Models and data sets of the Hugging Face hub, from its local cache or from the hub.
 
-`owner/name` in the place of a model, or of a data set's folder, is the URL `hf://owner/name` or
-`hf://datasets/owner/name`. What lies in the local cache (`HF_HOME`) is used as it is, without a question to
-the hub; else it is fetched into that cache, unless `HF_HUB_OFFLINE=1`. `HF_TOKEN` and `HF_ENDPOINT` count, as
-everywhere. The path that the URL stands for is a link into the cache.
-"""
+`owner/name` in place of a model or a data set's folder means the URL `hf://owner/name` or
+`hf://datasets/owner/name`. Content in the local cache (`HF_HOME`) is used unchanged, without a request to the
+hub. Other content is fetched into that cache, unless `HF_HUB_OFFLINE=1`. `HF_TOKEN` and `HF_ENDPOINT` have
+their usual effect. The local path of the URL is a link into the cache."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})(\..*)")
 
 
 def hub_url(text: str, base: Path, *, is_data: bool) -> str | None:
-    """Return the hub URL for a name. None if it can only be a path: its first part exists in `base` or in the
-    working directory, or it ends like a file."""
+    """Return the hub URL for a name. Return None if the name must be a path. This is the case if its first
+    part exists in `base` or in the working directory, or if it has the suffix of a data file."""
     first = text.partition("/")[0]
     if not HUB_NAME.fullmatch(text) or (base / first).exists() or os.path.exists(first):
         return None
@@ -49,8 +48,8 @@ def is_of_hub(url: str) -> bool:
 
 
 def bring(url: str, target: Path, begun: Callable[[], None]) -> None:
-    """Make `target` a link to the content of an `hf://` URL in the local cache, which is filled first if
-    needed; `begun` is called before. Raises `StorageError`, and OSError."""
+    """Make `target` a link to the content of an `hf://` URL in the local cache. If the content is not cached,
+    call `begun` and fetch it. Raises `StorageError` and OSError."""
     name = url.removeprefix(PROTOCOL)
     if name.startswith("datasets/"):
         found = data_set(name.removeprefix("datasets/"), begun)
@@ -63,7 +62,7 @@ def bring(url: str, target: Path, begun: Callable[[], None]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     fresh.symlink_to(found)
-    fresh.replace(target)  # another process may do the same meanwhile
+    fresh.replace(target)  # Another process may do the same at this time
 
 
 def model_folder(name: str, begun: Callable[[], None] = lambda: None) -> Path:
@@ -94,8 +93,8 @@ def _snapshot(
     is_whole: Callable[[Path], bool],
     begun: Callable[[], None],
 ) -> Path:
-    """Return the folder of a repository in the local cache, fetched if needed."""
-    from huggingface_hub import constants, snapshot_download  # not at the top: most jobs have paths
+    """Return the folder of a repository in the local cache. Fetch it if needed."""
+    from huggingface_hub import constants, snapshot_download  # Imported here because most jobs have paths
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     with suppress(OSError, HFValidationError):
@@ -131,7 +130,7 @@ def _snapshot(
 
 
 def _has_all_shards(folder: Path) -> bool:
-    """Return whether there is data, and every part of each file in parts."""
+    """Return whether there are data files, and all parts of each sharded file."""
     files = [each for each in folder.rglob("*") if each.suffix in DATA_SUFFIXES]
     parts = Counter(
         (str(each.parent), *found.groups()) for each in files if (found := SHARD.match(each.name))

@@ -1,12 +1,15 @@
-"""A folder that is worked in here and kept up to date in a store.
+"""A local folder and its copy in a store, which is kept up to date.
 
-Promises: what has changed is in the store some `EVERY_S` later, as whole files, and all of it once `stop`
-has returned; a store that is away holds nobody up meanwhile; of two hosts that mirror to one URL the later
-is the owner, and the earlier writes no more. Not promised: that files written at one time arrive together.
+Changed files are in the store about `EVERY_S` later, as whole files. When `stop` returns, all changes are
+there. If the store does not answer, nothing else waits for it. If two hosts mirror to one URL, the later host
+becomes the owner and the earlier host stops writing. Files that are written at the same time may arrive at
+different times.
 
-Left out are what means something on this host alone (locks, addresses of processes, sockets, links), what is
-being written (`*.tmp`, hidden files), and `leave_out`.
-"""
+These files are not mirrored:
+
+- files with a meaning only on this host (locks, addresses of processes, sockets, links);
+- unfinished files (`*.tmp`, hidden files);
+- files for which `wanted(name)` is false."""
 
 from __future__ import annotations
 
@@ -27,11 +30,9 @@ from areal_async.base.retry import Tries
 from areal_async.storage.remote import Remote, StorageError, StorageMissing, tries_for
 
 EVERY_S = 5.0
-SHARE = 0.2  # Most of the time that mirroring may take: a slow store is written to more seldom
-MARK = (
-    "logs/mirror.json"  # Says who mirrors to a URL; lies in the folder too, so it tells whether that is newer
-)
-ROUND_S = 10.0  # How long a store that is away is asked again before the next round
+SHARE = 0.2  # Largest share of time for mirroring; a slow store gets fewer writes
+MARK = "logs/mirror.json"  # Names the owner of a URL. The copy in the folder shows which of the two is newer.
+ROUND_S = 10.0  # Seconds of retries before the next round if the store does not answer
 FINISH_S = 600.0
 
 log = get_logger("mirror")
@@ -47,11 +48,11 @@ class MirrorMark(msgspec.Struct, frozen=True):
 
 
 class MirrorLost(StorageError):
-    """Another process mirrors to the URL by now."""
+    """Error if another process now mirrors to the URL."""
 
 
 def mark_there(url: str, remote: Remote | None = None) -> MirrorMark | None:
-    """Return the mark at `url`; None if nobody has mirrored to it. Raises `StorageError`."""
+    """Return the mark at `url`, or None if no process has mirrored to it. Raises `StorageError`."""
     try:
         return msgspec.json.decode((remote or Remote(url)).read(MARK), type=MirrorMark)
     except StorageMissing:
@@ -63,8 +64,8 @@ def mark_there(url: str, remote: Remote | None = None) -> MirrorMark | None:
 
 
 def mark_here(folder: Path) -> MirrorMark | None:
-    """Return the mark of the last process that mirrored `folder` from this host, or fetched it; None for
-    none."""
+    """Return the mark of the last process that mirrored `folder` from this host or fetched it. Return None if
+    there is none."""
     try:
         return msgspec.json.decode((folder / MARK).read_bytes(), type=MirrorMark)
     except (OSError, msgspec.DecodeError):
@@ -72,7 +73,8 @@ def mark_here(folder: Path) -> MirrorMark | None:
 
 
 class Mirror:
-    """A mirror of `folder` at `url` from `start` to `stop`, of the files whose name is `wanted`."""
+    """A mirror of `folder` at `url`, from `start` to `stop`. It includes the files for which `wanted(name)`
+    is true."""
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class Mirror:
         self._thread.start()
 
     def stop(self, limit_s: float = FINISH_S) -> None:
-        """Mirror everything and end. Raises `StorageError` if that takes too long."""
+        """Mirror everything and end. Raises `StorageError` if this takes too long."""
         self._stopping.set()
         self._thread.join(limit_s)
         if self._thread.is_alive():
@@ -112,7 +114,7 @@ class Mirror:
         self._write_mark()
 
     def once(self) -> None:
-        """Mirror the changes since the last call. Raises `MirrorLost`, or `StorageError`."""
+        """Mirror the changes since the last call. Raises `MirrorLost` or `StorageError`."""
         there = mark_there(self.url, self._remote)
         if there is not None and there.owner != self._mark.owner:
             raise MirrorLost(
@@ -132,7 +134,7 @@ class Mirror:
         try:
             self._remote.put(name, self._folder / name)
         except FileNotFoundError:
-            return  # it was taken away meanwhile; the next round sees that
+            return  # The file was removed in the meantime; the next round handles this
         self._pushed[name] = what
 
     def _run(self) -> None:
@@ -156,7 +158,7 @@ class Mirror:
         self._remote.write(MARK, content)
 
     def _found(self) -> dict[str, tuple[int, int]]:
-        """Return size and modification time of each mirrored file, by its name."""
+        """Return size and modification time of each mirrored file, by name."""
         found = {}
         for parent, folders, names in os.walk(self._folder):
             below = Path(parent).relative_to(self._folder)

@@ -1,10 +1,9 @@
-"""One place in a store: what is asked of its file system, one bounded request at a time.
+"""One place in a store, accessed through its file system by requests with a time limit.
 
-Promises: a request ends within `REQUEST_S` (a longer one, such as a large upload, says so) or counts as
-failed; what failed for a passing reason (no connection, no answer, a server's error) is tried again as the
-`Tries` says; every error names the URL and what to do. Where a store asks who we are its own library
-answers, from the environment: `AWS_*` and `~/.aws` for S3, and `FSSPEC_*` for what fsspec takes.
-"""
+A request ends within `REQUEST_S` or counts as failed. A large upload has a longer limit. After a transient
+failure (no connection, no answer, a server's error), `Tries` determines the retries. Every error names the
+URL and a fix. Credentials come from the environment, which the store's own library reads: `AWS_*` and
+`~/.aws` for S3, and `FSSPEC_*` for options of fsspec."""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ from areal_async.rpc.board import board
 from areal_async.storage.urls import joined, protocol_problem, url_problem
 
 PART_BYTES = 8 << 20  # Bytes of one request of a large file
-PARALLEL = 4  # Requests under way at once
+PARALLEL = 4  # Number of concurrent requests
 REQUEST_S = 120.0
-LEAST_BYTES_PER_S = 256 << 10  # An upload slower than this counts as one that has no answer
-PATIENCE_S = 60.0  # How long a store that is away is asked again, where nothing else is said
+LEAST_BYTES_PER_S = 256 << 10  # A slower upload counts as unanswered
+PATIENCE_S = 60.0  # Default time for retries if a store does not answer
 CONNECT_S, READ_S = 10.0, 60.0
 TAGS = ("ETag", "etag", "md5Hash", "crc32c", "checksum", "mtime", "LastModified", "updated", "created")
-"""Fields in which stores report that the content of a file changed; the first one present counts."""
+"""Fields in which stores report that the content of a file changed. The first existing field counts."""
 HOPELESS = (
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -40,41 +39,43 @@ HOPELESS = (
     "ParamValidationError",
     "InvalidRegionError",
 )
-"""Names of library errors that a retry would not cure."""
+"""Names of library errors for which a retry does not help."""
 
 log = get_logger("storage")
 T = TypeVar("T")
 
 
 class StorageError(ArealError):
-    """A store refused a request, or has unexpected content."""
+    """Error if a store refuses a request, or has unexpected content."""
 
     restart_helps = False
 
 
 class StorageMissing(StorageError):
-    """There is nothing at the URL."""
+    """Error if nothing exists at the URL."""
 
 
 class HalfWritten(StorageError):
-    """A folder that its writer has not completed."""
+    """Error if the writer of a folder has not completed it."""
 
 
 class StorageAway(StorageError):
-    """A store did not answer within the time of its retries."""
+    """Error if a store does not answer before its retries end."""
 
     restart_helps = True
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """Size and tag of a file in a store. `tag` changes with the content; empty if there is none."""
+    """Size and tag of a file in a store. `tag` changes with the content; it is empty if the store has
+    none."""
 
     size_bytes: int
     tag: str = ""
 
 
 def tries_for(url: str, limit_s: float = PATIENCE_S) -> Tries:
-    """Retry for `limit_s`; the log and the status of this process report that the store is away."""
+    """Return retries for `limit_s`. While the store does not answer, the log and the status of this process
+    report it."""
     subject = f"store {url}"
     told = threading.Event()
 
@@ -94,18 +95,18 @@ def tries_for(url: str, limit_s: float = PATIENCE_S) -> Tries:
 
 
 class Remote:
-    """A file or folder at a URL. All methods block, and any thread may call them. Each raises `StorageAway`
-    if the store does not answer in time, and `StorageError` if it refuses."""
+    """A file or folder at a URL. All methods block and are thread-safe. Each method raises `StorageAway` if
+    the store does not answer in time, and `StorageError` if it refuses."""
 
     def __init__(self, url: str, tries: Tries | None = None) -> None:
         self.url = url.rstrip("/")
         self._tries = tries or tries_for(self.url)
         if (problem := url_problem(self.url) or protocol_problem(self.url)) is not None:
             raise StorageError(f"{url}: {problem[0]}. {problem[1]}.")
-        import fsspec  # not at the top: most jobs have no URL
+        import fsspec  # Imported here because most jobs have no URL
 
         self._is_s3 = self.url.startswith(("s3://", "s3a://"))
-        # One rule for tries, ours: the library makes one, of bounded length.
+        # Only `Tries` retries. The library tries once, with a time limit.
         config = {"connect_timeout": CONNECT_S, "read_timeout": READ_S, "retries": {"total_max_attempts": 1}}
         options: dict[str, Any] = {"config_kwargs": config} if self._is_s3 else {}
         self._fs, self._path = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **options)
@@ -113,8 +114,8 @@ class Remote:
             self._fs.retries = 1
 
     def listing(self) -> dict[str, StoredFile]:
-        """Return the files at the URL by their names below it; a single file has the name "". Empty if
-        nothing exists."""
+        """Return the files at the URL by their names below it. A single file has the name "". The result is
+        empty if nothing exists."""
 
         def find() -> dict[str, StoredFile]:
             found = {}
@@ -142,7 +143,7 @@ class Remote:
         return self._ask("list", self.url, names)
 
     def read(self, name: str = "", begin: int = 0, end: int | None = None) -> bytes:
-        """Return the bytes of a file from `begin` to before `end`. Raises `StorageMissing`."""
+        """Return the bytes of a file from `begin` to `end`, exclusive. Raises `StorageMissing`."""
 
         def get() -> bytes:
             data: bytes = self._fs.cat_file(self._at(name), start=begin or None, end=end)
@@ -153,7 +154,7 @@ class Remote:
         return self._ask("read", self._named(name), get)
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file, replacing one of its name."""
+        """Write a small file, and replace an existing file of that name."""
 
         def put() -> None:
             self._make_parent(name)
@@ -162,7 +163,8 @@ class Remote:
         self._ask("write", self._named(name), put)
 
     def put(self, name: str, path: Path) -> int:
-        """Upload a local file and return its size. Raises FileNotFoundError if the local file is gone."""
+        """Upload a local file and return its size. Raises FileNotFoundError if the local file does not
+        exist."""
         size = path.stat().st_size
         options: dict[str, Any] = (
             {"chunksize": PART_BYTES, "max_concurrency": PARALLEL} if self._is_s3 else {}
@@ -171,18 +173,18 @@ class Remote:
         def upload() -> None:
             self._make_parent(name)
             self._fs.put_file(str(path), self._at(name), **options)
-            if (there := _stored(self._fs.info(self._at(name))).size_bytes) < size:  # a log grows meanwhile
+            if (there := _stored(self._fs.info(self._at(name))).size_bytes) < size:  # A log may have grown
                 raise OSError(None, f"{there} bytes have come of {size}")
 
         try:
             self._ask("write", self._named(name), upload, REQUEST_S + size / LEAST_BYTES_PER_S)
         except StorageError:
-            path.stat()  # the mirror of a folder that changes wants to know which of the two is gone
+            path.stat()  # Raises if the local file is gone: the mirror of a changing folder must know this
             raise
         return size
 
     def remove(self, names: Collection[str] = ("",)) -> None:
-        """Remove these files, or everything below a folder. Missing files are no error."""
+        """Remove these files, or everything below a folder. A missing file is not an error."""
         for name in names:
 
             def delete(name: str = name) -> None:
@@ -192,9 +194,10 @@ class Remote:
             self._ask("remove", self._named(name), delete)
 
     def each(self, work: Callable[[T], object], items: Iterable[T]) -> None:
-        """Call `work` for each item, a few at once. Raises the first error after all running calls."""
+        """Call `work` for each item, a few at a time. Running calls finish before the first error is
+        raised."""
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="storage") as pool:
-            for _ in pool.map(work, items):  # which cancels the rest after an error
+            for _ in pool.map(work, items):  # `map` cancels the rest after an error
                 pass
 
     def _at(self, name: str) -> str:
@@ -204,7 +207,7 @@ class Remote:
         return joined(self.url, name) if name else self.url
 
     def _make_parent(self, name: str) -> None:
-        """Make the parent folder: a file system needs it, an object store has none."""
+        """Create the parent folder. A file system needs it; an object store has none."""
         if not self._is_s3:
             self._fs.makedirs(self._fs._parent(self._at(name)), exist_ok=True)
 
@@ -220,7 +223,7 @@ class Remote:
             raise StorageMissing(
                 f"{url}: there is nothing there ({_text(error)}). Correct the URL, or put it there."
             ) from error
-        except Exception as error:  # whatever the library of a store raises
+        except Exception as error:  # A store's library may raise anything
             if _passes(error):
                 raise StorageAway(
                     f"{url} could not be {PAST[what]} within {self._tries.limit_s:g} s ({_text(error)}). See "
@@ -236,8 +239,8 @@ PAST = {"list": "listed", "read": "read", "write": "written", "remove": "removed
 
 
 def _within(work: Callable[[], T], limit_s: float) -> T:
-    """Return the result of `work`, run in a daemon thread that is abandoned after `limit_s`: some libraries
-    wait forever."""
+    """Return the result of `work`. It runs in a daemon thread, which is abandoned after `limit_s` because
+    some libraries wait forever. Raises TimeoutError."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -269,8 +272,8 @@ def _passes(error: Exception) -> bool:
 
 
 REFUSED = frozenset({errno.EINVAL, *DISK_TROUBLE}) - {errno.EIO}
-"""Errors of impossible requests, or of a disk that takes no writes. A link to a store may fail with EIO for a
-while."""
+"""Errors of impossible requests, or of a disk that accepts no writes. EIO is not included, because a link to
+a store may fail with EIO for a while."""
 
 
 def _stored(info: dict[str, Any]) -> StoredFile:

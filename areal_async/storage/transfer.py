@@ -1,13 +1,13 @@
-"""Files and folders between this host and a store, whole or not at all.
+"""Transfer of files and folders between this host and a store, completely or not at all.
 
-Promises: what `fetch` has put at its target is complete and was compared with what the store says of it
-(sizes, MD5 where the tag is one, the hashes of our own marker), also when several processes fetch it at once
-or one is killed on the way; a folder that `push` has not finished is refused by `fetch` (`HalfWritten`), so
-a reader never takes a part for the whole. At most `PARALLEL` requests of `PART_BYTES` are in memory.
+A target of `fetch` is always complete and verified. `fetch` checks sizes, the MD5 hash if the tag is one, and
+the hashes of our marker. This also holds if several processes fetch a target at the same time or one of them
+is killed. `fetch` refuses a folder that `push` has not finished (`HalfWritten`), so no reader gets an
+incomplete folder. At most `PARALLEL` requests of `PART_BYTES` are in memory.
 
-A pushed folder has a file `.areal-async.json`, the marker: written first as begun, and last with the size
-and hash of each file. A folder without one was put there by somebody else and counts as it is found.
-"""
+A pushed folder contains a marker, the file `.areal-async.json`. It is written twice: first as begun, and last
+with the size and hash of each file. A folder without a marker comes from another writer and is accepted
+unchanged."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from areal_async.storage.remote import (
 )
 
 MARKER = ".areal-async.json"
-LOCK_S = 6 * 3600.0  # The longest wait for another process of this host that fetches the same
+LOCK_S = 6 * 3600.0  # Longest wait for another process of this host that fetches the same target
 LOOK_S = 0.1
-ROUNDS = 3  # So often is a folder begun again that changes while it is fetched
+ROUNDS = 3  # Number of attempts if a folder changes while it is fetched
 MD5 = re.compile(r"[0-9a-f]{32}")
 
 
@@ -55,7 +55,7 @@ class PushMarker(msgspec.Struct, frozen=True):
 
 
 class FetchRecord(msgspec.Struct, frozen=True):
-    """Record of a fetch, written beside the target, to detect changes in the store."""
+    """Record of a fetch, written beside the target. It is used to detect changes in the store."""
 
     url: str
     files: dict[str, StoredFile]
@@ -72,14 +72,15 @@ def fetch(
 ) -> None:
     """Fetch the file or folder at `url` to `target`, unless `target` already has the same content.
 
-    Files whose names `leave_out` holds for are left out. `begun` is told how many bytes are to come, if any
-    are; `check` may refuse what has come before it gets its place, by an error. Raises `StorageMissing`,
-    `HalfWritten`, `StorageAway` or `StorageError`, and OSError where it cannot be written here."""
+    Files for which `leave_out(name)` is true are omitted. If anything must be downloaded, `begun` is called
+    with the number of bytes. `check` may raise an error to refuse the download before it is moved to
+    `target`. Raises `StorageMissing`, `HalfWritten`, `StorageAway` or `StorageError`, and OSError if writing
+    here fails."""
     remote = Remote(url, tries)
     target.parent.mkdir(parents=True, exist_ok=True)
     record = target.with_name(f".{target.name}.fetched")
     with _alone(target):
-        for left in target.parent.glob(f".{target.name}.*.tmp"):  # of a process that was killed
+        for left in target.parent.glob(f".{target.name}.*.tmp"):  # Files of a killed process
             _delete(left)
         for _ in range(ROUNDS):
             files = remote.listing()
@@ -95,7 +96,7 @@ def fetch(
                 _download(remote, wanted, fresh)
                 again = remote.listing()
                 if any(again.get(name) != file for name, file in wanted.items()):
-                    continue  # somebody writes there
+                    continue  # Another process is writing
                 _compare(url, fresh, wanted, marker)
                 check(fresh)
                 record.unlink(missing_ok=True)
@@ -109,9 +110,8 @@ def fetch(
 
 
 def push(folder: Path, url: str, tries: Tries | None = None) -> None:
-    """Write the files of `folder` to `url`, and delete others. Readers are refused until it is complete.
-
-    Raises `StorageAway` or `StorageError`."""
+    """Write the files of `folder` to `url`, and delete other files there. Readers are refused until it is
+    complete. Raises `StorageAway` or `StorageError`."""
     remote = Remote(url, tries)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     names = {path.relative_to(folder).as_posix(): path for path in files}
@@ -128,7 +128,8 @@ def push(folder: Path, url: str, tries: Tries | None = None) -> None:
 
 
 def _marker_of(remote: Remote, files: Mapping[str, StoredFile]) -> PushMarker | None:
-    """Return the marker of a complete folder of ours; None for other folders."""
+    """Return the marker of a complete folder that `push` wrote, or None for other folders. Raises
+    `HalfWritten`."""
     if MARKER not in files:
         return None
     try:
@@ -155,7 +156,7 @@ def _is_there(target: Path, record: Path, wanted: FetchRecord) -> bool:
 
 
 def _download(remote: Remote, files: Mapping[str, StoredFile], fresh: Path) -> None:
-    """Download the files into `fresh`, which is the file itself if their only name is empty."""
+    """Download the files into `fresh`. If the only name is "", `fresh` is the file itself."""
     if "" not in files:
         fresh.mkdir(exist_ok=True)
     for name, stored in files.items():
@@ -206,7 +207,8 @@ def _blake3(path: Path) -> str:
 
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Keep other processes of this host from fetching `target`; the kernel ends that with the process."""
+    """Prevent other processes of this host from fetching `target`. The kernel releases the lock when this
+    process exits."""
     lock = os.open(target.with_name(f".{target.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         deadline_s = time.monotonic() + LOCK_S

@@ -1,11 +1,9 @@
 """Local paths of URLs.
 
-A URL is `protocol://place` of anything that fsspec knows: `s3://bucket/models/tiny`, `gs://…`, `file:///…`.
-To each belongs one path below the cache folder, `<cache>/s3/bucket/models/tiny`, and to each such path its
-URL: so a job holds local paths alone, is shown and handed on with URLs, and any host makes paths of its own
-from them. The cache folder is `~/.cache/areal-async`, or what the environment variable `AREAL_ASYNC_CACHE`
-names.
-"""
+A URL is `protocol://place` for any file system of fsspec: `s3://bucket/models/tiny`, `gs://…`, `file:///…`.
+Each URL has one path below the cache folder, such as `<cache>/s3/bucket/models/tiny`, and each such path has
+one URL. Therefore a job holds only local paths. Outputs and messages show URLs, and each host derives its own
+paths from them."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ from pydantic_core import PydanticCustomError
 from areal_async.base.cache import cache_root
 
 FORM = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)", re.DOTALL)
-ROOT = "@root"  # Stands in a local path for the slash that `file:///…` begins its place with
+ROOT = "@root"  # Stands in a local path for the slash at the start of a `file:///…` place
 EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""Extras of this project that bring the package of a protocol."""
+"""Extras of this project that install the package of a protocol."""
 
 
 def is_url(value: object) -> bool:
@@ -34,7 +32,7 @@ def joined(url: str, *names: str) -> str:
 
 
 def url_problem(url: str) -> tuple[str, str] | None:
-    """Return the mistake in the form of a URL, and the fix; None for a good one."""
+    """Return (problem, fix) for a malformed URL, or None if the URL is correct."""
     found = FORM.fullmatch(url)
     if found is None:
         return f"{url!r} is no URL", "Write protocol://place, for example s3://bucket/folder"
@@ -53,9 +51,9 @@ def url_problem(url: str) -> tuple[str, str] | None:
 
 
 def protocol_problem(url: str) -> tuple[str, str] | None:
-    """Return why this host cannot use URLs of this protocol, and the fix; None if it can."""
+    """Return (problem, fix) if this host cannot use URLs of this protocol, or None if it can."""
     protocol = url.partition(":")[0]
-    import fsspec  # not at the top: most jobs have no URL
+    import fsspec  # Imported here because most jobs have no URL
     from fsspec.registry import known_implementations, registry
 
     if protocol not in known_implementations and protocol not in registry:
@@ -73,7 +71,7 @@ def protocol_problem(url: str) -> tuple[str, str] | None:
 
 
 def local_path(url: str) -> Path:
-    """Return the local path for `url`. Raises ValueError if it is no URL."""
+    """Return the local path for `url`. Raises ValueError if it is not a URL."""
     found = FORM.fullmatch(url)
     if found is None:
         raise ValueError(f"{url} is no URL")
@@ -83,7 +81,7 @@ def local_path(url: str) -> Path:
 
 
 def url_of(path: Path) -> str | None:
-    """Return the URL that has the local path `path`; None for other paths."""
+    """Return the URL of the local path `path`, or None for other paths."""
     try:
         protocol, *parts = path.relative_to(cache_root()).parts
     except ValueError:
@@ -95,12 +93,12 @@ def url_of(path: Path) -> str | None:
 
 
 def shown(path: Path) -> str:
-    """Return the path for messages: as its URL if it has one."""
+    """Return the path for messages. If it has a URL, return the URL."""
     return url_of(path) or str(path)
 
 
 def _as_path(value: Any) -> Any:
-    """Return the local path of a URL; other values unchanged."""
+    """Return the local path of a URL. Return other values unchanged."""
     return str(local_path(_checked(value))) if is_url(value) else value
 
 
@@ -115,5 +113,6 @@ def _as_written(path: Path | None) -> str | None:
 
 
 FETCHED = (BeforeValidator(_as_path), PlainSerializer(_as_written, when_used="json"))
-"""Marks a path field that takes a URL too: it holds the local path, and is written as JSON with the URL."""
+"""Annotations of a path field that also accepts a URL. The field holds the local path; its JSON form is the
+URL."""
 StoreUrl = Annotated[str, AfterValidator(_checked)]

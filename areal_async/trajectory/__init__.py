@@ -1,4 +1,4 @@
-"""The episode model that all services agree on: what one rollout produced, its codec and its invariants.
+"""The episode model that all services share: the contents of one rollout, their codec and their invariants.
 
 build   EpisodeBuilder → Episode    ship, read back   pack, unpack, glance
 train   training_rows → Row         inspect           Episode.path, Episode.token_ids

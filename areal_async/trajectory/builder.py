@@ -1,4 +1,4 @@
-"""Building an episode segment by segment, in the order in which things happened."""
+"""Builder of an episode, which adds segments in the order in which they occur."""
 
 from __future__ import annotations
 
@@ -50,20 +50,19 @@ UnitBytes = tuple[bytes, bytes, bytes, bytes]
 
 
 def anchor_of(key: str | bytes) -> int:
-    """Return the i64 of a state key: blake2b-64, little-endian, never 0 (no anchor). Equal keys have equal
-    anchors across episodes."""
+    """Return the hash of a state key as an i64: blake2b-64, little-endian. It is never 0, because 0 means no
+    anchor. Equal keys have equal anchors in all episodes."""
     data = key.encode() if isinstance(key, str) else key
     digest = hashlib.blake2b(data, digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True) or 1
 
 
 class EpisodeBuilder:
-    """Builder of an episode from segments and units; `build` checks every invariant and may be called more
-    than once.
+    """Builder of an episode from segments and units. `build` checks every invariant and may be called several
+    times.
 
-    Sequences are lists or 1-D arrays. A value that is no i32 or no number raises InvariantError at once; a
-    contradiction between values raises it in `build`.
-    """
+    Sequences are lists or 1-D arrays. A value that is not a number, or does not fit i32, raises
+    InvariantError at once. Values that contradict each other raise InvariantError in `build`."""
 
     def __init__(
         self,
@@ -75,7 +74,7 @@ class EpisodeBuilder:
         policies: Sequence[str] = (POLICY,),
         agents: Iterable[tuple[str, int]] = _ONE_AGENT,
     ) -> None:
-        """`agents` are (name, index of the agent's policy in `policies`)."""
+        """`agents` are pairs (name, index of the agent's policy in `policies`)."""
         self._identity = (job, task_id, group_id, sample, attempt)
         self._policies = [*policies]
         self._agents = [Agent(name, policy) for name, policy in agents]
@@ -86,11 +85,11 @@ class EpisodeBuilder:
         self._metadata: dict[str, Any] = {}
         self._fault = ""
         self._prompt_text = self._response_text = ""
-        # A row of the segment table, and the bytes of the unit columns, for each segment.
+        # Each segment has a row of the segment table here, and its unit columns as bytes.
         self._segments: list[list[int]] = []
         self._units: list[UnitBytes] = []
         self._n_units = 0
-        # By segment, for the few that have it.
+        # Values by segment. Few segments have them.
         self._reward: dict[int, float] = {}
         self._anchor: dict[int, int] = {}
         self._columns: dict[str, dict[int, bytes]] = {}
@@ -99,12 +98,12 @@ class EpisodeBuilder:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """The policies that may speak, in the order of their numbers."""
+        """Names of the policies, in the order of their numbers."""
         return tuple(self._policies)
 
     def agent(self, name: str, policy: int | None = None) -> int:
         """Return the number of the agent called `name`. An unknown agent is added, with `policy` or the first
-        one; InvariantError if it has another policy."""
+        policy. Raises InvariantError if the agent has another policy."""
         for index, agent in enumerate(self._agents):
             if agent.name == name:
                 if policy not in (None, agent.policy):
@@ -114,7 +113,8 @@ class EpisodeBuilder:
         return len(self._agents) - 1
 
     def agent_of(self, policy: int) -> int:
-        """Return the number of the first agent of a policy; if there is none, add one of its name."""
+        """Return the number of the first agent of a policy. If the policy has no agent, add an agent with the
+        policy's name."""
         found = (index for index, agent in enumerate(self._agents) if agent.policy == policy)
         index = next(found, None)
         return self.agent(self._policies[policy], policy) if index is None else index
@@ -130,7 +130,8 @@ class EpisodeBuilder:
     def observed(
         self, kind: SegmentKind, ids: Ints, parent: int | None, agent: int = 0, turn: int = 0
     ) -> int:
-        """Add a segment that no policy sampled (a tool's answer, an environment's) and return its index."""
+        """Add a segment that no policy sampled, such as a tool's or an environment's answer. Return its
+        index."""
         if kind == SegmentKind.SAMPLED:
             raise InvariantError("a sampled segment is added with sampled()")
         tokens = _ints(ids, "ids")
@@ -150,12 +151,12 @@ class EpisodeBuilder:
         turn: int = 0,
         mask: Ints | None = None,
     ) -> int:
-        """Add the tokens that one call generated from the path of `parent`; return the segment's index.
+        """Add the tokens that one call generated from the path of `parent`. Return the segment's index.
 
-        `versions` and `epoch` are per unit, or one value for all. `call` has the sampling parameters; its
-        segment and policy are set here. `mask` (0/1 per unit) leaves units out of training; by default all
-        are trained. A masked-out unit that was not sampled (forced text) has version -1.
-        """
+        `versions` and `epoch` have one value per unit, or one value for all units. `call` has the sampling
+        parameters; this method sets its segment and its policy. `mask` (0 or 1 per unit) excludes units from
+        training; without it, all units are trained. A unit that was not sampled (forced text) has mask 0 and
+        version -1."""
         tokens = _ints(ids, "ids")
         n = len(tokens) // 4
         probs = _floats(logprobs, "logprobs")
@@ -180,8 +181,8 @@ class EpisodeBuilder:
         return segment
 
     def began(self, policy: int = 0) -> tuple[int, int] | None:
-        """Return epoch and version of the weights that sampled a policy's first unit to train, or None before
-        there is one."""
+        """Return epoch and version of the weights that sampled the policy's first unit with mask 1. Return
+        None if the policy has no such unit yet."""
         return self._began.get(policy)
 
     def reward(self, segment: int, value: float) -> None:
@@ -193,7 +194,8 @@ class EpisodeBuilder:
         self._rewards[name] = value
 
     def anchor(self, segment: int, key: str | bytes) -> None:
-        """Mark the state before a segment; equal keys can be compared across the episodes of a group."""
+        """Mark the state before a segment. States with equal keys can be compared across the episodes of a
+        group."""
         self._anchor[self._index(segment)] = anchor_of(key)
 
     def flag(self, segment: int, flags: SegmentFlag) -> None:
@@ -201,16 +203,18 @@ class EpisodeBuilder:
         self._segments[self._index(segment)][_FLAGS] |= int(flags)
 
     def column(self, name: str, segment: int, values: Floats) -> None:
-        """Set an optional f32 column for the units of one segment; elsewhere it is NaN (unknown)."""
+        """Set an optional f32 column for the units of one segment. Other units have NaN (unknown)."""
         data = _floats(values, name)
         if len(data) != 4 * (length := self._segments[self._index(segment)][_LENGTH]):
             raise InvariantError(f"column {name}: {len(data) // 4} values for {length} units")
         self._columns.setdefault(name, {})[segment] = data
 
     def routes(self, segment: int, found: Routes, first: int = 0) -> None:
-        """Set the routes [n, width] of units from `first` on of the path down to `segment` (see `routes.py`).
-        A unit keeps its first routes, which are of the pass that sampled the next unit: an engine may compute
-        a prefix again for a later call."""
+        """Set routes for the path down to `segment`, from unit `first` on. `found` has the shape [n, width]
+        (see `routes.py`).
+
+        A unit keeps the routes that it got first. They belong to the pass that sampled the next unit; later
+        calls may compute the same prefix again."""
         end = 0
         for at in self._path(segment):
             start, end = end, end + self._segments[at][_LENGTH]
@@ -240,12 +244,12 @@ class EpisodeBuilder:
     def media(
         self, segment: int, digest: str, media_type: str, size_bytes: int, start: int = 0, n_units: int = 0
     ) -> None:
-        """Refer to an attachment whose `n_units` placeholder units begin `start` units into `segment`."""
+        """Refer to an attachment. Its `n_units` placeholder units begin `start` units into `segment`."""
         first = self._segments[self._index(segment)][_OFFSET] + start
         self._media.append(Media(digest, media_type, size_bytes, segment, first, n_units))
 
     def text(self, prompt: str | None = None, response: str | None = None) -> None:
-        """Set the readable prompt and/or response (what text rewards judge)."""
+        """Set the readable prompt, the response, or both. Text rewards judge these texts."""
         if prompt is not None:
             self._prompt_text = prompt
         if response is not None:
@@ -257,16 +261,16 @@ class EpisodeBuilder:
 
     @property
     def answered(self) -> bool:
-        """Return whether a policy has sampled anything."""
+        """Return whether a policy has sampled a segment."""
         return bool(self._calls)
 
     def fail(self, fault: str) -> None:
-        """Note that the episode ended early by the fault of its answers (`kind: message`)."""
+        """Record that the episode ended early because an answer was at fault. `fault` is `kind: message`."""
         self._fault = fault
 
     def keep_first_answer(self) -> None:
-        """Forget all but the first answer and the path to it, texts, metadata and rewards included. The rest
-        can be built whatever an answer caused afterwards."""
+        """Keep only the first answer and the path to it. Texts, metadata and rewards are dropped too. The
+        kept part passes `build`, even if a later answer made the episode invalid."""
         n = self._calls[0].segment + 1
         del self._segments[n:], self._units[n:], self._calls[1:]
         self._n_units = units = self._segments[-1][_OFFSET] + self._segments[-1][_LENGTH]
@@ -277,7 +281,7 @@ class EpisodeBuilder:
         self._prompt_text = self._response_text = ""
 
     def build(self, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> Episode:
-        """Return the episode so far. Raises InvariantError or SizeError."""
+        """Return an episode with everything added so far. Raises InvariantError or SizeError."""
         header = EpisodeHeader(
             *self._identity,
             policies=self._policies.copy(),
@@ -334,7 +338,7 @@ class EpisodeBuilder:
         return columns
 
     def _path(self, segment: int) -> list[int]:
-        """Return the segments from the root down to `segment`."""
+        """Return the indexes of the segments from the root down to `segment`."""
         path = []
         while segment != NO_PARENT:
             path.append(segment)
@@ -347,12 +351,12 @@ class EpisodeBuilder:
         return segment
 
 
-# Values of a caller as typed columns. Nothing is truncated: a float is no token id, and a value beyond 32
-# bits is refused.
+# The functions below convert a caller's values to typed columns. They truncate nothing: they refuse a float
+# as a token id, and a value that does not fit 32 bits.
 
 
 def _epoch_runs(epoch: int | Ints, bits: bytes) -> list[tuple[int, int]]:
-    """Return runs (first unit, epoch) over the units of a segment whose bit is 1."""
+    """Return runs (first unit, epoch) over the units of a segment that have mask bit 1."""
     n = len(bits)
     epochs = (
         _ints((int(epoch),), "epoch") * n if isinstance(epoch, (int, np.integer)) else _ints(epoch, "epoch")
@@ -370,7 +374,7 @@ def _epoch_runs(epoch: int | Ints, bits: bytes) -> list[tuple[int, int]]:
 
 
 def _sparse(values: dict[int, Any], code: str, nothing: bytes, n: int) -> bytes:
-    """Return `n` numbers of an array's type `code`, with `nothing` for absent values."""
+    """Return `n` numbers as bytes of the array type `code`. Indexes without a value get `nothing`."""
     if not values:
         return nothing * n
     dense = array(code, nothing * n)
@@ -380,17 +384,18 @@ def _sparse(values: dict[int, Any], code: str, nothing: bytes, n: int) -> bytes:
 
 
 def _ints(values: Ints, what: str) -> bytes:
-    """Return values as i32; a float, or a value that does not fit, is refused."""
+    """Return values as i32 bytes. Raises InvariantError for a float or a value that does not fit."""
     return _typed(values, what, "i", I32, "iub")
 
 
 def _floats(values: Floats, what: str) -> bytes:
-    """Return values as f32."""
+    """Return values as f32 bytes."""
     return _typed(values, what, "f", F32, "f")
 
 
 def _typed(values: Ints | Floats, what: str, code: str, dtype: np.dtype, kinds: str) -> bytes:
-    """Return the bytes of a list, or of a 1-D array of one of the `kinds`, as an array type `code`."""
+    """Return the bytes of an array of type `code`. `values` is a list or a 1-D array whose dtype has one of
+    the `kinds`."""
     try:
         if not isinstance(values, np.ndarray):
             if isinstance(values, (bytes, bytearray, memoryview)):

@@ -1,13 +1,15 @@
-"""An episode as frames (a msgpack head and raw little-endian arrays), and the frames in one aligned blob:
-what the buffer stores and every service passes on. `docs/buffer.md#trajectory-format` is the format. Routes
-are no part of it (`routes.py`).
+"""The codec of episodes. An episode becomes frames: a msgpack head and raw little-endian arrays. The frames
+are stored in one aligned blob.
 
-Reading trusts nothing: whatever the bytes are, the outcome is a valid Episode or a TrajectoryError. The
-arrays of a decoded episode are read-only views of the blob (one whose memory is not aligned is copied first).
+The buffer stores blobs, and every service passes them on. `docs/buffer.md#trajectory-format` describes the
+format. A blob has no routes (see `routes.py`).
 
-The blob (little-endian): magic `ATRJ`, u16 schema, u16 frames, u64 size, u32 CRC-32 of everything after the
-prefix, u32 zero; then per frame u64 offset and u64 size; then the frames, each at the next multiple of 8.
-"""
+Reading trusts no byte: each input gives a valid Episode or raises a TrajectoryError. The arrays of a decoded
+episode are read-only views of the blob. A blob with unaligned memory is copied first.
+
+All numbers of a blob are little-endian. The prefix is: magic `ATRJ`, u16 schema, u16 number of frames, u64
+size, u32 CRC-32 of everything after the prefix, u32 zero. Then a table has u64 offset and u64 size of each
+frame. The frames follow, each at the next multiple of 8."""
 
 from __future__ import annotations
 
@@ -59,11 +61,10 @@ _PADDING = [bytes(-size % ALIGNMENT) for size in range(ALIGNMENT)]
 
 
 class EpisodeHead(msgspec.Struct, frozen=True):
-    """The first frame: the header, and the sizes that the other frames must have.
+    """The first frame: the header, and the sizes of the other frames.
 
-    `columns` describes the optional frames in order: (name, element type, width); width 0 is one plain value
-    per unit, k > 0 a row of k values.
-    """
+    `columns` describes the optional frames in order, as (name, element type, width). Width 0 means one plain
+    value per unit. Width k > 0 means a row of k values per unit."""
 
     header: EpisodeHeader
     segments: int
@@ -76,7 +77,7 @@ _decoder = msgspec.msgpack.Decoder(EpisodeHead)
 
 
 def _episode_of(view: memoryview, spans: Sequence[tuple[int, int]], limits: EpisodeLimits) -> Episode:
-    """The episode of a blob whose frames are at `spans`: (offset, size) of each."""
+    """Return the episode of a blob. `spans` has (offset, size) of each frame."""
     head_at, head_bytes = spans[0]
     head = _decode_head(view[head_at : head_at + head_bytes], limits)
     if len(head.columns) != len(spans) - CORE_FRAMES:
@@ -93,7 +94,7 @@ def _episode_of(view: memoryview, spans: Sequence[tuple[int, int]], limits: Epis
         raise CodecError(f"the unit frames do not have the sizes of {n_units} units")
     columns = _columns_at(head, spans, limits) if head.columns else ()
     anchor = np.frombuffer(view, I64, n_segments, table_at)
-    if not anchor.flags.aligned:  # Frames begin at multiples of 8: either all are aligned or none is
+    if not anchor.flags.aligned:  # Frames begin at multiples of 8, so all of them are aligned or none is
         view = memoryview(bytes(view))
         anchor = np.frombuffer(view, I64, n_segments, table_at)
     table_at += I64.itemsize * n_segments
@@ -111,7 +112,7 @@ def _episode_of(view: memoryview, spans: Sequence[tuple[int, int]], limits: Epis
 
 
 def _parts_of(episode: Episode, limits: EpisodeLimits) -> list[bytes | NDArray]:
-    """The frames as what `bytes.join` takes, in order."""
+    """Return the frames in order, as objects that `bytes.join` accepts."""
     segments, units = episode.segments, episode.units
     columns = {name: column for name, column in units.columns.items() if name != ROUTES}
     specs = [(n, _DTYPE_NAMES[c.dtype], c.shape[1] if c.ndim == 2 else 0) for n, c in columns.items()]
@@ -139,7 +140,7 @@ def _decode_head(frame: memoryview, limits: EpisodeLimits) -> EpisodeHead:
 def _columns_at(
     head: EpisodeHead, spans: Sequence[tuple[int, int]], limits: EpisodeLimits
 ) -> list[tuple[str, np.dtype, tuple[int, ...], int]]:
-    """Name, type, shape and place of each optional column."""
+    """Return name, dtype, shape and offset of each optional column."""
     columns: dict[str, tuple[str, np.dtype, tuple[int, ...], int]] = {}
     for (name, dtype_name, width), (at, size) in zip(head.columns, spans[CORE_FRAMES:], strict=True):
         dtype, what = COLUMN_DTYPES.get(dtype_name), f"optional column {name[:64]!r}"
@@ -155,7 +156,8 @@ def _columns_at(
 
 
 def pack(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
-    """The blob of an episode. SizeError above `limits`, CodecError when metadata does not fit msgpack."""
+    """Return the blob of an episode. Raises SizeError above `limits`, and CodecError if metadata does not fit
+    msgpack."""
     parts = _parts_of(episode, limits)
     table = _table_of(len(parts))
     offset = _PREFIX.size + table.size
@@ -175,14 +177,15 @@ def pack(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
 
 
 def unpack(buffer: Buffer, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> Episode:
-    """The episode of a blob, or a TrajectoryError. Its arrays are views that keep `buffer` alive."""
+    """Return the episode of a blob. Its arrays are views, so they keep `buffer` alive. Raises
+    TrajectoryError."""
     view, spans = _opened(buffer, limits)
     return _episode_of(view, spans, limits)
 
 
 @functools.cache
 def _table_of(n_frames: int) -> struct.Struct:
-    """The frame table: (u64 offset, u64 size) per frame."""
+    """Return the layout of the frame table: (u64 offset, u64 size) per frame."""
     return struct.Struct(f"<{2 * n_frames}Q")
 
 
@@ -199,7 +202,8 @@ def _prefix_of(view: memoryview) -> tuple[int, int, int, int]:
 
 
 def _opened(buffer: Buffer, limits: EpisodeLimits) -> tuple[memoryview, list[tuple[int, int]]]:
-    """The bytes of a blob whose prefix, frame table and checksum hold, and (offset, size) of each frame."""
+    """Check prefix, frame table and checksum of a blob. Return its bytes, and (offset, size) of each
+    frame."""
     view = memoryview(buffer).toreadonly()
     if view.itemsize != 1 or view.ndim != 1:
         view = view.cast("B")
@@ -227,9 +231,10 @@ def _opened(buffer: Buffer, limits: EpisodeLimits) -> tuple[memoryview, list[tup
 
 
 def glance(buffer: Buffer, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> tuple[EpisodeHeader, int]:
-    """The header of a blob and how many units have mask 1, for who needs no more of an episode that was
-    read as a whole where it was taken in. Checks what it reads, and not the rest: no checksum, no invariant
-    of units or segments. Raises TrajectoryError."""
+    """Return a blob's header and its number of units with mask 1.
+
+    Use it for a blob that was fully checked when it was received. It checks only the parts that it reads: no
+    checksum, and no invariant of units or segments. Raises TrajectoryError."""
     view = memoryview(buffer)
     _, declared, _, _ = _prefix_of(view)
     table = _table_of(CORE_FRAMES)

@@ -1,6 +1,6 @@
-"""One episode: a header and two tables that are known to agree, and the invariants of that, all of them.
+"""The class Episode, a header and two consistent tables, and the checks of all invariants.
 
-An `Episode` that exists has been checked; its arrays are read-only, so it stays that way.
+An `Episode` is checked when it is created. Its arrays are read-only, so it stays valid.
 
 segments      there is at least one; parents precede children (-1: a root), so the table is a forest in
               topological order; agent, kind, turn and flags are in range; a reward is finite or NaN (none)
@@ -9,15 +9,13 @@ calls         call i made the i-th SAMPLED segment, from the path of its parent:
               exactly what the engine saw; policies are in range, sampling parameters are finite
 units         token ids >= 0; log-probs finite and <= LOGPROB_SLACK; versions >= -1; mask 1 => version >= 0;
               a unit outside a SAMPLED segment has mask 0 and version -1
-epochs        run-length over the units with mask 1: every run starts at one, the first run at the first one,
-              starts rise, neighbours differ; empty exactly when no unit has mask 1
+epochs        runs over the units with mask 1: each run starts at a unit with mask 1, and the first run at
+              the first of them; starts rise; neighbours differ; empty if and only if no unit has mask 1
 media         spans lie inside their segment; digests are `<hash>:<hex>`
 columns       optional columns have one value (or a row of values) per unit and a known type
 
-`training_rows` adds the last one: each unit with mask 1 is trained in exactly one row.
-
-The segment table is checked row by row, the unit table in whole columns.
-"""
+`training_rows` adds the last invariant: each unit with mask 1 is trained in exactly one row. The segment
+table is checked row by row, the unit table in whole columns."""
 
 from __future__ import annotations
 
@@ -54,10 +52,10 @@ from areal_async.trajectory.layout import (
     Units,
 )
 
-LOGPROB_SLACK = 1e-3  # A log-prob may exceed 0 by this much: engines add float32 rounding to a log-softmax
+LOGPROB_SLACK = 1e-3  # Log-probs may exceed 0 by this much: engines add float32 rounding to a log-softmax
 
 _INT32_MAX = 2**31 - 1
-_NONE_BYTE = b"\xff"  # Bytes of a version of -1
+_NONE_BYTE = b"\xff"  # Each byte of an i32 version -1
 _SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1
 _SAMPLED = int(SegmentKind.SAMPLED)
 _MAX_KIND = int(max(SegmentKind))
@@ -68,12 +66,12 @@ _COLUMN_DTYPES = frozenset(COLUMN_DTYPES.values())
 
 
 class PolicyVersions(NamedTuple):
-    """The weights of one policy that an episode's units with mask 1 are of."""
+    """Range of the weights of one policy that sampled an episode's units with mask 1."""
 
     oldest: int
     newest: int
     epoch: int
-    """The smallest trainer epoch among them."""
+    """The smallest trainer epoch of these weights."""
 
 
 def _versions_of_each(header: EpisodeHeader, segments: Segments, units: Units) -> dict[str, PolicyVersions]:
@@ -136,7 +134,7 @@ def _check_arrays(segments: Segments, units: Units, limits: EpisodeLimits) -> No
 
 
 def _check_units(units: Units) -> tuple[int, int, int]:
-    """Return the number of trained units, and their lowest and highest version."""
+    """Return the number of units with mask 1, and their lowest and highest version."""
     version, mask, logprob = units.version, units.mask, units.logprob
     if not len(units):
         return 0, NO_VERSION, NO_VERSION
@@ -145,7 +143,7 @@ def _check_units(units: Units) -> tuple[int, int, int]:
     if (lowest := units.token_id.min()) < 0:
         raise InvariantError(f"token_id: {lowest}; token ids are >= 0")
     lowest, highest = logprob.min(), logprob.max()
-    if not (lowest > -math.inf and highest <= LOGPROB_SLACK):  # false for NaN
+    if not (lowest > -math.inf and highest <= LOGPROB_SLACK):  # The comparison is false for NaN
         raise InvariantError(f"logprob: {lowest} to {highest}; log-probs are finite, at most {LOGPROB_SLACK}")
     if mask.max() > 1:
         raise InvariantError("mask: a mask is 0 or 1")
@@ -158,7 +156,8 @@ def _check_units(units: Units) -> tuple[int, int, int]:
 
 
 def _check_segments(segments: Segments, n_units: int, versions: bytes, n_agents: int) -> list[int]:
-    """The sampled segments. `versions` are the bytes of that column, none of them below -1."""
+    """Return the indexes of the sampled segments. `versions` are the bytes of the version column; none is
+    below -1."""
     sampled = []
     end = 0
     rows = zip(*segments.table.tolist(), strict=True)
@@ -178,7 +177,7 @@ def _check_segments(segments: Segments, n_units: int, versions: bytes, n_agents:
         end += length
         if kind == _SAMPLED:
             sampled.append(i)
-        elif versions[4 * offset : 4 * end].strip(_NONE_BYTE):  # covers the mask, which implies a version
+        elif versions[4 * offset : 4 * end].strip(_NONE_BYTE):  # Covers the mask too: mask 1 needs a version
             raise InvariantError(f"segment {i}: it is not sampled, so its units have mask 0 and version -1")
     if end != n_units:
         raise InvariantError(f"segments: their lengths sum to {end}, there are {n_units} units")
@@ -197,7 +196,7 @@ def _check_calls(calls: list[Call], sampled: list[int], n_policies: int) -> None
         if not 0 <= call.policy < n_policies:
             raise InvariantError(f"call of segment {segment}: policy {call.policy} of {n_policies}")
         s = call.sampling
-        # Chained comparisons are false for NaN, so these refuse it too.
+        # Chained comparisons are false for NaN, so NaN is refused too.
         if not (0 <= s.temperature < math.inf and 0 < s.top_p <= 1):
             raise InvariantError(f"call of segment {segment}: temperature {s.temperature}, top_p {s.top_p}")
         if s.top_k < 0 or s.max_new_tokens < 0 or not _SEED_MIN <= s.seed <= _SEED_MAX:
@@ -216,7 +215,7 @@ def _check_media(media: Media, segments: Segments) -> None:
 
 
 def _check_epochs(epochs: list[tuple[int, int]], mask: bytes, n_sampled: int) -> int:
-    """The smallest epoch, -1 without sampled units."""
+    """Return the smallest epoch, or -1 if no unit has mask 1."""
     if not n_sampled:
         if epochs:
             raise InvariantError("epochs: no unit has mask 1")
@@ -235,8 +234,8 @@ def _check_epochs(epochs: list[tuple[int, int]], mask: bytes, n_sampled: int) ->
 
 
 class Episode:
-    """Everything one rollout produced. Raises InvariantError, SchemaError or SizeError unless every invariant
-    above holds."""
+    """Everything that one rollout produced. Raises InvariantError, SchemaError or SizeError unless every
+    invariant above holds."""
 
     def __init__(
         self,
@@ -256,13 +255,13 @@ class Episode:
         self.header = header
         self.segments = segments
         self.units = units
-        self.n_sampled = n_sampled  # Units with mask 1
-        self.min_version = min_version  # Over units with mask 1; -1 when there are none
+        self.n_sampled = n_sampled  # Number of units with mask 1
+        self.min_version = min_version  # Smallest version of units with mask 1; -1 if there are none
         self.max_version = max_version
         self.min_epoch = _check_epochs(header.epochs, units.mask.tobytes(), n_sampled)
-        """Smallest trainer epoch behind a unit with mask 1; -1 when there are none."""
+        """Smallest trainer epoch of units with mask 1; -1 if there are none."""
         self.versions: dict[str, PolicyVersions] = {}
-        """Versions by policy, over its units with mask 1; a policy without any is not in it."""
+        """Versions of the units with mask 1, by policy. A policy without such units is missing."""
         if len(header.policies) == 1 and n_sampled:
             self.versions = {header.policies[0]: PolicyVersions(min_version, max_version, self.min_epoch)}
         elif n_sampled:
@@ -277,7 +276,7 @@ class Episode:
         return len(self.units)
 
     def path(self, segment: int) -> list[int]:
-        """Segments from the root to `segment`, both included."""
+        """Return the segments from the root to `segment`, including both."""
         parent = self.segments.parent
         path = []
         while segment >= 0:
@@ -286,13 +285,14 @@ class Episode:
         return path[::-1]
 
     def token_ids(self, segment: int) -> NDArray[np.int32]:
-        """i32: the tokens of the path down to `segment`: the engine's context after the call that made it."""
+        """Return the tokens of the path down to `segment`, as i32. They are the engine's context after the
+        call that sampled `segment`."""
         offset, length = self.segments.offset, self.segments.length
         spans = [self.units.token_id[offset[s] : offset[s] + length[s]] for s in self.path(segment)]
         return spans[0] if len(spans) == 1 else np.concatenate(spans)
 
     def __eq__(self, other: object) -> bool:
-        """Whether header and, bit for bit, tables are the same (so NaN equals NaN)."""
+        """Return whether the headers are equal and the tables are equal bit for bit (so NaN equals NaN)."""
         if not isinstance(other, Episode):
             return NotImplemented
         return self.header == other.header and _bits(self) == _bits(other)

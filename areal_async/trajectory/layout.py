@@ -1,12 +1,12 @@
-"""The contents of an episode: its header, its two tables, its caps, and the errors that refuse one.
+"""The contents of an episode: its header, its two tables, its limits and its errors.
 
-Small values (`Agent`, `Sampling`, `Call`, `Media`) travel as msgpack arrays in field order; later fields are
-appended with defaults, so older bytes stay readable. `EpisodeHeader` travels as a map without its default
-fields; a default therefore never changes within one schema. The tables are struct-of-arrays, all read-only.
+Small values (`Agent`, `Sampling`, `Call`, `Media`) are encoded as msgpack arrays in field order. New fields
+are appended with defaults, so older bytes stay readable. `EpisodeHeader` is encoded as a map without fields
+that have their default. Therefore a default never changes within one schema. The tables are structs of
+arrays, all read-only.
 
-Nothing but a `TrajectoryError` escapes from building, packing or reading an episode; caps are checked before
-that much is allocated.
-"""
+Building, packing or reading an episode raises only `TrajectoryError`. Limits are checked before memory of
+that size is allocated."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ I64 = np.dtype("<i8")
 F32 = np.dtype("<f4")
 U8 = np.dtype("u1")
 
-_COLUMN_TYPES = ("f16", "f32", "f64", "i8", "i16", "i32", "i64", "u8", "u16")  # Letter and bits
+_COLUMN_TYPES = ("f16", "f32", "f64", "i8", "i16", "i32", "i64", "u8", "u16")  # Kind and number of bits
 COLUMN_DTYPES: Mapping[str, np.dtype] = {
     name: np.dtype(f"<{name[0]}{int(name[1:]) // 8}") for name in _COLUMN_TYPES
 }
-"""Element types of optional unit columns, by their name in the codec."""
+"""Element types of optional unit columns, by their names in the codec."""
 
 NO_PARENT = -1
 NO_VERSION = -1
@@ -43,61 +43,61 @@ TABLE_COLUMNS = ("parent", "kind", "agent", "turn", "offset", "length", "flags")
 CORE_COLUMNS = ("token_id", "logprob", "version", "mask")
 MAX_NAME_CHARS = 64
 ROUTES = "routes"
-"""The optional column that travels beside the blob (`routes.py`)."""
+"""Name of the optional column that is sent beside the blob (`routes.py`)."""
 
 
 class TrajectoryError(ArealError):
-    """Base of every refusal of this package."""
+    """Base of the errors of this package."""
 
 
 class CodecError(TrajectoryError):
-    """The bytes are not an episode: truncated, altered, or not ours."""
+    """Error if bytes are not an episode: they are truncated, altered or in another format."""
 
 
 class SchemaError(TrajectoryError):
-    """The bytes are an episode of a schema this process does not read."""
+    """Error if an episode has a schema that this process does not read."""
 
 
 class SizeError(TrajectoryError):
-    """A size is above its limit (`EpisodeLimits`); nothing of that size was allocated."""
+    """Error if a size is above its limit (`EpisodeLimits`). Nothing of that size was allocated."""
 
 
 class InvariantError(TrajectoryError):
-    """The contents contradict each other (`episode.py` lists the invariants)."""
+    """Error if the contents contradict each other. `episode.py` lists the invariants."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """One set of caps. A service that knows its episodes are small passes tighter ones."""
+    """Limits on the size of an episode. A service with small episodes passes smaller limits."""
 
     blob_bytes: int = 1 << 30
     """Bytes of a whole packed episode."""
     head_bytes: int = 1 << 25
-    """Bytes of the msgpack head: texts and metadata included."""
+    """Bytes of the msgpack head, including texts and metadata."""
     units: int = 1 << 24
     segments: int = 1 << 16
     columns: int = 32
-    """Optional unit columns."""
+    """Number of optional unit columns."""
     column_width: int = 4096
     """Values per unit of an optional column."""
     row_units: int = 1 << 24
-    """Units of all training rows of one episode together: shared prefixes count once per row."""
+    """Units in all training rows of one episode. A shared prefix counts once per row."""
     row_segments: int = 1 << 20
-    """Segments on the paths of all training rows of one episode together."""
+    """Segments on the paths of all training rows of one episode."""
 
 
 DEFAULT_LIMITS = EpisodeLimits()
 
 
 class Agent(msgspec.Struct, frozen=True, array_like=True):
-    """An author of segments. `policy` indexes `EpisodeHeader.policies`."""
+    """An author of segments. `policy` is an index into `EpisodeHeader.policies`."""
 
     name: str
     policy: int = 0
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """Sampling parameters of one call, in the engines' common terms."""
+    """Sampling parameters of one call, in the common terms of the engines."""
 
     temperature: float = 1.0
     """0 means greedy."""
@@ -110,12 +110,11 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """One generation call: it produced segment `segment` from the path of that segment's parent.
+    """One generation call. It sampled segment `segment` from the path of that segment's parent.
 
-    `logprobs_of` names the distribution of the behaviour log-probs: `sampled` is the one the token was drawn
-    from (temperature and truncation applied), `temperature` has the temperature but no top-p/top-k
-    truncation, `raw` is the model's own at temperature 1.
-    """
+    `logprobs_of` names the distribution of the behaviour log-probs. `sampled` is the distribution that the
+    token was drawn from, with temperature and truncation. `temperature` has the temperature, but no top-p or
+    top-k truncation. `raw` is the model's distribution at temperature 1."""
 
     segment: int = 0
     policy: int = 0
@@ -125,11 +124,10 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Media(msgspec.Struct, frozen=True, array_like=True):
-    """A content-addressed attachment (image, audio …). Its bytes live outside the episode.
+    """A content-addressed attachment, such as an image or audio. Its bytes are stored outside the episode.
 
-    `digest` is `<hash name>:<hex>`. The placeholder units are `n_units` units from `first_unit` (a row of the
-    unit table) inside segment `segment`.
-    """
+    `digest` is `<hash name>:<hex>`. The placeholder units are the `n_units` units of segment `segment` from
+    `first_unit` on, a row of the unit table."""
 
     digest: str
     media_type: str
@@ -149,23 +147,24 @@ class EpisodeHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """Index of the episode in its group."""
     attempt: int = 0
     schema: int = msgspec.field(default_factory=lambda: TRAJECTORY_SCHEMA)
-    """Always written: a default from a factory is never omitted."""
+    """Always encoded, because msgspec never omits a default from a factory."""
     policies: list[str] = []
-    """Names of the policies that sampled; versions count per policy."""
+    """Names of the policies that sampled units. Each policy has its own versions."""
     agents: list[Agent] = []
     calls: list[Call] = []
-    """One per sampled segment, in segment order."""
+    """One call per sampled segment, in segment order."""
     media: list[Media] = []
     rewards: dict[str, float] = {}
-    """Named rewards of the whole episode, known when it ended (an environment's). Verdicts are not here."""
+    """Named rewards of the whole episode, known at its end (from an environment). Verdicts are not
+    included."""
     metadata: dict[str, Any] = {}
-    """Anything msgpack can hold."""
+    """Any values that msgpack can encode."""
     prompt_text: str = ""
     response_text: str = ""
     epochs: list[tuple[int, int]] = []
-    """Runs (first unit, trainer epoch of the weights) over the units with mask 1; empty without any."""
+    """Runs (first unit, trainer epoch of the weights) over the units with mask 1. Empty if there are none."""
     fault: str = ""
-    """Why the episode ended early, by the fault of its answers, as `kind: message`; no reward judges it."""
+    """Reason of an early end that an answer caused, as `kind: message`. No reward judges the episode then."""
 
     @property
     def episode_id(self) -> str:
@@ -174,7 +173,7 @@ class EpisodeHeader(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SegmentKind(IntEnum):
-    """Who wrote a segment. Only SAMPLED segments may hold units with a version or a mask."""
+    """Author of a segment. Only units of SAMPLED segments may have a version or mask 1."""
 
     PROMPT = 0
     SAMPLED = 1
@@ -183,14 +182,15 @@ class SegmentKind(IntEnum):
 
 
 class SegmentFlag(IntFlag):
-    """TERMINAL: the environment ended the episode here. TRUNCATED: a limit of ours did (value bootstraps)."""
+    """Reason of the end of an episode. TERMINAL: the environment ended it. TRUNCATED: one of our limits ended
+    it, so the value bootstraps."""
 
     TERMINAL = 1
     TRUNCATED = 2
 
 
 def frozen(array: NDArray) -> NDArray:
-    """`array` itself when read-only, else a read-only view of it."""
+    """Return `array` itself if it is read-only, otherwise a read-only view of it."""
     if array.flags.writeable:
         array = array.view()
         array.setflags(write=False)
@@ -198,7 +198,7 @@ def frozen(array: NDArray) -> NDArray:
 
 
 def _column(row: int, meaning: str) -> Any:
-    """A read-only property: one row of the segment table."""
+    """Return a read-only property for one row of the segment table."""
 
     def column(segments: Segments) -> NDArray[np.int32]:
         return segments.table[row]
@@ -207,11 +207,11 @@ def _column(row: int, meaning: str) -> Any:
 
 
 class Segments:
-    """The segment table: S segments, each a delta over the path of its parent.
+    """The segment table. It has S segments, and each continues the path of its parent.
 
     table:  i32 [7, S], rows in the order of TABLE_COLUMNS
-    reward: f32 [S], NaN where none was given
-    anchor: i64 [S], hash of a state key (`anchor_of`), 0 where none
+    reward: f32 [S], NaN if none was given
+    anchor: i64 [S], hash of a state key (`anchor_of`), 0 for none
     """
 
     __slots__ = ("anchor", "reward", "table")
@@ -240,8 +240,8 @@ class Units:
 
     token_id: i32 [T]
     mask:     u8 [T], 1 = trained
-    logprob:  f32 [T], behaviour log-prob, 0 where version is -1
-    version:  i32 [T], of the weights that sampled the unit, -1 where none did
+    logprob:  f32 [T], behaviour log-prob, 0 if version is -1
+    version:  i32 [T], version of the weights that sampled the unit, -1 for none
     columns:  optional, name -> [T] or [T, width] of a COLUMN_DTYPES type; absent means unknown, not zero
     """
 

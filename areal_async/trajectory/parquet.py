@@ -1,8 +1,7 @@
-"""Episodes as a parquet file for data frames: one row each, without loss.
+"""Writer of a parquet file with one episode per row, without loss, for data frames.
 
-The common columns stand beside `blob`, the episode's codec blob, which has everything (see `codec.unpack`).
-The file is written in row groups, so that memory does not grow with it, and gets its name once it is whole.
-"""
+The column `blob` has the complete episode (see `codec.unpack`). The other columns repeat common values. The
+file is written in row groups, so memory does not grow with it. It gets its final name when it is complete."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from areal_async.base.errors import ArealError
 from areal_async.base.verdicts import Parts
 from areal_async.trajectory.codec import unpack
 
-KEY = b"areal_async.export"  # Key of the file's metadata, whose value is `{"schema": 2, "job": …}`
+KEY = b"areal_async.export"  # Metadata key of the file; its value is `{"schema": 2, "job": …}`
 SCHEMA = 2
 ROW_GROUP_BYTES = 32 << 20
 ROW_GROUP_ROWS = 4096
@@ -31,7 +30,7 @@ COLUMNS = pa.schema(
         ("steps", pa.list_(pa.int64())),
         ("reward", pa.float64()),
         ("components", pa.map_(pa.string(), pa.float64())),
-        ("parts", pa.string()),  # JSON: rewards of segments, agents and units
+        ("parts", pa.string()),  # Rewards of segments, agents and units, as JSON
         ("token_ids", pa.list_(pa.int32())),
         ("mask", pa.list_(pa.uint8())),
         ("logprobs", pa.list_(pa.float32())),
@@ -45,7 +44,7 @@ OF_EPISODE = ("episode_id", "min_version", "max_version", "n_units", "n_sampled"
 
 
 class ExportError(ArealError):
-    """A parquet file that cannot be written."""
+    """Error if a parquet file cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,8 @@ def _row_of(exported: ExportedEpisode) -> dict[str, Any]:
 
 
 class EpisodeWriter:
-    """`with EpisodeWriter(path, job) as file: file.add(…)`. Raises `ExportError`; then nothing is left."""
+    """Context manager that writes a parquet file: `with EpisodeWriter(path, job) as file: file.add(…)`. If it
+    raises `ExportError`, it leaves no file."""
 
     def __init__(
         self, path: Path, job: str, *, overwrite: bool = False, row_group_bytes: int = ROW_GROUP_BYTES
@@ -82,7 +82,7 @@ class EpisodeWriter:
             raise ExportError(f"{path} exists: give another name, or add --overwrite to replace it.")
         self.path = path
         self.rows = 0
-        self.held_bytes = 0  # Bytes of the episodes that wait for their row group to be full
+        self.held_bytes = 0  # Bytes of the episodes that wait until their row group is full
         self._row_group_bytes = row_group_bytes
         self._schema = COLUMNS.with_metadata({KEY: msgspec.json.encode({"schema": SCHEMA, "job": job})})
         self._unfinished = path.with_name(f".{path.name}.tmp")
@@ -108,7 +108,7 @@ class EpisodeWriter:
             self._unfinished.unlink(missing_ok=True)
 
     def add(self, exported: ExportedEpisode) -> None:
-        """Add one row. Raises `TrajectoryError` for a blob that is no episode."""
+        """Add one row. Raises `TrajectoryError` if the blob is not an episode."""
         self._waiting.append(_row_of(exported))
         self.rows += 1
         self.held_bytes += len(exported.blob)

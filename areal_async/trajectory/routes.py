@@ -1,14 +1,15 @@
-"""Routes: of each unit that was fed to a mixture of experts, the experts that the engine sent it to.
+"""Routes: the experts of a mixture-of-experts model to which the engine sent each unit.
 
-An episode carries them as the optional column `routes`, u8 or u16 [T, L * K]: of each of L layers of experts
-the ids of the K experts, in the order of the layers. The largest value of the type means none: of a unit that
-was not fed, of one whose engine did not tell, and in the place of an expert that was left out.
+An episode has them as the optional column `routes`, u8 or u16 [T, L * K]. It has the ids of K experts for
+each of L expert layers, in the order of the layers. The largest value of the dtype means none. It marks a
+unit that was not fed, a unit whose engine reported no routes, and an omitted expert.
 
-Routes are far larger than the rest of an episode (48 layers of 8 experts are 384 bytes a unit, the rest is
-13), and only the trainer reads them. So they are no part of its blob: `pack_routes` gives bytes of their own,
-which travel beside it, and `with_routes` puts them back. Little-endian: magic `ARTE`, u16 1, u16 bytes of a
-value, u32 units, u32 width, u32 CRC-32 of the episode's token ids, u32 CRC-32 of the values; the values.
-"""
+Routes are far larger than the rest of an episode: with 48 layers and 8 experts, 384 bytes a unit instead of
+13. Only the trainer reads them, so the blob does not include them. `pack_routes` writes them to separate
+bytes, which are sent beside the blob. `with_routes` adds them to the episode again.
+
+The packed bytes are little-endian: magic `ARTE`, u16 1, u16 bytes of a value, u32 units, u32 width, u32
+CRC-32 of the episode's token ids, u32 CRC-32 of the values, and then the values."""
 
 from __future__ import annotations
 
@@ -30,17 +31,18 @@ Routes = NDArray[np.uint8] | NDArray[np.uint16]
 
 
 def route_type(experts: int) -> np.dtype:
-    """The smallest type that holds the ids of so many experts, and none."""
+    """Return the smallest dtype that holds the ids of `experts` experts and the value for none."""
     return COLUMN_DTYPES["u8" if experts < 256 else "u16"]
 
 
 def no_route(dtype: np.dtype) -> int:
-    """The value that means none."""
+    """Return the value that means none."""
     return int(np.iinfo(dtype).max)
 
 
 def stored_routes(ids: NDArray, experts: int) -> Routes:
-    """[T, L * K] of expert ids [T, L, K] of any integer type; what is no id of an expert is none."""
+    """Return expert ids [T, L, K] of any integer type as routes [T, L * K]. A value that is not the id of an
+    expert becomes none."""
     dtype = route_type(experts)
     flat = ids.reshape(len(ids), -1)
     found: Routes = np.where((flat >= 0) & (flat < experts), flat, no_route(dtype)).astype(dtype)
@@ -48,12 +50,12 @@ def stored_routes(ids: NDArray, experts: int) -> Routes:
 
 
 def routes_of(episode: Episode) -> Routes | None:
-    """u8 or u16 [T, width] of the episode's units; None where it carries none."""
+    """Return the routes of the episode's units, u8 or u16 [T, width], or None if it has no routes."""
     return episode.units.columns.get(ROUTES)
 
 
 def pack_routes(episode: Episode) -> bytes | None:
-    """The routes of an episode as bytes of their own; None where it has none."""
+    """Return the routes of an episode as separate bytes, or None if it has no routes."""
     routes = routes_of(episode)
     if routes is None:
         return None
@@ -63,7 +65,8 @@ def pack_routes(episode: Episode) -> bytes | None:
 
 
 def with_routes(episode: Episode, packed: memoryview | bytes) -> Episode:
-    """The episode with routes that `pack_routes` made. Raises `CodecError` for bytes that are not its."""
+    """Return the episode with the routes in `packed`, which `pack_routes` wrote. Raises `CodecError` if they
+    are not routes of this episode."""
     view = memoryview(packed)
     if len(view) < _HEAD.size:
         raise CodecError(f"{len(view)} bytes are no routes")

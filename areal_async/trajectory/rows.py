@@ -1,9 +1,8 @@
-"""Training rows: the root-to-leaf paths of an episode, each sampled unit trained once, and whether what they
-train was sampled from what is trained.
+"""Training rows of an episode: its root-to-leaf paths. Each sampled unit is trained in exactly one row.
 
-A batch's manifest says how large each row is once units of old versions are masked. `row_profile` is what has
-to be kept of an episode for that, `row_sizes` what follows from it.
-"""
+`untrainable` finds units that were not sampled from the distribution that is trained. A batch's manifest has
+the size of each row after units of old versions are masked. `row_profile` returns the data for this;
+`row_sizes` computes the sizes from it."""
 
 from __future__ import annotations
 
@@ -23,28 +22,28 @@ from areal_async.trajectory.layout import DEFAULT_LIMITS, Call, EpisodeLimits, S
 class Row:
     """One root-to-leaf path of T tokens, as the engine saw it.
 
-    mask[t] == 1 means that token t was sampled and is trained in this row; logprobs[t] is its behaviour
-    log-prob given tokens < t. Arrays are read-only and may be views of the episode.
-    """
+    mask[t] == 1 means that token t was sampled and is trained in this row. logprobs[t] is its behaviour
+    log-prob, given tokens < t. Arrays are read-only and may be views of the episode."""
 
     token_ids: NDArray[np.int32]
     """i32 [T]"""
     mask: NDArray[np.uint8]
     """u8 [T]"""
     logprobs: NDArray[np.float32]
-    """f32 [T], 0 where no version sampled the unit"""
+    """f32 [T], 0 if no version sampled the unit"""
     versions: NDArray[np.int32]
-    """i32 [T], -1 where none"""
+    """i32 [T], -1 for none"""
     columns: Mapping[str, NDArray]
     """Optional columns of the episode, [T] or [T, width]."""
     path: tuple[int, ...]
     """Segments from root to leaf."""
     lengths: tuple[int, ...]
-    """Units of each segment of the path; they sum to T."""
+    """Units of each segment of the path. Their sum is T."""
 
 
 def seen_by(episode: Episode, policy: str) -> Episode:
-    """The episode as the trainer of `policy` sees it: what other policies sampled is context (mask 0)."""
+    """Return the episode as the trainer of `policy` sees it. Units that other policies sampled become context
+    (mask 0)."""
     if episode.versions.keys() <= {policy}:
         return episode
     header, segments, units = episode.header, episode.segments, episode.units
@@ -63,12 +62,11 @@ def seen_by(episode: Episode, policy: str) -> Episode:
 
 
 def training_rows(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> list[Row]:
-    """The rows of an episode, in the order of their leaves.
+    """Return the rows of an episode, in the order of their leaves.
 
-    A segment that several leaves share is trained in the row of the first of them and context in the others
-    (mask 0 there), so each unit with mask 1 is trained in exactly one row. A path with nothing of its own to
-    train gives no row. Raises SizeError when shared prefixes would blow the rows up beyond `limits`.
-    """
+    If several leaves share a segment, the row of the first leaf trains it. In the other rows it is context
+    (mask 0), so each unit with mask 1 is trained in exactly one row. A path gives no row if it has no units
+    of its own to train. Raises SizeError if shared prefixes make the rows larger than `limits`."""
     units = episode.units
     if not episode.n_sampled:
         return []
@@ -83,18 +81,18 @@ def training_rows(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -
 
 
 def _is_chain(parent: list[int]) -> bool:
-    """Whether each segment continues the one before it: there is one row then, the unit table itself."""
+    """Return whether each segment continues the segment before it. Then the unit table itself is the only
+    row."""
     return parent == list(range(-1, len(parent) - 1))
 
 
 def _owned_paths(
     parent: list[int], length: list[int], offset: list[int], mask: bytes, limits: EpisodeLimits
 ) -> list[tuple[list[int], int]]:
-    """(path, first position in the path that the row owns) of every leaf with something to train.
+    """Return (path, first position in the path that the row owns) of each leaf that has units to train.
 
     The unowned part of a path is a prefix: an ancestor of an owned segment belongs to an earlier leaf or to
-    this one.
-    """
+    this leaf."""
     n_segments = len(parent)
     has_child = bytearray(n_segments)
     depth = [1] * n_segments
@@ -150,12 +148,12 @@ def _row(episode: Episode, path: list[int], owned: int, offset: list[int], lengt
     return Row(*of_units, tuple(path), lengths)
 
 
-_PROFILE_ENTRY = struct.Struct("<4i")  # row, version, units of it that the row trains, position of the last
+_PROFILE_ENTRY = struct.Struct("<4i")  # Row, version, its trained units in the row, position of the last
 
 
 def row_profile(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
-    """The sizes of the episode's training rows by version: 16 bytes for each version of each row, rows in the
-    order of `training_rows`. Raises SizeError as that does."""
+    """Return the sizes of the episode's training rows by version. There are 16 bytes for each version of each
+    row, in the order of `training_rows`. Raises SizeError as `training_rows` does."""
     if not episode.n_sampled:
         return b""
     units, segments = episode.units, episode.segments
@@ -176,8 +174,10 @@ def row_profile(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> 
 
 
 def row_sizes(profile: bytes, lowest_version: int = 0) -> list[tuple[int, int]]:
-    """(tokens fed, units trained) of each training row when units below `lowest_version` are masked: a row is
-    cut after its last trained unit, which is predicted and not fed. (0, 0) for one with none left."""
+    """Return (tokens fed, units trained) of each training row after units below `lowest_version` are masked.
+
+    A row is cut after its last trained unit, which is predicted and not fed. The result is (0, 0) for a row
+    without such units."""
     sizes: list[tuple[int, int]] = []
     for row, version, n_units, last in _PROFILE_ENTRY.iter_unpack(profile):
         if row == len(sizes):
@@ -189,13 +189,12 @@ def row_sizes(profile: bytes, lowest_version: int = 0) -> list[tuple[int, int]]:
 
 
 def untrainable(episode: Episode) -> str:
-    """Which call of the episode has units to train (mask 1) that were not sampled from what is trained, and
-    how they were; empty when there is none. Units with mask 0 are context, sampled in whatever way.
+    """Return a message about the first call with units that were not sampled from the trained distribution.
+    Only units with mask 1 count; units with mask 0 are context. Return "" if there is no such call.
 
-    The trainer weighs each unit by softmax(logits / temperature) of the weights that it trains, at the
-    temperature of the call that sampled the unit. A unit that was drawn otherwise, greedily or from a cut
-    distribution, or whose log-prob is of another temperature, would get a ratio of two different
-    distributions: a wrong weight, silently."""
+    The trainer weighs each unit by softmax(logits / temperature) of the trained weights, at the temperature
+    of the unit's call. Other sampling (greedy, truncated, or log-probs at another temperature) would give a
+    ratio of two different distributions. The weight would be wrong, and no error would show it."""
     offset, length, mask = episode.segments.offset, episode.segments.length, episode.units.mask
     for call in episode.header.calls:
         how = _other_than_trained(call)

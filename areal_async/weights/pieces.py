@@ -30,7 +30,7 @@ class TensorPiece:
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """The index of the box in the whole tensor."""
+        """Return the index of the box in the whole tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.tensor.shape, strict=True))
 
 

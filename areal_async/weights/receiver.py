@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import asyncio
 
-from areal_async.base.addresses import Address
 from areal_async.base.errors import SnapshotError
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.client import Client
 from areal_async.rpc.schema import Welcome
-from areal_async.rpc.secret import Access
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
 from areal_async.service.context import ServiceContext
 from areal_async.weights.adapter import MergedWeights, Merger, is_adapter
@@ -32,15 +30,13 @@ ANSWER_S = 10.0  # seconds that an answer may take beyond the requested wait
 
 
 class Receiver:
-    """One receiver of the publisher at `address`, on one event loop."""
+    """One receiver, called `name`, of the publisher that `client` asks, on one event loop. It closes both."""
 
     def __init__(
         self,
-        address: str | Address,
-        *,
-        job: str,
+        client: Client,
         name: str,
-        access: Access,
+        *,
         purpose: Purpose = "serve",
         channel: ReceivingEnd | None = None,
         tensors: bool = True,
@@ -59,7 +55,7 @@ class Receiver:
         self._tensors = tensors or merger is not None
         self._merger = merger
         self._purpose: Purpose = purpose
-        self._client = Client(address, job=job, role=f"receiver-{purpose}", name=name, access=access)
+        self._client = client
 
     async def connect(self, timeout_s: float = 10.0) -> Welcome:
         return await self._client.connect(timeout_s)
@@ -122,10 +118,8 @@ def make_receiver(ctx: ServiceContext, purpose: Purpose, *, name: str = "", tens
         root = ctx.shm_dir / "merged" / ctx.node_id
         merger = Merger(ctx.job.model, getattr(torch, ctx.job.trainer.dtype), root, tensors=tensors)
     return Receiver(
-        ctx.weights,
-        job=ctx.job.job,
-        name=name,
-        access=ctx.keys,
+        Client(ctx.weights, job=ctx.job.job, role=f"receiver-{purpose}", name=name, access=ctx.keys),
+        name,
         purpose=purpose,
         channel=channel_of(ctx.job).receiving_end(ctx, name),
         tensors=tensors,

@@ -1,28 +1,33 @@
-"""The ledger: what became of every task, group and episode of a job, as a pure state machine.
+"""The ledger: the state of every task, group and episode of a job, as a pure state machine.
 
-Contract. `decide(index, command, now_ms)` looks at the index and returns a `Decision`: the reply, and the
-writes that make it true. It changes nothing, reads no clock and does no I/O; `index.apply(writes)` is the
-only way the index changes, and the same writes go to Redis in one script call. So the index is always a
-function of what Redis holds, and a crash between two decisions leaves a state from which any message can be
-asked again.
+Contract. `decide(index, command, now_ms)` reads the index and returns a `Decision`: the reply and the writes
+that must precede it. It changes nothing, reads no clock and does no I/O. Only `index.apply(writes)` changes
+the index, and the same writes go to Redis in one script call. So the index always matches the content of
+Redis. After a crash between two decisions, every message can be sent again.
 
 Every group follows
 
     QUEUED → LEASED → GENERATED → SCORED → BATCHED(step) → TRAINED(step) → COMMITTED(checkpoint)
 
-with LEASED → QUEUED when a lease ends early, QUEUED → GENERATED where a partial group goes on, TRAINED →
-SCORED while a group may be used again (`max_reuse`), SCORED → TRAINED when it no longer may, BATCHED ←
-TRAINED when a trainer comes back from a checkpoint, and → DROPPED(reason) from any state before it is
-TRAINED for the first time. Each episode of a group follows
+Other transitions of a group:
+
+- LEASED → QUEUED: a lease ends early.
+- QUEUED → GENERATED: a partial group continues without its missing samples.
+- TRAINED → SCORED: the group may be used again (`max_reuse`).
+- SCORED → TRAINED: the group may no longer be used again.
+- TRAINED → BATCHED: a trainer resumes from a checkpoint.
+- any state before the first TRAINED → DROPPED(reason).
+
+Each episode of a group follows
 
     MISSING → STORED → CLAIMED → VERDICT
 
-with CLAIMED → STORED when a claim ends without a score, and MISSING → ABSENT when it is given up by the
-policy of groups. A group is GENERATED when no sample is MISSING, and SCORED when each is VERDICT or
+with CLAIMED → STORED if a claim ends without a score, and MISSING → ABSENT if the policy for groups gives the
+episode up. A group is GENERATED when no sample is MISSING. It is SCORED when each sample is VERDICT or
 ABSENT. Each transition is counted by its reason.
 
-What is fenced: results by lease id, verdicts by claim id, the trainer's messages by its epoch; every message
-may be repeated. Time is Redis's, an argument of every decision: what has reached its deadline (a lease, a
-claim, a group) is ended by `ExpireDeadlines`, due at `index.next_deadline_ms`. What is not decided here:
-whether bytes reached Redis (`redis.store`), and waiting (`coordinator`).
+Lease ids fence results, claim ids fence verdicts, and the trainer's epoch fences its messages. Every message
+may be repeated. Time is the ledger's clock, an argument of every decision. `ExpireDeadlines` ends each lease,
+claim and group whose deadline has passed. It is due at `index.next_deadline_ms`. Two things are decided
+elsewhere: whether bytes reached Redis (`redis.store`), and how long a request waits (`coordinator`).
 """

@@ -1,9 +1,9 @@
-"""Units sampled from weights that a restarted trainer has left: whether they may be trained, and as how old.
+"""Units from weights that a restarted trainer has abandoned: whether they are trained, and their staleness.
 
-Under `on_abandoned: drop` they end, by name. Under `train` they stay: their behaviour log-probs are known,
-and the correction makes up for what the weights have become since, whichever those were. For the staleness
-bound such a unit counts as the last version that its epoch has in common with the trainer's lineage
-(`counted_as`): it never counts as younger than it is.
+Under `on_abandoned: drop`, their groups are dropped with the reason `abandoned`. Under `train`, they stay.
+Their behaviour log-probs are known, so the off-policy correction accounts for the difference between the
+weights. For the staleness limit, such a unit counts as the last version that its epoch shares with the
+trainer's lineage (`counted_as`). So a unit never counts as younger than it is.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 def counted_as(lineage: Lineage, step: int, min_epoch: int, version: int) -> int:
-    """The version as which units count that `min_epoch` sampled at `version`, where `step` is the newest of
-    the running epoch: their own on the lineage, and while the steps to come will tell; else the last version
-    that their epoch has in common with the lineage. So their staleness is never underestimated. -1 where no
-    such version is known."""
+    """Return the version that units count as for the staleness limit. Epoch `min_epoch` sampled them at
+    `version`, and `step` is the newest version of the running epoch. On the lineage, and while later steps
+    can still decide, they count as their own version. Otherwise they count as the last version that their
+    epoch shares with the lineage. So their staleness is never underestimated. Return -1 if no such version is
+    known."""
     for span in lineage:
         if span.epoch == min_epoch:
             if version < span.first:
@@ -33,13 +34,13 @@ def counted_as(lineage: Lineage, step: int, min_epoch: int, version: int) -> int
 
 
 def on_lineage(tx: Transaction, policy: str, group: GroupRecord) -> bool:
-    """Whether every unit of `policy` in the group may be trained."""
+    """Return whether every unit of `policy` in the group may be trained."""
     return all(is_on_lineage(tx.rules, tx.consumer(policy), episode, policy) for episode in group.episodes)
 
 
 def is_on_lineage(rules: Rules, consumer: Consumer, episode: EpisodeRecord, policy: str) -> bool:
-    """Whether every unit of `policy` in the episode was sampled from weights that count; or, where what is
-    abandoned is trained, from such that it is known as which version they count."""
+    """Return whether every unit of `policy` in the episode was sampled from valid weights. If abandoned units
+    are trained, it is enough that the version they count as is known."""
     held = episode.versions.get(policy)
     if held is None or accepts(consumer.lineage, held.epoch, held.oldest, held.newest):
         return True
@@ -48,8 +49,8 @@ def is_on_lineage(rules: Rules, consumer: Consumer, episode: EpisodeRecord, poli
 
 
 def recounted(tx: Transaction, policy: str, group: GroupRecord, leased_at_most: int) -> None:
-    """Count the units of a group anew, after versions were abandoned: what a worker that leased it may still
-    bring is no newer than `leased_at_most`."""
+    """Count the units of a group again after versions were abandoned. Units that a worker with a lease still
+    delivers are no newer than `leased_at_most`."""
     training = group.training[policy]
     oldest = tx.oldest(policy, group.episodes)
     leased = min(training.leased_version, leased_at_most)

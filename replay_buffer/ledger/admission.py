@@ -1,23 +1,24 @@
-"""Admission: how many groups a worker may lease now, so that none can become too old.
+"""Admission: the number of groups that a worker may lease now, so that none becomes too old.
 
     outstanding < min(η + 1 − max(0, v_train − v_serving), steps − v_train) · B
 
-All of it is of one trained policy: `v_train` counts its committed steps, `v_serving` is the version of it
-that the asking worker serves, `outstanding` counts the groups leased and not yet TRAINED or DROPPED, and a
-step trains B of them. Why it bounds staleness: steps take the oldest groups first, so the group granted last
-has at most (η + 1 − lag)·B − 1 groups before it and is trained at the latest in step v_train + η − lag =
-v_serving + η. Without the `+ 1` nothing could run at η = 0; without the lag a worker that has yet to load the
-newest weights makes groups that are a version too old when their turn comes. A group that several policies
-train needs a place of each.
+All symbols belong to one trained policy. `v_train` counts its committed steps. `v_serving` is the version
+that the asking worker serves. `outstanding` counts the groups that are leased and not yet TRAINED or DROPPED.
+A step trains B groups.
 
-While steps are done again, whole batches lie ready for steps to come. What is BATCHED for a step takes a
-place of that step and of no other, so those beyond the steps that the formula looks at do not count. If they
-did, a step whose batch has lost groups, since abandoned weights had a part in them, could get no others: the
-trainer would wait for generation, and generation for the trainer.
+The formula bounds staleness because steps take the oldest groups first. The group granted last has at most (η
++ 1 − lag)·B − 1 groups before it. So it is trained at the latest in step v_train + η − lag = v_serving + η.
+Without the `+ 1`, nothing could run at η = 0. Without the lag, a worker that has not yet loaded the newest
+weights would make groups that are one version too old when they are trained. A group that several policies
+train needs a place for each of them.
 
-Work that runs is capped by nothing else
-(docs/decisions/buffer.md#no-limit-on-running-groups-beyond-admission). The term `steps − v_train` keeps the
-last steps of a job from being over-supplied: no step is left for a group beyond it.
+While steps are redone, whole batches are ready for later steps. A group BATCHED for a step takes a place of
+that step only. So groups batched for steps beyond the formula's window do not count. Otherwise a step whose
+batch has lost groups to abandoned weights could get no others, and the trainer and generation would wait for
+each other.
+
+No other limit applies to running work (docs/decisions/buffer.md#no-limit-on-running-groups-beyond-admission).
+The term `steps − v_train` prevents groups for which the job has no step left.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from replay_buffer.ledger.records import Pace
 
 @dataclass(frozen=True)
 class Demand:
-    """Figures of one policy that the formula takes."""
+    """Inputs of the formula for one policy."""
 
     policy: str
     max_staleness: int
@@ -40,20 +41,20 @@ class Demand:
     v_train: int
     outstanding: int
     pace: Pace | None = None
-    """Under `buffer.pacing: fresh`."""
+    """Set under `buffer.pacing: fresh`."""
     batched: Mapping[int, int] = field(default_factory=dict)
-    """Step → how many of the outstanding groups are BATCHED for it."""
+    """Step → number of outstanding groups that are BATCHED for it."""
     whole_batches: int = 0
-    """Number of steps, from the next one on, that have whole batches."""
+    """Number of consecutive steps with whole batches, starting at the next step."""
 
     def outstanding_within(self, steps: int) -> int:
-        """Return the number of groups that take a place of the next so many steps."""
+        """Return the number of outstanding groups that take a place in the next `steps` steps."""
         beyond = (count for step, count in self.batched.items() if step >= self.v_train + steps)
         return self.outstanding - sum(beyond)
 
 
 def capacity(demand: Demand, v_serving: int) -> int:
-    """Groups that may be outstanding for a worker that serves `v_serving`."""
+    """Return the number of groups that may be outstanding for a worker that serves `v_serving`."""
     bound = allowed(demand, v_serving)
     if demand.pace is None:
         return bound
@@ -61,22 +62,22 @@ def capacity(demand: Demand, v_serving: int) -> int:
 
 
 def allowed(demand: Demand, v_serving: int) -> int:
-    """Groups that may be outstanding by the staleness bound alone."""
+    """Return the same number from the staleness limit alone."""
     return steps_allowed(demand, v_serving) * demand.batch_groups
 
 
 def steps_allowed(demand: Demand, v_serving: int) -> int:
-    """The same in steps: those from the next one on that may train what a worker begins now."""
+    """Return the same limit in steps: how many of the next steps may train a group that begins now."""
     lag = max(0, demand.v_train - v_serving)
     return max(0, min(demand.max_staleness + 1 - lag, demand.steps - demand.v_train))
 
 
 def room(demand: Demand, v_serving: int) -> tuple[int, str]:
-    """Return how many groups a worker that serves `v_serving` may lease for the policy now; with 0, why
-    none."""
+    """Return how many groups a worker that serves `v_serving` may lease for the policy now. If 0, also return
+    the reason."""
     most = capacity(demand, v_serving)
     free = allowed(demand, v_serving) - demand.outstanding_within(steps_allowed(demand, v_serving))
-    if demand.pace is not None:  # which holds back nobody while the next batch lacks groups
+    if demand.pace is not None:  # the pace holds nobody back while the next batch lacks groups
         free = min(free, most - demand.outstanding_within(demand.whole_batches + 1))
     if free > 0:
         return free, ""

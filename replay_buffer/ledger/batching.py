@@ -1,18 +1,19 @@
-"""Assembling the batch of a policy's step: the hard staleness check, overtaken groups, which groups it takes.
+"""Batch of a policy's step: the hard staleness check, overtaken groups, and the choice of groups.
 
-The order of `sampling` decides among groups never trained; what was trained before fills the places they
-leave, unless a group under way would lose its own by that.
+`sampling` orders the groups that were never trained. Groups trained before fill the places that are left.
+They are not used if an unfinished group would then become too old.
 
-Look-ahead. The batch of step s + 1 may be given while the commit of s is still to come: the trainer computes
-s + 1 while the weights that s made are written and announced. That is the trainer that was given s, and one
-step, never more. Staleness is counted from the number of the step, and what is BATCHED is outstanding, so
-neither bound moves; what s trains can be used again from s + 2 on. While steps are done again, or an earlier
-epoch has published the same weights so far, only the commit tells which units count: s + 1 waits for it.
+Look-ahead. The trainer may get the batch of step s + 1 before the commit of s. It computes s + 1 while the
+weights of s are written and announced. Only the trainer that got s may look ahead, and only by one step.
+Staleness counts from the step's number, and a BATCHED group is outstanding, so both limits stay the same.
+Groups trained in s can be used again from s + 2 on. In two cases s + 1 waits for the commit of s: while steps
+are redone, and while an earlier epoch has published the same weights so far. Only the commit then shows which
+units are valid.
 
-Replay (`buffer.max_reuse`). A trained group that has uses left and is young enough for the next step is
-SCORED again; then it is TRAINED for good, and COMMITTED with the first checkpoint after its last use. It is
-never dropped: its part in the weights is there. `Training.steps` has its uses; a trainer that comes back
-undoes those after its checkpoint, and only those.
+Replay (`buffer.max_reuse`). A trained group becomes SCORED again if it has uses left and is young enough for
+the next step. Otherwise it stays TRAINED, and the first checkpoint after its last use makes it COMMITTED. It
+is never dropped, because the weights already contain it. `Training.steps` lists its uses. A resumed trainer
+undoes only the uses after its checkpoint.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ NO_VERSIONS = Versions(NO_VERSION, NO_VERSION, 0)
 
 
 def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
-    """The batch of `step`, the same one however often it is asked for.
+    """Return the batch of `step`. Repeated requests get the same batch.
 
-    A batch is `batch_groups` SCORED groups, never trained ones first. None has a version of the policy below
-    `step − η`: what fell below is dropped here. A group that holds (or may come to hold) version `step − η`
-    and is not finished would be too old for the next step; under `wait` the step does not start without it,
-    until the limit.
+    A batch is `batch_groups` SCORED groups. Never trained groups come first. A group with a version of the
+    policy below `step − η` is dropped here. An unfinished group that has version `step − η`, or may still get
+    it, would be too old for the next step. Under `wait`, the step waits for such groups up to a time limit.
 
-    `step` is the next to be committed, or the one after it if the trainer has the batch of that one."""
+    `step` is the next step to commit. If the trainer has the batch of that step, `step` may also be the one
+    after it."""
     policy, step = message.policy, message.step
     if (refusal := refused(index, policy, message.epoch)) is not None:
         return refusal
@@ -78,9 +79,10 @@ def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
 
 
 def _only_after_commit(index: Index, policy: str, step: int) -> Waiting | None:
-    """Whether the batch of `step` has to wait for the commit of the step before: while that may still decide
-    which units count. It does as long as the redo log goes on, and as long as an earlier epoch has published
-    the same weights up to here: what is left of its later versions becomes true or abandoned with it."""
+    """Return the reason if the batch of `step` must wait for the commit of the step before. It waits while
+    that commit can still decide which units are valid. This is so while the redo log goes on, and while an
+    earlier epoch has published the same weights so far. The commit then makes the later versions of that
+    epoch valid or abandoned."""
     done = index.consumer(policy).v_train
     if index.plans(policy, step):
         why = "steps are done again"
@@ -92,12 +94,12 @@ def _only_after_commit(index: Index, policy: str, step: int) -> Waiting | None:
 
 
 def refused(index: Index, policy: str, epoch: int) -> Decision | None:
-    """The answer to a message of trainer epoch `epoch` that does not come from the running trainer of a
-    policy of the job; None when it does."""
+    """Return a refusal if a message of trainer epoch `epoch` is not from the running trainer of a policy of
+    the job. Otherwise return None."""
     if policy not in index.consumers:
         return fault("invalid", f"this job trains {', '.join(index.consumers)}, and no policy {policy!r}")
     running = index.consumer(policy)
-    # Where another policy's copy won, nobody speaks for this one before its trainer has come back.
+    # If another policy's copy won, no trainer may act for this policy before its own trainer resumes.
     if epoch == running.epoch != 0 and running.trainer:
         return None
     return fault(
@@ -108,11 +110,11 @@ def refused(index: Index, policy: str, epoch: int) -> Decision | None:
 
 
 Chosen = list[tuple[GroupRecord, str]]
-"""Groups to train, each with what there is to say about why it was taken."""
+"""Groups to train, each with the reason for its choice, or an empty string."""
 
 
 class _Assembly:
-    """The batch of one step of one policy in the making."""
+    """Batch of one step of one policy, under construction."""
 
     def __init__(self, tx: Transaction, policy: str, step: int) -> None:
         self.tx = tx
@@ -122,7 +124,7 @@ class _Assembly:
         self.rules = tx.rules.consumers[policy]
 
     def batch(self, plan: BatchPlan | None, epoch: int) -> Decision:
-        """The decision; `plan` is the batch of this step that an earlier trainer was given."""
+        """Return the decision. `plan` is the batch of this step that an earlier trainer got."""
         tx, policy, step = self.tx, self.policy, self.step
         groups = self._still_on_lineage(plan)
         if len(groups) < self.rules.batch_groups:
@@ -155,25 +157,24 @@ class _Assembly:
             self.tx.set_consumer(self.policy, pace=lacks(pace, self.step, self.tx.now_ms))
 
     def _note_supply(self, chosen: list[GroupRecord]) -> None:
-        """Once for each step, when there are enough groups for it."""
+        """Update the pace once for each step, when there are enough groups for it."""
         pace = pace_of(self.tx.index, self.policy)
         if pace is None or pace.supplied == self.step:
             return
         new = [group for group in chosen if not group.training[self.policy].steps]
         pace = enough(
             pace,
+            self.rules,
             step=self.step,
             spare=len(self.mine.ready) - len(new),
             reused=len(chosen) - len(new),
             leads_ms=[group.since_ms - group.begun_ms for group in new],
-            batch_groups=self.rules.batch_groups,
-            max_staleness=self.rules.max_staleness,
             now_ms=self.tx.now_ms,
         )
         self.tx.set_consumer(self.policy, pace=pace)
 
     def _still_on_lineage(self, plan: BatchPlan | None) -> list[GroupRecord]:
-        """The groups of a batch that is run again, less those that abandoned weights had a part in."""
+        """Return the groups of a repeated batch, without the groups that contain abandoned weights."""
         good = []
         for group in self.tx.groups(plan.group_ids if plan is not None else ()):
             if not has_place(group, self.policy):
@@ -181,7 +182,7 @@ class _Assembly:
             if not on_lineage(self.tx, self.policy, group):
                 self._drop(group, "abandoned")
             elif too_old(self.tx.rules, group, self.policy, self.step):
-                self._drop(group, "stale")  # as the version that it counts as since it was batched first
+                self._drop(group, "stale")  # its version may count as older since it was first batched
             else:
                 good.append(group)
         return good
@@ -190,14 +191,14 @@ class _Assembly:
         self.tx.drop_for(group.group_id, self.policy, reason)
 
     def _drop_stale(self) -> None:
-        """Drop what is too old for the step. What is merely leased at such a version is judged by the
-        versions it arrives with."""
+        """Drop groups that are too old for the step. A leased group is only judged by the versions that
+        arrive."""
         for group in self._aged(self.rules.lowest_version(self.step) - 1):
             if too_old(self.tx.rules, group, self.policy, self.step):
                 self._drop(group, "stale")
 
     def _aged(self, version: int) -> list[GroupRecord]:
-        """Unbatched groups that hold, or while leased may come to hold, `version` or an older one."""
+        """Return the unbatched groups that have `version` or an older one, or may get it while leased."""
         aged = []
         for group_id in self.mine.aging:
             if self.tx.index.groups[group_id].oldest_version(self.policy) > version:
@@ -209,13 +210,13 @@ class _Assembly:
         return group.state_for(self.policy)
 
     def _chosen(self, most: int) -> Chosen:
-        """The first `most` scored groups in the order of training: new ones, then those to be used again."""
+        """Return the first `most` scored groups in training order: new groups, then groups to use again."""
         new = self._new(most)
         return new + self._used_before(most - len(new))
 
     def _new(self, most: int) -> Chosen:
         if self.tx.rules.sampling == "fifo":
-            # The oldest first is what age asks for too.
+            # The staleness limit also asks for the oldest groups first.
             return [(group, "") for group in self._scored(self.mine.ready, most)]
         groups = self._scored(self.mine.ready, len(self.mine.ready))
         places, due = choose(
@@ -229,7 +230,7 @@ class _Assembly:
         return [(groups[place], "due" if place in due else "") for place in places]
 
     def _used_before(self, most: int) -> Chosen:
-        """All that is missing or nothing: a step that has to wait anyway waits for new groups."""
+        """Return either all `most` groups or none. A step that must wait anyway waits for new groups."""
         if most <= 0 or len(self.mine.reusable) < most:
             return []
         eta, size = self.rules.max_staleness, self.rules.batch_groups
@@ -238,12 +239,12 @@ class _Assembly:
         return [(group, "reuse") for group in self._scored(self.mine.reusable, most)]
 
     def _under_way(self) -> list[int]:
-        """The oldest versions that unfinished groups hold or may come to hold."""
+        """Return the oldest versions that unfinished groups have or may get."""
         groups = map(self.tx.index.groups.__getitem__, self.mine.aging)
         return [group.oldest_version(self.policy) for group in groups if group.state in UNFINISHED]
 
     def _scored(self, order: Iterable[str], most: int) -> list[GroupRecord]:
-        """The first `most` groups of `order` that still are SCORED, and on the lineage."""
+        """Return the first `most` groups of `order` that are still SCORED and on the lineage."""
         groups: list[GroupRecord] = []
         for group_id in order:
             if len(groups) >= most:
@@ -252,7 +253,7 @@ class _Assembly:
             if group is None or self._state(group) != GroupState.SCORED:
                 continue
             if self.tx.rules.abandoned_trains and newest_of(group, self.policy) > self.step:
-                continue  # An earlier trainer was further than this one: the group's turn comes
+                continue  # An earlier trainer was further ahead: a later step takes the group
             if on_lineage(self.tx, self.policy, group):
                 groups.append(group)
             else:
@@ -260,8 +261,8 @@ class _Assembly:
         return groups
 
     def _wait_for_overtaken(self, chosen: list[GroupRecord]) -> Waiting | None:
-        """Whether the step waits. Where all of `chosen` are new and as old as what is overtaken, there is no
-        place for another, and waiting would be in vain."""
+        """Return a reason if the step waits for overtaken groups. It does not wait if all of `chosen` are new
+        and as old as the overtaken groups. No place would then be left for another group."""
         tx, step = self.tx, self.step
         limit = self.rules.lowest_version(step)
         overtaken = [group for group in self._aged(limit) if group.state in UNFINISHED]
@@ -287,7 +288,8 @@ class _Assembly:
         return None
 
     def _drop_left_behind(self) -> None:
-        """Drop what is too old for the next step: this one's batch is made, so it can be trained no more."""
+        """Drop groups that are too old for the next step. The batch of this step is made, so no step can
+        train them."""
         for group in self._aged(self.rules.lowest_version(self.step)):
             if too_old(self.tx.rules, group, self.policy, self.step + 1):
                 finished = group.state in (GroupState.SCORED, GroupState.QUEUED)
@@ -342,11 +344,11 @@ def _batch_episode(
     )
 
 
-# --- what is starving, in words that a person can act on ---
+# --- messages about missing groups ---
 
 
 def starving(index: Index, policy: str, step: int, ready: int) -> Waiting:
-    """Why `step` of `policy` cannot start with `ready` scored groups: the edge that lacks, then the
+    """Return why `step` of `policy` cannot start with `ready` scored groups: the missing event, then the
     figures."""
     mine, episodes = index.consumers[policy], index.episode_counts
     groups = mine.group_counts
@@ -392,7 +394,8 @@ def _edge(index: Index, policy: str) -> str:
 
 
 def lease_wait(index: Index) -> str:
-    """Why a worker that serves the newest version would be given no group; empty when it would."""
+    """Return why a worker that serves the newest version would get no group, or an empty string if it would
+    get one."""
     to_train = [policy for policy in index.consumers if not is_done(index, policy)]
     for policy in to_train or index.consumers:
         places, why = room(demand_of(index, policy), index.consumer(policy).v_train)
@@ -407,11 +410,12 @@ def lease_wait(index: Index) -> str:
 
 
 def batch_wait(index: Index, policy: str) -> str:
-    """Return what the next step of `policy` waits for; empty when its batch can be made, or is, or no step is
-    left."""
+    """Return what the next step of `policy` waits for. Empty if its batch exists or can be made, or if no
+    step is left."""
     rules, step = index.rules.consumers[policy], index.consumer(policy).v_train
     ready = index.consumers[policy].group_counts[GroupState.SCORED]
-    batched = index.consumers[policy].batched.get(step, 0)  # fewer than a batch where some of it was dropped
+    # smaller than a batch if some of its groups were dropped
+    batched = index.consumers[policy].batched.get(step, 0)
     if step >= rules.steps or batched + ready >= rules.batch_groups:
         return ""
     waiting = starving(index, policy, step, batched + ready)
@@ -422,17 +426,18 @@ def batch_wait(index: Index, policy: str) -> str:
 
 
 Plans = dict[str, list[int]]
-"""Group → the steps from some step on that hold it in their batch, ascending."""
+"""Group → the steps, from some step on, whose batch contains it, ascending."""
 
 
 def masked_below(rules: Rules, policy: str, step: int) -> int:
-    """The version below which the trainer of `policy` masks units in `step`; 0 where it masks none."""
+    """Return the version below which the trainer of `policy` masks units in `step`. 0: it masks none."""
     return max(0, rules.consumers[policy].lowest_version(step)) if rules.overtaken_masks else 0
 
 
 def too_old(rules: Rules, group: GroupRecord, policy: str, step: int) -> bool:
-    """Whether `step` of `policy`, and every later one, must do without the group: it holds a unit below the
-    step's lowest version; or, where such units are masked, nothing else, and nothing is to come."""
+    """Return whether the group is too old for `step` of `policy` and all later steps. Without masking, one
+    unit below the step's lowest version makes the group too old. With masking, all its units must be below,
+    and no sample may be missing."""
     lowest = rules.consumers[policy].lowest_version(step)
     oldest = group.training[policy].min_version
     if oldest == NO_VERSION or oldest >= lowest:
@@ -443,17 +448,17 @@ def too_old(rules: Rules, group: GroupRecord, policy: str, step: int) -> bool:
 
 
 def newest_of(group: GroupRecord, policy: str) -> int:
-    """The newest version of `policy` in a group; -1 for none."""
+    """Return the newest version of `policy` in a group, or -1."""
     return max((newest_version(episode, policy) for episode in group.episodes), default=NO_VERSION)
 
 
 def newest_version(episode: EpisodeRecord, policy: str) -> int:
-    """The newest version of `policy` in an episode; -1 for none."""
+    """Return the newest version of `policy` in an episode, or -1."""
     return episode.versions[policy].newest if policy in episode.versions else NO_VERSION
 
 
 def plans_from(index: Index, policy: str, step: int) -> Plans:
-    """Return what the redo log of `policy` has: empty unless its trainer is redoing steps."""
+    """Return the plans of `policy` in the redo log. Empty unless its trainer is redoing steps."""
     plans: defaultdict[str, list[int]] = defaultdict(list)
     for number, plan in index.plans(policy, step).items():
         for group_id in plan.group_ids:
@@ -462,12 +467,12 @@ def plans_from(index: Index, policy: str, step: int) -> Plans:
 
 
 def may_be_used(rules: Rules, group: GroupRecord, policy: str, step: int) -> bool:
-    """Whether a trained group has a use left and is not too old for `step`."""
+    """Return whether a trained group has a use left and is not too old for `step`."""
     return len(group.training[policy].steps) < rules.max_reuse and not too_old(rules, group, policy, step)
 
 
 def trained_in(tx: Transaction, group: GroupRecord, policy: str, step: int, plans: Plans) -> None:
-    """A BATCHED group was trained in `step`; `plans` are those of the steps after it."""
+    """Record that a BATCHED group was trained in `step`. `plans` has the later steps of the redo log."""
     steps = (*group.training[policy].steps, step)
     group = tx.train(group, policy, GroupState.TRAINED, steps=steps)
     if later := plans.get(group.group_id):
@@ -478,9 +483,10 @@ def trained_in(tx: Transaction, group: GroupRecord, policy: str, step: int, plan
 
 
 def rewound(tx: Transaction, group: GroupRecord, policy: str, step: int, planned: list[int] | None) -> int:
-    """Undo the uses of a group in `step` and later; returns how many episodes that takes back.
+    """Undo the uses of a group in `step` and later. Return the number of episodes whose training is undone.
 
-    `planned` are the steps of the redo log that hold it: it is BATCHED for the first of them."""
+    `planned` are the steps of the redo log that contain the group. It becomes BATCHED for the first of them.
+    """
     training: Training = group.training[policy]
     kept = tuple(number for number in training.steps if number < step)
     undone = (len(training.steps) - len(kept)) * group.count(EpisodeState.VERDICT)

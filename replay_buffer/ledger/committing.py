@@ -1,4 +1,4 @@
-"""The end of a step: committed, exported into a checkpoint, covered by it."""
+"""The end of a step: commit it, export it into a checkpoint, mark it as covered by the checkpoint."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ from replay_buffer.ledger.transaction import Decision, Transaction, fault
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """The ledger inside a checkpoint: the figures, and every group that a step to come may train. What is
-    TRAINED for good is in the checkpoint's weights; its bytes and the rest stay in Redis."""
+    """The ledger inside a checkpoint: the figures, and every group that a later step may train. Groups that
+    are TRAINED for good are part of the checkpoint's weights. Episode bytes and all other records stay in
+    Redis."""
 
     schema: int
     meta: LedgerMeta
@@ -42,10 +43,11 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 def commit(index: Index, message: Commit, now_ms: int) -> Decision:
-    """Step `step` is trained and published: its groups are TRAINED, those that may be used again SCORED.
-    Committing it again changes nothing.
+    """Commit `step`, which is trained and published. Its groups become TRAINED, or SCORED if they may be used
+    again. A repeated commit changes nothing.
 
-    Where an earlier epoch had published another version `step + 1`, what came of its later weights ends."""
+    If an earlier epoch published different weights as version `step + 1`, units of its later weights are
+    abandoned."""
     policy, step = message.policy, message.step
     if (refusal := refused(index, policy, message.epoch)) is not None:
         return refusal
@@ -83,8 +85,8 @@ def commit(index: Index, message: Commit, now_ms: int) -> Decision:
 
 
 def _drop_abandoned(tx: Transaction, policy: str, version: int) -> None:
-    """End every group not trained yet that holds units of weights that will not come again, or count them as
-    older, as the job says. `version` is the newest of the running epoch."""
+    """Handle every group not trained yet that has units from abandoned weights. As the job file says, drop
+    it, or count these units as older. `version` is the newest version of the running epoch."""
     consumer = tx.consumer(policy)
 
     def may_stay(episode: EpisodeRecord) -> bool:
@@ -107,7 +109,7 @@ def _drop_abandoned(tx: Transaction, policy: str, version: int) -> None:
 
 
 def export(index: Index, message: ExportLedger, now_ms: int) -> Decision:
-    """The ledger as of the last committed step, for the checkpoint of that step."""
+    """Return the ledger as of the last committed step, for the checkpoint of that step."""
     if (refusal := refused(index, message.policy, message.epoch)) is not None:
         return refusal
     done = index.consumer(message.policy).v_train
@@ -115,15 +117,15 @@ def export(index: Index, message: ExportLedger, now_ms: int) -> Decision:
         return fault(
             "invalid", f"the ledger is at step {done}; it cannot be exported as of step {message.step}"
         )
-    # Batches of later steps exist while steps are redone: their groups are still to be trained.
+    # While steps are redone, later steps have batches too. Their groups are not trained yet.
     groups = [group for group in index.groups.values() if group.least_state <= GroupState.BATCHED]
     copy = Copy(SCHEMA, index.meta, sorted(groups, key=attrgetter("seq")))
     return Decision(LedgerCopy(message.step), payload=msgspec.msgpack.encode(copy))
 
 
 def checkpointed(index: Index, message: Checkpointed, now_ms: int) -> Decision:
-    """The checkpoint after `step` steps is on disk: what was trained for the last time before it is
-    COMMITTED, its bytes freed, and its part of the redo log forgotten."""
+    """Record that the checkpoint after `step` steps is on disk. Groups whose last training was before it
+    become COMMITTED. Their bytes are freed, and their part of the redo log is deleted."""
     if (refusal := refused(index, message.policy, message.epoch)) is not None:
         return refusal
     done = index.consumer(message.policy).v_train
@@ -137,7 +139,7 @@ def checkpointed(index: Index, message: Checkpointed, now_ms: int) -> Decision:
 
 
 def commit_before(tx: Transaction, policy: str, step: int) -> None:
-    """Move every group trained in a step of `policy` before `step` to COMMITTED."""
+    """Move every group of `policy` trained before `step` to COMMITTED."""
     consumer = tx.consumer(policy)
     if step <= consumer.checkpoint:
         return
@@ -148,7 +150,7 @@ def commit_before(tx: Transaction, policy: str, step: int) -> None:
     for number in tx.index.plans(policy):
         if number < step:
             tx.set_batch(policy, number, None)
-    # No batch before `step` is run again, so no unit below its bound is asked about again; but one that is
-    # masked may be of any age.
+    # No batch before `step` runs again, so no unit below its limit is checked again. A masked unit may be of
+    # any age.
     oldest = 0 if tx.rules.overtaken_masks else tx.rules.consumers[policy].lowest_version(step)
     tx.set_consumer(policy, checkpoint=step, lineage=pruned(consumer.lineage, oldest))

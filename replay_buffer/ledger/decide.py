@@ -1,4 +1,4 @@
-"""The one way into the ledger: from a command to a decision."""
+"""The only entry to the ledger: a command goes in, a decision comes out."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ from replay_buffer.ledger.transaction import Decision, Transaction, forget_failu
 
 @dataclass(frozen=True)
 class ExpireDeadlines:
-    """Time has passed: end what has reached its deadline."""
+    """Command to end everything whose deadline has passed."""
 
 
 @dataclass(frozen=True)
 class ExtendDeadlines:
-    """The front or Redis was out for this long."""
+    """Report that the buffer or Redis was unavailable for this long."""
 
     outage_ms: int
 
 
 @dataclass(frozen=True)
 class BufferStarted:
-    """A buffer begins: a job that had failed has been resumed."""
+    """Report that a buffer has started. A failed job has then been resumed."""
 
 
 @dataclass(frozen=True)
 class BytesLost:
-    """Episodes, as (group id, sample), were found to be without their bytes when the store was opened."""
+    """Report that the store had no bytes for these episodes, (group id, sample), when it was opened."""
 
     places: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
 class KeepAlive:
-    """The front lives, and has nothing else to write: Redis notes the time with every write."""
+    """Command for an idle buffer: Redis records the time with every write, so this writes nothing else."""
 
 
 Decide = Callable[[Index, Any, int], Decision]
@@ -92,7 +92,7 @@ DECIDES: Mapping[type[Any], Decide] = {
     BufferStarted: lambda index, command, now_ms: begun(index, now_ms),
     BytesLost: lambda index, command, now_ms: leasing.lose(index, command.places, now_ms),
 }
-"""Functions that decide each request of the wire, and each command that the coordinator gives itself."""
+"""Functions that decide each request of the protocol and each internal command of the coordinator."""
 
 Command = (
     Request[Any]
@@ -107,15 +107,15 @@ Command = (
 
 
 def decide(index: Index, command: Command, now_ms: int) -> Decision:
-    """Decide what to answer to `command` at `now_ms` (milliseconds of the ledger's clock), and what to write
-    for it.
+    """Decide on `command` at `now_ms` (milliseconds of the ledger's clock). The decision has the reply and
+    the writes.
 
-    Expects `ExpireDeadlines` to have been decided and applied when `index.next_deadline_ms <= now_ms`."""
+    If `index.next_deadline_ms <= now_ms`, the caller must first decide and apply `ExpireDeadlines`."""
     return DECIDES[type(command)](index, command, now_ms)
 
 
 def begun(index: Index, now_ms: int) -> Decision:
-    """Forget why the job was to end: what failed it is tried again."""
+    """Clear the reason to end the job, so that a resumed job tries again."""
     tx = Transaction(index, now_ms)
     if index.meta.failed:
         tx.set_meta(failed="")
@@ -125,7 +125,7 @@ def begun(index: Index, now_ms: int) -> Decision:
 
 
 def stats(index: Index, now_ms: int) -> BufferStats:
-    """The figures of the ledger; `redis_bytes` is left for whoever can ask Redis."""
+    """Return the figures of the ledger. The caller fills in `redis_bytes`."""
     meta = index.meta
     waiting = ((g.since_ms, g.group_id) for g in index.groups.values() if not g.has_begun)
     oldest_ms, oldest_group = min(waiting, default=(now_ms, ""))
@@ -154,7 +154,7 @@ def stats(index: Index, now_ms: int) -> BufferStats:
 
 
 def policy_stats(index: Index, policy: str) -> PolicyStats:
-    """The figures of one trained policy."""
+    """Return the figures of one trained policy."""
     consumer, rules = index.consumer(policy), index.rules.consumers[policy]
     pace, size, eta = leasing.pace_of(index, policy), rules.batch_groups, rules.max_staleness
     return PolicyStats(

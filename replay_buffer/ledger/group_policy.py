@@ -1,12 +1,12 @@
-"""The end of a group that is not whole in time, or has nothing to teach.
+"""The end of a group that is incomplete at its deadline, or has nothing to teach.
 
-The policy of groups: under `complete` a group waits for all its samples. The other two give it a deadline,
-counted from its first lease: `deadline_drop` ends it there, `deadline_partial` goes on with the samples that
-are stored by then, if they are enough; what is missing becomes ABSENT. It does the same where a group has
-used up its leases. The deadline is one for generating: what is stored is scored in the time scoring takes.
+Under `complete`, a group waits for all its samples. The other two policies set a deadline, which counts from
+the group's first lease. At the deadline, `deadline_drop` drops the group. `deadline_partial` continues with
+the stored samples, if there are enough, and missing samples become ABSENT. It does the same for a group that
+has used up its leases. The deadline is only for generating. Stored samples get the time that scoring needs.
 
-A sample may also become MASKED by the policy of verdicts (`verdicts.py`). It is none of those that have come:
-with too few of them left the group ends, whatever it still waits for.
+The policy for verdicts (`verdicts.py`) may also make a sample MASKED. A MASKED sample does not count as
+available. A group with too few available samples ends immediately, even if other samples are still expected.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from replay_buffer.ledger.rules import MAX_LEASES, Rules
 from replay_buffer.ledger.transaction import Transaction
 
 SAME = 1e-12
-"""Rewards this close, relative to their size, are equal: rounding makes no difference to learn from."""
+"""Rewards with a relative difference up to this are equal. Rounding errors are nothing to learn from."""
 
 
-DRAINED = "drained"  # The reason with which a worker that stops as planned gives a lease back
+DRAINED = "drained"  # Reason of a worker that stops as planned and returns a lease
 
 
 def end_lease(tx: Transaction, group: GroupRecord, reason: str) -> None:
-    """A live lease ends with samples missing. What is stored stays; a new lease names only the rest.
+    """End a live lease with missing samples. Stored samples stay. A new lease names only the missing samples.
 
-    After `MAX_LEASES` of them no other is tried: what is missing does not come. A lease that was handed over
-    (`drained`) is none of these."""
+    After `MAX_LEASES` leases, the group gets no other. Leases returned by a draining worker (`drained`) do
+    not count."""
     tx.set_lease(group.leases[-1], None)
     handed_over = group.handed_over + (reason == DRAINED)
     group = tx.move(group, GroupState.QUEUED, reason, handed_over=handed_over)
@@ -35,8 +35,8 @@ def end_lease(tx: Transaction, group: GroupRecord, reason: str) -> None:
 
 
 def finish(tx: Transaction, group: GroupRecord) -> None:
-    """A GENERATED group is SCORED once every sample has its score or was given up; under dynamic filtering
-    it is dropped then if its rewards are all equal, which makes room for another."""
+    """Move a GENERATED group to SCORED once every sample has a score or was given up. Under dynamic
+    filtering, a group with equal rewards is dropped instead, and makes room for another."""
     if group.state != GroupState.GENERATED or not group.judged:
         return
     if tx.rules.dynamic_filtering and not _rewards_differ(group):
@@ -46,16 +46,17 @@ def finish(tx: Transaction, group: GroupRecord) -> None:
 
 
 def has_too_few(rules: Rules, group: GroupRecord, *, without: int = 0) -> bool:
-    """Whether fewer than `min_scored` episodes of a group with masked ones have or may yet get a score.
-    `without`: of those that may, how many will not come."""
+    """Return whether a group with masked episodes can no longer reach `min_scored` scores. `without` is the
+    number of pending episodes that will not arrive."""
     masked = group.count(EpisodeState.MASKED)
     given_up = masked + group.count(EpisodeState.ABSENT) + without
     return masked > 0 and len(group.episodes) - given_up < rules.min_scored
 
 
 def end_unfinished(tx: Transaction, group: GroupRecord, reason: str) -> None:
-    """No more samples will come: GENERATED with those that have, if the policy has it so, else DROPPED. A
-    worker that still generates learns it by its next heartbeat."""
+    """End a group that gets no more samples. It becomes GENERATED with the samples it has, if the policy for
+    groups allows it. Otherwise it is DROPPED. A worker that still generates learns this from its next
+    heartbeat."""
     rules, missing = tx.rules, group.missing
     held = len(group.episodes) - len(missing) - group.count(EpisodeState.MASKED)
     too_few = held < rules.min_samples or has_too_few(rules, group, without=len(missing))

@@ -1,7 +1,7 @@
-"""The ledger in memory: the records that Redis holds, and what follows from them.
+"""The ledger in memory: the records in Redis, and figures derived from them.
 
-Only `apply` changes an index. Everything beside the records is derived from them, record by record, so an
-index made from the records alone equals one that came to them step by step.
+Only `apply` changes an index. All other data is derived from the records, one record at a time. So an index
+built from the records alone equals an index that applied every change in turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from replay_buffer.ledger.rules import Rules, Tasks
 from replay_buffer.ledger.sampling import Key, rank
 
 Edge = Literal["lease", "claim", "batch"]
-"""Events that a client can wait for: room to lease, something to score, a batch to train."""
+"""Events that a client can wait for: room for a lease, an episode to score, a batch to train."""
 
 UNGENERATED = (GroupState.QUEUED, GroupState.LEASED)
 SCORABLE = (GroupState.QUEUED, GroupState.LEASED, GroupState.GENERATED)
@@ -39,7 +39,7 @@ BatchKey = tuple[str, int]
 
 @dataclass
 class WriteSet:
-    """A set of records to write, all or nothing. None deletes."""
+    """Records to write, all or none. None as a value deletes the record."""
 
     meta: LedgerMeta
     groups: dict[str, GroupRecord | None] = field(default_factory=dict)
@@ -47,9 +47,9 @@ class WriteSet:
     claims: dict[str, ClaimRecord | None] = field(default_factory=dict)
     batches: dict[BatchKey, BatchPlan | None] = field(default_factory=dict)
     blobs: dict[str, dict[int, int]] = field(default_factory=dict)
-    """Bytes to keep: group id → sample → position of its blob among the message's attachments."""
+    """Bytes to store: group id → sample → index of its blob among the message's attachments."""
     freed: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
-    """Bytes to free: group id → samples, or None for all of the group's."""
+    """Bytes to free: group id → samples, or None for all samples."""
 
 
 @dataclass
@@ -64,7 +64,8 @@ class LedgerRecords:
 
 
 class Index:
-    """`nonce` makes the ids that this front gives out differ from every other front's."""
+    """Records of the ledger in memory, with figures derived from them. `nonce` makes the lease and claim ids
+    of this process unique."""
 
     def __init__(
         self, rules: Rules, tasks: Tasks, records: LedgerRecords, *, nonce: str, revision: int = 0
@@ -82,45 +83,45 @@ class Index:
         self.consumers = {policy: ConsumerIndex(rules, policy) for policy in rules.consumers}
         self.queue = SortedIndex()  # QUEUED groups, oldest first
         self.claimable = SortedIndex()
-        """Groups with an episode to claim, oldest version first: one that is STORED; where the group is
-        scored as one, once it is GENERATED."""
+        """Groups with an episode to claim, oldest version first. An episode can be claimed when it is STORED.
+        If its group is scored as one, the group must be GENERATED too."""
         self.deadlines = SortedIndex()
-        """Leases, claims and groups with a deadline or an age limit, the next to come first."""
+        """Leases, claims and groups with a deadline or an age limit, earliest first."""
         self.group_counts = [0] * len(GroupState)
-        """Groups by the state that the policy sees which has come least far with them."""
+        """Number of groups by their earliest state among their policies."""
         self.episode_counts = [0] * len(EpisodeState)
         self.payload_bytes = 0
         self.claimable_episodes = 0
         self.generating = 0  # Missing episodes of LEASED groups
         self.leases_of: dict[str, set[str]] = {}  # Worker → its leases
         self.claims_of: dict[str, set[str]] = {}  # Scorer → its claims
-        self._counts: dict[str, list[int]] = {}  # Group → its episodes by state, as counted in
-        self._together: dict[str, bool] = {}  # Group → whether it is scored as one; empty where none is
+        self._counts: dict[str, list[int]] = {}  # Group → its episodes by state, as last counted
+        self._together: dict[str, bool] = {}  # Group → whether it is scored as one; empty if no group is
         held = WriteSet(
             records.meta, {**records.groups}, {**records.leases}, {**records.claims}, {**records.batches}
         )
         self._write(held)
 
     def gave(self, id_: str) -> bool:
-        """Whether this very index gave out the id of a lease or a claim, and none before it did."""
+        """Return whether this very index issued the id of a lease or a claim."""
         return id_[1:].startswith(f"{self.nonce}.")
 
     # --- figures ---
 
     def consumer(self, policy: str) -> Consumer:
-        """The record of a trained policy."""
+        """Return the record of a trained policy."""
         return self.meta.consumer(policy)
 
     def next_step(self, policy: str) -> int:
-        """The first step of `policy` without a batch."""
+        """Return the first step of `policy` without a batch."""
         step = self.consumer(policy).v_train
         while (policy, step) in self.batches:
             step += 1
         return step
 
     def open_step(self, policy: str) -> int:
-        """The first step of `policy` that a group not yet batched can be trained in: one without a batch, or
-        whose batch has lost groups to abandoned weights."""
+        """Return the first step of `policy` that can train a group that is not batched yet. This step has no
+        batch, or its batch has lost groups to abandoned weights."""
         step = self.consumer(policy).v_train
         while plan := self.batches.get((policy, step)):
             if not all(id_ in self.groups and has_place(self.groups[id_], policy) for id_ in plan.group_ids):
@@ -129,13 +130,13 @@ class Index:
         return step
 
     def plans(self, policy: str, first: int = 0) -> dict[int, BatchPlan]:
-        """The batches of `policy` from the step `first` on, by step, ascending."""
+        """Return the batches of `policy` from the step `first` on, by step, ascending."""
         keys = sorted(key for key in self.batches if key[0] == policy and key[1] >= first)
         return {key[1]: self.batches[key] for key in keys}
 
     @property
     def claimable_group(self) -> bool:
-        """Whether a group to which no episode will be added waits to be claimed."""
+        """Return whether an unclaimed group exists to which no more episodes will be added."""
         return any(self.groups[group_id].state == GroupState.GENERATED for group_id in self.claimable)
 
     @property
@@ -146,13 +147,14 @@ class Index:
 
     @property
     def next_deadline_ms(self) -> int | None:
-        """When the next lease, claim or group reaches its deadline."""
+        """Return the time of the next deadline of a lease, claim or group."""
         key = self.deadlines.first_key()
         return int(key[0]) if key else None
 
     @property
     def overtaken_due_ms(self) -> int | None:
-        """When the first of the trainers' waits for overtaken groups ends; None while there is none."""
+        """Return the time when the first trainer's wait for overtaken groups ends, or None if no trainer
+        waits."""
         waits = [consumer.overtaken for consumer in self.meta.consumers.values()]
         since_ms = min((wait.since_ms for wait in waits if wait is not None), default=None)
         return None if since_ms is None else since_ms + self.rules.overtaken_ms
@@ -160,7 +162,7 @@ class Index:
     # --- changes ---
 
     def apply(self, writes: WriteSet) -> set[Edge]:
-        """Make `writes` true; returns what may now be possible that was not."""
+        """Apply `writes`. Return the events that this may have made possible."""
         self.revision += 1
         before = self.meta
         self.meta = writes.meta
@@ -217,7 +219,7 @@ class Index:
         return _edges(old, group, more_to_claim=now > before)
 
     def is_scored_as_one(self, group: GroupRecord) -> bool:
-        """Whether the reward of its task is one for groups."""
+        """Return whether the reward of the group's task scores groups."""
         if not self._scores_groups:
             return False
         known = self._together.get(group.group_id)
@@ -227,12 +229,12 @@ class Index:
         return known
 
     def _claimable(self, group: GroupRecord, counts: list[int]) -> int:
-        """Return how many of its episodes are to be claimed."""
+        """Return the number of the group's episodes that can be claimed."""
         states = (GroupState.GENERATED,) if self.is_scored_as_one(group) else SCORABLE
         return counts[EpisodeState.STORED] if group.state in states else 0
 
     def _tally(self, group: GroupRecord, counts: list[int], sign: int) -> None:
-        """Count `group` in (+1) or out (-1)."""
+        """Add `group` to the counts (+1) or remove it (-1)."""
         for state, count in enumerate(counts):
             self.episode_counts[state] += sign * count
         self.group_counts[group.least_state] += sign
@@ -246,18 +248,18 @@ def _clocks(meta: LedgerMeta) -> list[tuple[str, int, int]]:
 
 
 def has_place(group: GroupRecord, policy: str) -> bool:
-    """Whether a group that is in the batch of a step to come is still to be trained in it. It is not where it
-    was dropped; one that was trained before is TRAINED then, and not used again."""
+    """Return whether a group in the batch of a later step will still be trained in it. A dropped group will
+    not be. A group trained before is then TRAINED and is not used again."""
     return policy in group.training and group.state_for(policy) == GroupState.BATCHED
 
 
 def _oldest(group: GroupRecord) -> int:
-    """The smallest version that any of its policies holds in it: what is likely to be needed first."""
+    """Return the smallest version of any policy in the group. Such groups are probably needed first."""
     return min((training.min_version for training in group.training.values()), default=NO_VERSION)
 
 
 def due_ms(rules: Rules, group: GroupRecord) -> int | None:
-    """The group's own deadline, while samples are missing. None for never."""
+    """Return the group's own deadline while samples are missing. None: it has no deadline."""
     if rules.group_deadline_ms is None or not group.begun_ms or group.state not in UNGENERATED:
         return None
     return group.begun_ms + rules.group_deadline_ms
@@ -278,7 +280,7 @@ def _edges(old: GroupRecord | None, new: GroupRecord | None, *, more_to_claim: b
 
 
 def _belongs(table: dict[str, set[str]], id_: str, old: Any, new: Any, owner: str) -> None:
-    """Keep the sets of ids by their records' owner."""
+    """Update the sets of ids by the owner of their records."""
     if new is not None:
         table.setdefault(getattr(new, owner), set()).add(id_)
     elif old is not None:
@@ -296,33 +298,34 @@ def _put(table: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 OUTSTANDING = (GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED, GroupState.BATCHED)
-"""States that count in the admission formula: leased at least once, and not yet TRAINED or DROPPED. A group
-that was trained and is SCORED or BATCHED again does not count."""
+"""States that count in the admission formula: leased at least once, and not yet TRAINED or DROPPED. A trained
+group that is SCORED or BATCHED again does not count."""
 UNBATCHED = (GroupState.QUEUED, GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED)
 
 
 class ConsumerIndex:
-    """Figures that follow from the groups for the trainer of `policy`. Changed by `replace` alone."""
+    """Figures for the trainer of `policy`, derived from the groups. Only `replace` changes them."""
 
     def __init__(self, rules: Rules, policy: str) -> None:
         self.policy = policy
         self._rules = rules
-        self.ready = SortedIndex()  # SCORED groups never trained so far, in the order of `buffer.sampling`
+        self.ready = SortedIndex()  # SCORED, never trained groups, in the order of `buffer.sampling`
         self.reusable = SortedIndex()
-        """SCORED groups that were trained before and may be again: the least used first, then as `ready`."""
+        """SCORED groups that were trained before and may be trained again. The least used come first, then
+        the order of `ready`."""
         self.aging = SortedIndex()
-        """Unbatched groups that hold or may come to hold a version, the oldest such version first."""
+        """Unbatched groups that have a version, or are leased at a version. The oldest comes first."""
         self.group_counts = [0] * len(GroupState)
-        self.reused = 0  # Groups trained before that are SCORED or BATCHED again
-        self.batched: dict[int, int] = {}  # Step → groups that are BATCHED for it
-        self.batched_new: dict[int, int] = {}  # Those of them that were never trained
+        self.reused = 0  # Trained groups that are SCORED or BATCHED again
+        self.batched: dict[int, int] = {}  # Step → number of groups BATCHED for it
+        self.batched_new: dict[int, int] = {}  # The same for groups that were never trained
 
     @property
     def outstanding(self) -> int:
         return sum(self.group_counts[state] for state in OUTSTANDING) - self.reused
 
     def replace(self, group_id: str, old: GroupRecord | None, new: GroupRecord | None) -> None:
-        """Count the record `old` of a group out and `new` in; None where there is none."""
+        """Replace the record `old` of a group by `new` in all figures. None means no record."""
         for group, sign in ((old, -1), (new, +1)):
             if group is not None and self.policy in group.training:
                 state = group.state_for(self.policy)
@@ -348,15 +351,14 @@ class ConsumerIndex:
 
 
 class SortedIndex:
-    """Ids sorted by (key, id). A change costs a binary search and a move of at most a few thousand
-    pointers."""
+    """Ids sorted by (key, id). A change costs a binary search and moves at most a few thousand pointers."""
 
     def __init__(self) -> None:
         self._key_of: dict[str, Key] = {}
         self._sorted: list[tuple[Key, str]] = []
 
     def set(self, id_: str, key: Key | None) -> None:
-        """Place `id_` at `key`; None takes it out."""
+        """Set the key of `id_`. None removes the id."""
         old = self._key_of.get(id_)
         if old == key:
             return

@@ -1,4 +1,4 @@
-"""Leases: granting, renewing, handing back, expiring; and bytes that turn out to be lost."""
+"""Leases: grant, renew, return and expire them, and handle lost bytes."""
 
 from __future__ import annotations
 
@@ -49,13 +49,15 @@ from replay_buffer.ledger.transaction import (
 )
 
 MAX_DRAINING = 1024
-"""Names of draining workers that are kept; a fleet whose workers never use a name again would fill Redis."""
+"""Most names of draining workers that are kept. Without a limit, workers with ever new names would fill
+Redis."""
 FRESH_PART = 8
-"""A lease renewed within this part of its life is not written again: workers report at every new version."""
+"""A lease renewed within 1 / FRESH_PART of its duration is not written again, because workers report at every
+new version."""
 
 
 def demand_of(index: Index, policy: str) -> Demand:
-    """Return what the admission formula knows of a policy."""
+    """Return the inputs of the admission formula for a policy."""
     rules, mine = index.rules.consumers[policy], index.consumers[policy]
     v_train = whole = index.consumer(policy).v_train
     while mine.batched.get(whole, 0) >= rules.batch_groups:
@@ -74,13 +76,12 @@ def demand_of(index: Index, policy: str) -> Demand:
 
 
 def is_done(index: Index, policy: str) -> bool:
-    """Whether the policy has trained all its steps."""
+    """Return whether the policy has trained all its steps."""
     return index.consumer(policy).v_train >= index.rules.consumers[policy].steps
 
 
 def pace_of(index: Index, policy: str) -> Pace | None:
-    """Return how far ahead of the policy's trainer groups are generated; None where `buffer.pacing` is
-    `full`."""
+    """Return the pace of generation ahead of the policy's trainer, or None if `buffer.pacing` is `full`."""
     rules = index.rules.consumers[policy]
     if index.rules.pacing == "full":
         return None
@@ -88,8 +89,9 @@ def pace_of(index: Index, policy: str) -> Pace | None:
 
 
 def space(index: Index) -> tuple[int, float, str]:
-    """Return how many groups may be new to the buffer, what they may weigh in bytes, and, where either is 0,
-    why. When it is full, generation waits; what is generated is never turned away."""
+    """Return how many new groups fit into the buffer, and how many bytes are left for them. If either is 0,
+    also return the reason. While the buffer is full, generation waits. Generated episodes are never refused.
+    """
     rules, waiting = index.rules, index.group_counts[GroupState.TRAINED]
     for_checkpoint = f"; {waiting} of its groups wait for a checkpoint" if waiting else ""
     if (groups := rules.max_groups - len(index.groups)) <= 0:
@@ -103,8 +105,8 @@ def space(index: Index) -> tuple[int, float, str]:
 
 
 def lease(index: Index, message: Lease, now_ms: int) -> Decision:
-    """Grant up to `capacity` groups: those queued first, then new ones from the cursor. Each takes a place of
-    every policy that trains it, and is given only to a worker that serves all of these."""
+    """Grant up to `capacity` groups: queued groups first, then new ones from the cursor. A group takes a
+    place of every policy that trains it. It is granted only to a worker that serves all these policies."""
     if (why := index.meta.draining.get(message.worker)) is not None:
         return Decision(Leases([], f"this worker drains and is leased nothing more: {why}", drain=True))
     if index.meta.failed:
@@ -135,7 +137,8 @@ def lease(index: Index, message: Lease, now_ms: int) -> Decision:
 
 
 def _places(index: Index, policy: str, serving: VersionTag | None) -> tuple[int, str]:
-    """Return how many groups of `policy` a worker that serves it so may lease; with 0, why."""
+    """Return how many groups of `policy` a worker may lease at the version it serves. If 0, also return the
+    reason."""
     if serving is None:
         return 0, f"this worker serves no version of {policy}"
     running = index.consumer(policy)
@@ -148,7 +151,7 @@ def _places(index: Index, policy: str, serving: VersionTag | None) -> tuple[int,
 
 
 def _note_held_back(tx: Transaction, message: Lease, serving: Mapping[str, VersionTag]) -> None:
-    """Keep in mind that the pace gives a worker less than it asked for and the staleness bound allows."""
+    """Record that the pace grants a worker less than it asked for and than the staleness limit allows."""
     for policy in tx.index.consumers:
         demand = demand_of(tx.index, policy)
         if demand.pace is None or demand.pace.held_back > demand.pace.supplied or policy not in serving:
@@ -162,10 +165,10 @@ def _note_held_back(tx: Transaction, message: Lease, serving: Mapping[str, Versi
 def _candidates(
     tx: Transaction, places: Mapping[str, int], new: int, bytes_left: float
 ) -> Iterator[GroupRecord]:
-    """Queued groups, then new ones, QUEUED in this very decision, as far as their policies have places.
+    """Yield queued groups, then groups that this decision queues, if their policies have places.
 
-    The limits on groups and bytes hold for new groups only: what is queued is held already, and finishing it
-    is what makes room. The first groups of a job pass while the size of an episode is not known."""
+    The limits on groups and bytes apply only to new groups. A queued group is already in the buffer, and
+    finishing it makes room. While the size of an episode is not known, the first groups of a job pass."""
 
     def has_room(policies: Iterable[str]) -> bool:
         return all(places[policy] > 0 for policy in policies)
@@ -179,7 +182,7 @@ def _candidates(
             return
         bytes_left -= group_bytes
         if (place := tx.index.tasks.at(tx.meta.position)) is not None:
-            # A policy that has trained all its steps goes on speaking; nobody waits for it.
+            # A policy that has trained all its steps still samples, but nobody waits for its groups.
             using = tx.rules.policies_of(tx.index.tasks.task(*place))
             policies = tuple(policy for policy in using if not is_done(tx.index, policy))
             if not policies or not has_room(policies):
@@ -221,7 +224,7 @@ def _lease_out(
 
 
 def heartbeat(index: Index, message: Heartbeat, now_ms: int) -> Decision:
-    """Renew the worker's leases; tell it which of those it named are lost."""
+    """Renew the worker's leases. Return the named leases that are lost."""
     tx = Transaction(index, now_ms)
     for unknown in _undelivered(index, message):
         end_lease(tx, index.groups[unknown.group_id], "undelivered")
@@ -236,7 +239,7 @@ def heartbeat(index: Index, message: Heartbeat, now_ms: int) -> Decision:
 
 
 def drain(index: Index, message: Drain, now_ms: int) -> Decision:
-    """Lease the worker nothing more. What it holds it may finish, or hand back."""
+    """Grant the worker no more leases. It may finish its present leases or return them."""
     tx = Transaction(index, now_ms)
     if message.worker not in index.meta.draining:
         names = [*index.meta.draining.items(), (message.worker, message.reason or "it was told to")]
@@ -246,15 +249,15 @@ def drain(index: Index, message: Drain, now_ms: int) -> Decision:
 
 
 def _undelivered(index: Index, message: Heartbeat) -> list[LeaseRecord]:
-    """Leases of the worker that it does not know: their grant is older than this front's view of the ledger,
-    so the reply with them was lost with the connection, or with the process."""
+    """Return the leases that the worker does not know. They were granted before this process loaded the
+    ledger. So the reply was lost with the connection or with the earlier process."""
     known = set(message.lease_ids)
     unknown = sorted(index.leases_of.get(message.worker, set()).difference(known))
     return [index.leases[lease_id] for lease_id in unknown if not index.gave(lease_id)]
 
 
 def release(index: Index, message: Release, now_ms: int) -> Decision:
-    """End a lease early. A lease that is not held (any more) is no error: the wish is fulfilled."""
+    """End a lease early. If the lease no longer exists, this is no error."""
     reason = DRAINED if message.reason == DRAINED else "released"
     tx = Transaction(index, now_ms)
     held = index.leases.get(message.lease_id)
@@ -267,8 +270,8 @@ def release(index: Index, message: Release, now_ms: int) -> Decision:
 
 
 def arrived(index: Index, message: Arrived, now_ms: int) -> Decision:
-    """A process that died has come back by the same name: nobody works on what it held, and what drained
-    was its predecessor."""
+    """Handle a process that restarts under its old name. Its leases and claims end, and it no longer
+    drains."""
     tx = Transaction(index, now_ms)
     if message.name in index.meta.draining:
         tx.set_meta(draining={n: why for n, why in index.meta.draining.items() if n != message.name})
@@ -280,14 +283,14 @@ def arrived(index: Index, message: Arrived, now_ms: int) -> Decision:
 
 
 def expire(index: Index, now_ms: int) -> Decision:
-    """End every lease, claim and group whose deadline has come."""
+    """End every lease, claim and group whose deadline has passed."""
     tx = Transaction(index, now_ms)
     for id_, (deadline_ms,) in index.deadlines.items():
         if deadline_ms > now_ms:
             break
         if (lease_ := index.leases.get(id_)) is not None:
             group = tx.group(lease_.group_id)
-            # It may have ended in this very decision, with its group's own deadline.
+            # This decision may already have ended the group, by the group's own deadline.
             if group is not None and group.state == GroupState.LEASED:
                 end_lease(tx, group, "lease_expired")
         elif id_ in index.claims:
@@ -298,7 +301,7 @@ def expire(index: Index, now_ms: int) -> Decision:
 
 
 def extend(index: Index, outage_ms: int, now_ms: int) -> Decision:
-    """Nobody could renew anything while the front or Redis was out: every deadline moves on by that long."""
+    """Move every deadline by the length of an outage, because nobody could renew anything."""
     tx = Transaction(index, now_ms)
     for lease_id, lease_ in index.leases.items():
         tx.set_lease(lease_id, replace(lease_, deadline_ms=lease_.deadline_ms + outage_ms))
@@ -318,10 +321,11 @@ def extend(index: Index, outage_ms: int, now_ms: int) -> Decision:
 
 
 def lose(index: Index, places: Sequence[tuple[str, int]], now_ms: int) -> Decision:
-    """Bytes that the ledger says are held, and are not: a machine lost power before they were on its disk.
+    """Drop groups whose bytes are missing in the store, for example after a power failure before they were on
+    disk.
 
-    Their groups, (group id, sample), are dropped, and the tasks are tried again. What was trained already
-    stays so: only a trainer that needs it once more will miss it, and says so."""
+    `places` has (group id, sample). The groups' tasks are tried again. A group that is already trained stays.
+    If a trainer needs its bytes again, the trainer reports that they are missing."""
     tx = Transaction(index, now_ms)
     tx.count("bytes_lost", len(places))
     for group in tx.groups(dict.fromkeys(group_id for group_id, _ in places)):
@@ -334,7 +338,7 @@ def lose(index: Index, places: Sequence[tuple[str, int]], now_ms: int) -> Decisi
 
 @dataclass(frozen=True)
 class Arrival:
-    """One episode of a put, as read from its own bytes. `problem` says why it is none."""
+    """One episode of a put, as read from its own bytes. `problem` is the reason if it is not valid."""
 
     sample: int
     size_bytes: int = 0
@@ -346,7 +350,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class StoreEpisodes:
-    """A `PutEpisodes` whose attachment `i` was read as `arrivals[i]`."""
+    """A `PutEpisodes` message. `arrivals[i]` was read from attachment `i`."""
 
     lease_id: str
     group_id: str
@@ -354,11 +358,12 @@ class StoreEpisodes:
 
 
 def store_episodes(index: Index, command: StoreEpisodes, now_ms: int) -> Decision:
-    """Store what the live lease of the group delivers, each sample once.
+    """Store the episodes from the live lease of the group, each sample once.
 
-    A sample that this very lease stored before is acknowledged again: its acknowledgement was lost. Anything
-    else from a lease that is not live is refused, for its group may be another worker's by now. An episode
-    too old for every step to come, or from abandoned weights, ends its whole group."""
+    A sample that the same lease stored before is acknowledged again, because the acknowledgement may have
+    been lost. Other episodes from a lease that is not live are refused, because another worker may have the
+    group. An episode that is too old for every later step, or from abandoned weights, ends its whole group.
+    """
     tx = Transaction(index, now_ms)
     group = index.groups.get(command.group_id)
     if group is None or command.lease_id not in group.leases:
@@ -392,7 +397,7 @@ def store_episodes(index: Index, command: StoreEpisodes, now_ms: int) -> Decisio
 
 
 def _problem(index: Index, group: GroupRecord, arrival: Arrival, lease_number: int, *, live: bool) -> str:
-    """Why an arrival cannot be stored; empty when it can, or is stored already by this lease."""
+    """Return why an arrival cannot be stored. Empty if it can be, or if this lease has already stored it."""
     if not 0 <= arrival.sample < len(group.episodes):
         return f"invalid: the group has the samples 0 to {len(group.episodes) - 1}"
     held = group.episodes[arrival.sample]
@@ -412,8 +417,8 @@ def _problem(index: Index, group: GroupRecord, arrival: Arrival, lease_number: i
 
 
 def _of_versions(index: Index, policy: str, held: Versions, *, trained: bool) -> str:
-    """Why an episode cannot be stored with units of a policy's weights `held`; empty when it can. Where the
-    group is not `trained` by the policy, its units are context, of any age."""
+    """Return why an episode with units of a policy's weights `held` cannot be stored, or an empty string. If
+    the policy does not train the group (`trained`), its units are context and may be of any age."""
     if policy not in index.consumers:
         return ""
     running, rules = index.consumer(policy), index.rules.consumers[policy]

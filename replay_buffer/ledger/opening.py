@@ -1,14 +1,16 @@
-"""The trainer of a policy opens the job: at its start, or back from a checkpoint.
+"""Opening of a job by the trainer of a policy, at the start or from a checkpoint.
 
-Two ledgers may be at hand then. Redis has everything up to the moment of the crash; the copy in the
-checkpoint is as of the checkpoint's step `c`. Where Redis is the copy's own continuation and still has every
-batch from `c` on, the redo log is complete: the trainer goes back to `c` and is given the same batches in the
-same order. Otherwise the copy wins: the cursor and the figures are the checkpoint's, of the groups that were
-under way those episodes survive whose bytes are still held, and every other group ends, by name.
+When a trainer resumes, there may be two ledgers. Redis has the ledger as of the crash. The checkpoint has a
+copy as of its step `c`.
 
-Where several policies are trained, a copy wins only in a ledger in which no other trainer has opened: it has
-the figures of all of them, as of its own moment, and each other trainer must then come back at the step it
-says.
+If Redis continues that copy and still has every batch from `c` on, the redo log is complete. The trainer then
+goes back to `c` and gets the same batches in the same order. Otherwise the copy wins: the cursor and the
+figures come from the checkpoint. Episodes of unfinished groups survive if their bytes are still in Redis.
+Every other group ends, each with a reason.
+
+If several policies are trained, a copy wins only in a ledger that no other trainer has opened. The copy has
+the figures of all policies at the time of the checkpoint. Each other trainer must then resume at the step in
+the copy.
 """
 
 from __future__ import annotations
@@ -40,11 +42,12 @@ from replay_buffer.ledger.records import (
 from replay_buffer.ledger.transaction import Decision, Transaction, fault
 
 KEPT = ("ids", "seq", "consumers", "draining", "failed", "generating", "scoring", "answering")
-"""Figures that a copy does not replace, or not as they are."""
+"""Figures that a copy does not replace, or changes first."""
 
 
 class OpenedWith(msgspec.Struct, frozen=True):
-    """An `OpenTrainer` with its attachment: the ledger copy of the checkpoint, None at the start of a job."""
+    """An `OpenTrainer` with its attachment: the checkpoint's copy of the ledger, or None at the start of a
+    job."""
 
     policy: str
     trainer: str
@@ -55,7 +58,7 @@ class OpenedWith(msgspec.Struct, frozen=True):
 
 
 def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
-    """Start a new trainer epoch of the policy at `step`, fencing every earlier one."""
+    """Start a new trainer epoch of the policy at `step`. It fences every earlier epoch."""
     policy, step = command.policy, command.step
     if policy not in index.consumers:
         return fault("invalid", f"this job trains {', '.join(index.consumers)}, and no policy {policy!r}")
@@ -114,11 +117,11 @@ def _problem(index: Index, command: OpenedWith, copy: Copy) -> str:
 
 
 def _continues(index: Index, policy: str, step: int, copy: Copy | None, memory_epoch: int) -> bool:
-    """Whether Redis is the continuation of the copy, or of a state left in memory by `memory_epoch`, with
-    every batch of `policy` from `step` on. It is not where it has lost the very epoch that the state is of:
-    its steps may then be those of another lineage."""
+    """Return whether Redis continues the copy, or a state that `memory_epoch` left in memory. It must also
+    have every batch of `policy` from `step` on. If Redis has lost the epoch of that state, the answer is
+    False, because its steps may belong to another lineage."""
     running = index.consumer(policy)
-    # Where another policy's copy won, no trainer has had the running epoch: it only fences.
+    # If another policy's copy won, no trainer has had the running epoch. It only fences.
     newest = running.epoch if running.trainer else running.epoch - 1
     of_epoch = memory_epoch if copy is None else copy.meta.consumer(policy).epoch
     known = not of_epoch or of_epoch <= newest
@@ -130,8 +133,8 @@ def _same_ledger(index: Index, copy: Copy | None) -> bool:
 
 
 def _rewind(tx: Transaction, policy: str, step: int, *, on_disk: bool) -> None:
-    """Back to `step` by the redo log: what was trained from there on is BATCHED again, for the same steps.
-    What was trained before is COMMITTED where the state of `step` is on disk."""
+    """Go back to `step` by the redo log. Groups trained from `step` on become BATCHED again for the same
+    steps. Groups trained before become COMMITTED if the state of `step` is on disk."""
     plans = plans_from(tx.index, policy, step)
     groups = [group for group in tx.index.groups.values() if policy in group.training]
     undone = sum(rewound(tx, group, policy, step, plans.get(group.group_id)) for group in groups)
@@ -142,7 +145,8 @@ def _rewind(tx: Transaction, policy: str, step: int, *, on_disk: bool) -> None:
 
 
 def _adopt(tx: Transaction, policy: str, copy: Copy) -> None:
-    """The copy wins. Epochs and ids go on from the larger of both, so that nothing is given out twice."""
+    """Replace the ledger by the copy. Epochs and ids continue from the larger of both, so none is issued
+    twice."""
     index, now = tx.index, tx.index.meta
     tx.set_meta(
         **{name: getattr(copy.meta, name) for name in LedgerMeta.__struct_fields__ if name not in KEPT},
@@ -156,13 +160,14 @@ def _adopt(tx: Transaction, policy: str, copy: Copy) -> None:
         tx.set_claim(id_, None)
     for batch in index.batches:
         tx.set_batch(*batch, None)
-    # Another ledger's groups may bear the same names; their episodes are of other weights.
+    # Groups of another ledger may have the same ids, but their episodes are from other weights.
     held = index.groups if _same_ledger(index, copy) else {}
     known = {group.group_id for group in copy.groups if group.group_id in held}
     for group in index.groups.values():
         if group.group_id in known:
             continue
-        # What was batched for a step before the checkpoint, by this ledger, is in the checkpoint's weights.
+        # A group that this ledger batched for a step before the checkpoint is part of the checkpoint's
+        # weights.
         covered = held and any(
             training.state in (GroupState.BATCHED, GroupState.TRAINED, GroupState.COMMITTED)
             and training.step < copy.meta.consumer(each).v_train
@@ -175,13 +180,14 @@ def _adopt(tx: Transaction, policy: str, copy: Copy) -> None:
 
 
 def _adopted(tx: Transaction, policy: str, each: str, copy: Copy) -> Consumer:
-    """The figures of a consumer as a copy has them. Any trainer but that of `policy` which opens now is
-    fenced out by one more epoch: it must come back at the step of the copy."""
+    """Return the figures of a consumer from the copy. The trainer of `policy` is opening now. Every other
+    trainer is fenced by one more epoch, and must resume at the step of the copy."""
     now, then = tx.index.consumer(each), copy.meta.consumer(each)
     epoch = max(now.epoch, then.epoch)
     if each != policy:
         epoch += 1
-        # Nobody publishes under the epoch that fences: what came of it before it was lost is abandoned.
+        # Nobody publishes under the epoch that fences. If it published before it was lost, those versions are
+        # abandoned.
         lineage = reopened(then.lineage, epoch, then.v_train)[:-1]
         then = replace(then, lineage=lineage, trainer="")
     else:
@@ -211,13 +217,13 @@ def _adopt_group(tx: Transaction, group: GroupRecord, held: GroupRecord | None) 
     state = GroupState.GENERATED
     if any(episode.state == EpisodeState.MISSING for episode in episodes):
         state = GroupState.QUEUED
-        # It has a deadline before it again, and room for every sample.
+        # Its deadline starts again, and every sample can be generated.
         episodes = tuple(MISSING if e.state == EpisodeState.ABSENT else e for e in episodes)
     elif all(episode.state >= EpisodeState.VERDICT for episode in episodes):
         state = GroupState.SCORED
     if any(training.steps for training in group.training.values()) and state != GroupState.SCORED:
-        # Its bytes are gone, or were of other weights: it is not used again, but its part in the
-        # checkpoint's weights stays.
+        # Its bytes are missing or from other weights. It is not used again, but it stays part of the
+        # checkpoint's weights.
         tx.count("committed:adopted")
         if held is not None:
             tx.forget(held)
@@ -225,7 +231,7 @@ def _adopt_group(tx: Transaction, group: GroupRecord, held: GroupRecord | None) 
             tx.new_group(group.row, group.pass_index, group.attempt + 1, untrained)
         return
     if state != GroupState.SCORED:
-        # Policies for which it has ended have no part in it when it is generated or scored again.
+        # Policies for which the group has ended do not take part when it is generated or scored again.
         group = replace(group, training={policy: group.training[policy] for policy in open_for})
     last = held if held is not None else group
     tx.set_group(
@@ -241,7 +247,7 @@ def _adopt_group(tx: Transaction, group: GroupRecord, held: GroupRecord | None) 
 
 
 def _refreshed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Batch again what was in a batch; what was trained is covered by the checkpoint."""
+    """Return the fields with batched groups SCORED again. Trained groups are covered by the checkpoint."""
     training = {}
     for policy, each in fields["training"].items():
         if each.state == GroupState.TRAINED:
@@ -253,14 +259,14 @@ def _refreshed(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _survivor(tx: Transaction, episode: EpisodeRecord, policies: Iterable[str]) -> EpisodeRecord:
-    """The episode as Redis holds it, its claim ended; MISSING if abandoned weights of one of `policies` had a
-    part in it."""
+    """Return the episode from Redis with its claim ended. Return MISSING if it contains abandoned weights of
+    one of `policies`."""
     for policy in policies:
         consumer = tx.consumer(policy)
         lineage = reopened(consumer.lineage, consumer.epoch + 1, consumer.v_train)
         held = episode.versions.get(policy)
         if held is not None and not accepts(lineage, held.epoch, held.oldest, held.newest):
-            return MISSING  # also where what is abandoned is trained: what is to come must fit under η
+            return MISSING  # even if abandoned units are trained: new samples must fit under η
     if episode.state == EpisodeState.CLAIMED:
         return replace(episode, state=int(EpisodeState.STORED), claim_id="")
     return episode

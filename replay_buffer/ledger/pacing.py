@@ -1,27 +1,27 @@
-"""Pacing: how far ahead of its trainer a job generates, within what admission allows (`buffer.pacing`).
+"""Pacing: how far ahead of its trainer a job generates, within the limit of admission (`buffer.pacing`).
 
-The staleness bound says how many groups may be outstanding. A trainer that is the slower side needs fewer of
-them: all the others lie scored until their step comes, and are as many steps old by then. Under `fresh` a job
-holds `ahead` groups beyond those that the trainer works on, B ≤ ahead ≤ η·B, and grants a lease where
+The staleness limit bounds the number of outstanding groups. If the trainer is the slower side, fewer groups
+are enough. The other groups would wait scored and grow older by a step at each step. Under `fresh`, a job
+holds `ahead` groups beyond the groups that the trainer works on, B ≤ ahead ≤ η·B. It grants a lease if
 
     outstanding < ahead + (1 − max(0, v_train − v_serving)) · B
 
-which is admission's formula with ahead / B in place of η. As few as keep the trainer from waiting are found
-from its own steps, when the batch of each can be made:
+This is the admission formula with ahead / B in place of η. The rule looks for the smallest `ahead` that keeps
+the trainer from waiting. It changes `ahead` at each step, when the step's batch can be made:
 
-- It waited, and in the last `WINDOW` steps a worker had asked for more than this rule gave: as many groups
-  are added as it would have trained in `GAIN` times the time that it waited, one batch at most. That time
-  counts as no more than a running mean of such times, for a lead that a single delay calls for is not
-  needed when the next comes.
-- Trained groups took the places of new ones (`buffer.max_reuse`): as many are added as did.
-- It had what it needed: `LEAK` of a batch is taken away, and besides that, once in `WINDOW` steps, a part of
-  what lay scored and unneeded at each of them. So a job settles where its trainer waits for about LEAK / GAIN
-  of its time, and for up to LEAK / (GAIN · SMOOTH) of it where its waits are rare and long. Where generation
-  is as fast as training, durations that vary empty the buffer now and then: that a worker was held back some
-  steps ago is then why too little is there now.
+- The trainer waited, and in the last `WINDOW` steps a worker had asked for more than the pace allowed. Then
+  `ahead` grows by the number of groups that the trainer would have trained in `GAIN` times its wait, at most
+  one batch. The wait counts at most as much as a running mean of waits, because a single delay needs no
+  permanent lead.
+- Trained groups took places of new groups (`buffer.max_reuse`). Then `ahead` grows by that number.
+- The trainer had enough groups. Then `ahead` shrinks by `LEAK` of a batch. Once in `WINDOW` steps, it also
+  shrinks by a part of the groups that stayed unused at each of these steps.
 
-Less than one batch is never held where η ≥ 1: the batch that is to follow must be under way while a step is
-trained.
+So a job settles where its trainer waits for about LEAK / GAIN of its time. If waits are rare and long, it is
+up to LEAK / (GAIN · SMOOTH). If generation is as fast as training, varying durations sometimes empty the
+buffer. The present lack of groups may then come from a worker that was held back some steps ago.
+
+If η ≥ 1, `ahead` is at least one batch, because the next batch must be in progress while a step is trained.
 """
 
 from __future__ import annotations
@@ -29,44 +29,45 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from replay_buffer.ledger.records import Pace
+from replay_buffer.ledger.rules import ConsumerRules
 
 GAIN = 4.0
 LEAK = 0.01
 WINDOW = 16
-"""Steps over which is looked back: for the fewest groups that lay unneeded, and for a worker held back."""
+"""Number of recent steps in which the rule looks for unused groups and for workers held back."""
 SHARE = 4
 SMOOTH = 0.2
 """Weight of a new step in all running means."""
 
 
 def start(batch_groups: int, max_staleness: int) -> float:
-    """Groups that are held ahead before anything is known: as few as there may be."""
+    """Return the initial number of groups ahead: the smallest that is allowed."""
     return float(batch_groups * min(1, max_staleness))
 
 
 def may_hold(pace: Pace, batch_groups: int, lag: int) -> int:
-    """Groups that may be outstanding for a worker that serves the weights of `lag` steps ago."""
+    """Return how many groups may be outstanding for a worker whose weights are `lag` steps old."""
     return max(0, int(pace.ahead) + (1 - max(0, lag)) * batch_groups)
 
 
 def lacks(pace: Pace, step: int, now_ms: int) -> Pace:
-    """The trainer asks for `step`, and there are too few scored groups for it: it waits."""
+    """Record that the trainer waits, because `step` has too few scored groups."""
     return replace(pace, waits_for=step, since_ms=now_ms)
 
 
 def enough(
     pace: Pace,
+    rules: ConsumerRules,
     *,
     step: int,
     spare: int,
     reused: int,
     leads_ms: list[int],
-    batch_groups: int,
-    max_staleness: int,
     now_ms: int,
 ) -> Pace:
-    """The batch of `step` can be made, and `spare` groups beyond it lie scored; `reused` of its groups were
-    trained before. `leads_ms`: from the first lease to the last verdict of each that was not."""
+    """Update the pace when the batch of `step` can be made. `spare` scored groups are left beyond the batch.
+    `reused` groups of the batch were trained before. `leads_ms` has the time from first lease to last verdict
+    of each other group."""
     waited_ms = now_ms - pace.since_ms if pace.waits_for == step else 0
     fresh = replace(
         pace,
@@ -76,7 +77,8 @@ def enough(
         lead_ms=mean(pace.lead_ms, sum(leads_ms) / max(1, len(leads_ms))),
     )
     if pace.supplied < 0:
-        return fresh  # the first of a trainer: the pipeline was empty
+        return fresh  # the trainer's first step: the pipeline was empty
+    batch_groups, max_staleness = rules.batch_groups, rules.max_staleness
     step_ms = max(1, now_ms - pace.supplied_ms - waited_ms)
     ahead, spares = pace.ahead, pace.spares
     wait = waited_ms / step_ms
@@ -102,17 +104,17 @@ def enough(
 
 
 def anew(pace: Pace) -> Pace:
-    """The pace of a trainer that comes back: what it waits for at first says nothing."""
+    """Return the pace of a trainer that resumes. Its first wait does not count."""
     return replace(pace, waits_for=-1, supplied=-1, held_back=-1, lately=0.0, spares=())
 
 
 def later(pace: Pace, outage_ms: int) -> Pace:
-    """Nobody could do anything for so long: it is no time that the trainer waited."""
+    """Exclude an outage from the trainer's waiting time."""
     return replace(pace, since_ms=pace.since_ms + outage_ms, supplied_ms=pace.supplied_ms + outage_ms)
 
 
 def explained(pace: Pace, batch_groups: int, max_staleness: int) -> str:
-    """Return how far ahead is generated and why, in words."""
+    """Return a text that says how far ahead the job generates, and why."""
     held = f"holds {pace.ahead / batch_groups:.1f} of at most {max_staleness} steps ahead"
     if not pace.step_ms:
         return f"{held}, until the first steps tell more"
@@ -123,5 +125,5 @@ def explained(pace: Pace, batch_groups: int, max_staleness: int) -> str:
 
 
 def mean(before: float, value: float) -> float:
-    """A running mean, which begins with its first value."""
+    """Return a running mean, which starts with its first value."""
     return value if not before else before + SMOOTH * (value - before)

@@ -1,10 +1,10 @@
-"""The records of the ledger, as they lie in Redis and in a checkpoint.
+"""Records of the ledger, as Redis and a checkpoint store them.
 
-Each trained policy is a consumer of the same groups: the way of a group up to SCORED is one, and from there
-on each of its policies goes its own (`Training`).
+Each trained policy is a consumer of the same groups. All policies share a group's state up to SCORED. After
+that, each policy has its own state (`Training`).
 
-Records are immutable and encoded as msgpack arrays. A later version may append fields with defaults; anything
-else needs a new `SCHEMA`.
+Records are immutable and encoded as msgpack arrays. A later version may append fields with defaults. Any
+other change needs a new `SCHEMA`.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class EpisodeState(IntEnum):
     STORED = 1
     CLAIMED = 2
     VERDICT = 3
-    ABSENT = 4  # Given up by the policy of groups: no bytes, no verdict, in no batch
-    MASKED = 5  # Given up by the policy of verdicts: its verdict was no score. No bytes, in no batch
+    ABSENT = 4  # Given up by the policy for groups: no bytes, no verdict, in no batch
+    MASKED = 5  # Given up by the policy for verdicts, after a verdict without a score: no bytes, in no batch
 
 
 GIVEN_UP = (EpisodeState.ABSENT, EpisodeState.MASKED)
 
 
 class LedgerRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of what is stored."""
+    """Base of the stored records."""
 
 
 class StoredParts(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """The rewards of parts of an episode. `units` are little-endian float32: what they are trained in, at
-    less than half of what numbers of msgpack take."""
+    """Rewards of parts of an episode. `units` are little-endian float32, as in training. They take less than
+    half the bytes of msgpack numbers."""
 
     segments: dict[int, float] = {}
     agents: dict[str, float] = {}
@@ -55,12 +55,12 @@ class StoredParts(LedgerRecord, frozen=True, array_like=True, gc=False):
 
 
 class Versions(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """The weights of one policy that an episode's sampled units are of."""
+    """Weight versions of one policy that sampled an episode's units."""
 
     oldest: int
     newest: int
-    epoch: int  # The smallest trainer epoch among them
-    rows: bytes = b""  # Sizes of its training rows by version: `trajectory.row_profile`
+    epoch: int  # The smallest trainer epoch of these versions
+    rows: bytes = b""  # Sizes of the training rows by version: `trajectory.row_profile`
 
 
 class EpisodeRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
@@ -70,18 +70,18 @@ class EpisodeRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     size_bytes: int = 0
     n_units: int = 0
     n_sampled: int = 0
-    versions: dict[str, Versions] = {}  # Its versions by policy; one that sampled no unit of it is missing
-    lease: int = 0  # Which of the group's leases stored it
-    tries: int = 0  # Verdicts so far that were no score
-    claim_id: str = ""  # The claim it is in, or that its score came from
+    versions: dict[str, Versions] = {}  # By policy, without the policies that sampled no unit
+    lease: int = 0  # Index in the group's `leases` of the lease that stored it
+    tries: int = 0  # Number of verdicts without a score so far
+    claim_id: str = ""  # The present claim, or the claim that returned the score
     reward: float = 0.0
     components: dict[str, float] | None = None
     parts: StoredParts | None = None
-    no_score: str = ""  # Kind of its last verdict that was no score; empty when there was none
+    no_score: str = ""  # Kind of the last verdict without a score, or empty
 
     @property
     def is_held(self) -> bool:
-        """Whether there are bytes of it."""
+        """Whether the ledger holds the episode's bytes."""
         return EpisodeState.MISSING < self.state < EpisodeState.ABSENT
 
 
@@ -93,64 +93,66 @@ class Training(LedgerRecord, frozen=True, array_like=True, gc=False):
     """Progress of one policy's trainer with a group."""
 
     state: int = GroupState.SCORED
-    """The state is SCORED until a batch takes it, or takes it again; then BATCHED, TRAINED, and at its end
-    COMMITTED or DROPPED. It counts from the moment that the group itself is SCORED."""
+    """SCORED until a batch takes the group, for the first time or again. Then BATCHED, TRAINED, and finally
+    COMMITTED or DROPPED. The value has no meaning before the group itself is SCORED."""
     min_version: int = NO_VERSION  # The oldest version of the policy in the group's episodes
     leased_version: int = NO_VERSION
-    """Version that the worker of the last lease served when it leased: while that is live, no version in
-    flight is older."""
-    step: int = -1  # The step it is batched for or was trained in last
-    steps: tuple[int, ...] = ()  # The steps it was trained in so far, on the trainer's present lineage
+    """Version that the worker of the last lease served when the lease was granted. While the lease is live,
+    no version in flight is older."""
+    step: int = -1  # The step of its present batch, or the last step that trained it
+    steps: tuple[int, ...] = ()  # The steps so far that trained it, on the trainer's present lineage
 
     @property
     def has_begun(self) -> bool:
-        """Whether a batch has taken the group, or it has ended for this policy."""
+        """Whether a batch has taken the group, or the group has ended for this policy."""
         return self.state != GroupState.SCORED or bool(self.steps)
 
     @property
     def has_ended(self) -> bool:
-        """Whether this policy needs the group no more."""
+        """Whether this policy no longer needs the group."""
         return self.state >= GroupState.COMMITTED
 
 
 class GroupRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """The episodes of one attempt at one task. The record is deleted when the group has ended for every
-    policy that trains it."""
+    """Episodes of one attempt at one task. The record is deleted once the group has ended for every policy
+    that trains it."""
 
     group_id: str
-    seq: int  # Order in which groups came into being
+    seq: int  # Order in which groups were created
     row: int
     pass_index: int
     attempt: int
-    state: int  # QUEUED, LEASED, GENERATED or SCORED; what comes after that is in `training`
+    state: int  # QUEUED, LEASED, GENERATED or SCORED; `training` has the later states
     episodes: tuple[EpisodeRecord, ...]
-    since_ms: int  # When it, or one of its trainings, entered its state
-    training: dict[str, Training]  # Its trainings, by policy that trains it
-    leases: tuple[str, ...] = ()  # Ids of all leases it had; the last one is live iff the state is LEASED
+    since_ms: int  # Time when the group, or one of its trainings, entered its state
+    training: dict[str, Training]  # By policy that trains the group
+    leases: tuple[str, ...] = ()  # Ids of all its leases so far; the last is live iff the state is LEASED
     size_bytes: int = 0
     begun_ms: int = 0
-    """When it was first leased, moved on by outages: what its deadline counts from. 0 before."""
-    handed_over: int = 0  # Number of `leases` that a worker handed over as it stopped
+    """Time of the first lease, from which the group's deadline counts. Outages move it forward. 0 before the
+    first lease."""
+    handed_over: int = 0  # Number of `leases` that a worker returned when it stopped
 
     def state_for(self, policy: str) -> int:
-        """Its `GroupState` as the trainer of `policy`, one of those that train it, sees it."""
+        """Return the group's `GroupState` for the trainer of `policy`. That policy must train the group."""
         return self.state if self.state < GroupState.SCORED else self.training[policy].state
 
     @property
     def least_state(self) -> int:
-        """Its `GroupState` as the policy sees it that has come least far with it."""
+        """The earliest `GroupState` of the group among the policies that train it."""
         if self.state < GroupState.SCORED:
             return self.state
         return min(training.state for training in self.training.values())
 
     @property
     def has_begun(self) -> bool:
-        """Whether some policy has taken it into a batch: from then on it may end for one policy alone."""
+        """Whether a policy has taken the group into a batch. From then on, the group may end for one policy
+        alone."""
         return self.state == GroupState.SCORED and any(t.has_begun for t in self.training.values())
 
     @property
     def judged(self) -> bool:
-        """Whether every sample has its score or was given up."""
+        """Whether every sample has a score or was given up."""
         return all(episode.state >= EpisodeState.VERDICT for episode in self.episodes)
 
     @property
@@ -161,7 +163,8 @@ class GroupRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
         return sum(episode.state == state for episode in self.episodes)
 
     def oldest_version(self, policy: str) -> int:
-        """The oldest version of `policy` it holds or, while it is leased, may come to hold; -1 for none."""
+        """Return the oldest version of `policy` in the group, or -1. While the group is leased, versions that
+        may still arrive count too."""
         held = self.training[policy].min_version
         if self.state != GroupState.LEASED:
             return held
@@ -180,30 +183,32 @@ class ClaimRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     claim_id: str
     group_id: str
     scorer: str
-    deadline_ms: int  # Moved on by every sign of life of the scorer, up to `last_ms`
+    deadline_ms: int  # Every heartbeat of the scorer moves it forward, up to `last_ms`
     last_ms: int
 
 
 class BatchPlan(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """The groups of a policy's step, in order. Kept until a checkpoint covers it: the redo log."""
+    """Groups of a policy's step, in order. Plans are the redo log: they are kept until a checkpoint covers
+    their step."""
 
     policy: str
     step: int
-    epoch: int  # The trainer that was given it last
+    epoch: int  # Epoch of the trainer that got the plan last
     group_ids: tuple[str, ...]
 
 
 # --- Which snapshots are on the lineage of a trainer.
 #
-# A trainer that comes back from a checkpoint at version `c` starts a new epoch. What its predecessor
-# published up to `c` is still true; of what it published after `c`, as much as the new epoch publishes
-# again bit by bit. The rest is abandoned: units sampled under it are not trained, or count as older than they
-# are (`counted_as` in `abandoned.py`). An episode is judged by its oldest epoch and its version range alone,
-# which errs on the safe side for an episode that spans a restart.
+# A trainer that resumes from a checkpoint at version `c` starts a new epoch. Snapshots of its predecessor up
+# to `c` stay valid. A later snapshot of the predecessor stays valid only if the new epoch publishes the same
+# bits again. All other snapshots are abandoned: their units are not trained, or count as older than they are
+# (`counted_as` in `abandoned.py`). Only an episode's oldest epoch and its version range decide whether it is
+# on the lineage. For an episode that spans a restart, this may drop valid units, but it never accepts
+# abandoned units.
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Epoch `epoch` published the versions `first` to `last`; `last` None: it is the running one."""
+    """The versions `first` to `last` that epoch `epoch` published. `last` is None for the running epoch."""
 
     epoch: int
     first: int
@@ -212,12 +217,12 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 Lineage = tuple[Span, ...]
 
-START: Lineage = (Span(0, 0),)  # Before any trainer: version 0 is the model that the job starts from
+START: Lineage = (Span(0, 0),)  # Before the first trainer: version 0 is the job's initial model
 
 
 def accepts(lineage: Lineage, min_epoch: int, min_version: int, max_version: int) -> bool:
-    """Whether every unit of an episode was sampled from weights on the lineage. An episode without sampled
-    units (versions -1) always is."""
+    """Return whether all units of an episode were sampled from weights on the lineage. An episode without
+    sampled units (versions -1) is always accepted."""
     if max_version < 0:
         return True
     for span in lineage:
@@ -227,7 +232,7 @@ def accepts(lineage: Lineage, min_epoch: int, min_version: int, max_version: int
 
 
 def reopened(lineage: Lineage, epoch: int, version: int) -> Lineage:
-    """A trainer of a new epoch starts from the weights of `version`."""
+    """Return the lineage after a trainer of a new epoch starts from the weights of `version`."""
     held = tuple(
         Span(span.epoch, span.first, version if span.last is None else min(span.last, version))
         for span in lineage
@@ -237,8 +242,8 @@ def reopened(lineage: Lineage, epoch: int, version: int) -> Lineage:
 
 
 def continued(lineage: Lineage, step: int, same_as: Sequence[int]) -> Lineage:
-    """The running epoch has published `step + 1`, which the epochs `same_as` had published alike. An epoch
-    once left behind stays so."""
+    """Return the lineage after the running epoch has published `step + 1`. The epochs `same_as` had published
+    the same weights. An epoch that has left the lineage never returns to it."""
     return tuple(
         Span(span.epoch, span.first, step + 1) if span.last == step and span.epoch in same_as else span
         for span in lineage
@@ -246,13 +251,14 @@ def continued(lineage: Lineage, step: int, same_as: Sequence[int]) -> Lineage:
 
 
 def undecided(lineage: Lineage, step: int, min_epoch: int, max_version: int) -> bool:
-    """Whether an episode with units beyond version `step`, the newest of the running epoch, is of an earlier
-    epoch that this one has equalled so far: the steps to come will tell."""
+    """Return whether later steps decide if an episode is on the lineage. The newest version of the running
+    epoch is `step`. The episode has newer units, from an earlier epoch whose weights this epoch has equalled
+    so far."""
     return max_version > step and any(span.epoch == min_epoch and span.last == step for span in lineage)
 
 
 def pruned(lineage: Lineage, oldest: int) -> Lineage:
-    """`lineage` without the spans that no unit of version `oldest` or newer can belong to."""
+    """Return `lineage` without spans whose versions are all older than `oldest`."""
     return tuple(span for span in lineage if span.last is None or span.last >= oldest)
 
 
@@ -265,7 +271,7 @@ class OvertakenWait(LedgerRecord, frozen=True, array_like=True, gc=False):
 
 
 class NoScores(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """Verdicts of one kind that were no score: how many, and the newest."""
+    """Count of verdicts without a score of one kind, and the newest of them."""
 
     count: int
     message: str
@@ -274,79 +280,80 @@ class NoScores(LedgerRecord, frozen=True, array_like=True, gc=False):
 
 
 class Pace(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """Lead of generation over a trainer, in steps, and the figures that it was found from (`pacing.py`)."""
+    """Lead of generation over a trainer, in steps, and the measurements behind it (`pacing.py`)."""
 
-    ahead: float  # Groups beyond those that the trainer works on
-    waits_for: int = -1  # The step for which there were too few scored groups when the trainer asked
-    since_ms: int = 0  # When it did
-    supplied: int = -1  # The last step for which there were enough; -1 before a trainer's first
-    supplied_ms: int = 0  # When there were
-    held_back: int = -1  # The last step before whose batch a worker asked for more than the pace gave
+    ahead: float  # Groups beyond the groups that the trainer works on
+    waits_for: int = -1  # Step for which the trainer found too few scored groups
+    since_ms: int = 0  # Time of that request
+    supplied: int = -1  # Last step with enough groups; -1 before a trainer's first step
+    supplied_ms: int = 0  # Time when they were enough
+    held_back: int = -1  # Last step before whose batch a worker asked for more than the pace allowed
     spares: tuple[int, ...] = ()  # Scored groups beyond the batch, at the last steps that did not wait
-    lately: float = 0.0  # Running means: how long the trainer waited for a step's groups, in steps; from 0,
-    step_ms: float = 0.0  # a step without its wait,
-    lead_ms: float = 0.0  # a group from its first lease to its last verdict,
-    waited: float = 0.0  # the share of its time that the trainer waited for groups
+    lately: float = 0.0  # Running mean, from 0, of the wait for a step's groups, in steps
+    step_ms: float = 0.0  # Running mean of a step without its wait
+    lead_ms: float = 0.0  # Running mean from a group's first lease to its last verdict
+    waited: float = 0.0  # Running mean of the share of time that the trainer waited for groups
 
 
 class Attempt(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """A group that was dropped, as far as its task is to be tried again."""
+    """A dropped group whose task may be tried again."""
 
     row: int
     pass_index: int
     attempt: int
-    policies: tuple[str, ...] = ()  # Those that it was for; empty for all that train the task
+    policies: tuple[str, ...] = ()  # The policies of the group; empty for all that train the task
 
     def is_for_the_same(self, other: Attempt) -> bool:
-        """Whether both are attempts at one task for the same policies."""
+        """Return whether both are attempts at one task for the same policies."""
         return (self.row, self.pass_index, self.policies) == (other.row, other.pass_index, other.policies)
 
 
 class Streak(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """Tries of one kind that failed since the last that succeeded (`transaction.py`)."""
+    """Failed tries of one kind since the last success (`transaction.py`)."""
 
     succeeded: bool = False
-    """Whether one has succeeded since the job was started, or resumed after it had failed."""
+    """Whether a try has succeeded since the job was started, or resumed after a failure."""
     count: int = 0
-    since_ms: int = 0  # When the first of them failed
-    tasks: tuple[tuple[int, int], ...] = ()  # (row, pass) of the first few different tasks that they met
-    given_up: tuple[Attempt, ...] = ()  # Groups dropped for it meanwhile
+    since_ms: int = 0  # Time of the first failure
+    tasks: tuple[tuple[int, int], ...] = ()  # (row, pass) of the first few different tasks that failed
+    given_up: tuple[Attempt, ...] = ()  # Groups dropped because of these failures
     taken_back: tuple[Attempt, ...] = ()
-    """Samples that were tried once more, as they were given up first."""
+    """Samples that got one more try because they were given up first."""
 
 
 class Consumer(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """A trained policy as the ledger sees it: its clock, its trainer, and the weights that count."""
+    """State of a trained policy in the ledger: its clock, its trainer, and the valid weights."""
 
-    epoch: int = 0  # Epoch of its trainer; 0 before the first
+    epoch: int = 0  # Epoch of its trainer; 0 before the first trainer
     trainer: str = ""
     v_train: int = 0  # Committed steps
     checkpoint: int = 0  # Steps covered by its newest checkpoint on disk
     lineage: Lineage = START
     overtaken: OvertakenWait | None = None
-    episodes_trained: int = 0  # Episodes in committed steps; one that was in two of them counts twice
+    episodes_trained: int = 0  # Episodes in committed steps; an episode in two steps counts twice
     max_staleness_seen: int = 0
     pace: Pace | None = None
 
 
 class LedgerMeta(LedgerRecord, frozen=True, array_like=True, gc=False):
-    """The figures of the job that belong to no group."""
+    """Figures of the job that belong to no group."""
 
-    ledger_id: str  # Drawn at random when the ledger was made: tells a ledger's own copy from another's
+    ledger_id: str  # Random, set at creation: tells copies of this ledger from other ledgers
     dataset_hash: str
     schema: int = SCHEMA
     position: int = 0  # The cursor: tasks taken from the task order so far
     seq: int = 0
-    ids: int = 0  # Lease and claim ids given out so far
-    consumers: dict[str, Consumer] = {}  # Records by policy; one that has done nothing yet may be missing
+    ids: int = 0  # Number of lease and claim ids issued so far
+    consumers: dict[str, Consumer] = {}  # By policy; a policy without any activity may be missing
     episodes_dropped: int = 0
     counts: dict[str, int] = {}  # Transitions so far, by reason
-    draining: dict[str, str] = {}  # Workers that are leased nothing more, and why
+    draining: dict[str, str] = {}  # Workers that get no more leases, and why
     no_scores: dict[str, NoScores] = {}
-    """The newest of each kind, the one heard of last at the end; of the kinds that came, the newest few."""
+    """The newest verdict of each kind without a score, ordered by time with the newest last. Only the newest
+    few kinds are kept."""
     failed: str = ""
-    """Why the job is to end, by `fail_job` or `transaction.py`; forgotten when a buffer starts: the job was
-    resumed."""
+    """Reason to end the job, set by `fail_job` or `transaction.py`. A starting buffer clears it, because the
+    job was resumed."""
     generating: Streak = Streak()
     scoring: Streak = Streak()
     answering: Streak = Streak()

@@ -1,4 +1,4 @@
-"""The fixed rules of one job's ledger, and where its tasks come from."""
+"""Fixed rules of one job's ledger, and the source of its tasks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from areal_async.config.reward_routing import Routing
 from areal_async.data.tasks import TaskTable, pass_order, read_tasks
 
 MAX_LEASES = 5
-"""Leases that one group may use up; a task that no worker finishes is dropped then, not tried for ever."""
+"""Most leases of one group. After that, the task is dropped, because no worker finishes it."""
 MAX_ATTEMPTS = 3
-"""Groups made from one task in one pass: a task whose group was overtaken is tried again, this often at
-most."""
+"""Most groups made from one task in one pass. A task is tried again if its group was overtaken."""
 
 
 @dataclass(frozen=True)
 class VerdictPolicy:
-    """Treatment of a verdict that is no score: it is tried again while the episode has had at most
-    `retries` such verdicts, of whatever kind; then the group is dropped, the episode masked, or the job
-    failed."""
+    """Treatment of a verdict without a score. The episode is tried again while it has at most `retries` such
+    verdicts of any kind. After that, the group is dropped, the episode is masked, or the job fails."""
 
     retries: int = 1
     then: Literal["drop_group", "mask", "fail_job"] = "drop_group"
@@ -35,47 +33,49 @@ class VerdictPolicy:
 
 @dataclass(frozen=True)
 class ConsumerRules:
-    """The rules of one trained policy; letters as in the admission formula."""
+    """Rules of one trained policy. The letters are the symbols of the admission formula."""
 
     batch_groups: int  # B: groups in a step
-    max_staleness: int  # η: most steps between a unit's version and the step that trains it
-    steps: int = 1 << 40  # Steps of its whole training: groups that no step is left for are not generated
+    max_staleness: int  # η: most steps from a unit's version to the step that trains it
+    steps: int = 1 << 40  # Steps of the whole training; no group is generated for a later step
 
     def lowest_version(self, step: int) -> int:
-        """The oldest version that `step` may train."""
+        """Return the oldest version that `step` may train."""
         return step - self.max_staleness
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of the job file (`areal_async/config/job.py`), durations in integer milliseconds."""
+    """Rules of the job file (`areal_async/config/job.py`), with durations in integer milliseconds."""
 
     group_size: int  # n: episodes in a group
     consumers: Mapping[str, ConsumerRules]  # The trained policies by name
     uses: Callable[[Task], Sequence[str]] | None = None
-    """Which of the policies sample in the episodes of a task; without it, all of them."""
+    """Return the policies that sample in the episodes of a task. None: all policies do."""
     lease_ms: int = 30_000
-    claim_ms: int = 50_000  # A scorer that gave no sign of life for this long loses its claims
+    claim_ms: int = 50_000  # A scorer without a heartbeat for this long loses its claims
     call_ms: int = 10_000
-    """Longest deadline of one scoring call; with the number of episodes it bounds the life of a claim."""
+    """Longest deadline of one scoring call. A claim lives at most this long times its number of episodes."""
     on_timeout: VerdictPolicy = VerdictPolicy()
     on_error: VerdictPolicy = VerdictPolicy()
     on_abstain: VerdictPolicy = VerdictPolicy(retries=0)
     faults_at_start: int = 64
-    """Answers in a row at fault themselves, from the first on, that end the job; 0: none do."""
+    """Number of answers in a row that end the job if each is itself at fault. Only answers since the start
+    count, before any success. 0 turns this off."""
     min_scored: int = 2
     routing: Routing | None = None
-    """Which reward scores which task; without it, each by one call for each episode."""
+    """Rewards by task. None: every task has one scoring call per episode."""
     pacing: Literal["fresh", "full"] = "full"
     sampling: Literal["fifo", "freshest", "priority"] = "fifo"
     priority: Literal["reward_variance", "advantage"] = "reward_variance"
     max_reuse: int = 1
     overtaken_waits: bool = True
     overtaken_masks: bool = False
-    """A group is too old only when all its units are; the trainer masks those that are."""
+    """If true, a group is too old only when all its units are. The trainer masks the other units that are too
+    old."""
     overtaken_ms: int = 60_000
     abandoned_trains: bool = False
-    """Units of weights that a restarted trainer has left are trained, as older than they are."""
+    """If true, units from abandoned weights are trained and count as older than they are."""
     group_policy: Literal["complete", "deadline_drop", "deadline_partial"] = "complete"
     group_deadline_ms: int | None = None
     min_samples: int = 1
@@ -84,7 +84,7 @@ class Rules:
     max_bytes: int = 1 << 30
     durability: Literal["memory", "everysec", "always"] = "everysec"
     first_success_ms: int = 5_000
-    """Nothing having succeeded yet, tries that go on failing so long end the job (`transaction.py`)."""
+    """Before the first success, the job ends if tries keep failing for this long (`transaction.py`)."""
     no_success_ms: int = 60_000  # The same after a success
     seed: int = 0
 
@@ -98,7 +98,7 @@ class Rules:
         policy: str = POLICY,
         **others: Any,
     ) -> Rules:
-        """The rules of a job that trains one policy; `others` are the fields of `Rules`."""
+        """Return the rules of a job that trains one policy. `others` are fields of `Rules`."""
         return cls(consumers={policy: ConsumerRules(batch_groups, max_staleness, steps)}, **others)
 
     @classmethod
@@ -114,7 +114,7 @@ class Rules:
             },
             group_size=job.rollout.group_size,
             lease_ms=lease_ms,
-            # Twice, since a claim is renewed only past half of its time.
+            # Twice, because a claim is renewed only after half of its time.
             claim_ms=2 * longest_ms + lease_ms,
             call_ms=call_ms,
             on_timeout=VerdictPolicy(reward.on_timeout.retries, reward.on_timeout.then),
@@ -142,36 +142,36 @@ class Rules:
         )
 
     def policies_of(self, task: Task) -> tuple[str, ...]:
-        """The policies that train the episodes of `task`."""
+        """Return the policies that train the episodes of `task`."""
         return tuple(self.consumers if self.uses is None else self.uses(task))
 
     def on(self, kind: VerdictKind) -> VerdictPolicy:
-        """Return what is done about a verdict of a kind that is no score."""
+        """Return the treatment of a verdict of this kind without a score."""
         return {"timeout": self.on_timeout, "error": self.on_error, "abstain": self.on_abstain}[kind]
 
     def scope(self, task: Task) -> Scope:
-        """Whether the task's episodes are scored one by one or as a group."""
+        """Return whether the task's episodes are scored singly or as a group."""
         return "episode" if self.routing is None else self.routing.of(task).scope
 
     @property
     def scores_groups(self) -> bool:
-        """Whether the scope of some task is `group`."""
+        """Return whether the scope of any task is `group`."""
         return self.routing is not None and any(spec.scope == "group" for spec in self.routing.specs)
 
     def group_seed(self, task_id: str) -> int:
-        """48 bits that depend on the job's seed and the task alone."""
+        """Return 48 bits that depend only on the job's seed and the task."""
         digest = hashlib.blake2b(f"{self.seed}:{task_id}".encode(), digest_size=6).digest()
         return int.from_bytes(digest, "little")
 
 
 class Tasks(Protocol):
-    """The job's tasks, in the order in which they are to be trained."""
+    """Tasks of the job, in training order."""
 
     @property
     def dataset_hash(self) -> str: ...
 
     def at(self, position: int) -> tuple[int, int] | None:
-        """(row, pass) at a position of the cursor; None past the last pass."""
+        """Return (row, pass) at a position of the cursor, or None after the last pass."""
 
     def task(self, row: int, pass_index: int) -> Task: ...
 
@@ -181,10 +181,10 @@ def _ms(seconds: float) -> int:
 
 
 class TaskOrder:
-    """Goes through the rows of a task table pass by pass, each pass in a seeded order of its own.
+    """Order of the tasks: all rows of the task table in each pass, shuffled by a seed for each pass.
 
-    A position counts tasks from the start of the job; what lies at it depends on the file, the seed and the
-    position alone, so a cursor is one integer."""
+    A position counts tasks from the start of the job. Its task depends only on the file, the seed and the
+    position, so a cursor is one integer."""
 
     def __init__(self, table: TaskTable, *, seed: int, shuffle: bool, passes: int | None) -> None:
         self.table = table
@@ -196,7 +196,7 @@ class TaskOrder:
 
     @classmethod
     def of(cls, job: JobConfig) -> TaskOrder:
-        """Reads the job's task file; raises `TaskFileError`."""
+        """Read the job's task file. Raises `TaskFileError`."""
         tasks = job.tasks
         return cls(read_tasks(tasks.train), seed=job.seed, shuffle=tasks.shuffle, passes=tasks.passes)
 
@@ -205,7 +205,7 @@ class TaskOrder:
         return self.table.dataset_hash
 
     def at(self, position: int) -> tuple[int, int] | None:
-        """(row, pass) at `position`; None past the last pass."""
+        """Return (row, pass) at `position`, or None after the last pass."""
         pass_index, offset = divmod(position, len(self.table))
         if self.passes is not None and pass_index >= self.passes:
             return None

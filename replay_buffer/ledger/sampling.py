@@ -1,12 +1,12 @@
-"""Which scored groups a step takes: an order (`buffer.sampling`), and how far age overrules it.
+"""Choice of scored groups for a step: an order (`buffer.sampling`), which age can override.
 
-A group of version `w` can be trained up to step `w + η`. With the batch of step `v` made, it still finds a
-place as long as no more than `(w + η − v)·B` groups of version `w` or older are left: so many the steps
-`v + 1 … w + η` can take. Whatever exceeds that must go now, oldest versions first; what need not go is taken
-in the order asked for. As admission lets no more groups in than there are places, no order costs a group that
-arrives with the version it was leased at.
+A group of version `w` can be trained up to step `w + η`. After the batch of step `v` is made, the steps `v +
+1 … w + η` remain. They can take `(w + η − v)·B` groups of version `w` or older. If more such groups are left,
+the excess must be taken now, oldest versions first. All other groups are taken in the chosen order. Admission
+grants no more groups than there are places. So no order drops a group that arrives with the version of its
+lease.
 
-Pure, and of the ready groups alone: numbers in, places out.
+The functions are pure. They use only the ready groups.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Key = tuple[float, ...]
 
 
 def rank(rules: Rules, group: GroupRecord, version: int) -> Key:
-    """Return where a scored group stands for a policy whose oldest version in it is `version`: the smaller,
-    the earlier. Ties go to the older version, then the older group."""
+    """Return the sort key of a scored group for a policy whose oldest version in it is `version`. The
+    smallest key comes first. Equal ranks are ordered by the older version, then by the older group."""
     seq = group.seq
     if rules.sampling == "fifo":
         return (version, seq)
     if version == NO_VERSION:
-        # Without a sampled unit it never becomes due, so in any later place it could wait for ever.
+        # A group without a sampled unit never becomes due, so behind other groups it could wait forever.
         return (-math.inf, version, seq)
     if rules.sampling == "freshest":
         return (-version, version, seq)
@@ -37,8 +37,9 @@ def rank(rules: Rules, group: GroupRecord, version: int) -> Key:
 
 
 def priority(rules: Rules, group: GroupRecord) -> float:
-    """Return how much there is to learn from a group, by its rewards r_i with mean m: their variance,
-    mean (r_i − m)², or `advantage`, mean |r_i − m|: its advantages before any division by a deviation."""
+    """Return a measure of what can be learned from a group with rewards r_i and mean m. It is their variance,
+    mean (r_i − m)². Under `advantage` it is mean |r_i − m|, the size of the advantages without division by a
+    deviation."""
     rewards = [episode.reward for episode in group.episodes if episode.state == EpisodeState.VERDICT]
     if not rewards:
         return 0.0
@@ -51,10 +52,10 @@ def priority(rules: Rules, group: GroupRecord) -> float:
 def choose(
     versions: Sequence[int], unfinished: Iterable[int], *, step: int, room: int, eta: int, batch_groups: int
 ) -> tuple[list[int], set[int]]:
-    """Choose up to `room` of the groups whose `versions` are given in order. Returns their places, ascending,
-    and which of them were taken before their turn, because of their age.
+    """Choose up to `room` groups, whose `versions` are given in order. Return their indices, ascending, and
+    the indices of groups taken early because of their age.
 
-    `unfinished` are the versions of groups that will compete with them for the steps to come."""
+    `unfinished` has the versions of groups that will compete for the next steps."""
     if len(versions) <= room:
         return list(range(len(versions))), set()
     held = Counter(version for version in (*versions, *unfinished) if version != NO_VERSION)
@@ -77,15 +78,17 @@ def choose(
 
 
 def overtaken_by_reuse(unfinished: Iterable[int], *, step: int, eta: int, batch_groups: int) -> int:
-    """Return how many groups under way would lose their place if `step` took none of them.
+    """Return how many unfinished groups would become too old if `step` took none of them.
 
-    Those of version `step − η` or older are left out: whether a step waits for them is `on_overtaken`'s."""
+    Groups of version `step − η` or older do not count. `on_overtaken` decides whether a step waits for them.
+    """
     held = Counter(version for version in unfinished if version > step - eta)
     return max((n for _, n in _must_go(held, step=step, eta=eta, batch_groups=batch_groups)), default=0)
 
 
 def _must_go(held: Counter[int], *, step: int, eta: int, batch_groups: int) -> Iterable[tuple[int, int]]:
-    """Return how many groups of each version or older, ascending, find no place after `step`."""
+    """Yield, in ascending order, each version and how many groups of it or older get no place after
+    `step`."""
     so_far = 0
     for version in sorted(held):
         so_far += held[version]

@@ -1,4 +1,4 @@
-"""Claims on stored episodes. What ends them is a verdict (`verdicts.py`), or the end of their scorer."""
+"""Claims on stored episodes. A verdict (`verdicts.py`) or the end of the scorer ends a claim."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from replay_buffer.ledger.transaction import Decision, Transaction
 
 
 def claim(index: Index, message: Claim, now_ms: int) -> Decision:
-    """Hand out stored episodes, those of the oldest versions first; one claim id per group.
+    """Hand out stored episodes, oldest versions first, with one claim id per group.
 
-    A group that is scored as one is handed out whole, and however large it is, if it is the first."""
+    A group that is scored as one is always handed out whole. If it is the first, it may be larger than the
+    request."""
     tx = Transaction(index, now_ms)
     renew(tx, message.scorer)
     if message.holds is not None:
@@ -27,7 +28,7 @@ def claim(index: Index, message: Claim, now_ms: int) -> Decision:
             if not index.gave(claim_id):
                 end_claim(tx, claim_id, "undelivered")
     items: list[ClaimedEpisode] = []
-    # A job that is to fail gets no more scores: the episode that fails it is to be scored when it is resumed.
+    # A job about to fail gets no more scores. The episode that fails it will be scored when the job resumes.
     for group_id in index.claimable if not index.meta.failed else ():
         room = message.max_episodes - len(items)
         group = tx.group(group_id)
@@ -41,9 +42,9 @@ def claim(index: Index, message: Claim, now_ms: int) -> Decision:
 
 
 def _claimable(index: Index, group: GroupRecord, room: int) -> list[int]:
-    """The samples of a group that one claim takes."""
+    """Return the samples of a group that one claim takes."""
     if index.is_scored_as_one(group):
-        # A score that came without those of the others is no use: all are judged again, in one call.
+        # A score without the scores of the others is useless: all are judged again, in one call.
         return [sample for sample, episode in enumerate(group.episodes) if episode.is_held]
     stored = [i for i, episode in enumerate(group.episodes) if episode.state == EpisodeState.STORED]
     return stored[:room]
@@ -62,7 +63,8 @@ def _claim_group(
             group_id=group.group_id,
             scorer=message.scorer,
             deadline_ms=tx.now_ms + rules.claim_ms,
-            # A scorer alive but stuck on this claim: one call after the other, each at its deadline.
+            # Limits a live scorer that hangs on this claim: one call after the other, each until its
+            # deadline.
             last_ms=tx.now_ms + rules.claim_ms + rules.call_ms * episodes,
         ),
     )
@@ -91,7 +93,7 @@ def _claim_group(
 
 
 def end_claim(tx: Transaction, claim_id: str, reason: str) -> None:
-    """Let others claim what it holds."""
+    """End a claim, so that its episodes can be claimed again."""
     claim = tx.index.claims[claim_id]
     tx.set_claim(claim_id, None)
     group = tx.group(claim.group_id)
@@ -107,8 +109,8 @@ def end_claim(tx: Transaction, claim_id: str, reason: str) -> None:
 
 
 def renew(tx: Transaction, scorer: str) -> None:
-    """A message from a scorer is a sign of life: its claims live on, each up to its last deadline. Written
-    only past half of the time, so that a busy scorer costs few writes."""
+    """Renew the claims of a scorer after a message from it, each up to its last deadline. A claim is written
+    only past half of its time, so that a busy scorer causes few writes."""
     deadline_ms = tx.now_ms + tx.rules.claim_ms
     for claim_id in tx.index.claims_of.get(scorer, ()):
         held = tx.index.claims[claim_id]
@@ -117,16 +119,16 @@ def renew(tx: Transaction, scorer: str) -> None:
             tx.set_claim(claim_id, replace(held, deadline_ms=moved_ms))
 
 
-# --- scores as they are stored and travel ---
+# --- scores in storage and in messages ---
 
 
-MOST_NAMES = 256  # Components of one score, and agents that it names
+MOST_NAMES = 256  # Most components in one score, and most agents
 LARGEST_UNIT = 3.4028234e38  # The largest float32
 
 
 def checked(verdict: Verdict, episode: EpisodeRecord) -> Verdict:
-    """A score whose numbers are numbers, and no more of them than the episode has parts. One that is not so
-    is an error of the reward, never a 0."""
+    """Return a score if its numbers are finite and it has no more parts than the episode. Otherwise return an
+    error of the reward, never a score of 0."""
     if not isinstance(verdict, Score):
         return verdict
     if not math.isfinite(verdict.value):
@@ -139,7 +141,7 @@ def checked(verdict: Verdict, episode: EpisodeRecord) -> Verdict:
 
 
 def _problem(parts: Parts, episode: EpisodeRecord) -> Failure | None:
-    """Return what is wrong with the rewards of parts; None when nothing is."""
+    """Return what is wrong with the rewards of parts, or None."""
     what = ""
     if len(parts.units) not in (0, episode.n_units):
         what = f"{len(parts.units)} rewards of units for an episode of {episode.n_units} units"
@@ -157,14 +159,14 @@ def _problem(parts: Parts, episode: EpisodeRecord) -> Failure | None:
 
 
 def stored_parts(parts: Parts | None) -> StoredParts | None:
-    """`parts` as the ledger keeps them: rewards of units in single precision."""
+    """Return `parts` in the ledger's form, with unit rewards in single precision."""
     if parts is None:
         return None
     return StoredParts(parts.segments, parts.agents, array("f", parts.units).tobytes())
 
 
 def parts_of(episode: EpisodeRecord) -> Parts | None:
-    """The rewards of an episode's parts, as they travel."""
+    """Return the rewards of an episode's parts in message form."""
     stored = episode.parts
     if stored is None:
         return None
@@ -172,5 +174,5 @@ def parts_of(episode: EpisodeRecord) -> Parts | None:
 
 
 def detailed_kind(verdict: Verdict) -> str:
-    """`timeout`, `abstain`, or `error:` and the failure's own kind."""
+    """Return `timeout`, `abstain`, or `error:` followed by the failure's kind."""
     return f"error:{verdict.kind[:40]}" if isinstance(verdict, Failure) else kind_of(verdict)

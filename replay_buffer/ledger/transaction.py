@@ -1,12 +1,12 @@
-"""Decisions, and the transaction in which one is put together.
+"""Decisions, and the transaction that builds a decision.
 
-A transaction is an overlay on an index: it reads through to the index, keeps what it changes to itself, and
-counts every transition with its reason.
+A transaction is an overlay on an index. It reads from the index, keeps its changes to itself, and counts
+every transition with its reason.
 
-A fault that every episode meets ends the job with its reason, and no task is lost by it: where generating or
-scoring succeeds no more, over several tasks and for some time (short before the first success), it is not the
-tasks' trouble. What the streak of failures gave up meanwhile is queued again: when it ends, and before where
-no other tasks are left to be tried.
+If every episode fails, the job ends with the reason and loses no task. The job ends when generating or
+scoring keeps failing over several tasks and for some time. This time is short before the first success. Tasks
+that were given up during such a streak are queued again when the streak ends. They are queued earlier if no
+other tasks are left to try.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ from replay_buffer.ledger.rules import MAX_ATTEMPTS, Rules
 Q, L, G, S, B, T, C, D = GroupState
 
 LEGAL = {Q: {L, G}, L: {G, Q}, G: {S}}
-"""The states that a group may go to from each state. It may be DROPPED from each of them."""
-LEGAL_TRAINING = {S: {B, T, D}, B: {T, D}, T: {B, S, C}}  # The same of a training
+"""States that can follow each state of a group. A group may also be DROPPED from each of them."""
+LEGAL_TRAINING = {S: {B, T, D}, B: {T, D}, T: {B, S, C}}  # The same for a training
 
 NOT_BEGUN = Training()
 
-MOST_KINDS = 8  # Kinds of verdicts that are no scores whose newest message is kept
-MOST_MESSAGE = 300  # Characters of it
+MOST_KINDS = 8  # Most kinds of verdicts without a score whose newest message is kept
+MOST_MESSAGE = 300  # Most characters of such a message
 
 TRY_AGAIN = frozenset({"stale", "overtaken", "abandoned", "bytes_lost"})
-"""Reasons to drop a group that say nothing against its task: the task is queued again as a new attempt."""
+"""Reasons to drop a group that are not the fault of its task. The task is queued again as a new attempt."""
 
 
 @dataclass
 class Decision:
-    """A reply, and the records that must be written first. Without writes there is nothing to make true."""
+    """A reply, and the records to write before it is sent. None: there is nothing to write."""
 
     reply: Message
     writes: WriteSet | None = None
-    payload: bytes | None = None  # The reply's attachment, where it has one that is no episode
+    payload: bytes | None = None  # Attachment of the reply, if it is not an episode
 
 
 def fault(kind: FaultKind, message: str) -> Decision:
@@ -71,7 +71,7 @@ def fault(kind: FaultKind, message: str) -> Decision:
 
 
 class Transaction:
-    """One decision in the making, at the time `now_ms` of the ledger."""
+    """One decision under construction, at the ledger time `now_ms`."""
 
     def __init__(self, index: Index, now_ms: int) -> None:
         self.index = index
@@ -130,7 +130,7 @@ class Transaction:
         self._writes.blobs.setdefault(group_id, {})[sample] = attachment
 
     def free(self, group_id: str, samples: tuple[int, ...] | None = None) -> None:
-        """Free the bytes of a group, those of `samples` or all, beside what was freed of it before."""
+        """Free the bytes of `samples`, or of all samples of the group. Earlier calls stay in effect."""
         before = self._writes.freed.get(group_id, ())
         self._writes.freed[group_id] = None if samples is None or before is None else (*before, *samples)
         self._writes.blobs.pop(group_id, None)
@@ -140,8 +140,8 @@ class Transaction:
         return f"{kind}{self.index.nonce}.{self.meta.ids:x}"
 
     def note_no_score(self, kind: str, message: str, episode_id: str) -> None:
-        """Keep what a person wants to know of a verdict that was no score. Of the kinds, those that came
-        last are kept."""
+        """Record the newest verdict without a score of this kind, for the user. Only the newest kinds are
+        kept."""
         notes = dict(self.meta.no_scores)
         known = notes.pop(kind, None)
         count = 1 if known is None else known.count + 1
@@ -155,8 +155,8 @@ class Transaction:
     def new_group(
         self, row: int, pass_index: int, attempt: int, policies: tuple[str, ...] = ()
     ) -> GroupRecord:
-        """A task is QUEUED, for `policies`; where none is named, for all that train it. An attempt for fewer
-        of them bears their names, so that no other attempt has its id."""
+        """Queue a new group for `policies`, or for all policies that train the task. If the group is for only
+        some of them, its id has their names, so no other attempt has the same id."""
         task = self.index.tasks.task(row, pass_index)
         whole = self.rules.policies_of(task)
         policies = policies or whole
@@ -177,7 +177,8 @@ class Transaction:
         return self.set_group(group)
 
     def move(self, group: GroupRecord, state: GroupState, reason: str = "", **changes: Any) -> GroupRecord:
-        """Make one transition, counted under the state's name and, if given, its reason."""
+        """Move the group to `state`. The transition is counted under the state's name and the reason, if
+        there is one."""
         self._check(group, GroupState(group.state), state, LEGAL)
         self._count_state(state, reason)
         return self.set_group(group, state=int(state), since_ms=self.now_ms, **changes)
@@ -185,7 +186,7 @@ class Transaction:
     def train(
         self, group: GroupRecord, policy: str, state: GroupState, reason: str = "", **changes: Any
     ) -> GroupRecord:
-        """Make one transition of the group's training by `policy`. The group ends with the last one."""
+        """Move the group's training by `policy` to `state`. The group ends with the last of its trainings."""
         self._check(group, GroupState(group.training[policy].state), state, LEGAL_TRAINING)
         trained = replace(group.training[policy], state=int(state), **changes)
         training = {**group.training, policy: trained}
@@ -206,15 +207,15 @@ class Transaction:
         self.count(f"{state.name.lower()}:{reason}" if reason else state.name.lower())
 
     def drop(self, group: GroupRecord, reason: str) -> None:
-        """The group ends as DROPPED(reason), and its bytes go; its task may be QUEUED as a new attempt. One
-        that has begun to be trained ends so for each policy that still waits for it."""
+        """End the group as DROPPED(reason) and free its bytes. Its task may be QUEUED as a new attempt. If a
+        policy has begun to train the group, it ends only for the policies that still wait for it."""
         if group.has_begun:
             for policy in group.training:
                 self.drop_for(group.group_id, policy, reason)
             return
         self._count_state(D, reason)
         note_given_up(self, group, reason)
-        # What was masked is counted as dropped already.
+        # Masked episodes are already counted as dropped.
         episodes = len(group.episodes) - group.count(EpisodeState.MASKED)
         self.set_meta(episodes_dropped=self.meta.episodes_dropped + episodes)
         self.forget(group)
@@ -222,10 +223,10 @@ class Transaction:
             self.new_group(group.row, group.pass_index, group.attempt + 1, tuple(group.training))
 
     def drop_for(self, group_id: str, policy: str, reason: str) -> None:
-        """`policy` cannot train the group. Where no other has begun to, it is dropped as a whole.
+        """End the group for `policy`. If no other policy has begun to train it, drop the whole group.
 
-        A training that is in the weights cannot be dropped any more: it stays TRAINED, and is not used
-        again."""
+        A training that is already in the weights cannot be dropped. It stays TRAINED and is not used again.
+        """
         group = self.group(group_id)
         if group is None or (training := group.training[policy]).has_ended:
             return
@@ -241,11 +242,11 @@ class Transaction:
             self.new_group(group.row, group.pass_index, group.attempt + 1, (policy,))
 
     def queue_again(self, dropped: Attempt) -> GroupRecord:
-        """Queue the task of a group that was dropped as a new attempt, for the same policies."""
+        """Queue the task of a dropped group as a new attempt, for the same policies."""
         return self.new_group(dropped.row, dropped.pass_index, dropped.attempt + 1, dropped.policies)
 
     def forget(self, group: GroupRecord) -> None:
-        """Delete the record of a group, what it holds, and its bytes."""
+        """Delete the group's record, its lease, its claims and its bytes."""
         self._writes.groups[group.group_id] = None
         if group.state == L:
             self.set_lease(group.leases[-1], None)
@@ -254,15 +255,15 @@ class Transaction:
         self.free(group.group_id)
 
     def set_episodes(self, group: GroupRecord, changed: dict[int, EpisodeRecord]) -> GroupRecord:
-        """Replace some episodes by themselves in another state: the figures of the group stay."""
+        """Change the state of some episodes. The figures of the group stay as they are."""
         return self.set_group(group, episodes=_with(group, changed))
 
     def add_episodes(self, group: GroupRecord, arrived: dict[int, EpisodeRecord]) -> GroupRecord:
-        """Replace MISSING episodes, and the group's figures."""
+        """Replace MISSING episodes and update the group's figures."""
         return self.set_group(group, **self.figures(group, _with(group, arrived)))
 
     def mask(self, group: GroupRecord, masked: dict[int, EpisodeRecord]) -> GroupRecord:
-        """Give up some episodes, whose verdicts were no scores; their bytes go."""
+        """Give up episodes whose verdicts have no score, and free their bytes."""
         gone = {sample: _masked(episode) for sample, episode in masked.items()}
         for sample, episode in masked.items():
             self.count(f"episode_masked:{episode.no_score.partition(':')[0]}")
@@ -271,7 +272,7 @@ class Transaction:
         return self.set_group(group, **self.figures(group, _with(group, gone)))
 
     def figures(self, group: GroupRecord, episodes: tuple[EpisodeRecord, ...]) -> dict[str, Any]:
-        """The fields of `group` with these episodes that follow from them."""
+        """Return the fields of `group` that follow from these episodes."""
         training = {
             policy: replace(each, min_version=self.oldest(policy, episodes))
             for policy, each in group.training.items()
@@ -283,7 +284,8 @@ class Transaction:
         }
 
     def oldest(self, policy: str, episodes: Iterable[EpisodeRecord]) -> int:
-        """The version as which the oldest units of `policy` in some episodes count; -1 for none."""
+        """Return the version of the oldest units of `policy` in these episodes, for the staleness limit. -1:
+        there are no such units."""
         consumer = self.consumer(policy)
         held = [episode.versions[policy] for episode in episodes if policy in episode.versions]
         return min((counted(self.rules, consumer, each) for each in held), default=NO_VERSION)
@@ -291,7 +293,7 @@ class Transaction:
     # --- end ---
 
     def decide(self, reply: Message) -> Decision:
-        """The decision that the transaction has become."""
+        """Return the decision with all changes of the transaction."""
         writes = self._writes
         changed = writes.groups or writes.leases or writes.claims or writes.batches or writes.freed
         if not changed and not self.counts and self.meta is self.index.meta:
@@ -311,7 +313,7 @@ def _with(group: GroupRecord, changed: dict[int, EpisodeRecord]) -> tuple[Episod
 
 
 def _masked(episode: EpisodeRecord) -> EpisodeRecord:
-    """Return what is kept of an episode: enough to answer a repeated put or verdict."""
+    """Return the fields of an episode that a repeated put or verdict needs."""
     return EpisodeRecord(
         state=int(EpisodeState.MASKED),
         lease=episode.lease,
@@ -322,25 +324,25 @@ def _masked(episode: EpisodeRecord) -> EpisodeRecord:
 
 
 def counted(rules: Rules, consumer: Consumer, held: Versions) -> int:
-    """The version as which the oldest unit of an episode counts for a consumer."""
+    """Return the version of an episode's oldest unit for the staleness limit of a consumer."""
     if not rules.abandoned_trains:
         return held.oldest
     known = counted_as(consumer.lineage, consumer.v_train, held.epoch, held.oldest)
     return held.oldest if known == NO_VERSION else known
 
 
-# --- a fault that every episode meets ---
+# --- faults that every episode has ---
 
 
 What = Literal["generating", "scoring", "answering"]
 
-FAILURES = 5  # Failures in a row (leases, verdicts) before which nothing is concluded
-TASKS = 2  # Different tasks that they must have met: one alone may be a bad task
-MOST_GIVEN_UP = 1024  # Tasks kept in mind; with more given up in one streak the job ends whatever the time
-MOST_REASON = 600  # Characters of what the last failure said
+FAILURES = 5  # Failures in a row (leases, verdicts) before the job may end
+TASKS = 2  # Different tasks among them, because a single task may be bad
+MOST_GIVEN_UP = 1024  # Most tasks recorded; with more in one streak the job ends at any time
+MOST_REASON = 600  # Most characters of the last failure's message
 
 GIVEN_UP: dict[str, What] = {"leases_used_up": "generating", "verdict_error": "scoring"}
-"""Reasons to drop a group that are the end of tries."""
+"""Reasons to drop a group after its last try."""
 WORDS = {
     "generating": (
         "no episode could be generated",
@@ -357,8 +359,8 @@ WORDS = {
 
 
 def try_succeeded(tx: Transaction, what: What) -> None:
-    """A try has succeeded: there was no fault that every episode meets. An outage that several tasks met says
-    nothing against those that it cost."""
+    """Record that a try succeeded, and end the streak of failures. If several tasks failed in the streak, its
+    tasks are queued again, because an outage was the cause."""
     streak: Streak = getattr(tx.meta, what)
     if streak.succeeded and not streak.count:
         return
@@ -370,7 +372,7 @@ def try_succeeded(tx: Transaction, what: What) -> None:
 
 
 def try_failed(tx: Transaction, what: What, group: GroupRecord, reason: str) -> None:
-    """A try for the task of `group` has failed with `reason`. May end the job."""
+    """Record that a try for the task of `group` failed with `reason`. May end the job."""
     streak: Streak = getattr(tx.meta, what)
     task = (group.row, group.pass_index)
     tasks = streak.tasks
@@ -386,7 +388,7 @@ def try_failed(tx: Transaction, what: What, group: GroupRecord, reason: str) -> 
 
 
 def is_hopeless(tx: Transaction, streak: Streak) -> bool:
-    """Whether what failed so often, at so many tasks and for so long will fail for ever."""
+    """Return whether a streak has enough failures, tasks and time to conclude that no try will succeed."""
     rules = tx.rules
     limit_ms = rules.no_success_ms if streak.succeeded else rules.first_success_ms
     long = tx.now_ms - streak.since_ms >= limit_ms or len(streak.given_up) >= MOST_GIVEN_UP
@@ -394,14 +396,14 @@ def is_hopeless(tx: Transaction, streak: Streak) -> bool:
 
 
 def _never_judged(tx: Transaction, streak: Streak) -> bool:
-    """Return whether so many answers were at fault, and not one judged, that something else is wrong."""
+    """Return whether so many answers were at fault, and none was judged, that the cause must be elsewhere."""
     most = tx.rules.faults_at_start
     return bool(most) and not streak.succeeded and streak.count >= most and len(streak.tasks) >= TASKS
 
 
 def note_given_up(tx: Transaction, group: GroupRecord, reason: str) -> None:
-    """The group was dropped for `reason`. Within a streak its task is kept in mind; in a job that is to end
-    it is queued again at once."""
+    """Record that the group was dropped for `reason`. During a streak, its task is remembered. If the job is
+    about to end, the task is queued again immediately."""
     what = GIVEN_UP.get(reason)
     if what is None:
         return
@@ -415,8 +417,8 @@ def note_given_up(tx: Transaction, group: GroupRecord, reason: str) -> None:
 
 
 def take_back(tx: Transaction, has_room: Callable[[Iterable[str]], bool]) -> GroupRecord | None:
-    """A new attempt at a task that a streak over several tasks gave up, whose policies have room: where no
-    others are left, only another try shows whether anything succeeds. None where there is none."""
+    """Queue a new attempt at a task that a streak over several tasks gave up. Its policies must have room. If
+    no other tasks are left, only another try can show a success. Return None if no task fits."""
     for what in WORDS:
         streak: Streak = getattr(tx.meta, what)
         fitting = [entry for entry in streak.given_up if has_room(_policies(tx, entry))]
@@ -432,7 +434,7 @@ def take_back(tx: Transaction, has_room: Callable[[Iterable[str]], bool]) -> Gro
 
 
 def forget_failures(tx: Transaction) -> None:
-    """The job is resumed: what failed before says nothing of what it does now."""
+    """Clear the streaks of failures of a resumed job, because their causes may be gone."""
     tx.set_meta(generating=Streak(), scoring=Streak(), answering=Streak())
 
 
@@ -441,7 +443,8 @@ def _policies(tx: Transaction, entry: Attempt) -> tuple[str, ...]:
 
 
 def _may_be_tried_again(streak: Streak, entry: Attempt) -> bool:
-    """Whether the task had tries left when the streak gave it up first: those since were the streak's."""
+    """Return whether the task had tries left when the streak first gave it up. Later tries belong to the
+    streak."""
     first = next((other for other in streak.taken_back if entry.is_for_the_same(other)), entry)
     return first.attempt + 1 < MAX_ATTEMPTS
 

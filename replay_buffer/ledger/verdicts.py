@@ -1,9 +1,9 @@
-"""Verdicts: what scoring returned, and what becomes of an episode and its group by it.
+"""Verdicts: results of scoring, and their effect on an episode and its group.
 
-A score is final. Any other verdict is tried again as often as its policy says (`reward.on_timeout`,
-`on_error`, `on_abstain`); then the group is dropped, or the episode is MASKED and the group goes on without
-it, or the job ends. None of them is ever a reward of 0: an answer at fault itself comes as a score. Where a
-group is scored as one, its episodes are tried again together.
+A score is final. Any other verdict is tried again as often as the policy of its kind says
+(`reward.on_timeout`, `on_error`, `on_abstain`). After that, the group is dropped, the episode is MASKED and
+the group continues without it, or the job ends. A verdict without a score is never a reward of 0. An answer
+that is itself at fault gets a score. In a group that is scored as one, all episodes are tried again together.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ Action = Literal["score", "again", "mask", "drop", "fail"]
 ACTIONS: dict[str, Action] = {"drop_group": "drop", "mask": "mask", "fail_job": "fail"}
 
 Judged = dict[int, tuple[Verdict, EpisodeVerdict]]
-"""Sample → its verdict as it counts, and as it came."""
+"""Sample → the verdict that counts, and the verdict as received."""
 
 
 def verdicts(index: Index, message: PutVerdicts, now_ms: int) -> Decision:
-    """Take each verdict whose claim is still held; a verdict taken before is acknowledged again."""
+    """Accept each verdict whose claim is still held. A verdict that was accepted before is acknowledged
+    again."""
     tx = Transaction(index, now_ms)
     renew(tx, message.scorer)
     refused: list[Refusal] = []
@@ -53,7 +54,7 @@ def verdicts(index: Index, message: PutVerdicts, now_ms: int) -> Decision:
 def _taken(
     tx: Transaction, group: GroupRecord, items: Sequence[EpisodeVerdict]
 ) -> tuple[Judged, list[Refusal]]:
-    """The verdicts that count, and refusals of those whose claim is not held."""
+    """Return the verdicts that count, and refusals for verdicts whose claim is not held."""
     refused: list[Refusal] = []
     taken: Judged = {}
     for item in items:
@@ -76,7 +77,8 @@ def _taken(
 
 
 def _note_score(tx: Transaction, group: GroupRecord, score: Score, episode_id: str) -> None:
-    """A score of an answer at fault says nothing of the reward, which was not able to judge it."""
+    """Record a score for the streaks. A score of an answer at fault says nothing about the reward, which did
+    not judge it."""
     if not score.at_fault:
         try_succeeded(tx, "scoring")
         try_succeeded(tx, "answering")
@@ -88,7 +90,7 @@ def _note_score(tx: Transaction, group: GroupRecord, score: Score, episode_id: s
 
 
 def _judge(tx: Transaction, group: GroupRecord, taken: Judged) -> None:
-    """Make the verdicts true, for each episode and for the group."""
+    """Apply the verdicts to each episode and to the group."""
     together = tx.index.is_scored_as_one(group)
     todo = {sample: _action(tx.rules, group.episodes[sample], taken[sample][0]) for sample in taken}
     for sample, action in todo.items():
@@ -115,7 +117,7 @@ def _judge(tx: Transaction, group: GroupRecord, taken: Judged) -> None:
         if action == "mask":
             masked[sample] = replace(held, tries=held.tries + 1)
         else:
-            # A job that fails and is resumed begins with its tries anew.
+            # A resumed job counts its tries from zero.
             changed[sample] = _waiting(held, tries=held.tries + 1 if action == "again" else 0)
     claims = {group.episodes[sample].claim_id for sample in todo}
     group = tx.set_episodes(group, changed) if changed else group
@@ -128,7 +130,7 @@ def _judge(tx: Transaction, group: GroupRecord, taken: Judged) -> None:
 
 
 def _action(rules: Rules, held: EpisodeRecord, verdict: Verdict) -> Action:
-    """Return the action that a verdict asks for, by the policy of its kind."""
+    """Return the action for a verdict under the policy of its kind."""
     kind = kind_of(verdict)
     if kind == "score":
         return "score"
@@ -155,7 +157,7 @@ def _scored(held: EpisodeRecord, score: Score) -> EpisodeRecord:
 
 
 def _waiting(held: EpisodeRecord, *, tries: int) -> EpisodeRecord:
-    """The episode, to be claimed again."""
+    """Return the episode, ready to be claimed again."""
     return replace(
         held,
         state=int(EpisodeState.STORED),
@@ -168,7 +170,7 @@ def _waiting(held: EpisodeRecord, *, tries: int) -> EpisodeRecord:
 
 
 def _fail_job(tx: Transaction, verdict: Verdict, item: EpisodeVerdict) -> None:
-    """The trainer is told at its next request. The first reason stands."""
+    """Set the reason to end the job. The trainer learns it at its next request. The first reason is kept."""
     tx.count(f"job_failed:{kind_of(verdict)}")
     if not tx.meta.failed:
         tx.set_meta(
@@ -178,7 +180,7 @@ def _fail_job(tx: Transaction, verdict: Verdict, item: EpisodeVerdict) -> None:
 
 
 def _end_claims(tx: Transaction, group: GroupRecord, claim_ids: set[str]) -> None:
-    """Delete those claims that no episode is in any more."""
+    """Delete the claims that have no episodes left."""
     open_ids = {e.claim_id for e in group.episodes if e.state == EpisodeState.CLAIMED}
     for claim_id in claim_ids.intersection(tx.index.claims) - open_ids:
         tx.set_claim(claim_id, None)

@@ -1,4 +1,4 @@
-"""Address and login of a job's Redis, and what can go wrong between the buffer and it."""
+"""Address and login of a job's Redis, and the errors between the buffer and Redis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areal_async.config.redis_url import RedisUrl, parse_redis_url
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """A URL with the places of its secrets. Neither `str()` nor `repr()` shows a secret."""
+    """A URL and the places of its secrets. `str()` and `repr()` never show a secret."""
 
     url: RedisUrl
     login: RedisLoginSection = field(default_factory=RedisLoginSection)
@@ -22,7 +22,7 @@ class RedisAddress:
 
     @classmethod
     def parse(cls, url: str) -> RedisAddress:
-        """The address of a bare URL. Raises `StoreUnusable`."""
+        """Return the address of a bare URL. Raises `StoreUnusable`."""
         try:
             return cls(parse_redis_url(url))
         except ValueError as error:
@@ -30,7 +30,7 @@ class RedisAddress:
 
     @classmethod
     def of(cls, section: BufferSection) -> RedisAddress:
-        """The address that a job file gives; `section.redis` must not be `embedded`."""
+        """Return the address that a job file gives. `section.redis` must not be `embedded`."""
         return replace(cls.parse(section.redis), login=section.redis_login, tls=section.redis_tls)
 
     def __str__(self) -> str:
@@ -38,11 +38,12 @@ class RedisAddress:
 
     @property
     def user(self) -> str:
-        """Who it logs in as, in Redis's own words."""
+        """Name of the Redis user for the login."""
         return self.url.username or "default"
 
     def password(self) -> str:
-        """The password, read now: a file may have changed. Raises `StoreUnusable` when it is missing."""
+        """Password, read on each access, because a file may have changed. Raises `StoreUnusable` if it is
+        missing."""
         name, path = self.login.password_env, self.login.password_file
         if self.url.password:
             return self.url.password
@@ -65,14 +66,15 @@ class RedisAddress:
         return secret
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """None without TLS. Raises `StoreUnusable` for files that hold no certificate or key."""
+        """Return the TLS context, or None without TLS. Raises `StoreUnusable` for files without a certificate
+        or key."""
         if not self.url.tls:
             return None
         try:
             context = ssl.create_default_context(cafile=self.tls.ca_file)
             context.check_hostname = self.tls.check_hostname
             if self.tls.cert_file is not None:
-                # Without a password OpenSSL would ask for a passphrase at the terminal.
+                # Without a password, OpenSSL would ask for a passphrase on the terminal.
                 context.load_cert_chain(self.tls.cert_file, self.tls.key_file, password=lambda: "")
         except (OSError, ValueError) as error:
             raise StoreUnusable(
@@ -82,21 +84,21 @@ class RedisAddress:
         return context
 
 
-# --- what can go wrong between the buffer and Redis ---
+# --- errors between the buffer and Redis ---
 
 
 Trouble = Literal["gone", "disk", "memory", "replica", "refused"]
-"""Why Redis takes no writes: it does not answer, cannot write to its disk, is at its memory limit, is not the
-master, or says something else."""
+"""Reasons why Redis accepts no writes. It does not answer, cannot write to its disk, is at its memory limit,
+or is not the master. `refused` is any other reason."""
 
 
 class StoreError(ArealError):
-    """Base of the errors of the store."""
+    """Base of the store's errors."""
 
 
 class StoreUnavailable(StoreError):
-    """Redis does not answer, or refused a write. What was not acknowledged may or may not be written; after
-    a rebuild of the index the same message can be asked again."""
+    """Redis does not answer, or refused a write. An unacknowledged write may or may not be stored. After a
+    rebuild of the index, the same message can be sent again."""
 
     restart_helps = True
 
@@ -106,11 +108,11 @@ class StoreUnavailable(StoreError):
 
 
 class StoreFenced(StoreError):
-    """Another front has taken over the job. This one must end."""
+    """Another front has taken over the job. This front must end."""
 
 
 class StoreUnusable(StoreError):
-    """This Redis cannot hold the ledger as configured, or what it holds is not this job's."""
+    """This Redis cannot hold the ledger as configured, or its content does not belong to this job."""
 
 
 REFUSALS: tuple[tuple[str, Trouble, str], ...] = (
@@ -126,10 +128,10 @@ REFUSALS: tuple[tuple[str, Trouble, str], ...] = (
 
 
 def refusal(answer: str) -> StoreUnavailable:
-    """Return what an error answer of Redis, of a command or out of a script, means for whoever waits, and
-    what to do about it."""
+    """Return the exception for an error reply of Redis, from a command or a script. The exception says what
+    to do."""
     for code, trouble, fix in REFUSALS:
         if code in answer:
-            said = answer[answer.index(code) :]  # without what a script's traceback puts in front
+            said = answer[answer.index(code) :]  # without a script's traceback in front
             return StoreUnavailable(f"Redis refused: {said} ({fix})", trouble)
     return StoreUnavailable(f"Redis refused: {answer}")

@@ -1,8 +1,8 @@
-"""One connection to Redis on which many commands are under way at once.
+"""One connection to Redis with many commands in flight.
 
-Promises: commands run in the order of `call`, and are answered in that order. When the connection ends, or an
-answer takes longer than `ANSWER_LIMIT_S`, every command without an answer fails with `StoreUnavailable`; none
-is repeated. Why no client library: docs/decisions/buffer.md#one-redis-connection.
+Promises: commands run and are answered in the order of `call`. When the connection ends, or an answer takes
+longer than `ANSWER_LIMIT_S`, every unanswered command fails with `StoreUnavailable`. No command is repeated.
+docs/decisions/buffer.md#one-redis-connection says why no client library is used.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ import hiredis
 
 from replay_buffer.redis.address import RedisAddress, StoreUnavailable, StoreUnusable, refusal
 
-ANSWER_LIMIT_S = 20.0  # Redis not answering for so long counts as gone
+ANSWER_LIMIT_S = 20.0  # Redis counts as gone if it does not answer for this long
 CONNECT_LIMIT_S = 5.0
 LOGIN = "buffer.redis_login.password_env or password_file, and the user in buffer.redis"
 
-PIECE_BYTES = 256 << 10  # Given to the transport at a time
-LARGE_BYTES = 32 << 10  # Arguments from this size on are sent from where they lie
+PIECE_BYTES = 256 << 10  # Bytes given to the transport at a time
+LARGE_BYTES = 32 << 10  # Arguments from this size on are sent without a copy
 
 Argument = str | bytes | int | memoryview
 
 
 class RedisConnection(asyncio.Protocol):
-    """`await RedisConnection.open(url)`, then `call`; `close` at the end. Belongs to one event loop."""
+    """A connection to Redis. Open it with `await RedisConnection.open(url)`, then `call`, then `close`. It
+    belongs to one event loop."""
 
     def __init__(self, answer_limit_s: float = ANSWER_LIMIT_S) -> None:
         self._answer_limit_s = answer_limit_s
@@ -39,7 +40,7 @@ class RedisConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._watch: asyncio.TimerHandle | None = None
         self._paused = False
-        self._unsent: deque[bytes | memoryview] = deque()  # What the transport has yet to be given
+        self._unsent: deque[bytes | memoryview] = deque()  # Bytes not yet given to the transport
         self._why_closed = "the connection is not open"
         self._was_closed = False
 
@@ -47,7 +48,7 @@ class RedisConnection(asyncio.Protocol):
     async def open(cls, where: str | RedisAddress, answer_limit_s: float = ANSWER_LIMIT_S) -> RedisConnection:
         """Connect and log in to a server, given by its address or its URL.
 
-        Raises `StoreUnavailable`; `StoreUnusable` when the login or the certificates are wrong."""
+        Raises `StoreUnavailable`, or `StoreUnusable` if the login or the certificates are wrong."""
         place = RedisAddress.parse(where) if isinstance(where, str) else where
         url, secure = place.url, place.tls_context()
         loop, make = asyncio.get_running_loop(), partial(cls, answer_limit_s)
@@ -62,8 +63,8 @@ class RedisConnection(asyncio.Protocol):
                 except BaseException as error:
                     connection.close()
                     if url.tls and isinstance(error, StoreUnavailable) and connection._was_closed:
-                        # How a server turns away a client without the right certificate; that it says so
-                        # may get lost on the way.
+                        # A server refuses a client without a valid certificate in this way. The reason may
+                        # get lost.
                         raise not_trusted(place, error) from error
                     raise
         except ssl.SSLError as error:
@@ -84,7 +85,7 @@ class RedisConnection(asyncio.Protocol):
                 )
 
     def call(self, *command: Argument) -> asyncio.Future[Any]:
-        """Send one command. The future ends with its answer, a `hiredis.ReplyError` among them."""
+        """Send one command. The future's result is its answer, which may be a `hiredis.ReplyError`."""
         future: asyncio.Future[Any] = self._loop.create_future()
         if self._transport is None or self._transport.is_closing():
             future.set_exception(StoreUnavailable(self._why_closed, "gone"))
@@ -97,16 +98,16 @@ class RedisConnection(asyncio.Protocol):
         return future
 
     async def ask(self, *command: Argument) -> Any:
-        """Send one command and wait for its answer. Raises what an error answer means (see `refusal`)."""
+        """Send one command and return its answer. Raises the exception for an error reply (see `refusal`)."""
         return checked(await self.call(*command))
 
     async def info(self, *sections: str) -> dict[str, str]:
-        """Return what the server says of itself, by field."""
+        """Return the server's INFO fields."""
         lines = (await self.ask("INFO", *sections)).decode().splitlines()
         return {name: value for name, found, value in (line.partition(":") for line in lines) if found}
 
     def close(self) -> None:
-        """End the connection; what has no answer yet fails."""
+        """End the connection. Commands without an answer fail."""
         self._end("the connection was closed")
 
     # --- asyncio.Protocol ---
@@ -136,7 +137,7 @@ class RedisConnection(asyncio.Protocol):
         self._end(f"Redis closed the connection{f': {error}' if error else ''}")
 
     def _send(self, pieces: list[bytes | memoryview]) -> None:
-        """The transport moves all that it has not sent yet at each step, so it is given little at a time."""
+        """Send pieces bit by bit, because the transport moves all unsent bytes at each step."""
         assert self._transport is not None
         for piece in pieces:
             for start in range(0, len(piece), PIECE_BYTES):
@@ -149,7 +150,7 @@ class RedisConnection(asyncio.Protocol):
     # --- ending ---
 
     def _look(self) -> None:
-        """Give up on a Redis that has left its oldest command unanswered for too long."""
+        """Close the connection if the oldest command has waited too long for an answer."""
         self._watch = None
         if not self._waiting:
             return
@@ -173,11 +174,11 @@ class RedisConnection(asyncio.Protocol):
         for _, future in waiting:
             if not future.done():
                 future.set_exception(StoreUnavailable(why, "gone"))
-                future.exception()  # marks it as seen: whoever asked may be gone
+                future.exception()  # marks it as retrieved: its caller may be gone
 
 
 def _pieces(command: Sequence[Argument]) -> list[bytes | memoryview]:
-    """A command as Redis reads it, large arguments not copied."""
+    """Return a command in the Redis protocol, without copies of large arguments."""
     if not any(isinstance(part, (bytes, memoryview)) and len(part) >= LARGE_BYTES for part in command):
         return [hiredis.pack_command(tuple(command))]  # type: ignore[arg-type]
     pieces: list[bytes | memoryview] = []
@@ -194,19 +195,19 @@ def _pieces(command: Sequence[Argument]) -> list[bytes | memoryview]:
 
 
 def checked(answer: Any) -> Any:
-    """An answer of Redis; raises what it means when it is an error."""
+    """Return an answer of Redis. Raises its exception if it is an error."""
     if isinstance(answer, hiredis.ReplyError):
         raise refusal(str(answer))
     return answer
 
 
 def table(answer: list[bytes]) -> dict[bytes, bytes]:
-    """The answer to HGETALL."""
+    """Return the answer to HGETALL as a dict."""
     return dict(zip(answer[::2], answer[1::2], strict=True))
 
 
 def not_trusted(place: RedisAddress, error: BaseException) -> StoreUnusable:
-    """TLS with a server that is not whom the job expects, or that does not accept this client."""
+    """Return the error for a TLS server that is not the expected one, or that does not accept this client."""
     return StoreUnusable(
         f"no TLS connection to Redis at {place}: {in_words(error)}. Look at buffer.redis_tls: ca_file signs "
         "the server's certificate, which must be for this host; cert_file and key_file are the client's. A "
@@ -219,7 +220,7 @@ def in_words(error: BaseException) -> str:
 
 
 def greetings(place: RedisAddress) -> list[Sequence[Argument]]:
-    """The commands that make a new connection the one that is wanted."""
+    """Return the commands that log in and select the database on a new connection."""
     commands: list[Sequence[Argument]] = []
     if password := place.password():
         user = place.url.username
@@ -227,6 +228,6 @@ def greetings(place: RedisAddress) -> list[Sequence[Argument]]:
     if place.url.db:
         commands.append(("SELECT", place.url.db))
     if place.url.tls:
-        # A server tells a client without a valid certificate only after the client's side of the handshake.
+        # A server reports an invalid client certificate only after the client's side of the handshake.
         commands.append(("PING",))
     return commands

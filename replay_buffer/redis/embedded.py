@@ -1,9 +1,14 @@
-"""A redis-server of the job's own, on a unix socket.
+"""A redis-server started by the job, on a unix socket.
 
-Promises: Redis or Valkey is found on the PATH, else in a package that carries one; it listens on no port and
-asks for a password, which is in no command line, variable or file; it ends with its parent, in order, and a
-second server never opens the same files, however the first one's parent died (a lock that the server itself
-holds). Files and log are in `data_dir`, for their owner alone."""
+Promises:
+
+- Redis or Valkey is found on the PATH, or in a package that contains it.
+- The server listens on no port and requires a password. No command line, variable or file contains the
+  password.
+- It shuts down cleanly when its parent ends.
+- A second server never opens the same files, however the first server's parent died. The server itself holds
+  a lock.
+- Files and log are in `data_dir`, readable only by their owner."""
 
 from __future__ import annotations
 
@@ -26,23 +31,24 @@ from areal_async.base.redis_binary import find_redis_server, redis_server_versio
 from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
 from replay_buffer.redis.connection import RedisConnection
 
-LOCK_LIMIT_S = 20.0  # How long a predecessor may take to end
-START_LIMIT_S = 20.0  # How long a start may take, reading the append-only file apart
+LOCK_LIMIT_S = 20.0  # Longest wait for the end of an earlier server
+START_LIMIT_S = 20.0  # Longest start, without the time to read the append-only file
 STOP_LIMIT_S = 3.0
 HANG_S = 40.0
-"""Seconds without an answer after which the server is killed and started again. The front has waited 20 s for
-an answer before it looks."""
+"""Seconds without an answer until the server is killed and restarted. The front has already waited 20 s for
+an answer before it checks."""
 START_ROOM_BYTES = 1 << 20
-"""Room on its disk below which the server is not started: with appendfsync always it ends at the first write
-that fails, again and again."""
+"""Least free disk space for a start. With appendfsync always, the server would end at the first failed write,
+again and again."""
 log = get_logger("buffer")
 NEVER_S = 10 * 365 * 24 * 3600
 
 
 class EmbeddedRedis:
-    """`start`, use `url`, `stop`. `start` again after the server died starts it anew on the same files.
+    """A redis-server started by the job. Call `start`, use `url`, then `stop`. After the server died, `start`
+    restarts it on the same files.
 
-    `password`: what its clients show; where none is given, one is made up, which only `url` tells."""
+    `password` is the clients' password. If it is empty, a random one is used, which only `url` contains."""
 
     def __init__(
         self,
@@ -63,24 +69,24 @@ class EmbeddedRedis:
         self.socket_path = socket_path
         self._password = password or secrets.token_hex(32)
         self.url = f"unix://:{self._password}@{socket_path}"
-        """The address with the password: for clients, not for a log."""
+        """Address with the password, for clients. Do not log it."""
         self._durability = durability
         self._lock_limit_s = lock_limit_s
         self._process: ChildProcess | None = None
-        self._silent_from_s = math.inf  # Since when it answers nothing
+        self._silent_from_s = math.inf  # Time since when it answers nothing
 
     @property
     def pid(self) -> int | None:
-        """The server's, while it runs."""
+        """Process id of the running server, or None."""
         return self._process.pid if self._process is not None and self._process.alive else None
 
     async def start(self) -> None:
         """Start the server unless it runs, and wait until it has read its files and answers.
 
-        A log that ends inside a transaction is mended before anything is appended to it: of a command that is
-        cut off, the server drops the command and leaves the transaction open. The next one would be taken
-        into it, and the start after that would bring half of what was lost back to life. A second start, with
-        the log ending between two commands, drops the whole transaction."""
+        If the log ends inside a transaction, it is repaired before the server appends to it. The server drops
+        only the incomplete command and leaves the transaction open. The next transaction would be appended to
+        it. The start after that would then restore half of the lost one. Therefore the server is started a
+        second time. The log now ends between two commands, and the server drops the whole transaction."""
         if self.pid is not None and not await self._end_if_hung():
             return
         binary = find_redis_server()
@@ -102,7 +108,7 @@ class EmbeddedRedis:
 
     async def _end_if_hung(self) -> bool:
         """Kill the running server if it has answered nothing for `HANG_S`, and return whether it was killed.
-        With tier `memory` its death would cost what it holds, so it is waited for."""
+        With tier `memory`, a kill would lose all data, so this waits instead."""
         now_s = asyncio.get_running_loop().time()
         try:
             (await RedisConnection.open(self.url)).close()
@@ -120,12 +126,12 @@ class EmbeddedRedis:
         return False
 
     async def _start(self, binary: Path) -> bool:
-        """Returns whether the server found the end of its log broken off, and cut it."""
+        """Start the server. Return whether it found the end of its log incomplete and cut it."""
         lock_fd = await self._lock()
         try:
             found_bytes = self._log_bytes()
             self.socket_path.unlink(missing_ok=True)
-            # The server holds the lock while it lives.
+            # The server holds the lock while it runs.
             self._process = ChildProcess(
                 [str(binary), "-"], given=os.fsencode(self._config()), pass_fds=(lock_fd,), umask=0o077
             )
@@ -135,12 +141,12 @@ class EmbeddedRedis:
         return self._log_bytes() < found_bytes
 
     def _log_bytes(self) -> int:
-        """Size of the append-only file; from Redis 7 on, of all its parts."""
+        """Return the size of the append-only file. From Redis 7 on, the file has several parts."""
         parts = [*self.data_dir.glob("appendonly.aof"), *self.data_dir.glob("appendonlydir/*.aof")]
         return sum(part.stat().st_size for part in parts)
 
     async def stop(self) -> None:
-        """End the server in order (it writes out its file), or kill it after `STOP_LIMIT_S`."""
+        """Stop the server cleanly, so that it writes its file. Kill it after `STOP_LIMIT_S`."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -148,7 +154,8 @@ class EmbeddedRedis:
         self.socket_path.unlink(missing_ok=True)
 
     def _config(self) -> str:
-        """A configuration file for its standard input: everybody may read the command line of a process."""
+        """Return the configuration, which the server reads from standard input. Its command line would be
+        readable by everybody."""
         options = {
             "requirepass": self._password,
             "port": "0",
@@ -165,13 +172,13 @@ class EmbeddedRedis:
         }
         lines = [f"{name} {_quoted(value)}" for name, value in options.items()]
         if self._durability == "memory":
-            # Without a log the data is kept in memory alone. A Redis with save points, even one that is never
-            # reached, writes a snapshot when it is told to end: the death of the front costs nothing.
+            # Without a log, the data is only in memory. With a save point, even one that is never reached,
+            # Redis writes a snapshot when it is stopped. So the end of the front loses nothing.
             lines.append(f"save {NEVER_S} 1")
         return "\n".join(lines) + "\n"
 
     def _check_files(self, binary: Path) -> None:
-        """Raises for files that it would not read, and for a disk on which it would end at once."""
+        """Raise if the server would not read its files, or if the disk is too full."""
         if (self.data_dir / "appendonlydir").is_dir():
             version = redis_server_version(binary) or "0"
             if int(version.split(".")[0]) < 7:
@@ -220,14 +227,14 @@ class EmbeddedRedis:
                 return
             except StoreUnavailable as error:
                 if "LOADING" in str(error):
-                    deadline_s = loop.time() + START_LIMIT_S  # it is at work
+                    deadline_s = loop.time() + START_LIMIT_S  # it is still working
                 elif loop.time() > deadline_s:
                     raise StoreUnavailable(f"redis-server does not answer: {error}", "gone") from error
             await asyncio.sleep(0.01)
 
     def _how_to_mend(self, binary: Path) -> str:
-        """Return the command that cuts a damaged log where the damage begins, as words to append to an error.
-        The server becomes the checker of its log when it is started under that name."""
+        """Return the command that cuts a damaged log at the damage, as text to append to an error. The server
+        acts as the checker of its log when it is started under that name."""
         manifest = self.data_dir / "appendonlydir" / "appendonly.aof.manifest"
         path = manifest if manifest.exists() else self.data_dir / "appendonly.aof"
         command = f"exec -a redis-check-aof {shlex.quote(str(binary))} --fix {shlex.quote(str(path))}"
@@ -243,7 +250,7 @@ class EmbeddedRedis:
 
 
 def is_in_memory(path: Path) -> bool:
-    """Return whether the file system of `path` loses all when its machine does."""
+    """Return whether the file system of `path` is lost when its machine stops."""
     there = path.resolve()
     mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
     mount = next((each for each in (there, *there.parents) if each in mounts), None)
@@ -251,5 +258,5 @@ def is_in_memory(path: Path) -> bool:
 
 
 def _quoted(value: str) -> str:
-    """`value` as one word of a Redis configuration file."""
+    """Return `value` as one word of a Redis configuration file."""
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

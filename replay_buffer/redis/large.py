@@ -1,17 +1,16 @@
-"""Large episodes: where their bytes lie, outside the hash of their group (docs/decisions/0006).
+"""Storage of large episodes outside the hash of their group (docs/decisions/0006).
 
-The hash `…:large` says where. It is written by the same script call as the ledger, so an episode is
-acknowledged with both or with neither. What a crash leaves half done is removed when the store is opened:
-keys are named in the set `…:staged` before they are written, and taken off it by the write that refers to
-them; files are those that nothing refers to.
+The hash `…:large` has the place of each large episode. The script call that writes the ledger also writes
+this hash. So an acknowledged episode has both, and otherwise neither exists. Partial writes of a crash are
+removed when the store is opened. Keys are added to the set `…:staged` before they are written, and the write
+that refers to them removes them from the set. Files that no record refers to are removed too.
 
-An episode that came in a file (`areal_async/rpc/by_file.py`) stays in it whatever its size: the file gets a
-second name in the folder, and no byte is copied.
+An episode that arrived in a file (`areal_async/rpc/by_file.py`) stays in the file, whatever its size. The
+file gets a second name in the folder, and no byte is copied.
 
-A file is complete and, but for tier `memory`, flushed to disk before its name is given out. What
-is freed stays for `GRACE_S`: whoever was just told where it lies may still open it, and with `everysec` a
-Redis that lost its last second may refer to it again. A name is never
-used twice.
+A file is complete before its name is published. It is also flushed to disk, except with tier `memory`. Freed
+episodes stay for `GRACE_S`. A client that just got their place may still open them. With `everysec`, a Redis
+that lost its last second may refer to them again. A name is never used twice.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ from replay_buffer.redis.writer import Bytes, Commands, Keys
 from replay_buffer.routes import PREFIX as ROUTES_PREFIX
 
 KEY_BYTES = 32 << 10
-"""Size from which on Redis reads an argument into the very buffer that it then keeps as the value."""
+"""Size from which Redis reads an argument directly into the buffer that it stores as the value."""
 CHUNK_BYTES = 1 << 20
 FILE_BYTES = 1 << 20
-EPISODES = "episodes"  # Folder of the files, beside those of the job's own Redis
+EPISODES = "episodes"  # Folder of the files, beside the files of the job's own Redis
 
 EpisodeKey = tuple[str, int]
-"""(group id, sample)."""
+"""(group id, sample)"""
 
 
 class BlobRef(msgspec.Struct, frozen=True, array_like=True):
     """Place of the bytes of one episode."""
 
-    name: str  # The file's name, or what the keys' names begin with. One message's large episodes share it
+    name: str  # File name, or prefix of the keys' names. All large episodes of one message share it
     size_bytes: int
     at: int  # Offset in the file, or number of the first key
-    chunks: int = 0  # Keys; 0: it is a file
+    chunks: int = 0  # Number of keys; 0 for a file
 
 
 read_ref = msgspec.msgpack.Decoder(BlobRef).decode
@@ -58,15 +57,15 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass
 class PreparedWrite:
-    """One write set made ready for Redis: `ahead` are commands to send right before the script's."""
+    """A write set in the form of Redis commands. `ahead` has commands to send right before the script."""
 
     commands: Commands
     ahead: list[tuple[Argument, ...]] = field(default_factory=list)
-    files_freed: list[str] = field(default_factory=list)  # Files to remove once the write is confirmed
+    files_freed: list[str] = field(default_factory=list)  # Files to remove after the write is confirmed
 
 
 class Large:
-    """Place of each episode, as of the last write submitted."""
+    """Places of all large episodes, as of the last submitted write."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
@@ -75,7 +74,7 @@ class Large:
         self._parcels = 0
 
     def load(self, table: Mapping[bytes, bytes], front_epoch: int) -> None:
-        """Take over what Redis holds, read by the front of this epoch."""
+        """Load the table from Redis. `front_epoch` is the epoch of the front that reads it."""
         self._refs = {}
         self._front_epoch = front_epoch
         self._parcels = 0
@@ -88,7 +87,7 @@ class Large:
         return None if samples is None else samples.get(sample)
 
     def uses(self, group_id: str, name: str) -> bool:
-        """Whether an episode of that group lies in that file."""
+        """Return whether an episode of that group is in that file."""
         return any(ref.name == name and not ref.chunks for ref in self._refs.get(group_id, {}).values())
 
     def in_files(self) -> Iterator[tuple[EpisodeKey, BlobRef]]:
@@ -98,11 +97,11 @@ class Large:
                     yield (group_id, sample), ref
 
     def key_names(self, ref: BlobRef) -> list[str]:
-        """The keys of an episode that lies in keys, in order."""
+        """Return the keys of an episode that is stored in keys, in order."""
         return [self._keys.chunk(ref.name, ref.at + i) for i in range(ref.chunks)]
 
     def prepare(self, writes: WriteSet, attachments: Sequence[Bytes | BlobRef]) -> PreparedWrite:
-        """Make `writes` into commands, with what is large in places of its own, and take note of it."""
+        """Return the commands for `writes`, with places for large episodes, and update the table."""
         parcel = PreparedWrite(Commands(self._keys))
         freed = self._free(writes)
         staged, ahead, kept = self._place(writes, attachments)
@@ -136,7 +135,7 @@ class Large:
         return gone
 
     def _unused(self, names: list[str], groups: Mapping[str, object]) -> list[str]:
-        """Return the files that hold no episode any more. A file holds episodes of one group."""
+        """Return the files that have no episode left. A file has episodes of one group only."""
         used = {ref.name for group_id in groups for ref in self._refs.get(group_id, {}).values()}
         return [name for name in dict.fromkeys(names) if name not in used]
 
@@ -171,7 +170,7 @@ class Large:
 
 
 def staged_keys(keys: Keys, staged: str) -> list[str]:
-    """The keys that a member of the set of staged parcels stands for."""
+    """Return the keys that a member of the set `staged` stands for."""
     stem, _, chunks = staged.rpartition(":")
     return [keys.chunk(stem, i) for i in range(int(chunks))]
 
@@ -184,8 +183,8 @@ ALIGN_BYTES = 4096  # Each episode begins on a page, so that it can be mapped al
 
 
 class BlobFiles:
-    """The files in `folder`. `write`, then `settled`; `read`, `remove`; `open` before all, and again after a
-    loss of Redis."""
+    """Files with episodes in `folder`. Call `open` first, and again after a loss of Redis. Call `settled`
+    after each `write`."""
 
     def __init__(self, folder: Path, durability: str, grace_s: float = GRACE_S) -> None:
         self._folder = folder
@@ -194,11 +193,11 @@ class BlobFiles:
         self._token = secrets.token_hex(4)
         self._count = 0
         self._under_way: set[str] = set()
-        """Files that the ledger may not refer to yet: not to be taken for left over."""
+        """Files that the ledger may not refer to yet. They are not removed as leftovers."""
         self._removing: dict[str, asyncio.TimerHandle | None] = {}
 
     async def open(self, refs: Iterable[tuple[EpisodeKey, BlobRef]]) -> list[EpisodeKey]:
-        """Remove what is left over; return the episodes of `refs` whose bytes are not there (any more)."""
+        """Remove leftovers. Return the episodes of `refs` whose bytes are missing."""
         by_name: dict[str, list[tuple[EpisodeKey, BlobRef]]] = {}
         for place, ref in refs:
             by_name.setdefault(ref.name, []).append((place, ref))
@@ -209,10 +208,10 @@ class BlobFiles:
         return await asyncio.to_thread(self._sort_out, by_name)
 
     async def write(self, blobs: Sequence[Bytes | BlobRef]) -> tuple[list[Bytes | BlobRef], str]:
-        """Put those of at least `FILE_BYTES` into one file; returns the list with refs in their place, and
-        the file's name ("" for none), which must be given to `settled` once it is decided what becomes of it.
+        """Write blobs of at least `FILE_BYTES` into one file. Return the list with refs in their place, and
+        the file's name ("" for none). Pass the name to `settled` once the put is decided.
 
-        Raises OSError, having left nothing: the disk is full, or fails."""
+        If the disk is full or fails, raises OSError and leaves no file."""
         numbers = [
             i for i, blob in enumerate(blobs) if not isinstance(blob, BlobRef) and len(blob) >= FILE_BYTES
         ]
@@ -240,8 +239,8 @@ class BlobFiles:
     async def adopt(
         self, path: Path, offsets: Sequence[int], blobs: Sequence[Bytes]
     ) -> tuple[list[Bytes | BlobRef], str]:
-        """Keep the file at `path`, in which `blobs` lie, by a name of its own; returns what `write` does.
-        Raises OSError when that cannot be, which leaves nothing."""
+        """Keep the file at `path`, which contains `blobs`, under a new name. Return the same as `write`. If
+        this fails, raises OSError and leaves no file."""
         self._count += 1
         name = f"{self._token}-{self._count:x}"
         self._under_way.add(name)
@@ -253,17 +252,17 @@ class BlobFiles:
         return [BlobRef(name, len(blob), at) for blob, at in zip(blobs, offsets, strict=True)], name
 
     def settled(self, name: str, *, used: bool) -> None:
-        """The ledger refers to the file now, or never will."""
+        """Record that the ledger refers to the file now (`used`), or never will."""
         self._under_way.discard(name)
         if not used:
             self.remove([name], at_once=True)
 
     async def read(self, refs: Sequence[BlobRef]) -> list[memoryview | None]:
-        """The episodes' bytes, as maps of their files; None for one that is gone."""
+        """Return the episodes' bytes as memory maps of their files. None for a missing episode."""
         return await asyncio.to_thread(lambda: [self._map(ref) for ref in refs])
 
     def remove(self, names: Sequence[str], *, at_once: bool = False) -> None:
-        """Nothing refers to these files any more, as Redis has confirmed."""
+        """Remove files after Redis has confirmed that no record refers to them."""
         loop = asyncio.get_running_loop()
         for name in names:
             if at_once:
@@ -274,7 +273,7 @@ class BlobFiles:
                 self._removing[name] = loop.call_later(self._grace_s, late)
 
     def close(self) -> None:
-        """Stop removing; the next `open` removes what is left."""
+        """Stop removing files. The next `open` removes the rest."""
         for handle in self._removing.values():
             if handle is not None:
                 handle.cancel()
@@ -322,7 +321,7 @@ class BlobFiles:
         for entry in os.scandir(self._folder):
             if entry.name in by_name:
                 sizes[entry.name] = entry.stat().st_size
-            # `_under_way` is looked at now: a message may come meanwhile.
+            # `_under_way` is read now, because a message may have arrived meanwhile.
             elif not entry.name.startswith(ROUTES_PREFIX) and entry.name not in self._under_way:
                 os.unlink(entry.path)
         return [

@@ -1,8 +1,8 @@
 """The ledger and the episodes in Redis.
 
-Promises: opening takes the job over and fences every earlier front, by epoch; what is loaded after that
-cannot change but through this store. A Redis that could lose the ledger (it evicts keys, or does not persist
-as the configured tier asks) is refused, with the setting to change."""
+Promises: `open` takes over the job and fences every earlier front by its epoch. After that, only this store
+can change the loaded data. The store refuses a Redis that could lose the ledger, because it evicts keys or
+does not persist as the configured tier needs. The error names the setting to change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from replay_buffer.routes import RouteFiles
 
 SCRIPT = files("replay_buffer.redis").joinpath("write.lua").read_bytes()
 TAKE_SCRIPT = files("replay_buffer.redis").joinpath("take_over.lua").read_bytes()
-ROOM_SHARE = 0.99  # A Redis that was full has room again below this share of its maxmemory
+ROOM_SHARE = 0.99  # A full Redis has room again below this share of its maxmemory
 
 _decode_meta = msgspec.msgpack.Decoder(LedgerMeta).decode
 _decode_group = msgspec.msgpack.Decoder(GroupRecord).decode
@@ -39,20 +39,20 @@ _decode_batch = msgspec.msgpack.Decoder(BatchPlan).decode
 
 @dataclass(frozen=True)
 class Opened:
-    """A ledger taken over. `idle_ms`: time since its last write, where this store had it before.
-    `lost_writes`: writes confirmed to this store or an earlier front, and not there any more."""
+    """A ledger that was taken over. `idle_ms` is the time since its last write, if this store had it before.
+    `lost_writes` counts writes that were confirmed to this store or an earlier front and are now missing."""
 
     records: LedgerRecords
     revision: int
     front_epoch: int
     idle_ms: int
     lost_writes: int
-    lost_episodes: tuple[EpisodeKey, ...] = ()  # Those that the ledger holds, and whose bytes are not there
+    lost_episodes: tuple[EpisodeKey, ...] = ()  # Episodes in the ledger whose bytes are missing
 
 
 class Store:
-    """One job in the Redis at an address. `max_bytes`: what its episodes may weigh, 0 for not known.
-    `confirmed`: the revision that an earlier front is known to have seen there."""
+    """One job in the Redis at an address. `max_bytes` limits its episodes, 0 if unknown. `confirmed` is the
+    last revision that an earlier front saw confirmed."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Store:
         self.address = RedisAddress.parse(address) if isinstance(address, str) else address
         self.front_epoch = 0
         self.full = False
-        """Redis refused a write for lack of memory, and has not been seen to have room since."""
+        """True after Redis refused a write for lack of memory, until it has room again."""
         self._keys = Keys(job)
         self._large = Large(self._keys)
         self._files = None if folder is None else BlobFiles(folder, durability)
@@ -83,19 +83,20 @@ class Store:
         self._writer: LedgerWriter | None = None
         self._confirmed = confirmed
         self._owner = secrets.token_hex(8)
-        """Which front holds the ledger, in Redis: epochs alone do not tell a front from its successor."""
+        """Id in Redis of the front that has the ledger. Epochs alone cannot tell a front from its
+        successor."""
         self._sha = ""
 
     @property
     def tail(self) -> asyncio.Future[None] | None:
-        """Confirmation of all writes so far; None before the first."""
+        """Confirmation of all writes so far, or None before the first write."""
         return self._writer.tail if self._writer is not None else None
 
     async def open(self, on_failure: Callable[[StoreError], None]) -> Opened:
-        """Take the job over (again), and load its ledger or begin one.
+        """Take over the job, for the first time or again. Load its ledger, or create one.
 
-        A store that had the job before raises `StoreFenced` if another front has it now. Also raises
-        `StoreUnavailable` while Redis does not answer, `StoreUnusable` when it must not be used."""
+        Raises `StoreFenced` if this store had the job before and another front has it now. Raises
+        `StoreUnavailable` while Redis does not answer, and `StoreUnusable` if it must not be used."""
         await self._let_go()
         writes: RedisConnection | None = None
         try:
@@ -116,8 +117,8 @@ class Store:
                 writes.close()
 
     async def place_large(self, blobs: Sequence[Bytes]) -> tuple[list[Bytes | BlobRef], str]:
-        """Put what is large enough into a file, if there is a folder for that. Returns what to give to
-        `submit`, and a name to give to `settled` after it. Raises OSError when the disk is full."""
+        """Write large enough blobs into a file, if there is a folder for files. Return the blobs for
+        `submit`, and a name for `settled` after it. Raises OSError if the disk is full."""
         if self._files is None:
             return list(blobs), ""
         if isinstance(blobs, Filed):
@@ -125,14 +126,14 @@ class Store:
         return await self._files.write(blobs)
 
     def settled(self, name: str, group_id: str) -> None:
-        """It is decided what became of the file `name`, written for that group."""
+        """Record that the put with the file `name`, written for that group, is decided."""
         if self._files is not None:
             self._files.settled(name, used=self._large.uses(group_id, name))
 
     def submit(
         self, revision: int, writes: WriteSet, attachments: Sequence[Bytes | BlobRef]
     ) -> asyncio.Future[None]:
-        """Write in order; the future ends when Redis has confirmed."""
+        """Write in order. The future is done when Redis has confirmed."""
         if self._writer is None:
             raise StoreUnavailable("the store is not open", "gone")
         parcel = self._large.prepare(writes, attachments)
@@ -148,8 +149,8 @@ class Store:
     async def blobs(
         self, wanted: Sequence[EpisodeKey], *, by_file: bool = False
     ) -> list[Bytes | FilePart | None]:
-        """The codec blobs of (group id, sample), in order; None for one that is not held. `by_file`: of what
-        lies in files only where."""
+        """Return the codec blobs of (group id, sample), in order. None for an episode that is not stored.
+        With `by_file`, return only the place of a blob that is in a file."""
         reads = self._connected
         refs = {place: ref for place in wanted if (ref := self._large.ref(*place)) is not None}
         small: dict[str, list[int]] = {}
@@ -173,7 +174,7 @@ class Store:
         elif self._files is not None and in_files:
             maps = await self._files.read([ref for _, ref in in_files])
             found.update(zip((place for place, _ in in_files), maps, strict=True))
-        # Gathered, so that no answer is left unread when the connection breaks.
+        # Gathered, so that every answer is read when the connection breaks.
         answers = [checked(answer) for answer in await answering]
         for (group_id, samples, _), blobs in zip(asked, answers, strict=False):
             found.update(zip(((group_id, sample) for sample in samples), blobs, strict=True))
@@ -181,7 +182,7 @@ class Store:
         return [found[place] for place in wanted]
 
     async def used_bytes(self) -> int:
-        """Memory that Redis uses, all of it. Takes note of room in a Redis that was full."""
+        """Return all memory that Redis uses. Clears `full` if a full Redis has room again."""
         memory = await self._connected.info("memory")
         limit = int(memory["maxmemory"])
         counted = int(memory["used_memory"]) - int(memory.get("mem_not_counted_for_evict", 0))
@@ -190,7 +191,7 @@ class Store:
         return int(memory["used_memory"])
 
     async def close(self) -> None:
-        """Write what is queued, and disconnect."""
+        """Write the queue, and disconnect."""
         await self._let_go()
         if self._files is not None:
             self._files.close()
@@ -214,7 +215,8 @@ class Store:
     # --- large episodes ---
 
     async def _open_large(self) -> tuple[EpisodeKey, ...]:
-        """Load where large episodes lie and remove what a crash left over. Returns those without bytes."""
+        """Load the places of large episodes and remove leftovers of a crash. Return the episodes without
+        bytes."""
         ask = self._connected.ask
         self._large.load(table(await ask("HGETALL", self._keys.large)), self.front_epoch)
         for staged in await ask("SMEMBERS", self._keys.staged):
@@ -235,7 +237,7 @@ class Store:
 
     @property
     def _connected(self) -> RedisConnection:
-        """The connection for all but the writes."""
+        """Return the connection for everything except writes."""
         if self._connection is None:
             raise StoreUnavailable("the store is not open", "gone")
         return self._connection
@@ -243,8 +245,8 @@ class Store:
     async def _settle(self) -> None:
         """Connect to the server, and check that it may be used.
 
-        What is wrong there is final for a store that has not been open yet. For one that was, the server was
-        changed under the job: it waits for somebody to put that right."""
+        An unusable server is a final error if this store was never open. If it was open before, the server
+        has been changed since. The store then waits until somebody corrects it."""
         try:
             self._connection = await RedisConnection.open(self.address)
             await check_keys(self._connection, self.address, self._keys)
@@ -257,11 +259,12 @@ class Store:
     # --- taking over ---
 
     async def _take(self) -> int:
-        """The epoch counts on, whoever had it, which fences every write under an older one, this front's own
-        that were lost from sight among them. Returns the revision found.
+        """Increase the epoch, whoever had it. This fences every write under an older epoch, also unconfirmed
+        writes of this front. Return the revision found.
 
-        A front that had the job takes it back only if no other came in between. An attempt of its own whose
-        answer was lost is none; nor is an older epoch: then its own opening is among what Redis has lost."""
+        A front that had the job takes it back only if no other front came in between. Its own attempt whose
+        answer was lost does not count as another front. Neither does an older epoch: then Redis has lost the
+        opening of this front."""
         ask = self._connected.ask
         sha = await ask("SCRIPT", "LOAD", TAKE_SCRIPT)
         front, owner, state = await ask("HMGET", self._keys.meta, "front", "owner", "state")
@@ -283,7 +286,7 @@ class Store:
         return int(answer[1])
 
     async def _load(self, lost_writes: int) -> Opened:
-        # No other front writes; and at its memory limit Redis refuses every transaction.
+        # No other front writes. At its memory limit, Redis refuses every transaction.
         meta, records = await read_ledger(self._connected, self._keys, str(self.address), transaction=False)
         if records.meta.dataset_hash != self._dataset_hash:
             raise StoreUnusable(
@@ -296,7 +299,7 @@ class Store:
 
 
 def _joined(chunks: list[bytes | None]) -> bytes | None:
-    """One episode of its chunks, None if one is not there."""
+    """Return one episode joined from its chunks, or None if a chunk is missing."""
     held = [chunk for chunk in chunks if chunk is not None]
     if len(held) < len(chunks):
         return None
@@ -306,9 +309,10 @@ def _joined(chunks: list[bytes | None]) -> bytes | None:
 async def read_ledger(
     redis: RedisConnection, keys: Keys, url: str, *, transaction: bool
 ) -> tuple[dict[bytes, bytes], LedgerRecords]:
-    """The meta hash and all records; in a `transaction` as of one moment. Changes nothing.
+    """Return the meta hash and all records. With `transaction`, they are from one moment. Changes nothing.
 
-    Raises `StoreUnusable` for none or one of another schema, `StoreUnavailable` where nobody answers."""
+    Raises `StoreUnusable` if there is no ledger or it has another schema, and `StoreUnavailable` if nobody
+    answers."""
     looks = [("HGETALL", key) for key in (keys.meta, keys.groups, keys.leases, keys.claims, keys.batches)]
     commands = [("MULTI",), *looks, ("EXEC",)] if transaction else looks
     answers = [checked(one) for one in await asyncio.gather(*[redis.call(*command) for command in commands])]
@@ -338,9 +342,9 @@ OLDEST = (6, 0)
 async def check_redis(
     redis: RedisConnection, place: RedisAddress, durability: str, *, max_bytes: int = 0
 ) -> None:
-    """Raise `StoreUnusable` naming the setting to change; `StoreUnavailable` for what passes by itself.
+    """Raise `StoreUnusable` with the setting to change, or `StoreUnavailable` for a temporary problem.
 
-    `max_bytes`: what the job may hold."""
+    `max_bytes` is the job's limit."""
     info = await redis.info()
     _check_server(info, place, max_bytes)
     if durability != "memory":
@@ -395,7 +399,7 @@ async def _check_persistence(
 
 
 async def _setting(redis: RedisConnection, name: str) -> str | None:
-    """A configuration value, or None where this server does not tell."""
+    """Return a configuration value, or None if this server does not report it."""
     try:
         answer: list[bytes] = await redis.ask("CONFIG", "GET", name)
     except StoreUnavailable as error:
@@ -406,7 +410,7 @@ async def _setting(redis: RedisConnection, name: str) -> str | None:
 
 
 async def check_keys(redis: RedisConnection, place: RedisAddress, keys: Keys) -> None:
-    """Raise `StoreUnusable` where this server, or this user of it, cannot have the keys of the job."""
+    """Raise `StoreUnusable` if this server, or this user, cannot have the keys of the job."""
     answer = await redis.call("HEXISTS", keys.meta, "front")
     if not isinstance(answer, hiredis.ReplyError):
         return

@@ -1,10 +1,11 @@
-"""Writes to Redis, in order and without waiting for one another.
+"""Writes to Redis, in order, with many writes in flight.
 
-Promises: writes reach Redis in the order of `submit`, each all or nothing; many are under way at once, so
-with tier `always` they share an fsync. From the first write that is not confirmed on, none is: all fail
-alike, and `on_failure` is called at once, once.
+Promises: writes reach Redis in the order of `submit`, each completely or not at all. With tier `always`,
+writes in flight share an fsync. After the first write that is not confirmed, no later write is confirmed. All
+of them fail with the same error, and `on_failure` is called immediately, once.
 
-A write carries the revision it was decided at, so none can pass that was built on one that failed.
+A write carries the revision at which it was decided. So Redis refuses a write that was based on a failed
+write.
 
     areal:{job}:meta       hash: schema, front, owner, revision, alive_ms, wall_ms, state (a `LedgerMeta`)
     areal:{job}:groups     hash: group id → `GroupRecord`
@@ -12,11 +13,12 @@ A write carries the revision it was decided at, so none can pass that was built 
     areal:{job}:claims     hash: claim id → `ClaimRecord`
     areal:{job}:batches    hash: policy:step → `BatchPlan`
     areal:{job}:e:<group>  hash: sample → codec blob of the episode
-    areal:{job}:large      hash: episode id → where a large one lies (`large.py`)
+    areal:{job}:large      hash: episode id → place of a large episode (`large.py`)
     areal:{job}:b:<n>      string: a chunk of a large episode
-    areal:{job}:staged     set: chunks written, and not referred to yet
+    areal:{job}:staged     set: written chunks that no record refers to yet
 
-The job's name is the hash tag of every key: a job lives on one shard of a Redis Cluster, several jobs spread.
+The job's name is the hash tag of every key. So a job is on one shard of a Redis Cluster, and several jobs may
+be on several shards.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ log = get_logger("buffer")
 
 
 class LedgerWriter:
-    """Runs the write script over a connection of its own. `sha` is the script's, loaded before."""
+    """Runner of the write script over its own connection. `sha` is the hash of the loaded script."""
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class LedgerWriter:
         on_failure: Callable[[StoreError], None],
     ) -> None:
         self.tail: asyncio.Future[None] | None = None
-        """Confirmation of the last write submitted: when it is there, so are all before it."""
+        """Confirmation of the last submitted write. All earlier writes are confirmed before it."""
         self.confirmed = 0  # Revision of the ledger after the last confirmed write
         self._connection = connection
         self._sha = sha
@@ -69,8 +71,8 @@ class LedgerWriter:
     def submit(
         self, revision: int, commands: Commands, ahead: Sequence[Sequence[Argument]] = ()
     ) -> asyncio.Future[None]:
-        """Send a write that was decided at `revision`; the future ends when Redis has confirmed it. The
-        commands `ahead` go right before it, and a refusal of one of them fails the write."""
+        """Send a write that was decided at `revision`. The future is done when Redis has confirmed it. The
+        commands `ahead` go directly before it, and a refusal of one of them fails the write."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.tail = future
         if self._failure is not None:
@@ -84,7 +86,7 @@ class LedgerWriter:
         return future
 
     async def close(self) -> None:
-        """Wait until what was sent is answered and whoever waits for it was told; then disconnect."""
+        """Wait until all writes are answered and their callers informed, then disconnect."""
         if self.tail is not None:
             await asyncio.wait([self.tail], timeout=CLOSE_LIMIT_S)
         self._failure = self._failure or StoreUnavailable("the buffer stops")
@@ -114,7 +116,7 @@ class LedgerWriter:
         for future in under_way:
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # marks it as seen: whoever asked may be gone
+                future.exception()  # marks it as retrieved: its caller may be gone
 
 
 def script_call(sha: str, front_epoch: int, revision: int, now_ms: int, commands: Commands) -> list[Any]:
@@ -127,7 +129,7 @@ def fenced(epoch: int) -> StoreFenced:
 
 
 def check_answer(answer: Any) -> None:
-    """Raise what an answer of the write script means, unless it is the confirmation."""
+    """Raise the exception for an answer of the write script, unless it confirms the write."""
     if checked(answer)[0] == b"fenced":
         raise fenced(int(answer[1]))
     if answer[0] == b"gone":
@@ -141,10 +143,12 @@ def check_answer(answer: Any) -> None:
 
 
 class LedgerClock:
-    """Milliseconds of a job's ledger. They pass while a front has the ledger, by the front's monotonic clock,
-    and stand still in between: what was left of a deadline when a front died is left for the next one.
+    """Clock of a job's ledger, in milliseconds. It runs while a front has the ledger, by the front's
+    monotonic clock, and stands still in between. So the time left until a deadline does not shrink between
+    two fronts.
 
-    A clock that somebody sets, forward or back, moves nothing. It only gives a new ledger its first time."""
+    Changes of the system clock do not affect it. The system clock only sets the first time of a new ledger.
+    """
 
     def __init__(
         self, monotonic: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
@@ -154,8 +158,8 @@ class LedgerClock:
         self._offset_ms: float | None = None
 
     def begin(self, alive_ms: int | None) -> int:
-        """Go on from `alive_ms`, the time of the ledger's last write, None for a new ledger. A clock that has
-        begun before goes on. Return by how much it is ahead of `alive_ms`."""
+        """Continue from `alive_ms`, the time of the ledger's last write, or None for a new ledger. A clock
+        that runs already keeps its time. Return how far it is ahead of `alive_ms`."""
         if self._offset_ms is None:
             began_ms = self._wall() * 1000 if alive_ms is None else alive_ms
             self._offset_ms = began_ms - self._monotonic() * 1000
@@ -172,21 +176,21 @@ _REVISION = struct.Struct("<q")
 
 
 class ConfirmedRevision:
-    """The mark in the file at `path`, which is made when it is not there."""
+    """The last confirmed revision, in the file at `path`. The file is created if it is missing."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def read(self) -> int:
-        """0 where nothing was confirmed yet."""
+        """Return the revision, or 0 if nothing was confirmed yet."""
         held = os.pread(self._fd, _REVISION.size, 0)
         return int(_REVISION.unpack(held)[0]) if held else 0
 
     def write(self, revision: int) -> None:
         try:
             os.pwrite(self._fd, _REVISION.pack(revision), 0)
-        except OSError as error:  # Redis, beside it, says what becomes of writes
+        except OSError as error:  # Redis is on the same disk and reports failed writes itself
             log.warning("the newest confirmed revision is not written down", error=str(error))
 
     def close(self) -> None:
@@ -219,7 +223,7 @@ class Keys:
 
 
 class Commands:
-    """The keys and arguments of one call of the write script."""
+    """Keys and arguments of one call of the write script."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
@@ -228,7 +232,7 @@ class Commands:
         self._number: dict[str, int] = {keys.meta: 1}
 
     def add(self, name: str, key: str, arguments: Sequence[Argument] = ()) -> None:
-        """A command on a key; as several of its kind where it has very many arguments."""
+        """Add a command on a key. Very many arguments are split into several commands."""
         number = self._number.get(key)
         if number is None:
             self.keys.append(key)
@@ -238,11 +242,11 @@ class Commands:
             self.arguments += (name, number, len(part), *part)
 
     def before_all(self, name: str, arguments: Sequence[Argument]) -> None:
-        """A command on the meta hash, in front of all others."""
+        """Add a command on the meta hash, before all others."""
         self.arguments[:0] = (name, 1, len(arguments), *arguments)
 
     def table(self, key: str, records: Mapping[Any, Any]) -> None:
-        """The records of one hash: those to set and those to delete."""
+        """Add the records of one hash: records to set and records to delete."""
         gone = [name for name, record in records.items() if record is None]
         held: list[Argument] = []
         for name, record in records.items():
@@ -256,8 +260,9 @@ class Commands:
     def add_writes(
         self, writes: WriteSet, attachments: Sequence[Any], elsewhere: Container[tuple[str, int]]
     ) -> None:
-        """Blobs are taken from the message's attachments, but for those (group id, sample) that are kept
-        `elsewhere`. What frees memory comes first: a Redis at its limit then lets the whole script pass."""
+        """Add a write set. Blobs come from the message's attachments, except the (group id, sample) stored
+        `elsewhere`. Commands that free memory come first, so that a Redis at its limit accepts the whole
+        script."""
         for group_id, samples in writes.freed.items():
             if samples is None:
                 self.add("UNLINK", self._keys.blobs(group_id))

@@ -1,1 +1,1 @@
-"""A job on a simulated clock: the real ledger, between workers, rewards and a trainer that are events."""
+"""A job on a simulated clock: the real ledger, with events in place of workers, rewards and a trainer."""

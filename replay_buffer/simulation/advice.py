@@ -1,5 +1,5 @@
-"""The part that holds a job up, and changes that would balance it: found by simulating it with a part that is
-faster, and with settings that are others. Pure, given costs."""
+"""Search for the part that limits a job, and for changes that would balance it. It simulates the job with
+each part faster, and with other settings. Pure, for given costs."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from replay_buffer.ledger.rules import Rules
 from replay_buffer.simulation.costs import Costs, Spread
 from replay_buffer.simulation.world import Prediction, Shape, predicted
 
-FASTER = 1.25  # How much faster each part is made, to see what the job gains
+FASTER = 1.25  # Speed-up of each part, to measure the job's gain
 SEEDS = (0, 1, 2)
 NOISE = 0.02
-"""Gains in steps per second below this are no gains, even where the seeds agree."""
+"""Relative gains in steps per second below this do not count, even if the seeds agree."""
 ETAS = (0, 1, 2, 4, 8)
-SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)  # Of the GPUs, that could generate
+SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)  # Shares of the GPUs for generation, to be tried
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant of a job, over all seeds. `change` is what is other in it: a part, or overrides."""
+    """One variant of a job, over all seeds. `change` is the difference: a part, or overrides."""
 
     change: str
     steps_per_s: float
     spread: float
-    """Largest minus smallest steps per second of the seeds, over their mean."""
+    """Largest minus smallest steps per second of the seeds, divided by their mean."""
     prediction: Prediction
     """The prediction with the first seed."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Findings. Alternatives are sorted, the fastest first."""
+    """Findings. Alternatives are sorted, fastest first."""
 
     now: Variant
     parts: list[Variant]
-    """The job with each part 25 % faster, that which it gains most by first."""
+    """The job with each part 25 % faster, sorted by the job's gain, largest first."""
     alternatives: list[Variant]
     noise: float
-    """Relative differences in steps per second below this say nothing."""
+    """Relative differences in steps per second below this are not significant."""
 
     @property
     def bottleneck(self) -> str:
-        """The part that holds the job up; empty where no part by itself does."""
+        """The part that limits the job, or an empty string if no single part does."""
         first = self.parts[0]
         return first.change if self.gain(first) > self.noise else ""
 
     def gain(self, other: Variant) -> float:
-        """Relative gain in steps per second over the job as it is."""
+        """Return the relative gain in steps per second over the present job."""
         return other.steps_per_s / self.now.steps_per_s - 1
 
     @property
     def better(self) -> list[Variant]:
-        """The alternatives that are faster by more than the noise, or as fast and fresher by a tenth of a
-        step at least."""
+        """Return the better alternatives. They are faster by more than the noise. Or they are as fast, with a
+        staleness that is lower by at least a tenth of a step."""
         fresher = self.now.prediction.staleness_mean - 0.1
         return [
             each
@@ -66,8 +66,8 @@ class Advice:
 
 
 def advise(rules: Rules, shape: Shape, costs: Costs, *, steps: int, off: float = 0.0) -> Advice:
-    """Simulate the job, its parts and its alternatives. `off`: by how much, relatively, the simulation misses
-    what the job really does: differences smaller than that are not trusted."""
+    """Simulate the job, its parts and its alternatives. `off` is the relative error of the simulation against
+    the real job. Smaller differences are ignored."""
 
     def outcome(
         change: str, rules: Rules, shape: Shape, costs: Costs, seeds: tuple[int, ...] = SEEDS
@@ -125,7 +125,7 @@ PARTS: dict[str, Callable[[Costs], Costs]] = {
 
 
 def variants(rules: Rules, shape: Shape, costs: Costs) -> Iterator[tuple[str, Rules, Shape]]:
-    """Settings that the job could have, as the overrides that a command line takes."""
+    """Yield possible settings of the job, as command-line overrides."""
     (name,) = rules.consumers
     own = rules.consumers[name]
     for eta in ETAS:
@@ -146,7 +146,7 @@ def variants(rules: Rules, shape: Shape, costs: Costs) -> Iterator[tuple[str, Ru
 
 
 def _splits(rules: Rules, shape: Shape) -> Iterator[tuple[str, Rules, Shape]]:
-    """The same GPUs, dealt out otherwise: one for each rank and each engine."""
+    """Yield other divisions of the same GPUs, with one GPU for each rank and each engine."""
     gpus = shape.ranks + shape.workers * shape.replicas
     seen = {shape.workers}
     for share in SHARES:

@@ -1,4 +1,4 @@
-"""A simulated clock, and the cores that those who compute on it share."""
+"""A simulated clock, and the cores that computing parts share."""
 
 from __future__ import annotations
 
@@ -11,35 +11,34 @@ Event = Callable[[], object]
 
 
 class Clock:
-    """Holds what is to happen, in its order. `cores` is how many pieces of work can go on at full speed at
-    once; more than that slow each other down evenly, as an operating system's scheduler has it. Times are
-    milliseconds."""
+    """Queue of future events, in order. `cores` pieces of work can run at full speed at once. More pieces
+    slow each other down evenly, as under an operating system's scheduler. Times are milliseconds."""
 
     def __init__(self, cores: float = math.inf, start_ms: float = 0.0) -> None:
         self.now_ms = start_ms
-        self.events = 0  # That have happened
+        self.events = 0  # Number of past events
         self._cores = cores
         self._order = itertools.count()
-        self._waits: list[tuple[float, int, Event]] = []  # By the time at which they end
-        self._works: list[tuple[float, int, Event]] = []  # By the work that a core has done by then
-        self._demand = 0  # Pieces of work that go on
+        self._waits: list[tuple[float, int, Event]] = []  # Sorted by their time
+        self._works: list[tuple[float, int, Event]] = []  # Sorted by the work that a core has done by then
+        self._demand = 0  # Number of running pieces of work
         self._rate = 1.0
         self._at_ms, self._at_work_ms = (
             start_ms,
             0.0,
-        )  # When the rate was last another, and the work until then
+        )  # Time of the last change of the rate, and the work until then
 
     @property
     def work_ms(self) -> float:
-        """The work that one piece that never stopped would have got done until now."""
+        """Work that a piece running from the start without a break would have done by now."""
         return self._at_work_ms + (self.now_ms - self._at_ms) * self._rate
 
     def after(self, delay_ms: float, event: Event) -> None:
-        """Have `event` happen in so long, whatever else is computed."""
+        """Schedule `event` after `delay_ms`, independent of all computation."""
         heapq.heappush(self._waits, (self.now_ms + delay_ms, next(self._order), event))
 
     def compute(self, ms: float, event: Event) -> None:
-        """Have `event` happen after so much work of one core."""
+        """Schedule `event` after `ms` of work on one core."""
 
         def done() -> None:
             self.demand(-1)
@@ -49,17 +48,17 @@ class Clock:
         self.when_worked(self.work_ms + ms, done)
 
     def when_worked(self, work_ms: float, event: Event) -> None:
-        """Have `event` happen when `work_ms` reaches this."""
+        """Schedule `event` for the moment when `work_ms` reaches this value."""
         heapq.heappush(self._works, (work_ms, next(self._order), event))
 
     def demand(self, change: int) -> None:
-        """So many pieces of work more, or fewer, go on from now."""
+        """Change the number of running pieces of work, from now on."""
         self._at_ms, self._at_work_ms = self.now_ms, self.work_ms
         self._demand += change
         self._rate = min(1.0, self._cores / self._demand) if self._demand else 1.0
 
     def tick(self) -> bool:
-        """Let the next event happen; False where there is none."""
+        """Run the next event. Return False if there is none."""
         if self._works:
             due_ms = self._at_ms + (self._works[0][0] - self._at_work_ms) / self._rate
             if not self._waits or due_ms <= self._waits[0][0]:

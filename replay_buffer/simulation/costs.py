@@ -1,4 +1,4 @@
-"""Costs of the parts of a job: the file that `areal-async simulate --costs` reads."""
+"""Costs of the parts of a job: the file for `areal-async simulate --costs`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from areal_async.config.base import Section
 
 
 class Spread(Section):
-    """A quantity that varies: constant, lognormal with `sigma`, or as measured by `quantiles`."""
+    """A varying quantity: constant, lognormal with `sigma`, or measured `quantiles`."""
 
     mean: float | None = Field(default=None, ge=0)
-    """Mean, before `most` cuts anything off."""
+    """Mean, before values are limited to `most`."""
     sigma: float = Field(default=0.0, ge=0, le=5)
-    """Standard deviation of the logarithm; 0 is constant."""
+    """Standard deviation of the logarithm; 0 means constant."""
     most: float | None = Field(default=None, gt=0)
-    """Largest length: a larger one is cut to this, as `rollout.sampling.max_new_tokens` cuts an answer."""
+    """Largest value: larger values are reduced to it, as `rollout.sampling.max_new_tokens` truncates an
+    answer."""
     quantiles: tuple[float, ...] = ()
-    """Instead of a mean: values at even shares from the least to the most; what is between them is drawn."""
+    """Values at equally spaced shares from the smallest to the largest, instead of a mean. Values between
+    them are interpolated."""
 
     @model_validator(mode="after")
     def _is_given_once(self) -> Spread:
@@ -40,7 +42,7 @@ class Spread(Section):
         return self
 
     def draw(self, rng: random.Random) -> float:
-        """A value."""
+        """Return a random value."""
         if self.quantiles:
             place = rng.random() * (len(self.quantiles) - 1)
             low = int(place)
@@ -53,7 +55,8 @@ class Spread(Section):
         return value if self.most is None else min(value, self.most)
 
     def expected(self) -> float:
-        """The mean of what is drawn; where `most` cuts a lognormal, that of many draws."""
+        """Return the mean of the drawn values. If `most` truncates a lognormal, it is estimated from many
+        draws."""
         if not self.quantiles and (not self.sigma or self.most is None):
             assert self.mean is not None
             return self.mean if self.most is None else min(self.mean, self.most)
@@ -65,21 +68,22 @@ NOTHING = Spread(mean=0.0)
 
 
 class EngineCosts(Section):
-    """One engine, by continuous batching: a pass samples a token for each request that it runs, and takes
-    `pass_s` + `request_s` · (requests that run)."""
+    """One engine with continuous batching. A pass samples a token for each running request, and takes
+    `pass_s` + `request_s` · (running requests)."""
 
     pass_s: float = Field(ge=0)
-    """Seconds of a decode pass, however few requests run."""
+    """Seconds of a decode pass, independent of the running requests."""
     request_s: float = Field(ge=0)
     """Seconds that each running request adds to a pass; it grows with the length of its context."""
     prompt_token_s: float = Field(default=0.0, ge=0)
-    """Seconds to compute one token of a prompt. The samples of a group share theirs."""
+    """Seconds to compute one token of a prompt. The samples of a group share their prompt."""
     prefill_s: float = Field(default=0.0, ge=0)
-    """Seconds of a pass over prompts, besides its tokens."""
+    """Seconds of a pass over prompts, without its tokens."""
     episode_s: float = Field(default=0.0, ge=0)
-    """Seconds of the worker's own work for each episode, one after the other: rendering, packing, sending."""
+    """Seconds of the worker's own work per episode, one episode after the other: rendering, packing,
+    sending."""
     recompute: bool = True
-    """Whether an exchange of weights has what is under way computed again (rollout.update_mode)."""
+    """Whether requests in flight are computed again after an exchange of weights (rollout.update_mode)."""
 
     @model_validator(mode="after")
     def _takes_time(self) -> EngineCosts:
@@ -92,53 +96,56 @@ class RewardCosts(Section):
     episode_s: Spread = NOTHING
     """Seconds to score one episode."""
     dropped_share: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the groups that their verdicts have dropped; `dynamic_filtering` drops such groups too."""
+    """Share of the groups that are dropped because of their verdicts, including drops by
+    `dynamic_filtering`."""
     computes: bool = True
-    """Whether scoring takes a core (`cores`), as a function does, or waits for somebody else's machine."""
+    """Whether scoring uses a core (`cores`), like a function, or waits for another machine."""
 
 
 class TrainerCosts(Section):
-    """A step takes `step_s` + `token_s` · (tokens of its episodes, prompts among them)."""
+    """Costs of the trainer. A step takes `step_s` + `token_s` · (tokens of its episodes, including
+    prompts)."""
 
     step_s: float = Field(default=0.0, ge=0)
-    """Seconds of a step, however small."""
+    """Seconds of a step, independent of its size."""
     token_s: float = Field(ge=0)
     """Seconds for each token."""
     batch_s: float = Field(default=0.0, ge=0)
-    """Seconds from asking for a batch that is there to having it: the trainer waits."""
+    """Seconds from the request for an available batch to its arrival. The trainer waits for this time."""
     ranks: int = Field(default=1, ge=1)
-    """Ranks that `token_s` is of; with k times as many a token takes 1/k of it."""
+    """Number of ranks for which `token_s` holds. With k times as many ranks, a token takes 1/k of it."""
 
 
 class PublicationCosts(Section):
     publish_s: float = Field(default=0.0, ge=0)
-    """Seconds for which a publication keeps the trainer."""
+    """Seconds for which a publication blocks the trainer."""
     publication_s: float = Field(default=0.0, ge=0)
-    """Seconds that it takes besides, while the next step is trained."""
+    """Further seconds of a publication, while the next step is trained."""
     fetch_s: float = Field(default=0.0, ge=0)
-    """Seconds from then until a worker has the weights and exchanges them."""
+    """Seconds from then until a worker has the weights and begins the exchange."""
     pause_s: float = Field(default=0.0, ge=0)
-    """Seconds for which the exchange keeps an engine."""
+    """Seconds for which the exchange pauses an engine."""
 
 
 class MachineCosts(Section):
-    """Cores that the services of a job share on one machine. Without it nobody slows down anybody."""
+    """Cores that the services of a job share on one machine. Without this section, parts never slow each
+    other down."""
 
     cores: float | None = Field(default=None, gt=0)
     """Cores of the machine."""
     threads: int = Field(default=1, ge=1)
-    """Cores that a training step keeps busy."""
+    """Cores that a training step uses."""
     buffer_group_s: float = Field(default=0.0, ge=0)
-    """CPU seconds of the buffer and Redis for each group: most of their work is for messages, and a group is
-    one, whatever number of episodes it has."""
+    """CPU seconds of the buffer and Redis per group. Most of their work is per message, and a group is one
+    message with any number of episodes."""
     reward_episode_s: float = Field(default=0.0, ge=0)
-    """CPU seconds of the reward service for each episode, besides the scoring itself."""
+    """CPU seconds of the reward service per episode, without the scoring itself."""
     others: float = Field(default=0.0, ge=0)
-    """Cores that everything else takes all the time."""
+    """Cores that all other work uses constantly."""
 
 
 class Costs(Section):
-    """The costs of a job's parts. Seconds are of the machine that it is to run on."""
+    """Costs of a job's parts. Seconds are for the machine that will run it."""
 
     prompt_tokens: Spread
     """Tokens of a prompt."""
@@ -152,7 +159,7 @@ class Costs(Section):
 
 
 def read_costs(path: Path) -> Costs:
-    """The costs in a YAML file. Raises `ConfigError` with every mistake in it."""
+    """Read the costs in a YAML file. Raises `ConfigError` with every mistake in it."""
     content = read_mapping(path)
     try:
         return Costs.model_validate(content)
@@ -161,7 +168,7 @@ def read_costs(path: Path) -> Costs:
 
 
 def _mistake(detail: Mapping[str, Any]) -> Mistake:
-    """Return what one entry of `ValidationError.errors()` says of the file."""
+    """Return the mistake for one entry of `ValidationError.errors()`."""
     field, found = ".".join(map(str, detail["loc"])) or "the file", detail.get("input")
     section = _section(detail["loc"][:-1])
     if detail["type"] == "missing":
@@ -181,7 +188,7 @@ def _mistake(detail: Mapping[str, Any]) -> Mistake:
 
 
 def _section(location: tuple[int | str, ...]) -> type[Section] | None:
-    """The section at a place in the file."""
+    """Return the section at a place in the file."""
     model: type[Section] = Costs
     for name in location:
         info = model.model_fields.get(str(name))

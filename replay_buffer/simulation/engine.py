@@ -12,12 +12,12 @@ from functools import partial
 from replay_buffer.simulation.clock import Clock
 from replay_buffer.simulation.costs import EngineCosts
 
-DONE = 1e-6  # Tokens by which a request may be short of its last and has it all the same
+DONE = 1e-6  # A request counts as finished with at most this many tokens missing
 
 
 @dataclass(slots=True)
 class SimulatedAnswer:
-    """A request: tokens that it samples, those of its prompt, and what is called when it has them."""
+    """A request: its sampled tokens, its prompt's tokens, and a callback for its end."""
 
     tokens: float
     prompt: float
@@ -25,15 +25,15 @@ class SimulatedAnswer:
 
 
 class SimulatedEngine:
-    """Samples for up to `slots` requests at once, one token each in a pass; the others wait their turn.
+    """Engine that samples for up to `slots` requests at once, one token each per pass. Other requests wait.
 
-    A pass with n requests takes `pass_s + n · request_s`, and so every request moves on by one token in
-    that time: `_moved` counts the tokens of one that would have run from the start. Between two changes of n
-    it moves evenly; what has the engine do something else makes it stand still.
+    A pass with n requests takes `pass_s + n · request_s`. In this time, every request advances by one token.
+    `_moved` counts the tokens of a request that runs from the start. Between two changes of n it grows
+    evenly, and it stands still while the engine does other work.
 
-    Prompts are computed in passes between those: one takes all that came while the engine was at its last
-    pass, and gives each request its first token. Where prompts have no costs of their own, that token costs
-    what any other does."""
+    Prompts are computed in separate passes. One pass takes all prompts that arrived during the last pass, and
+    gives each request its first token. If prompts have no costs of their own, that token costs the same as
+    any other."""
 
     def __init__(self, clock: Clock, costs: EngineCosts, slots: int) -> None:
         self._clock = clock
@@ -42,32 +42,34 @@ class SimulatedEngine:
         self._waiting: deque[SimulatedAnswer] = deque()
         self._running: list[
             tuple[float, int, SimulatedAnswer]
-        ] = []  # By where `_moved` is at their last token
+        ] = []  # Sorted by the value of `_moved` at their last token
         self._order = itertools.count()
         self._moved = 0.0
-        self._from_work_ms = 0.0  # It moves on from here of the clock's work
-        self._prompts_from_ms = -1.0  # The clock's work when the newest pass over prompts begins
-        self._sampled = float(costs.prefill_s > 0 or costs.prompt_token_s > 0)  # Tokens of such a pass
-        self._contexts = 0.0  # Tokens of the contexts under way, less `_moved` of each
+        self._from_work_ms = 0.0  # Value of the clock's work from which `_moved` grows
+        self._prompts_from_ms = -1.0  # Value of the clock's work when the newest pass over prompts begins
+        # Tokens that such a pass samples per request
+        self._sampled = float(costs.prefill_s > 0 or costs.prompt_token_s > 0)
+        self._contexts = 0.0  # Tokens of the contexts in flight, minus `_moved` for each
         self._turn = 0
         self._busy_since_ms: float | None = None
         self._busy_ms = 0.0
 
     @property
     def load(self) -> int:
-        """Requests that run or wait."""
+        """Number of requests that run or wait."""
         return len(self._running) + len(self._waiting)
 
     @property
     def busy_ms(self) -> float:
-        """Time until now in which a request was computed."""
+        """Time so far with at least one request running."""
         since = self._busy_since_ms
         return self._busy_ms + (self._clock.now_ms - since if since is not None else 0.0)
 
     def submit(self, answers: Sequence[SimulatedAnswer], *, shared_prompt: float) -> None:
-        """Take requests whose prompt, so many tokens, is computed once for all of them."""
+        """Accept requests with a common prompt of `shared_prompt` tokens, computed once for all of them."""
         self._move()
-        if self._clock.work_ms > self._prompts_from_ms:  # It has begun: these prompts are in the next
+        # It has begun, so these prompts go into the next pass
+        if self._clock.work_ms > self._prompts_from_ms:
             self._prompts_from_ms = self._from_work_ms + (self._pass_ms if self._running else 0.0)
             self._hold(self._costs.prefill_s)
         self._hold(shared_prompt * self._costs.prompt_token_s)
@@ -75,7 +77,7 @@ class SimulatedEngine:
         self._go_on()
 
     def exchange(self, pause_s: float) -> None:
-        """Take other weights; what runs goes on under them."""
+        """Load other weights. Running requests continue under them."""
         if self._running:
             self._move()
             contexts = self._contexts + len(self._running) * self._moved
@@ -97,7 +99,7 @@ class SimulatedEngine:
         return 1000 * (self._costs.pass_s + len(self._running) * self._costs.request_s)
 
     def _go_on(self) -> None:
-        """Begin what there is a slot for, and look when the next is done."""
+        """Start requests that have a slot, and schedule the next end of a request."""
         while self._waiting and len(self._running) < self._slots:
             answer = self._waiting.popleft()
             end = self._moved + max(0.0, answer.tokens - self._sampled)
@@ -122,7 +124,7 @@ class SimulatedEngine:
 
     def _finish(self, turn: int) -> None:
         if turn != self._turn:
-            return  # Others have come or gone since
+            return  # The set of requests has changed since
         self._move()
         done = []
         while self._running and self._running[0][0] <= self._moved + DONE:

@@ -1,9 +1,11 @@
-"""One job on a simulated clock. What is real: every decision of `replay_buffer.ledger` (leases, admission,
-pacing, staleness, batches, sampling), applied to its index, and the edges by which the buffer wakes who
-waits. How long things take is the `SimulatedWorld`'s.
+"""One job on a simulated clock.
 
-A group is stored and scored as one piece, when its last episode is: no rule but those of partial groups
-sees the difference, and a group of sixteen costs what a group of one does. Nobody dies, and no lease
+Every decision of `replay_buffer.ledger` is real (leases, admission, pacing, staleness, batches, sampling) and
+is applied to a real index. The events that wake waiting clients are real too. `SimulatedWorld` provides all
+durations.
+
+A group is stored and scored as a whole, when its last episode is done. Only the rules for partial groups
+would see a difference. So a group of sixteen costs the same as a group of one. No process dies, and no lease
 expires.
 """
 
@@ -45,57 +47,58 @@ SCORER = "reward-0"
 
 
 class SimulatedWorld(Protocol):
-    """Who works on a simulated job. Workers are numbered from 0."""
+    """Workers, rewards and trainer of a simulated job. Workers are numbered from 0."""
 
     @property
     def workers(self) -> int: ...
 
     def room(self, worker: int, step: int) -> int:
-        """Return how many more groups the worker takes now, while `step` is to be trained."""
+        """Return how many more groups the worker accepts now, while the next step is `step`."""
 
     def generate(self, worker: int, group_id: str, version: int) -> None:
         """Make the group's episodes with the weights of `version`, then call `SimulatedJob.generated`."""
 
     def score(self, group_id: str) -> None:
-        """Score what was generated, then call `SimulatedJob.scored`."""
+        """Score the generated group, then call `SimulatedJob.scored`."""
 
     def train(self, step: int, group_ids: Sequence[str]) -> None:
         """Train a step, then call `SimulatedJob.trained`."""
 
     def publish_ms(self) -> tuple[float, float]:
-        """Time for which a publication keeps the trainer, and time that it then takes beside the next
-        step."""
+        """Return for how long a publication blocks the trainer, and how long it then continues beside the
+        next step."""
 
     def exchange_ms(self, worker: int) -> float:
-        """Time from the end of a publication until the worker serves it."""
+        """Return the time from the end of a publication until the worker serves it."""
 
     def served(self, worker: int, version: int) -> None:
-        """The worker serves `version` from now on."""
+        """Record that the worker serves `version` from now on."""
 
 
 @dataclass(frozen=True)
 class Tally:
-    """State of a job at one moment. Times in ms, `dropped` in groups."""
+    """Figures of a job at one moment. Times are in ms, `dropped` in groups."""
 
     at_ms: float
     steps: int
     dropped: int
-    waited_ms: float  # In which the trainer waited for a batch
+    waited_ms: float  # Time that the trainer waited for a batch
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures after the warm-up. `trained` and `dropped` are groups."""
+    """Figures after the warm-up. `trained` and `dropped` are in groups."""
 
     steps: int
     elapsed_ms: float
     trained: int
     dropped: int
     max_staleness: int
-    """Count over all steps, those of the warm-up too."""
+    """Largest staleness over all steps, including the warm-up."""
     mean_staleness: float
     overlapped: int
-    """Steps, of all, that began while groups were generated: none in synchronous training."""
+    """Number of steps, including the warm-up, that began while groups were generated. 0 in synchronous
+    training."""
     waited_ms: float = 0.0
 
     @property
@@ -114,12 +117,12 @@ class Figures:
 
     @property
     def trainer_idle(self) -> float:
-        """Share of the time in which the trainer waited for a batch."""
+        """Share of time that the trainer waited for a batch."""
         return self.waited_ms / self.elapsed_ms if self.elapsed_ms else 0.0
 
 
 class EndlessTasks:
-    """Tasks without end or content."""
+    """Tasks without content, in endless number."""
 
     dataset_hash = "cafe0123"
 
@@ -131,7 +134,7 @@ class EndlessTasks:
 
 
 class SimulatedJob:
-    """A job of one trained policy under `rules`, which has its `clock` driven by `run`."""
+    """A job with one trained policy under `rules`. `run` drives its `clock`."""
 
     def __init__(
         self, rules: Rules, world: SimulatedWorld, clock: Clock, *, checkpoint_every: int = 1
@@ -156,24 +159,24 @@ class SimulatedJob:
         self._checkpoint_every = checkpoint_every
         self._edges: set[Edge] = set()
         self._leases: dict[str, tuple[LeasedGroup, int, int]] = {}
-        """Groups that are generated: lease, worker, and the version that its first unit is sampled from."""
+        """Groups being generated: lease, worker, and the version of the first sampled unit."""
         self._claims: dict[str, EpisodeVerdict] = {}
         self._refused = [False] * world.workers
-        """Who was given less than it asked for: it asks again when a place becomes free."""
-        self._step = 0  # The next that the trainer asks for
-        self._asked_ms: float | None = clock.now_ms  # Since when it waits; None while it computes
+        """Workers that got fewer groups than requested. They ask again when a place becomes free."""
+        self._step = 0  # The next step that the trainer requests
+        self._asked_ms: float | None = clock.now_ms  # Start of its wait; None while it computes
         self._unpublished: int | None = None  # A step that is trained while the one before is published
-        self._asked = -1  # The last step that it has asked for
-        self._ages: list[float] = []  # Mean staleness of the groups of each step
+        self._asked = -1  # The last requested step
+        self._ages: list[float] = []  # Mean staleness of the groups, by step
         self._max_staleness = 0
         self._waited_ms = 0.0
         self.overlapped = 0
         self._send(OpenedWith(self.policy, "trainer", 0))
 
     def run(self, steps: int, warm_up: int) -> Figures:
-        """Until `warm_up + steps` steps are committed, or nothing more can happen."""
+        """Run until `warm_up + steps` steps are committed, or no events are left."""
         collecting = gc.isenabled()
-        gc.disable()  # The records hold no cycles
+        gc.disable()  # The records contain no cycles
         try:
             self._let_go_on()
             self._run_to(warm_up)
@@ -208,7 +211,7 @@ class SimulatedJob:
 
     @property
     def v_train(self) -> int:
-        """Steps committed."""
+        """Number of committed steps."""
         return self.index.consumer(self.policy).v_train
 
     # --- the buffer ---
@@ -230,7 +233,7 @@ class SimulatedJob:
         return START_MS + int(self.clock.now_ms)
 
     def _let_go_on(self) -> None:
-        """Whoever waits for what has become possible asks again, as after an edge of the front."""
+        """Repeat the requests of waiting clients after an event, as the real buffer does."""
         while self._edges:
             edges, self._edges = self._edges, set()
             if "batch" in edges:
@@ -243,8 +246,8 @@ class SimulatedJob:
     # --- workers ---
 
     def _lease_all(self) -> None:
-        """Whoever has most room was the first to wait. What one worker is refused, no other that serves the
-        same weights or older ones is given."""
+        """Lease for all workers, those with the most room first. If a worker is refused, all other workers
+        with the same or older weights would be refused too."""
         self._refused = [False] * len(self.serving)
         rooms = [self._world.room(worker, self.v_train) for worker in range(len(self.serving))]
         for worker in sorted(range(len(rooms)), key=lambda w: -rooms[w]):
@@ -256,7 +259,7 @@ class SimulatedJob:
                 break
 
     def lease(self, worker: int) -> None:
-        """Have the worker ask for as many groups as it has room for."""
+        """Request as many groups for the worker as it has room for."""
         room = 0 if self._refused[worker] else self._world.room(worker, self.v_train)
         if not room:
             return
@@ -270,7 +273,7 @@ class SimulatedJob:
             self._world.generate(worker, lease.group_id, version)
 
     def generated(self, group_id: str) -> None:
-        """The group's last episode is there."""
+        """Handle the end of a group's last episode."""
         lease, worker, first = self._leases.pop(group_id)
         epoch = self.index.consumer(self.policy).epoch
         versions = {self.policy: Versions(first, max(first, self.serving[worker]), epoch)}
@@ -284,7 +287,7 @@ class SimulatedJob:
             self._world.score(group_id)
 
     def scored(self, group_id: str, *, kept: bool = True) -> None:
-        """The group has its last verdict; unless `kept`, they have it dropped."""
+        """Handle the group's last verdict. Unless `kept`, the verdicts drop the group."""
         verdict = self._claims.pop(group_id)
         if not kept:
             verdict = EpisodeVerdict(verdict.episode_id, verdict.claim_id, Abstain())
@@ -295,7 +298,7 @@ class SimulatedJob:
     def _ask(self) -> None:
         if self._asked_ms is None:
             return
-        # Without replay, fewer scored groups than a step has give none: not asking again saves the search.
+        # Without replay, a batch needs a whole step of scored groups. Not asking before saves the search.
         scored, own = self.index.group_counts[GroupState.SCORED], self._own
         if self._asked == self._step and self.index.rules.max_reuse == 1 and scored < own.batch_groups:
             return
@@ -314,7 +317,7 @@ class SimulatedJob:
             self.clock.after(max(1, due_ms - self._now_ms), self._ask)
 
     def trained(self) -> None:
-        """The trainer has done its step; it is published when the one before is."""
+        """Handle the end of a step. It is published once the previous step is published."""
         if self._step == self.v_train:
             self._publish(self._step)
         else:
@@ -349,7 +352,7 @@ class SimulatedJob:
 
 
 def _soon(clock: Clock, delay_ms: float, event: partial[None]) -> None:
-    """`event` now if there is nothing to wait for: what happens at one moment keeps its order."""
+    """Run `event` now if there is no delay, so that events of one moment keep their order."""
     if delay_ms > 0:
         clock.after(delay_ms, event)
     else:

@@ -1,4 +1,4 @@
-"""Workers, rewards and a trainer of which is known what they cost."""
+"""Workers, rewards and a trainer with known costs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Shape:
     max_concurrent: int = 256
     """Most episodes that one engine runs at once."""
     longest_answer: int = 1 << 30
-    """Tokens after which an answer is cut."""
+    """Most tokens of an answer, which is then truncated."""
     reward_workers: int = 1
     ranks: int = 1
     checkpoint_every: int = 1
 
     @classmethod
     def of(cls, job: JobConfig) -> Shape:
-        """The shape that a job file gives."""
+        """Return the shape of a job file."""
         return cls(
             group_size=job.rollout.group_size,
             workers=job.rollout.workers,
@@ -51,32 +51,32 @@ class Shape:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction for a job that runs evenly. Shares are of the time."""
+    """Prediction for a job in steady state. Shares are shares of time."""
 
     steps_per_s: float
     step_s: float
     episodes_per_s: float
     tokens_per_s: float
-    """Sampled tokens that are trained, each second."""
+    """Sampled tokens that are trained, per second."""
     staleness_mean: float
     staleness_max: int
     trainer_idle: float
-    """Share in which the trainer waits for a batch and its bytes."""
+    """Share of time that the trainer waits for a batch and its bytes."""
     rollout_idle: float
-    """Share in which an engine computes nothing, as the mean of all engines."""
+    """Share of time that an engine computes nothing, as the mean over engines."""
     reward_idle: float
-    """Share in which a scoring process has nothing to score."""
+    """Share of time that a scoring process has nothing to score."""
     wasted: float
     """Groups dropped per group generated."""
     running: float
-    """Mean episodes that run at once, on all engines."""
+    """Mean number of running episodes, on all engines."""
     steps: int
-    """That were simulated, without the warm-up."""
+    """Number of simulated steps, without the warm-up."""
     events: int
 
 
 class Queue:
-    """Work for a number of servers, in the order in which it comes."""
+    """Queue of work for several servers, in order of arrival."""
 
     def __init__(self, clock: Clock, servers: int, *, computes: bool) -> None:
         self._clock = clock
@@ -87,7 +87,7 @@ class Queue:
         self.used_ms = 0.0
 
     def put(self, ms: float, done: Callable[[], object]) -> None:
-        """Have work of so long done."""
+        """Add work of `ms` milliseconds. `done` is called at its end."""
         if self._busy < self._servers:
             self._begin(ms, done)
         else:
@@ -107,8 +107,8 @@ class Queue:
 
 
 class MeasuredWorld:
-    """The world of a job of a `shape` whose parts have `costs`. Lengths and scoring times depend on (seed,
-    group) alone, so two jobs that differ in η draw the same."""
+    """World of a job with a `shape` whose parts have `costs`. Lengths and scoring times depend only on (seed,
+    group). So two jobs with different η draw the same values."""
 
     def __init__(self, rules: Rules, shape: Shape, costs: Costs, *, seed: int = 0) -> None:
         cores = costs.machine.cores
@@ -125,15 +125,15 @@ class MeasuredWorld:
         self._desk = Queue(self._clock, 1, computes=True)  # The reward service's own work
         self._loops = [Queue(self._clock, 1, computes=True) for _ in range(shape.workers)]
         self._front = Queue(self._clock, 1, computes=True)
-        self._left: dict[str, list[int]] = {}  # Episodes to be generated and to be scored, by group
+        self._left: dict[str, list[int]] = {}  # Episodes left to generate and to score, by group
         self._to_score: set[str] = set()
-        self._tokens: dict[str, float] = {}  # Of prompts and answers, by group
+        self._tokens: dict[str, float] = {}  # Tokens of prompts and answers, by group
         self._running_ms, self._running_since_ms = 0.0, 0.0
-        self._sampled = self._dealt = 0.0  # Tokens sampled, and groups that they are of
+        self._sampled = self._dealt = 0.0  # Sampled tokens, and the groups that they belong to
         self.job = SimulatedJob(rules, self, self._clock, checkpoint_every=shape.checkpoint_every)
 
     def predict(self, steps: int, warm_up: int) -> Prediction:
-        """Run `warm_up + steps` steps and say how the last `steps` went."""
+        """Run `warm_up + steps` steps and return the prediction for the last `steps`."""
         self.job.run(warm_up, 0)
         before = self._uses()
         figures = self.job.run(steps, self.job.v_train)
@@ -198,18 +198,19 @@ class MeasuredWorld:
         )
 
     def _count(self, change: int) -> None:
-        """Keep the sum of how many episodes have run, for how long."""
+        """Update the time integral of the number of running episodes."""
         now_ms = self._clock.now_ms
         self._running_ms += (now_ms - self._running_since_ms) * sum(self._running)
         self._running_since_ms = now_ms
 
     def _answered(self, worker: int, group_id: str, scoring_ms: float) -> None:
-        """An episode is sampled: its worker has to do the rest."""
+        """Handle a sampled episode: its worker does the remaining work."""
         sent = partial(self._sent, worker, group_id, scoring_ms)
         self._pass_through(self._loops[worker], self._costs.engine.episode_s, sent)
 
     def _sent(self, worker: int, group_id: str, scoring_ms: float) -> None:
-        """An episode is done. It is scored from now on, whatever its group's others still do."""
+        """Handle a finished episode: its scoring begins now, independent of the other episodes of its
+        group."""
         self._count(-1)
         self._running[worker] -= 1
         left = self._left[group_id]
@@ -255,7 +256,7 @@ class MeasuredWorld:
         costs, machine = self._costs.trainer, self._costs.machine
         tokens = sum(self._tokens[group_id] for group_id in group_ids)
         seconds = costs.step_s + tokens * costs.token_s * costs.ranks / self._shape.ranks
-        # A thread more is one that wants a core for as long.
+        # One more thread needs one more core for the same time.
         extra = machine.threads - 1 if machine.cores is not None else 0
         self._clock.demand(extra)
 
@@ -285,7 +286,7 @@ def simulated(job: JobConfig, costs: Costs, *, steps: int, seed: int = 0) -> Pre
 def predicted(
     rules: Rules, shape: Shape, costs: Costs, *, steps: int, seed: int = 0, warm_up: int | None = None
 ) -> Prediction:
-    """Predict a job of these rules and this shape. It is taken to have no end."""
+    """Predict a job with these rules and this shape. The job is assumed to have no end."""
     (name,) = rules.consumers
     endless = replace(rules, consumers={name: replace(rules.consumers[name], steps=1 << 40)})
     if warm_up is None:

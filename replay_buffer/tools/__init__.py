@@ -1,1 +1,1 @@
-"""Programs that look into a run's buffer: `stats`, `peek`, `export`. They only read."""
+"""Programs that read a run's buffer: `stats`, `peek`, `export`. They change nothing."""

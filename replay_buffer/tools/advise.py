@@ -1,4 +1,4 @@
-"""`areal-async advise`: what holds a run up, and what would balance it."""
+"""`areal-async advise`: the part that limits a run, and changes that would balance it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from replay_buffer.simulation.advice import Advice, Variant, advise
 from replay_buffer.simulation.world import Shape, predicted
 from replay_buffer.tools.measured import Window, measured
 
-SHOWN = 5  # Alternatives that are no better
+SHOWN = 5  # Most alternatives shown that are not better
 TRUSTED = 0.25
-"""A simulation that misses by more is told to be no ground for advice."""
+"""If a simulation's relative error is larger, the output says that its advice is unreliable."""
 
 
 def main(request: AdviseRequest) -> None:
-    """Print the advice. Raises `RunFolderError` for a run that has recorded too little."""
+    """Print the advice. Raises `RunFolderError` for a run with too few records."""
     run = find_run(request.run)
     window, costs = Window.of(run), measured([run])
     rules, shape = Rules.of(run.job), Shape.of(run.job)
@@ -48,7 +48,7 @@ def main(request: AdviseRequest) -> None:
 
 
 def seen_in(window: Window) -> dict[str, float]:
-    """Return what the run did between its `load` records: steps a second, mean staleness, idle shares."""
+    """Return the run's figures between its `load` records: steps per second, mean staleness, idle shares."""
     workers = len(window.named("rollout"))
     waited, took = sum(r["wait_s"] for r in window.steps), sum(r["step_s"] for r in window.steps)
     return {

@@ -1,4 +1,4 @@
-"""`areal-async buffer export`: the episodes that a buffer holds, as a parquet file."""
+"""`areal-async buffer export`: the episodes in a buffer, as a parquet file."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def main(request: ExportRequest) -> None:
 
 
 async def export(request: ExportRequest) -> dict[str, int]:
-    """Write the file, one group in memory at a time; returns how many episodes and groups are in it, and how
-    many groups left the buffer meanwhile."""
+    """Write the file, with one group in memory at a time. Return the number of episodes and groups in it, and
+    of groups that left the buffer meanwhile."""
     state, steps = state_of(request.state), step_range(request.steps)
     run = find_run(request.run)
     found = left = 0
@@ -51,7 +51,7 @@ async def export(request: ExportRequest) -> dict[str, int]:
 
 
 def exported(group: GroupRecord, sample: int, blob: bytes, data_source: str) -> ExportedEpisode:
-    """Return what the ledger says of an episode, beside its bytes."""
+    """Return an episode for the file, from the ledger and its bytes."""
     episode = group.episodes[sample]
     judged = episode.state == EpisodeState.VERDICT
     return ExportedEpisode(

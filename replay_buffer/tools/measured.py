@@ -1,8 +1,8 @@
 """Costs of the parts of earlier runs, from their records of kind `step` and `load` (docs/metrics.md).
 
-Services that share the cores of a machine hold each other up, and how long a step took says how long it had
-to wait for a core too. So where trainer and engines compute on CPUs, costs are CPU time, and the simulation
-deals out the cores anew; on GPUs they are time.
+Services that share a machine's cores slow each other down, so the duration of a step includes waits for a
+core. If trainer and engines compute on CPUs, costs are therefore CPU time, and the simulation distributes the
+cores itself. On GPUs, costs are elapsed time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from replay_buffer.simulation.costs import (
     TrainerCosts,
 )
 
-TERMS = 4  # Of `with_pass` in rollout_service/engines/local/engine.py
-NO_WAIT = 0.1  # Quantile of the waits for a batch that is taken for those whose batch was there
+TERMS = 4  # Terms of `with_pass` in rollout_service/engines/local/engine.py
+NO_WAIT = 0.1  # Quantile of the waits for a batch that is used as the wait for an available batch
 ROUNDED = 4  # Digits
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Window:
-    """Use of time by a run between its first `load` record and its last."""
+    """Use of time by a run between its first and last `load` records."""
 
     job: JobConfig
     steps: Sequence[Record]  # The step records between them
@@ -47,10 +47,10 @@ class Window:
 
     @classmethod
     def of(cls, run: Run) -> Window:
-        """Raises `RunFolderError` for a run too short to say anything."""
+        """Return the window of a run. Raises `RunFolderError` if the run is too short."""
         life = lives_of(list(read_run_log(run.folder / "metrics.jsonl")))[-1]
         loads = [record for record in life if record["kind"] == "load" and record["steps"] > 0]
-        # A service that was started again counts from 0: what went before it is left out.
+        # A restarted service counts from 0. Its values before the restart are left out.
         while len(loads) > 1 and set(loads[0]["services"]) != set(loads[-1]["services"]):
             del loads[0]
         steps = [record for record in life if record["kind"] == "step"]
@@ -69,13 +69,13 @@ class Window:
         return int(self.last["steps"] - self.first["steps"])
 
     def used(self, prefix: str, *path: str) -> float:
-        """Return how much a figure of the services of this name has grown, all of them together."""
+        """Return the growth of a figure, summed over the services with this name prefix."""
         return float(
             sum(_at(self.last, name, path) - _at(self.first, name, path) for name in self.named(prefix))
         )
 
     def sums(self, prefix: str, what: str) -> list[float]:
-        """The same of sums; empty where there are none."""
+        """Return the growth of sums, or an empty list if there are none."""
         told = [
             (self.first["services"][name].get(what, ()), self.last["services"][name].get(what, ()))
             for name in self.named(prefix)
@@ -87,18 +87,18 @@ class Window:
         return [name for name in self.last["services"] if name.startswith(prefix)]
 
     def counted(self, prefix: str) -> int:
-        """Transitions by reasons of this beginning."""
+        """Return the number of transitions whose reason has this prefix."""
         before, after = self.first["counts"], self.last["counts"]
         return sum(count - before.get(name, 0) for name, count in after.items() if name.startswith(prefix))
 
     def mean(self, name: str) -> float:
-        """Mean of a field of the step records."""
+        """Return the mean of a field of the step records."""
         return sum(float(record[name]) for record in self.steps) / len(self.steps)
 
 
 def measured(runs: Sequence[Run]) -> Costs:
-    """The costs that runs of one job's parts, at settings that may differ, have had. The more their batches
-    differ, the better is known what a step costs by itself. Raises `RunFolderError`."""
+    """Return the measured costs of runs with the same parts, possibly with different settings. The more their
+    batch sizes differ, the better is the estimate of a step's constant cost. Raises `RunFolderError`."""
     windows = [Window.of(run) for run in runs]
     newest = windows[-1]
     shared = newest.job.trainer.device == "cpu" and newest.job.rollout.device == "cpu"
@@ -108,8 +108,7 @@ def measured(runs: Sequence[Run]) -> Costs:
     groups = sum(window.counted("stored") / window.job.rollout.group_size for window in windows)
     pass_s, token_s, prefill_s, prompt_s, passes_s = _engine(windows)
     overhead_s = (sum(w.used("rollout", "cpu_s") for w in windows) - passes_s) / episodes
-    _, calls_s = _sum_of(windows, "reward", "calls")
-    scoring_s = calls_s / episodes
+    scoring_s = _sum_of(windows, "reward", "calls")[1] / episodes
     desk_s = sum(window.used("reward", "cpu_s") for window in windows) / episodes - scoring_s
     step_s, unit_s = _trainer(windows, shared=shared)
     seconds = sum(window.seconds for window in windows)
@@ -160,9 +159,9 @@ def measured(runs: Sequence[Run]) -> Costs:
 
 
 def _engine(windows: Sequence[Window]) -> tuple[float, float, float, float, float]:
-    """Seconds of a pass, of each request in it, of a pass over prompts, and of a prompt's token; and of all
-    passes together, 0 where the engine does not see them: then a token costs what it did at the load that
-    the runs had."""
+    """Return the seconds of a pass, of each request in it, of a pass over prompts, of a prompt's token, and
+    of all passes together. The last is 0 if the engine does not measure passes. A token then costs the same
+    as at the load of the runs."""
     told = [sums for window in windows if (sums := window.sums("rollout", "passes"))]
     if not told:
         tokens = sum(window.used("rollout", "tokens") for window in windows)
@@ -181,8 +180,8 @@ def _engine(windows: Sequence[Window]) -> tuple[float, float, float, float, floa
 
 
 def _trainer(windows: Sequence[Window], *, shared: bool) -> tuple[float, float]:
-    """Seconds of a step by itself, and of each token. Where all batches were alike the two cannot be told
-    apart: all is the tokens' then."""
+    """Return the constant seconds of a step, and the seconds per token. If all batches had the same size, the
+    two cannot be separated, and all time counts as tokens."""
     points = []
     for window in windows:
         threads = first_threads(window.job.trainer.torch_threads)
@@ -199,7 +198,7 @@ def _trainer(windows: Sequence[Window], *, shared: bool) -> tuple[float, float]:
 
 
 def _least_squares(products: np.ndarray, by_value: np.ndarray) -> list[float]:
-    """The coefficients of least squares, none below 0: those that would be are left out, one by one."""
+    """Return the least-squares coefficients. Coefficients that would be negative are removed one by one."""
     used = [i for i in range(len(by_value)) if products[i, i] > 0]
     while used:
         scale = np.sqrt(products.diagonal()[used])
@@ -216,10 +215,11 @@ def _least_squares(products: np.ndarray, by_value: np.ndarray) -> list[float]:
 
 
 def _quantiles(window: Window) -> tuple[float, ...]:
-    """Return the quantiles of the lengths of answers, as the mean over steps."""
+    """Return the quantiles of the answers' lengths, as means over steps."""
     each = np.array([record["sampled_quantiles"] for record in window.steps])
     quantiles = each.mean(0)
-    # Between quantiles is drawn evenly; whole tokens are not: what that changes in the mean is put right.
+    # Values between quantiles are drawn evenly, but whole tokens are not even. This corrects the effect on
+    # the mean.
     drawn = float((quantiles[1:] + quantiles[:-1]).mean() / 2)
     return tuple(_rounded(q * window.mean("tokens") / window.mean("episodes") / drawn) for q in quantiles)
 

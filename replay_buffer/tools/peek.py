@@ -1,4 +1,4 @@
-"""`areal-async buffer peek`: which groups a buffer holds, or one group or episode of them."""
+"""`areal-async buffer peek`: the groups in a buffer, or one group or episode."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import EpisodeRecord, EpisodeState, GroupRecord, GroupState
 from replay_buffer.tools.reader import Look, open_reader
 
-MOST_TEXT = 4000  # Characters of a text that are shown
+MOST_TEXT = 4000  # Most characters shown of a text
 
 
 class NotFound(ArealError):
-    """A name that the run does not know."""
+    """A name that does not exist in the run."""
 
 
 def main(request: PeekRequest) -> None:
@@ -35,8 +35,7 @@ def main(request: PeekRequest) -> None:
 
 
 async def found_by(request: PeekRequest) -> tuple[dict[str, Any], RenderableType]:
-    """Return what was asked for, as JSON and as a page. Raises `NotFound` for a name that the buffer does not
-    hold."""
+    """Return the requested data, as JSON and as a page. Raises `NotFound` if the buffer has no such name."""
     state = state_of(request.state)
     async with open_reader(find_run(request.run)) as reader:
         look = await reader.look()
@@ -56,7 +55,7 @@ async def found_by(request: PeekRequest) -> tuple[dict[str, Any], RenderableType
 
 
 def state_of(name: str | None) -> GroupState | None:
-    """The state called `name`, in any case. Raises `NotFound`, naming those that there are."""
+    """Return the state called `name`, in upper or lower case. Raises `NotFound` with the valid names."""
     known = {state.name: state for state in GroupState if state < GroupState.COMMITTED}
     if name is not None and name.upper() not in known:
         raise NotFound(f"--state: there is no state {name!r}; groups are {', '.join(known)}.")
@@ -64,13 +63,14 @@ def state_of(name: str | None) -> GroupState | None:
 
 
 def chosen(index: Index, state: GroupState | None) -> list[GroupRecord]:
-    """The groups in `state` (None: in any), the oldest first."""
+    """Return the groups in `state`, or all groups for None, oldest first."""
     groups = sorted(index.groups.values(), key=attrgetter("seq"))
     return [group for group in groups if state is None or group.least_state == state]
 
 
 def find(look: Look, name: str) -> tuple[GroupRecord, int | None]:
-    """The group called `name`, or that of the episode called so and its sample. Raises `NotFound`."""
+    """Return the group called `name`, or the group and sample of the episode called `name`. Raises
+    `NotFound`."""
     groups = look.index.groups
     if name in groups:
         return groups[name], None
@@ -87,7 +87,7 @@ def find(look: Look, name: str) -> tuple[GroupRecord, int | None]:
 
 
 def answer_of(group: GroupRecord) -> dict[str, Any]:
-    """Return what the ledger has of a group, with names for its states."""
+    """Return the ledger's data about a group, with state names."""
     found = asdict(group) | {"state": GroupState(group.least_state).name, "steps": steps_of(group)}
     episodes = enumerate(asdict(each) for each in group.episodes)
     return found | {
@@ -103,7 +103,7 @@ def answer_of(group: GroupRecord) -> dict[str, Any]:
 
 
 def texts_of(look: Look, group: GroupRecord, held: Episode) -> dict[str, str]:
-    """Return what an episode says, beside what would be right."""
+    """Return the texts of an episode, and the correct answer."""
     truth = look.index.tasks.task(group.row, group.pass_index).ground_truth
     header = held.header
     return {"prompt": header.prompt_text, "response": header.response_text, "ground truth": str(truth)}
@@ -113,7 +113,7 @@ def texts_of(look: Look, group: GroupRecord, held: Episode) -> dict[str, str]:
 
 
 def groups_page(look: Look, groups: Sequence[GroupRecord], limit: int) -> RenderableType:
-    """A table with one row for each group."""
+    """Return a table with one row per group."""
     if not groups:
         return Text("the buffer holds no group of that kind.")
     rows = (
@@ -134,7 +134,7 @@ def groups_page(look: Look, groups: Sequence[GroupRecord], limit: int) -> Render
 
 
 def group_page(look: Look, group: GroupRecord) -> RenderableType:
-    """Return what the ledger says of a group and each of its episodes."""
+    """Return a page with the ledger's data about a group and each of its episodes."""
     rows = (
         (
             f"{group.group_id}.{sample}",
@@ -152,8 +152,8 @@ def group_page(look: Look, group: GroupRecord) -> RenderableType:
 
 
 def episode_page(look: Look, group: GroupRecord, sample: int, blob: bytes | None) -> RenderableType:
-    """Return what the ledger says of an episode, and what the episode holds. `blob` is None when it is not
-    held."""
+    """Return a page with the ledger's data about an episode, and its content. `blob` is None if the bytes are
+    not in the buffer."""
     episode, title = group.episodes[sample], Text(f"{group.group_id}.{sample}", "bold")
     components = "".join(f", {name} {value:g}" for name, value in (episode.components or {}).items())
     rows = _of_group(look, group) | {
@@ -211,11 +211,11 @@ def _claim_text(look: Look, episode: EpisodeRecord) -> str:
     return f"{episode.tries} without a score: {plain(episode.no_score)}" if episode.tries else "–"
 
 
-# --- words ---
+# --- text ---
 
 
 def table_of(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Rows under titles; the first column is never broken."""
+    """Return a table of rows under titles. The first column is never wrapped."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, title in enumerate(titles):
         table.add_column(title, no_wrap=number == 0, justify="left" if title else "right")
@@ -225,7 +225,7 @@ def table_of(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
 
 
 def facts(rows: Mapping[str, str]) -> Table:
-    """Names with what there is to say of each."""
+    """Return a table of names and values."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -235,13 +235,13 @@ def facts(rows: Mapping[str, str]) -> Table:
 
 
 def episodes_text(group: GroupRecord) -> str:
-    """`4 verdict`, or `1 missing, 3 stored`."""
+    """Return a text such as `4 verdict` or `1 missing, 3 stored`."""
     counts = ((group.count(state), state.name.lower()) for state in EpisodeState)
     return ", ".join(f"{count} {name}" for count, name in counts if count)
 
 
 def versions_text(episodes: Iterable[EpisodeRecord]) -> str:
-    """`policy 3–5`, of each policy that sampled."""
+    """Return a text such as `policy 3–5`, for each policy that sampled."""
     found: dict[str, list[int]] = {}
     for episode in episodes:
         for policy, held in episode.versions.items():
@@ -251,7 +251,7 @@ def versions_text(episodes: Iterable[EpisodeRecord]) -> str:
 
 
 def rewards_text(episodes: Iterable[EpisodeRecord]) -> str:
-    """The mean of the rewards, and from what to what they go: `0.25 (0 … 1)`."""
+    """Return the mean and the range of the rewards: `0.25 (0 … 1)`."""
     rewards = [episode.reward for episode in episodes if episode.state == EpisodeState.VERDICT]
     if not rewards:
         return "–"
@@ -260,13 +260,13 @@ def rewards_text(episodes: Iterable[EpisodeRecord]) -> str:
 
 
 def steps_of(group: GroupRecord) -> list[int]:
-    """Every step, of any policy, that the group is batched for or was trained in."""
+    """Return every step, of any policy, for which the group is batched or in which it was trained."""
     steps = {step for each in group.training.values() for step in (*each.steps, each.step) if step >= 0}
     return sorted(steps)
 
 
 def size(size_bytes: float) -> str:
-    """`512 B`, `4.0 KiB`, `1.3 MiB` …"""
+    """Return a text such as `512 B`, `4.0 KiB` or `1.3 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -275,7 +275,7 @@ def size(size_bytes: float) -> str:
 
 
 def age(age_ms: float) -> str:
-    """`0.4 s`, `125 s`, `3.3 h`."""
+    """Return a text such as `0.4 s`, `125 s` or `3.3 h`."""
     seconds = max(0.0, age_ms) / 1000
     if seconds >= 3600:
         return f"{seconds / 3600:.1f} h"

@@ -1,9 +1,9 @@
-"""A job's ledger and episodes for somebody who only looks.
+"""Read-only access to a job's ledger and episodes.
 
-Promises: nothing is changed. Of a run that is alive, its Redis is asked with commands that read, and no front
-epoch is taken; where that is on another host, the buffer is asked; of one that has ended, a copy of its files
-is, in a Redis of the reader's own. What is read is the ledger as of one moment; episodes are read after it,
-so those of a group that left meanwhile are missing.
+Promises: nothing is changed. For a live run, its Redis is read without a new front epoch. If that Redis is on
+another host, the buffer is asked instead. For an ended run, a copy of its files is read in a temporary Redis.
+The ledger is read as of one moment. Episodes are read later, so episodes of groups that left meanwhile are
+missing.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True)
 class Look:
-    """A ledger as of `now_ms` of its own clock; of a run that has ended that of its last write. `written_ms`
-    is the time of that write by the clock of Redis."""
+    """A ledger as of `now_ms` of its own clock. For an ended run, this is the time of its last write.
+    `written_ms` is the time of that write on the clock of Redis."""
 
     index: Index
     now_ms: int
@@ -52,7 +52,7 @@ class Look:
 
 
 class LedgerReader:
-    """Reads the ledger of a run and its task file. `open_reader` makes it."""
+    """Reader of the ledger of a run and its task file. `open_reader` creates it."""
 
     def __init__(self, redis: RedisConnection, url: str, run: Run, tasks: Tasks) -> None:
         self.tasks = tasks
@@ -62,13 +62,13 @@ class LedgerReader:
         self._keys = Keys(run.job.job)
 
     async def look(self) -> Look:
-        """The ledger now. Raises `StoreUnavailable` or `StoreUnusable`."""
+        """Return the present ledger. Raises `StoreUnavailable` or `StoreUnusable`."""
         try:
             found = await read_ledger(self._redis, self._keys, self._url, transaction=True)
         except StoreUnavailable as error:
             if error.trouble != "memory":
                 raise
-            # At its memory limit Redis refuses transactions; but then it takes no episodes either.
+            # At its memory limit, Redis refuses transactions. But then it accepts no episodes either.
             found = await read_ledger(self._redis, self._keys, self._url, transaction=False)
         meta, records = found
         seconds, micros = await self._redis.ask("TIME")
@@ -84,7 +84,7 @@ class LedgerReader:
         )
 
     async def blobs(self, group: GroupRecord) -> dict[int, bytes]:
-        """The codec blobs of a group by sample; what is not held is missing."""
+        """Return the codec blobs of a group by sample, without samples whose bytes are missing."""
         names = [f"{group.group_id}.{sample}" for sample in range(len(group.episodes))]
         held = table(await self._redis.ask("HGETALL", self._keys.blobs(group.group_id)))
         refs = await self._redis.ask("HMGET", self._keys.large, *names)
@@ -103,7 +103,7 @@ class LedgerReader:
 
 
 class BufferReader:
-    """The same, in the words of a buffer that serves."""
+    """Reader with the same methods that asks a running buffer."""
 
     def __init__(self, client: Client, run: Run, tasks: Tasks) -> None:
         self.tasks = tasks
@@ -111,7 +111,7 @@ class BufferReader:
         self._run = run
 
     async def look(self) -> Look:
-        """Raises `WireError`."""
+        """Return the present ledger. Raises `WireError`."""
         seen, (data,) = await self._client.exchange(SeeLedger(), timeout_s=ANSWER_S)
         records = msgspec.msgpack.decode(data, type=LedgerRecords)
         index = Index(Rules.of(self._run.job), self.tasks, records, nonce="")
@@ -144,8 +144,9 @@ def _from_file(path: Path, ref: BlobRef) -> bytes | None:
 
 @contextlib.asynccontextmanager
 async def open_reader(run: Run) -> AsyncIterator[LedgerReader | BufferReader]:
-    """A reader of the run's ledger. Raises `RunFolderError` when there is none (any more), `TaskFileError`
-    when the task file is gone, `WireError` where a buffer on another host does not answer."""
+    """Yield a reader of the run's ledger. Raises `RunFolderError` if the ledger no longer exists, and
+    `TaskFileError` if the task file is missing. Raises `WireError` if a buffer on another host does not
+    answer."""
     tasks = TaskOrder.of(run.job)
     async with contextlib.AsyncExitStack() as stack:
         if run.job.buffer.redis != "embedded":
@@ -168,7 +169,8 @@ async def open_reader(run: Run) -> AsyncIterator[LedgerReader | BufferReader]:
 
 @contextlib.asynccontextmanager
 async def _copied_redis(run: Run) -> AsyncIterator[str]:
-    """A Redis on a copy of the run's files: opening them may change them (a torn end is cut off)."""
+    """Yield the address of a Redis on a copy of the run's files. Opening the originals could change them,
+    because Redis cuts off an incomplete end."""
     source = run.folder / "buffer"
     if not any(source.glob("appendonly*")) and not (source / "dump.rdb").exists():
         raise RunFolderError(f"{run.folder} holds nothing of a buffer (any more).")

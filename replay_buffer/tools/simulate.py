@@ -1,4 +1,4 @@
-"""`areal-async simulate`: how a job would run, by the real ledger on a simulated clock."""
+"""`areal-async simulate`: a prediction for a job, from the real ledger on a simulated clock."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def main(request: SimulateRequest) -> None:
 
 
 def costs_of(request: SimulateRequest) -> Costs:
-    """The costs that the command line names."""
+    """Return the costs named on the command line."""
     if bool(request.runs) == bool(request.costs):
         fix = "Name a run that measured them, --from RUN, or a file that gives them, --costs YAML"
         problem = "costs are needed, from one place"
@@ -60,7 +60,7 @@ def costs_of(request: SimulateRequest) -> Costs:
 
 
 def told(prediction: Prediction) -> dict[str, str]:
-    """The prediction in words."""
+    """Return the prediction as text."""
     p = prediction
     return {
         "steps": f"{p.steps_per_s:.4g} a second: one takes {p.step_s:.4g} s",

@@ -1,6 +1,6 @@
-"""`areal-async buffer stats`: the figures of a buffer, now or as they were when its run ended.
+"""`areal-async buffer stats`: the figures of a buffer, now or at the end of its run.
 
-A buffer that serves is asked over the wire; of a run that has ended, the ledger is read.
+A running buffer is asked over its protocol. For an ended run, the ledger is read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from replay_buffer.redis.address import RedisAddress
 from replay_buffer.tools.peek import age, facts, size, table_of
 from replay_buffer.tools.reader import open_reader
 
-PATIENCE_S = 5.0  # How long a buffer may take to answer
+PATIENCE_S = 5.0  # Longest wait for the buffer's answer
 
 
 def main(request: StatsRequest) -> None:
@@ -36,7 +36,7 @@ def main(request: StatsRequest) -> None:
 
 
 def stats_live(run: Run) -> BufferStats:
-    """Return what a buffer that serves says of itself. Raises `RpcTimeout` when it does not answer."""
+    """Return the figures of a running buffer. Raises `RpcTimeout` if it does not answer."""
     assert run.topology is not None
     address = Address(run.topology.buffer, "buffer")
     with SyncClient(
@@ -46,7 +46,7 @@ def stats_live(run: Run) -> BufferStats:
 
 
 async def stats_ended(run: Run) -> tuple[BufferStats, int]:
-    """The figures in the ledger of a run that is not alive, and how many milliseconds ago it was written."""
+    """Return the figures in the ledger of an ended run, and how many milliseconds ago it was written."""
     async with open_reader(run) as reader:
         look = await reader.look()
     figures = msgspec.structs.replace(stats_of(look.index, look.now_ms), redis_bytes=look.redis_bytes)
@@ -54,13 +54,13 @@ async def stats_ended(run: Run) -> tuple[BufferStats, int]:
 
 
 def answer_of(run: Run, stats: BufferStats, written_ms_ago: int | None) -> dict[str, Any]:
-    """Return what `--json` prints; every field is there, also those that are 0 or empty."""
+    """Return the output of `--json`. It has every field, even if the value is 0 or empty."""
     fields = {"job": run.job.job, "folder": run.folder, "alive": run.alive}
     return fields | {"written_ms_ago": written_ms_ago, "stats": msgspec.structs.asdict(stats)}
 
 
 def draw(run: Run, stats: BufferStats, written_ms_ago: int | None) -> RenderableType:
-    """The whole page."""
+    """Return the whole page."""
     ended = "" if written_ms_ago is None else f", last written {age(written_ms_ago)} ago"
     title = Text.assemble((run.job.job, "bold"), f" is {'alive' if run.alive else 'not alive'}{ended}")
     states = zip_longest(stats.groups.items(), stats.episodes.items(), fillvalue=("", ""))

@@ -1,4 +1,4 @@
-"""Inference engines behind one protocol (`base.py`), and the choice among them."""
+"""Inference engines behind one protocol (`base.py`), and the choice of an engine."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from rollout_service.engines.base import Engine
 
 BUILT_IN = {name: f"rollout_service.engines.{name}:PART" for name in ("local", "sglang", "vllm")}
-"""Name → the part (`areal_async.config.engines.EnginePart`)."""
+"""Name → part (`areal_async.config.engines.EnginePart`)."""
 
 
 def make_engine(
     job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None = None, replica: int = 0
 ) -> Engine:
-    """The engine that the job names, for `slots` requests at once; it is yet to be started. `activity` is
-    the name under which its busy time is counted. `place` is the process that it belongs to, `replica` its
-    number there: they name a server's log, and choose among `rollout.server.urls` and the visible GPUs.
+    """Return the job's engine, not started yet, for `slots` requests at once. `activity` is the name of its
+    busy time in the metrics. `place` is the process that uses the engine, and `replica` the engine's number
+    there. Both name a server's log and select from `rollout.server.urls` and the visible GPUs.
 
-    Raises `EngineError` when the server's environment or the GPU is not there, `PartError` when there is no
-    such engine, or it cannot do what the job asks of it."""
+    Raises `EngineError` if the server's environment or the GPU is missing. Raises `PartError` if the engine
+    does not exist, or cannot do what the job requires."""
     part: EnginePart = load_part(job, "rollout.engine")
     engine: Engine = part.make(job, slots=slots, activity=activity, place=place, replica=replica)
     return engine

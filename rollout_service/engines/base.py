@@ -2,18 +2,19 @@
 
 Promises of an engine:
 
-- `generate` returns ids exactly as sampled, and for each the log-prob and the version (and trainer epoch)
-  of the weights that sampled it, as the engine itself knows them. The id that ended it
-  (`areal_async.models.answers.end_ids`) is among the ids; `text` is not cut from the ids but decoded beside
-  them, with special tokens but for ends and padding, and without a stop string.
-- `pause`, `load`, `resume` exchange the weights. A request in flight survives them: it is neither lost nor
-  cut short. Work that can be done before (reading, verifying) is not part of the three.
-- A request that cannot be served raises `RequestError` and touches no other one. An engine that died raises
-  `EngineLost` in every call under way: the request may be sent again, elsewhere or after a restart.
+- `generate` returns ids exactly as sampled. Each id comes with its log-prob and with the version and trainer
+  epoch of the weights that sampled it, as the engine itself knows them. The id that ended the answer
+  (`areal_async.models.answers.end_ids`) is among the ids. `text` is decoded separately. It has special tokens
+  except ends and padding, and no stop string.
+- `pause`, `load`, `resume` exchange the weights. A request in flight survives the exchange without loss or
+  truncation. Work that can be done earlier (reading, verifying) is not part of the three calls.
+- A request that cannot be served raises `RequestError` and affects no other request. An engine that died
+  raises `EngineLost` in every running call. Such a request may be sent again, to another engine or after a
+  restart.
 
-Log-probs are of what `GenerateResult.logprobs_of` says, in nats:
+Log-probs are in nats, of the distribution that `GenerateResult.logprobs_of` names:
 
-    sampled      the distribution that was drawn from: after temperature, top-k and top-p
+    sampled      the distribution that was sampled from: after temperature, top-k and top-p
     temperature  softmax(logits / temperature), before any truncation
     raw          softmax(logits)
 """
@@ -39,20 +40,21 @@ if TYPE_CHECKING:
 
 
 class EngineError(ArealError):
-    """The engine cannot do its work: an unusable model, weights that do not fit, a failed step."""
+    """The engine cannot do its work, because of an unusable model, weights that do not fit, or a failed
+    step."""
 
 
 class EngineLost(EngineError):
-    """The engine, or the server behind it, is gone, and with it what it was computing. A request may be sent
-    again, elsewhere or after a restart."""
+    """The engine, or the server behind it, is lost with all running requests. A request may be sent again, to
+    another engine or after a restart."""
 
 
 class DeadlinePassed(EngineError):
-    """A request was ended because its `deadline_s` passed."""
+    """A request ended because its `deadline_s` passed."""
 
 
 class RequestError(ArealError):
-    """One request cannot be served as it is. Sending it again changes nothing."""
+    """A request that the engine cannot serve. Sending it again changes nothing."""
 
 
 UpdateMode = Literal["recompute", "keep", "session"]
@@ -69,35 +71,35 @@ class Weights(Protocol):
 
     @property
     def path(self) -> Path:
-        """A complete, verified directory that transformers can load (config, tokenizer, safetensors). It
-        stays as it is until the update has been acknowledged."""
+        """Complete, verified directory that transformers can load (config, tokenizer, safetensors). It stays
+        unchanged until the update has been acknowledged."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Continue `prompt_ids` (at least one id). `request_id` is unique among the requests in flight."""
+    """Continuation of `prompt_ids` (at least one id). `request_id` is unique among the requests in flight."""
 
     request_id: str
     prompt_ids: Sequence[int] | npt.NDArray[np.int32]
     sampling: Sampling
     session: str = ""
-    """The episode, or whatever else shares prefixes: one session stays on one replica."""
+    """Name of requests that share prefixes, usually an episode. One session stays on one replica."""
     began: tuple[int, int] | None = None
-    """Epoch and version that sampled the session's first unit. In mode `session` its KV is cached under them;
-    None, before there is a unit, stands for what is served."""
+    """Epoch and version that sampled the session's first unit. In mode `session`, its KV is cached under
+    them. None, before the first unit, means the served version."""
     priority: int = 0
-    """Smaller goes first where requests wait."""
+    """Smaller values go first in the queue."""
     routes_from: int | None = None
-    """First token of the prompt of which the routes are wanted too; None where none are."""
+    """First token of the prompt whose routes are requested. None: no routes."""
     deadline_s: float | None = None
-    """The time on `time.monotonic`'s clock past which the request ends with `DeadlinePassed`: `ReplicaSet`
-    sees to that and cancels the call, so an engine need not."""
+    """Time on `time.monotonic`'s clock after which the request ends with `DeadlinePassed`. `ReplicaSet`
+    enforces it by cancelling the call, so an engine need not."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """The sampled units: four arrays of one length (0 only after an abort)."""
+    """Sampled units: four arrays of one length, which is 0 only after an abort."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -107,11 +109,12 @@ class GenerateResult:
     text: str
     logprobs_of: LogprobsOf = "sampled"
     cached_tokens: int | None = None
-    """Tokens of the prompt whose KV was found in a prefix cache; None where the engine does not say."""
+    """Number of prompt tokens found in a prefix cache. None: the engine does not report it."""
     routes: Routes | None = None
-    """u8 or u16 [n, width], as `trajectory/routes.py` has them: of the tokens from `routes_from` on that were
-    fed, which the last one sampled was not; None where none are wanted or known. Of a token that was fed
-    several times, because its KV was computed anew under other weights, they are those of one pass."""
+    """u8 or u16 [n, width], as in `trajectory/routes.py`. They cover the tokens from `routes_from` on that
+    the model has read, so not the last sampled one. None if they are not requested or not known. If a token
+    was read several times, because its KV was recomputed under other weights, the routes are from one of
+    these passes."""
 
 
 Ids = npt.NDArray[np.int32]
@@ -121,35 +124,35 @@ Tell = Callable[[Piece], None]
 
 
 def nothing_sampled() -> GenerateResult:
-    """Return the result of a request that was aborted before it had begun."""
+    """Return the result of a request that was aborted before it started."""
     none = np.empty(0, np.int32)
     return GenerateResult(none, np.empty(0, np.float32), none, none, "abort", "")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A reading of the engine's load. Counters never fall."""
+    """A reading of the engine's load. Counters never decrease."""
 
     running: int
-    """Requests being computed."""
+    """Requests that are being computed."""
     waiting: int
-    """Requests accepted and not yet begun."""
+    """Requests in the queue."""
     capacity: int
     """Most requests computed at once."""
     kv_used: float
-    """Share of the KV room in use, 0 to 1."""
+    """Used share of the KV cache, 0 to 1."""
     tokens_total: int
-    """Units sampled."""
+    """Number of sampled units."""
     requests_total: int
-    """Requests finished, in whatever way."""
+    """Number of finished requests, with any outcome."""
     busy_s: float
     """Seconds with at least one request being computed."""
     passes: tuple[float, ...] = ()
-    """Sums over the engine's passes from which their cost is worked out (`with_pass` of the local engine);
-    empty where it does not see them."""
+    """Sums over the engine's passes, from which the cost of a pass is estimated (`with_pass` of the local
+    engine). Empty if the engine does not measure passes."""
     decoded: int = 0
-    """A count that moves on when units are sampled of which `tokens_total` knows nothing yet, because their
-    answer is under way. Only its movement means anything."""
+    """Count that increases with units of unfinished answers, which `tokens_total` does not contain yet. Only
+    its change has a meaning."""
 
 
 class Engine(Protocol):
@@ -161,43 +164,43 @@ class Engine(Protocol):
         ...
 
     def alive(self) -> bool:
-        """Return whether it can be expected to serve; False after it was lost."""
+        """Return whether the engine is expected to serve. False after it was lost."""
         ...
 
     async def start(self, snapshot: Weights) -> None:
-        """Be ready to generate with `snapshot`. Raises `EngineError`."""
+        """Start the engine with `snapshot`. Raises `EngineError`."""
         ...
 
     async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
-        """Sample until a stop, the length or an abort. Cancelling the call aborts the request.
+        """Sample until a stop, the maximum length or an abort. Cancelling the call aborts the request.
 
-        `tell` is called with the ids on the way, as far as the engine knows them: its pieces are a beginning
-        of the result's ids, each id told once and none taken back. The result alone counts."""
+        `tell` gets sampled ids early, if the engine has them. Together, its pieces are a prefix of the
+        result's ids. Each id is given once and never withdrawn. Only the result counts."""
         ...
 
     async def pause(self) -> None:
-        """Returns when no unit will be sampled until `resume`. Requests are held."""
+        """Return when no unit will be sampled until `resume`. Requests in flight wait."""
         ...
 
     async def load(self, snapshot: Weights) -> None:
-        """Exchange the weights of a paused engine. On an `EngineError` the old ones are in place."""
+        """Exchange the weights of a paused engine. After an `EngineError`, the old weights are in place."""
         ...
 
     async def resume(self) -> None: ...
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """End these requests now: they return what they have, with finish reason `abort`."""
+        """End these requests now. They return their units so far, with finish reason `abort`."""
         ...
 
     def stats(self) -> EngineStats: ...
 
     async def stop(self) -> None:
-        """End the engine; what is in flight raises `EngineError`."""
+        """Stop the engine. Requests in flight raise `EngineError`."""
         ...
 
 
 def checked_request(request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> tuple[Ids, int]:
-    """Return the prompt, i32[T], and the most units that its answer may have. Raises `RequestError` for a
+    """Return the prompt, i32[T], and the maximum number of units in its answer. Raises `RequestError` for a
     request that no engine can serve."""
     check_sampling(request.sampling)
     ids = checked_ids(request.prompt_ids, vocab_size=vocab_size, max_model_len=max_model_len)
@@ -205,7 +208,7 @@ def checked_request(request: GenerateRequest, *, vocab_size: int, max_model_len:
 
 
 def checked_ids(prompt_ids: Sequence[int] | npt.NDArray[Any], *, vocab_size: int, max_model_len: int) -> Ids:
-    """Return a prompt as i32[T] that nobody writes to: itself if it is one, else a copy.
+    """Return a prompt as a read-only i32[T]. It is the argument itself if that fits, else a copy.
 
     Raises `RequestError`."""
     ids = np.asarray(prompt_ids)
@@ -223,7 +226,7 @@ def checked_ids(prompt_ids: Sequence[int] | npt.NDArray[Any], *, vocab_size: int
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raises `RequestError` for parameters that no engine can sample with."""
+    """Raise `RequestError` for parameters with which no engine can sample."""
     checks: Sequence[tuple[str, Any, bool, str]] = (
         ("temperature", sampling.temperature, sampling.temperature >= 0, "at least 0"),
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
@@ -236,16 +239,16 @@ def check_sampling(sampling: Sampling) -> None:
             raise RequestError(f"sampling.{name} is {value!r}; it must be {rule}")
 
 
-# --- where a stop string begins ----------------------------------------------------------------------
+# --- search for stop strings -----------------------------------------------------------------------------
 
 EXTRA_TOKENS = 8
-"""Tokens looked at before the shortest run that can hold a stop string: some decode to no text, or to part
-of a character."""
+"""Number of tokens added to the shortest run that can contain a stop string. Some tokens decode to no text,
+or to part of a character."""
 
 
 def stop_window(stop: Sequence[str]) -> int:
-    """Return the number of newest tokens to decode to see every stop string that the newest one ended.
-    A token that decodes to text decodes to at least one byte of it."""
+    """Return how many of the newest tokens to decode, to find every stop string that ends in the newest
+    token. A token that decodes to text decodes to at least one byte of it."""
     return max(len(s.encode()) for s in stop) + EXTRA_TOKENS
 
 

@@ -1,4 +1,4 @@
-"""The GPUs of an engine of this process (the rule is `areal_async/config/devices.py`)."""
+"""GPUs of an engine in this process (`areal_async/config/devices.py` has the rule)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rollout_service.engines.base import EngineError
 def own_gpus(
     job: JobConfig, place: ServiceContext | None, replica: int, *, visible: int | None = None
 ) -> tuple[int, ...]:
-    """Return the GPUs of an engine that computes as `job.rollout` says; `job` is the evaluation's view of it
-    where the engine is an evaluation's. `visible` is their number, by default as torch counts them. Empty on
-    a CPU.
+    """Return the GPUs of an engine that computes as `job.rollout` says. For an evaluation's engine, `job` is
+    the evaluation's view of the job. `visible` is the number of visible GPUs, by default torch's count. The
+    result is empty on a CPU.
 
-    Raises `EngineError` when they are not there."""
+    Raises `EngineError` if the GPUs do not exist."""
     if job.rollout.device == "cpu":
         return ()
     whole = place.job if place is not None else job
@@ -24,7 +24,7 @@ def own_gpus(
     trainers = [each for each in place.topology.services if each.role == "trainer"] if place else []
     beside_trainer = place is not None and place.node_id == trainers[0].node_id
     if place is not None and place.place.gpus_of_its_own:
-        # What it sees is its own alone, counted from 0.
+        # The process sees only its own GPUs, counted from 0.
         whole = whole.model_copy(update={"rollout": job.rollout}) if evaluates else whole
         worker, beside_trainer = 0, False
     if visible is None:
@@ -41,6 +41,6 @@ def own_gpus(
 
 
 def own_device(job: JobConfig, place: ServiceContext | None, replica: int) -> str:
-    """Return the engine's device as torch names it: `cpu` or `cuda:N`. Raises `EngineError`."""
+    """Return the engine's torch device: `cpu` or `cuda:N`. Raises `EngineError`."""
     gpus = own_gpus(job, place, replica)
     return f"cuda:{gpus[0]}" if gpus else "cpu"

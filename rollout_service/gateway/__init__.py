@@ -1,4 +1,4 @@
-"""HTTP access of agents to the policy: OpenAI's chat API, recorded as sampled."""
+"""HTTP access of agents to the policy: OpenAI's chat API, with every answer recorded as sampled."""
 
 from rollout_service.gateway.access import Gateway
 from rollout_service.gateway.recording import Session

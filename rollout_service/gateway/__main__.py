@@ -1,4 +1,4 @@
-"""`python -m rollout_service.gateway`: the gateway of the worker that starts it, and sets it up."""
+"""`python -m rollout_service.gateway`: the gateway's process. The worker starts it and sends its set-up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if __name__ == "__main__":
         for policy, model in setup.models.items()
     }
     front = Front(setup, tokenizers)
-    # What was imported stays: to look through it again and again took a third of a call.
+    # Imported modules stay loaded. Searching them for garbage repeatedly took a third of a call.
     gc.collect()
     gc.freeze()
     asyncio.run(front.serve())

@@ -1,9 +1,9 @@
-"""A worker's side of the gateway: the keys of its episodes, the engine, and what is recorded.
+"""The worker's side of the gateway: keys of its episodes, access to the engine, and recording.
 
-Promises: the gateway's process is started when an episode first asks for it, and started again when it dies;
-the address stays the same. A session's key works until the session ends and never again. When the process
-dies, the calls under way are lost, and an episode that had any fails: nobody knows what its agent was sent.
-The others go on, their conversations as new paths.
+Promises: the gateway's process starts when the first episode needs it, and restarts if it dies. Its address
+stays the same. A session's key works until the session ends and never again. If the process dies, the calls
+in flight are lost. An episode with a lost call fails, because nobody knows which answer its agent received.
+Other episodes continue, with their conversations as new paths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from areal_async.base.http_server import listen
 from areal_async.base.log import get_logger
 from areal_async.base.processes import ChildProcess, RestartPolicy, Restarts, exit_text
 from areal_async.base.topology import RunHost
-from areal_async.rpc.client import Client
+from areal_async.rpc.client import CallLimits, Client
 from areal_async.rpc.gateway_messages import (
     CountCalls,
     DropCall,
@@ -52,10 +52,11 @@ if TYPE_CHECKING:
 
 log = get_logger("gateway")
 
-START_S = 120.0  # Longest time to the gateway's first word: it imports and reads a tokenizer
+START_S = 120.0  # Longest wait for the start of the gateway, which imports modules and reads a tokenizer
 END_S = 10.0  # Longest wait for the end of a session
 Side = Literal["worker", "gateway"]
-AT_ONCE = 1 << 16  # Calls under way are limited by connections and `max_calls`, not by the sockets between
+# Connections and `max_calls` limit the calls in flight, not the sockets between worker and gateway
+AT_ONCE = 1 << 16
 RESTARTS = RestartPolicy(limit=5)
 
 
@@ -68,31 +69,31 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class GatewaySetup(msgspec.Struct, frozen=True):
-    """Set-up of the gateway's process, which reads it from its standard input."""
+    """Set-up of the gateway's process, read from its standard input."""
 
     job: str
     name: str
-    """The worker's name, after which the endpoints between the two are named."""
+    """The worker's name. The endpoints between worker and gateway are named after it."""
     host: RunHost
-    keys: RoleKeys  # Those of the worker's role
+    keys: RoleKeys  # Keys of the worker's role
     section: dict[str, Any]  # `rollout.gateway`
     models: dict[str, ServedModel]
-    """The models by policy; agents ask for these names."""
+    """Models by policy. Agents use the policy names as model names."""
     trains: bool = True  # Whether the recorded answers will be trained on
     header_s: float = 10.0
     listening_fd: int = -1
     life: int = 0
-    """Starts before this one."""
+    """Number of earlier starts."""
 
     def client(self, service: Side) -> Client:
-        """Return a client of the worker's or the gateway's socket, for the other of the two."""
+        """Return a client of the worker's or the gateway's socket, for the other side."""
         return Client(
             Address(self._endpoint(service), self.keys.role),
             job=self.job,
             role="gateway" if service == "worker" else "rollout",
             name=self.name,
             access=self.keys,
-            max_in_flight=AT_ONCE,
+            limits=CallLimits(in_flight=AT_ONCE),
         )
 
     def server(self, service: Side, handlers: Mapping[type[Any], Handler]) -> Server:
@@ -111,7 +112,7 @@ class GatewaySetup(msgspec.Struct, frozen=True):
 
 
 def start_process(setup: GatewaySetup) -> ChildProcess:
-    """Start the gateway in a process of its own, which writes to this one's log."""
+    """Start the gateway in its own process, which writes to this process's log."""
     return ChildProcess(
         [sys.executable, "-P", "-m", "rollout_service.gateway"],
         output=sys.stderr.fileno(),
@@ -125,12 +126,12 @@ Start = Callable[[GatewaySetup], Any]
 
 
 class Gateway:
-    """The gateway of a worker; its episodes open sessions in it."""
+    """The gateway of a worker. Episodes open sessions in it."""
 
     def __init__(
         self, setup: GatewaySetup, restarts: RestartPolicy = RESTARTS, start: Start = start_process
     ) -> None:
-        """`start` returns a started gateway, which has the `wait` and `stop` of a `ChildProcess`."""
+        """`start` returns a started gateway with the `wait` and `stop` of a `ChildProcess`."""
         self._setup = setup
         self._restarts = Restarts(restarts)
         self._start_one = start
@@ -139,9 +140,9 @@ class Gateway:
         self._client: Client | None = None
         self._running: asyncio.Task[None] | None = None
         self._serving = asyncio.Event()
-        self._failed: Exception | None = None  # Why there will be none
+        self._failed: Exception | None = None  # Reason why the gateway cannot be started
         self._sessions: dict[bytes, Session] = {}
-        # Nothing of an episode's paths may hold its builder, or they would stay for ever.
+        # Nothing in an episode's paths may refer to its builder, or they would never be freed.
         self._records: WeakKeyDictionary[EpisodeBuilder, RecordedCalls] = WeakKeyDictionary()
         self._episodes = 0
         self._forgotten: list[int] = []
@@ -149,8 +150,8 @@ class Gateway:
 
     @asynccontextmanager
     async def session(self, episode: Context) -> AsyncIterator[Session]:
-        """Access for an episode, until the block ends. Raises `GatewayError` when the port is taken, when the
-        gateway cannot be started, and when what the agent was sent is not what was recorded."""
+        """Give an episode access until the block ends. Raises `GatewayError` if the port is taken, if the
+        gateway cannot start, or if the record differs from the answers that the agent received."""
         await self._up()
         session = Session(episode, self._record_of(episode.builder), self._setup.job, self.address)
         self._sessions[session.digest] = session
@@ -168,7 +169,7 @@ class Gateway:
                 del self._sessions[session.digest]
                 metrics.GATEWAY_SESSIONS.set(len(self._sessions))
                 session.close()
-            if (broken := session.broken) is not None:  # an answer that the agent was sent may not be there
+            if (broken := session.broken) is not None:  # an answer that the agent received may be missing
                 raise GatewayError(f"an answer to the agent could not be recorded: {broken}") from broken
 
     async def close(self) -> None:
@@ -192,7 +193,7 @@ class Gateway:
         return record
 
     async def _told(self, request: Any) -> bool:
-        """Return whether the gateway has answered. If it is dead, `_run` deals with that."""
+        """Return whether the gateway has answered. If it is dead, `_run` handles that."""
         if self._client is None:
             return False
         with suppress(PeerGone, RpcTimeout, FaultError):
@@ -209,7 +210,7 @@ class Gateway:
             interface, port = self._setup.section["host"], self._setup.section["port"]
             interface = named.get(interface, interface)
             try:
-                # Whoever asks must show the key of a session that is open.
+                # Every caller must show the key of an open session.
                 self._listening = listen(interface, port, guarded=True)
             except OSError as error:
                 raise GatewayError(
@@ -228,7 +229,7 @@ class Gateway:
             raise GatewayError(f"there is no gateway: {self._failed or 'it was closed'}") from self._failed
 
     async def _run(self) -> None:
-        """Keep the gateway going until it cannot be."""
+        """Restart the gateway until the restart policy ends it."""
         assert self._listening is not None
         handlers: dict[type[Any], Handler] = {Sample: self._on_sample, TakePieces: self._on_take_pieces}
         for notice in (RecordCall, DropCall, CountCalls):
@@ -256,7 +257,7 @@ class Gateway:
                 session.close()
 
     async def _one_life(self, setup: GatewaySetup) -> tuple[int, float | None]:
-        """Run one gateway; return its exit status, and the time at which it began to serve."""
+        """Run one gateway. Return its exit status, and the time when it began to serve."""
         process, served_s = self._start_one(setup), None
         ended = asyncio.ensure_future(process.wait())
         client = setup.client("gateway")
@@ -289,7 +290,7 @@ class Gateway:
             await client.close()
             await process.stop()
 
-    # --- what the gateway asks -----------------------------------------------------------------------
+    # --- requests of the gateway ---------------------------------------------------------------------------
 
     async def _on_sample(self, _: Peer, request: Sample, attachments: list[memoryview]) -> Answer:
         session = self._sessions.get(request.key)

@@ -1,8 +1,8 @@
-"""The paths of one episode's calls: which recorded answer a new call goes on from.
+"""Paths of one episode's calls: the recorded answer that a new call continues.
 
-Promise: what the engine is asked to continue is either the exact ids of a recorded answer followed by the ids
-of what is new, or the ids of a whole new rendering. Text that was sampled is never tokenised again to stand
-for itself.
+Promise: the engine continues one of two things. Either the exact ids of a recorded answer, followed by the
+ids of the new messages. Or the ids of a completely new rendering. Sampled text on a path is never tokenised
+again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rollout_service.workflows.turns import RenderedPrompt, SampledText
 
 Key = bytes
 Root = Literal["new", "history", "template"]
-"""Why a path begins: a conversation that goes on with nothing we said; messages that we did not say so;
-the template renders what we said in another way now."""
+"""Reason why a path begins. `new`: the conversation contains no recorded answer. `history`: it has assistant
+messages that were not recorded. `template`: the template now renders recorded answers differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class RecordedAnswer:
     """A recorded answer."""
 
     answer: tuple[int, int]
-    """Number of its call, and its index among that call's answers."""
+    """Number of its call, and its index among the call's answers."""
     path: Ids
     """Ids up to and including the answer."""
     given: RenderedPrompt
@@ -41,7 +41,7 @@ class RecordedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """The ids that the engine is to continue for one call, and their place in the episode."""
+    """Ids for the engine to continue in one call, and their place in the episode."""
 
     ids: Ids
     """All ids, from the root."""
@@ -49,14 +49,14 @@ class CallPlan:
     kind: SegmentKind
     given: RenderedPrompt
     root: Root | None
-    """Why this begins a path; None when it goes on with `parent`."""
+    """Reason why this begins a path. None: it continues `parent`."""
     keys: tuple[Key, ...]
-    """Keys of the conversation, message by message."""
+    """Keys of the conversation, one per message."""
 
 
 @dataclass(slots=True)
 class ConversationTree:
-    """The recorded answers of one episode, over all its sessions."""
+    """Recorded answers of one episode, over all its sessions."""
 
     template: ChatTemplate
     _turns: dict[Key, list[RecordedAnswer]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class ConversationTree:
     # --- before the call -----------------------------------------------------------------------------
 
     def plan(self, asked: Conversation) -> CallPlan:
-        """Return the plan of a call. Raises `ApiError` for messages that cannot be rendered."""
+        """Return the plan of a call. Raises `ApiError` if the messages cannot be rendered."""
         rendered = self.template.prompt(asked)
         keys = chain(asked)
         root: Root = "new"
@@ -86,19 +86,20 @@ class ConversationTree:
     # --- after the call ------------------------------------------------------------------------------
 
     def remember(self, plan: CallPlan, answer: tuple[int, int], choice: SampledChoice) -> None:
-        """Note that an answer may be gone on from, once the agent has been told it."""
+        """Make an answer available for continuation, after the agent has received it."""
         path, tool_ids = (
             np.concatenate((plan.ids, choice.token_ids)),
             tuple(c["id"] for c in choice.tool_calls),
         )
         turn = RecordedAnswer(answer, path, plan.given, choice.said, tool_ids)
-        # The answer as the message that the agent sends back.
+        # The answer in the form in which the agent sends it back.
         reply = {"role": "assistant", "content": choice.content, "tool_calls": choice.tool_calls}
         self._turns.setdefault(linked(plan.keys[-1], reply), []).append(turn)
 
 
 def chain(asked: Conversation) -> tuple[Key, ...]:
-    """Return keys of the conversation before its first message, after it, after the second …"""
+    """Return the keys of the conversation before its first message, after it, after the second message, and
+    so on."""
     start = hashlib.blake2b(
         canonical([asked.tools, asked.template]).encode(errors="surrogatepass"), digest_size=16
     ).digest()
@@ -109,8 +110,8 @@ def chain(asked: Conversation) -> tuple[Key, ...]:
 
 
 def linked(before: Key, message: Message) -> Key:
-    """Return the key after `message`. The white space around a text, the spelling of arguments and the ids of
-    tool calls are left out: clients differ in what they keep of them."""
+    """Return the key after `message`. White space around a text, the spelling of arguments and the ids of
+    tool calls do not count, because clients change them."""
     calls = [
         [call["function"]["name"], _arguments(call["function"]["arguments"])]
         for call in message.get("tool_calls", ())
@@ -129,7 +130,7 @@ def _arguments(value: object) -> str:
 
 
 def _best(known: Sequence[RecordedAnswer], message: Message) -> RecordedAnswer:
-    """Return the answer whose tool calls have the ids in `message`; else the newest."""
+    """Return the answer whose tool calls have the ids in `message`, or else the newest answer."""
     ids = tuple(call.get("id", "") for call in message.get("tool_calls", ()))
     same = [turn for turn in known if ids and turn.tool_ids == ids]
     return (same or known)[-1]

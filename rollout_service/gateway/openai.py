@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/chat/completions`: its body into a request, a completion into its reply or its events."""
+"""OpenAI's `/v1/chat/completions`: parsing of request bodies, and replies or events for completions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rollout_service.gateway.template import ChatTemplate
 HARMLESS = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier")) | frozenset(
     ("prompt_cache_key", "prompt_cache_retention")
 )
-"""Fields that say nothing about the answer."""
+"""Fields that do not affect the answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -54,7 +54,7 @@ NAMED = re.compile(r"Object (?:missing required|contains unknown) field `(?P<nam
 
 
 class TextPart(msgspec.Struct, tag="text", tag_field="type"):
-    """A part of a message; other kinds are refused."""
+    """A text part of a message. Other kinds are refused."""
 
     text: str
 
@@ -69,7 +69,7 @@ class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Asks the provider for valid arguments: here the agent sees what the model wrote."""
+    """Ignored request for valid arguments: here the agent sees the model's own text."""
 
 
 class DeclaredTool(msgspec.Struct):
@@ -103,7 +103,7 @@ class ChatBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
-    """0 and -1 both mean all, as the inference servers have it."""
+    """0 and -1 both mean no limit, as in the inference servers."""
     max_tokens: Positive | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -119,11 +119,11 @@ class ChatBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatCall:
-    """One call: its body as a request, and its answers as its reply or as the events of its stream. Of a
-    stream `begin` comes first, then `delta` for text on the way, then `finish`."""
+    """One call: its body as a request, and its answers as a reply or as events of a stream. For a stream,
+    call `begin`, then `delta` for each new text, then `finish`."""
 
     def __init__(self, given: Mapping[str, Any], template: ChatTemplate, most: int) -> None:
-        """Raises `ApiError` for a call that is wrong, or asks for more than `most` answers."""
+        """Raises `ApiError` if the call is invalid, or requests more than `most` answers."""
         body = self.body = read(given)
         if body.n > most:
             raise bad("n", f"n must be an integer from 1 to {most}")
@@ -155,7 +155,8 @@ class ChatCall:
         return self._chunk(_delta(index, {"content": text}))
 
     def finish(self, prompt_tokens: int, choices: Sequence[SampledChoice], rests: Sequence[str]) -> bytes:
-        """Return the last events but `DONE`. `rests` has the text of each answer beyond its deltas."""
+        """Return the last events before `DONE`. `rests` has the text of each answer that follows its
+        deltas."""
         events = []
         for index, (choice, rest) in enumerate(zip(choices, rests, strict=True)):
             if rest:
@@ -184,7 +185,8 @@ class ChatCall:
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _token_logprobs(self, choice: SampledChoice) -> dict[str, Any] | None:
-        """Log-probs of every sampled token, the end token among them; alternatives are not known."""
+        """Return the log-probs of every sampled token, including the end token. Alternatives are not
+        known."""
         if not self.body.logprobs:
             return None
         content = []
@@ -197,8 +199,9 @@ class ChatCall:
 
 
 def read(given: Mapping[str, Any]) -> ChatBody:
-    """A field that is null is not there; those of `HARMLESS` say nothing about the answer; those of `NEUTRAL`
-    may have these values, which ask for nothing. Raises `ApiError` with the field that is to blame."""
+    """Return the parsed body. A null field counts as missing. Fields of `HARMLESS` are ignored. Fields of
+    `NEUTRAL` may only have the values listed there, which have no effect. Raises `ApiError` with the invalid
+    field."""
     kept = {}
     for name, value in given.items():
         if value is None or name in HARMLESS:
@@ -219,7 +222,8 @@ def read(given: Mapping[str, Any]) -> ChatBody:
 
 
 def _without_nulls(message: Any) -> Any:
-    """Clients send every field of an answer back to us, most of them null."""
+    """Return a message without its null fields. Clients send back every field of an answer, and most are
+    null."""
     if not isinstance(message, dict):
         return message
     return {name: value for name, value in message.items() if value is not None}
@@ -240,7 +244,7 @@ def _refusal(error: str) -> ApiError:
 
 
 def _declared(function: ToolFunction) -> dict[str, Any]:
-    """A tool as chat templates take it."""
+    """Return a tool in the form for chat templates."""
     parameters = function.parameters
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
@@ -266,7 +270,7 @@ def _messages(given: list[ChatMessage]) -> list[Message]:
                 raise bad(f"messages[{i}].tool_call_id", "the answer of a tool must have a tool_call_id")
             made["tool_call_id"] = message.tool_call_id
             if message.tool_call_id in names:
-                made.setdefault("name", names[message.tool_call_id])  # some templates show it
+                made.setdefault("name", names[message.tool_call_id])  # some templates use it
         messages.append(made)
     return messages
 
@@ -278,7 +282,7 @@ def _text(content: str | Sequence[TextPart] | None) -> str:
 
 
 def _tool_call(call: MessageToolCall) -> dict[str, Any]:
-    """Templates take arguments as an object; text that is none stays text."""
+    """Return a tool call for templates, with its arguments as an object. Invalid JSON stays text."""
     arguments = call.function.arguments
     try:
         value = load_json(arguments)

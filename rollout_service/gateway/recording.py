@@ -1,7 +1,8 @@
-"""One episode's access to the policy, on the worker's side: requests to the engine, and their record.
+"""One episode's access to the policy on the worker's side: requests to the engine, and their record.
 
-Promise: a call's answers are in the episode when, and only when, the gateway says that the agent was sent all
-of them: exactly the ids, log-probs and versions that the engine returned, after exactly the ids it was given.
+Promise: a call's answers are in the episode if and only if the gateway reports that the agent received all of
+them. They have exactly the ids, log-probs and versions that the engine returned, after exactly the ids that
+it was given.
 """
 
 from __future__ import annotations
@@ -46,26 +47,26 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CALLS_FROM = 1 << 48  # Seeds of calls are numbered from here on, apart from those of `ctx.generate`
+CALLS_FROM = 1 << 48  # First call number for seeds, so that they differ from the seeds of `ctx.generate`
 
 
 @dataclass(slots=True)
 class RecordedCalls:
-    """The recorded calls of an episode, over all its sessions. It does not hold the builder."""
+    """Recorded calls of an episode, over all its sessions. It has no reference to the builder."""
 
     episode: int
     calls: int = 0
-    requests: int = 0  # Answers asked for
+    requests: int = 0  # Number of requested answers
     roots: Counter[str] = field(default_factory=Counter)
     segments: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """Segment and turn of each answer."""
     prompts: dict[tuple[str, int, bytes], int] = field(default_factory=dict)
-    """Segment of a policy, a parent's segment (-1: a root) and the ids after it."""
+    """Key: policy, the parent's segment (-1 for a root) and the ids after it. Value: the prompt's segment."""
 
 
 @dataclass(eq=False)
 class _OpenCall:
-    """A call between its beginning and its record."""
+    """A call that is not recorded yet."""
 
     asked: Sample
     ids: Ids
@@ -90,14 +91,15 @@ class _OpenCall:
 
 
 class Session:
-    """An agent's access to the policy during one episode. `ctx.gateway()` makes it."""
+    """An agent's access to the policy during one episode. `ctx.gateway()` creates it."""
 
     def __init__(self, episode: Context, record: RecordedCalls, job: str, address: str) -> None:
         self.api_key = f"areal-{job}-{secrets.token_urlsafe(24)}"
         self.origin = address  # `http://127.0.0.1:PORT`
         self.digest = digest_of(self.api_key)
         self.open: dict[int, _OpenCall] = {}
-        self.broken: Exception | None = None  # Why the episode is not what its agent has seen
+        # Why the episode differs from the answers that its agent received
+        self.broken: Exception | None = None
         self._episode = episode
         self._record = record
         self._ended = False
@@ -108,17 +110,17 @@ class Session:
 
     @property
     def builder(self) -> EpisodeBuilder:
-        """The episode, for rewards, anchors, metadata and texts."""
+        """Builder of the episode, for rewards, anchors, metadata and texts."""
         return self._episode.builder
 
     @property
     def calls(self) -> int:
-        """Calls recorded in the episode."""
+        """Number of calls recorded in the episode."""
         return self._record.calls
 
     @property
     def running(self) -> int:
-        """Answers in the making, or on their way to the agent."""
+        """Answers being sampled or sent to the agent."""
         return sum(call.asked.n for call in self.open.values())
 
     def opening(self, forget: Sequence[int] = ()) -> OpenSession:
@@ -132,7 +134,8 @@ class Session:
             self.drop(number)
 
     def interrupted(self, why: Exception) -> None:
-        """The gateway was away while the agent might have called: what it failed by is not its own fault."""
+        """Record that the gateway was away while the agent might have called. A failure then is not the
+        agent's fault."""
         self._episode.trouble = self._episode.trouble or why
 
     # --- a call --------------------------------------------------------------------------------------
@@ -168,7 +171,7 @@ class Session:
     def _requests(self, asked: Sample, ids: Ids) -> list[GenerateRequest]:
         episode, number = self._episode, CALLS_FROM + self._record.requests
         if asked.seed is not None:
-            # The episode's own seed stays part of it: the samples of a group must differ.
+            # The episode's own seed is always part of it, because the samples of a group must differ.
             number = (1 << 63) + asked.seed % (1 << 63)
         base = call_seed(episode.seed, episode.sample, episode.attempt, number)
         seeds = (call_seed(base, choice, 0, 0) for choice in range(asked.n))
@@ -182,27 +185,27 @@ class Session:
         return requests
 
     def drop(self, number: int) -> None:
-        """Forget a call, and abort what is still sampled for it."""
+        """Forget a call, and abort its requests."""
         call = self.open.pop(number, None)
         if call is not None and call.work is not None:
             call.work.cancel()
 
     def record(self, sent: RecordCall) -> None:
-        """Make the answers of a call part of the episode. Nothing waits in here: an episode has all of a
-        call; one that has ended, nothing of it."""
+        """Add the answers of a call to the episode. This has no await, so an episode contains a call
+        completely or not at all."""
         call = self.open.pop(sent.call, None)
         if call is None or self._ended:
             return
         try:
             self._add(call, sent)
         except Exception as error:
-            # The agent goes on from an answer that is not there: such an episode must not be trained on.
+            # The agent continues an answer that is missing. Such an episode must not be trained on.
             self.broken = error
             raise
         metrics.GATEWAY_CALLS.labels("ok").inc()
 
     def _add(self, call: _OpenCall, sent: RecordCall) -> None:
-        """The answers of a call as branches of one prompt."""
+        """Add the answers of a call as branches of one prompt."""
         record, builder, asked = self._record, self.builder, call.asked
         parent, depth = (-1, 0) if asked.parent is None else record.segments[asked.parent]
         new = call.ids[asked.known :]
@@ -234,7 +237,7 @@ class Session:
 
 
 def digest_of(key: str) -> bytes:
-    """Keys are looked up by digest: the time that takes says nothing about the key."""
+    """Return the digest for looking up a key. The time of the lookup then reveals nothing about the key."""
     return hashlib.blake2b(key.encode(errors="replace"), digest_size=16).digest()
 
 
@@ -243,7 +246,7 @@ def bytes_of(arrays: Sequence[np.ndarray[Any, Any]], dtype: Any) -> bytes:
 
 
 async def every(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all. The first error ends the others, and is raised."""
+    """Return all results. The first error cancels the other coroutines and is raised."""
     if len(work) == 1:
         return [await work[0]]
     tasks = [asyncio.ensure_future(one) for one in work]

@@ -1,4 +1,4 @@
-"""Conversations and answers of calls, their refusals, and JSON that agents and models wrote."""
+"""Conversations and answers of calls, refusals, and JSON from agents and models."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from rollout_service.workflows.turns import SampledText
 
 Ids = npt.NDArray[np.int32]
 Message = dict[str, Any]
-"""A message as a chat template takes it: role, content (text), and tool_calls, whose `arguments` are an
-object."""
+"""A message for a chat template: role, content (text), and tool_calls, whose `arguments` are an object."""
 
 ENDED = "the episode of this API key has ended"
 
@@ -29,21 +28,21 @@ class GatewayError(ArealError):
 
 
 class ApiError(ArealError):
-    """One call is refused. `param` names the field of the body that is to blame."""
+    """Refusal of one call. `param` names the invalid field of the body."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
-        """The JSON body of the refusal."""
+        """Return the JSON body of the refusal."""
         server = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, server)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def bad(param: str, message: str, *, code: str | None = None) -> ApiError:
-    """A body that cannot be served, with the field to change."""
+    """Return the refusal of a body, with the field to change."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -56,38 +55,38 @@ def unsupported(param: str, why: str) -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages and what else the chat template is given."""
+    """Messages and other inputs of the chat template."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)
     template: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the template (`enable_thinking` …)."""
+    """Further arguments of the template, such as `enable_thinking`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledChoice:
-    """One answer: the content for the agent, and the units it stands for."""
+    """One answer: the content for the agent, and its sampled units."""
 
     content: str
     tool_calls: list[dict[str, Any]]
-    """The tool calls in the form of OpenAI's API."""
+    """Tool calls in the format of OpenAI's API."""
     finish_reason: FinishReason
     token_ids: Ids
     logprobs: npt.NDArray[np.float32]
     said: SampledText
 
 
-# --- JSON that agents and models wrote ---------------------------------------------------------------
+# --- JSON from agents and models ----------------------------------------------------------------------------
 #
-# It is read so that whatever is made of it afterwards cannot fail. Python's reader takes more than JSON has
-# (NaN, numbers that become infinite, halves of surrogate pairs, which no UTF-8 can carry), and nesting until
-# its stack ends. What has any of that is no JSON here.
+# JSON is checked on reading, so that no later step can fail on it. Python's parser accepts more than JSON
+# allows: NaN, numbers that become infinite, lone surrogates that UTF-8 cannot encode, and nesting up to its
+# stack limit. All of these are rejected here.
 
-MOST_LEVELS = 64  # Most objects and lists within one another; a tool's schema has a dozen
+MOST_LEVELS = 64  # Most nested objects and lists; a tool's schema has about twelve
 
 
 def load_json(text: str) -> Any:
-    """Raises `ValueError`."""
+    """Return the parsed value. Raises `ValueError`."""
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except RecursionError:
@@ -97,7 +96,7 @@ def load_json(text: str) -> Any:
 
 
 def decode_json(text: str, at: int = 0) -> tuple[Any, int]:
-    """Return the value that begins at `at`, and where it ends. Raises `ValueError`."""
+    """Return the value that begins at `at`, and its end. Raises `ValueError`."""
     try:
         value, end = _decoder.raw_decode(text, at)
     except RecursionError:
@@ -107,7 +106,7 @@ def decode_json(text: str, at: int = 0) -> tuple[Any, int]:
 
 
 def check_json(value: Any) -> None:
-    """Raises `ValueError` for a decoded value that is too deep, or that has no JSON in UTF-8."""
+    """Raise `ValueError` if a decoded value is nested too deeply, or cannot be written as JSON in UTF-8."""
     level = [value]
     for _ in range(MOST_LEVELS + 1):
         inner: list[Any] = []

@@ -1,12 +1,12 @@
 """The gateway's process: an HTTP server for agents, and the conversations of their episodes.
 
-Promises: it serves who has the key of an episode under way; a key that was never given out, or whose episode
-has ended, gets 401 with the reason and nothing else. It holds no engine and no episode: those are the
-worker's, which it asks over a socket, and it ends when its worker does. Keys are never logged.
+Promises: it serves only requests with the key of a running episode. Other keys, including keys of ended
+episodes, get 401 with the reason. It contains no engine and no episode. The worker has them, and the gateway
+asks the worker over a socket. The gateway ends when its worker ends. Keys are never logged.
 
-A call is recorded at one place, after the last byte that says something has left for a client that is still
-there, and before the empty end of its reply: who has read a reply to its end can count on its record. One
-that goes away before ends its call, which then leaves no trace in the episode.
+A call is recorded at one point: after the last byte with content was sent to a client that is still
+connected, and before the empty end of its reply. So a client that has read a whole reply can rely on its
+record. If the client disconnects earlier, the call ends and leaves no trace in the episode.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from rollout_service.gateway.requests import ENDED, ApiError, check_json, encode
 from rollout_service.gateway.session import AgentCalls, GatewayCall, RunningCall
 from rollout_service.gateway.template import ChatTemplate
 
-REMEMBERED_KEYS = 4096  # Ended keys that are still told so
+REMEMBERED_KEYS = 4096  # Ended keys whose refusal still says that they ended
 CONNECTIONS = 1024
-BODIES_AT_ONCE = 64  # So many of the longest requests are held at a time, or more of shorter ones
+BODIES_AT_ONCE = 64  # Most bodies of maximum length held at a time, or more shorter bodies
 ANSWER_GRACE_S = 60.0
-"""Time for an agent to take an answer that was made just within the deadline of its call."""
+"""Seconds for an agent to receive an answer that was finished just before its call's deadline."""
 COUNTED_EVERY_S = 1.0
 
 
 class Front:
-    """The gateway as its worker has set it up."""
+    """The gateway with its worker's set-up."""
 
     def __init__(self, setup: GatewaySetup, tokenizers: Mapping[str, Any]) -> None:
-        """`tokenizers` are of the setup's models, by their names."""
+        """`tokenizers` are the tokenizers of the setup's models, by name."""
         self.job = setup.job
         self.section = GatewaySection.model_validate(setup.section)
         self._setup = setup
@@ -136,11 +136,11 @@ class Front:
 
     # --- pages ---------------------------------------------------------------------------------------
     #
-    # A page sends its answer itself; an `ApiError` raised before that is the answer. Two pages need no
+    # A page sends its answer itself. An `ApiError` raised before that becomes the answer. Two pages need no
     # framework, whose layers took a tenth of a call.
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request: the ASGI application."""
+        """Serve one request. This is the ASGI application."""
         request = Request(scope, receive, send)
         served = {"/v1/chat/completions": ("POST", self.call), "/v1/models": ("GET", self.models)}
         method, page = served.get(scope["path"], ("", None))
@@ -170,7 +170,7 @@ class Front:
                 self.outcomes["abandoned"] += 1
 
     async def models(self, request: Request, send: Send) -> None:
-        """Serve the policies. A job of one answers whatever an agent calls its model."""
+        """Serve the list of policies. A job with one policy accepts any model name in calls."""
         names = self._session(request)
         data = [{"id": name, "object": "model", "created": 0, "owned_by": self.job} for name in names]
         await JSONResponse({"object": "list", "data": data})(request.scope, request.receive, send)
@@ -210,7 +210,8 @@ async def _close(session: Mapping[str, AgentCalls]) -> None:
 
 
 def policy_of(names: Sequence[str], model: object) -> str:
-    """Return the policy that a call means by `model`; a job of one answers to any name. Raises `ApiError`."""
+    """Return the policy for the name `model` in a call. A job with one policy accepts any name. Raises
+    `ApiError`."""
     if len(names) == 1:
         return names[0]
     if not isinstance(model, str) or (name := model.rpartition("/")[2]) not in names:
@@ -226,7 +227,7 @@ async def _whole(request: Request, send: Send, gone: asyncio.Future[None], runni
     await asyncio.wait((running.task, gone), return_when=asyncio.FIRST_COMPLETED)
     if not running.task.done():
         return
-    # It is made into bytes here: what cannot be sent is not recorded.
+    # The reply is encoded here, so that an answer that cannot be sent is not recorded.
     made = _outcome(running)
     content = encoded(running.asked.reply(len(made.plan.ids), made.choices))
     await send(_start(b"application/json"))
@@ -236,13 +237,14 @@ async def _whole(request: Request, send: Send, gone: asyncio.Future[None], runni
 
 
 async def _sent(request: Request, running: RunningCall) -> None:
-    """Record a call once all that its reply says is on its way."""
+    """Record a call after its whole reply was sent."""
     if await connection_of(request).delivered():
         await running.session.record(running)
 
 
 async def _streamed(request: Request, send: Send, gone: asyncio.Future[None], running: RunningCall) -> None:
-    """Send nothing before something is sampled: until then an error still has its status."""
+    """Stream a call. Nothing is sent before the first sampled unit, so that an earlier error still has its
+    status."""
     session, asked = running.session, running.asked
     texts = [session.stream_text(asked) for _ in range(asked.body.n)]
     taking = asyncio.ensure_future(session.pieces(running))
@@ -254,7 +256,7 @@ async def _streamed(request: Request, send: Send, gone: asyncio.Future[None], ru
             if gone.done():
                 return
             if not taking.done() or not (pieces := taking.result()):
-                continue  # without any, only the end is to come
+                continue  # without any, only the end remains
             told = [asked.delta(index, text) for index, ids in pieces if (text := texts[index].grow(ids))]
             if not begun:
                 told.insert(0, asked.begin())
@@ -288,7 +290,7 @@ END = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 def _start(content_type: bytes) -> dict[str, Any]:
-    """No length: a reply is at its end when its answer is recorded."""
+    """Return the start of a response without a length. The reply ends only after its answer is recorded."""
     headers = [(b"content-type", content_type), (b"cache-control", b"no-cache")]
     return {"type": "http.response.start", "status": 200, "headers": headers}
 
@@ -305,12 +307,12 @@ def _outcome(running: RunningCall) -> GatewayCall:
 
 
 async def _gone(request: Request) -> None:
-    """Returns when the client has closed the connection. The body has been read."""
+    """Return when the client has closed the connection. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def route(request: Request) -> str:
-    """The path, if it can hold no key: keys stay out of logs and errors."""
+    """Return the path if it cannot contain a key, because keys must not appear in logs and errors."""
     path = request.url.path
     return path if path.startswith("/v1/") else "this path"

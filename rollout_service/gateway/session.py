@@ -1,8 +1,8 @@
-"""One agent's access to the policy over HTTP, on the gateway's side: its limits, and its calls.
+"""One agent's access to the policy over HTTP, on the gateway's side: its limits and its calls.
 
-Promises: a call's answers are recorded when, and only when, the agent was sent all of them: whoever sends
-them calls `record` then. A call that nobody waits for any more is aborted. Weight updates in mid-generation
-are the engine's business and change nothing here.
+Promises: a call's answers are recorded if and only if the agent received all of them. The sender of the
+answers then calls `record`. A call whose client is gone is aborted. The engine handles weight updates during
+generation, and they change nothing here.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from rollout_service.workflows.turns import SampledText
 Logprobs = npt.NDArray[np.float32]
 
 PIECES_WAIT_MS = 20_000
-WORKER_GRACE_S = 30.0  # For the worker's word beyond the deadline of a call
+WORKER_GRACE_S = 30.0  # Seconds to wait for the worker's answer after a call's deadline
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayCall:
-    """The answers of one call, and the plan that they follow."""
+    """Answers of one call, and the call's plan."""
 
     plan: CallPlan
     choices: tuple[SampledChoice, ...]
@@ -61,7 +61,7 @@ class GatewayCall:
 
 @dataclass(eq=False, slots=True)
 class RunningCall:
-    """A call under way, until it is recorded or dropped."""
+    """A call in progress, until it is recorded or dropped."""
 
     number: int
     session: AgentCalls
@@ -72,7 +72,7 @@ class RunningCall:
 
 @dataclass(eq=False)
 class AgentCalls:
-    """The calls of one key to one policy."""
+    """Calls of one key to one policy."""
 
     opened: OpenSession
     tree: ConversationTree
@@ -84,12 +84,12 @@ class AgentCalls:
 
     def __post_init__(self) -> None:
         self._job_sampling = self.opened.sampling[self.policy]
-        self._running, self._ended = 0, False  # Answers in the making; whether the key has ended
+        self._running, self._ended = 0, False  # Answers in progress; whether the key has ended
         self._calls: dict[RunningCall, None] = {}
         self._recording: set[asyncio.Task[Any]] = set()
 
     def start(self, number: int, asked: ChatCall) -> RunningCall:
-        """Begin to answer `asked`; `let_go` is to be called in the end. Raises `ApiError`."""
+        """Begin to answer `asked`. The caller must call `let_go` at the end. Raises `ApiError`."""
         if self._ended:
             raise ApiError(401, ENDED, code="invalid_api_key")
         call = RunningCall(number, self, asked)
@@ -98,8 +98,8 @@ class AgentCalls:
         return call
 
     def let_go(self, call: RunningCall) -> bool:
-        """End a call, whatever has become of it. True for one that had, or would have had, an answer that is
-        not recorded."""
+        """End a call in any state. Return true if it had, or would have had, an answer that is not
+        recorded."""
         del self._calls[call]
         if call.recorded:
             return False
@@ -110,13 +110,13 @@ class AgentCalls:
         return abandoned
 
     def stream_text(self, asked: ChatCall) -> StreamedText:
-        """Return the text of an answer to `asked` as it may be told while it is sampled."""
+        """Return the text of an answer to `asked`, for streaming while it is sampled."""
         stop = self._job_sampling.stop if asked.stop is None else asked.stop
         template = self.tree.template
         return StreamedText(template, stop, MARKERS[template.format] if asked.parse_tools else ())
 
     async def pieces(self, call: RunningCall) -> list[tuple[int, Ids]]:
-        """Return the units of a streamed call that were sampled since the last time, with the index of their
+        """Return the units of a streamed call sampled since the last call, each with the index of its
         answer."""
         taken, (ids, *_) = await self._exchange(
             TakePieces(self.opened.key, call.number, PIECES_WAIT_MS), timeout_s=WORKER_GRACE_S
@@ -127,7 +127,8 @@ class AgentCalls:
         return list(zip(taken.answers, np.split(np.frombuffer(ids, np.int32), ends), strict=True))
 
     async def close(self) -> None:
-        """End every call, and the key. What an agent was sent is recorded when this returns."""
+        """End every call, and the key. Before this returns, all answers that the agent received are
+        recorded."""
         self._ended = True
         tasks = [call.task for call in self._calls]
         for task in tasks:
@@ -196,8 +197,8 @@ class AgentCalls:
         return reply, attachments or (b"",)
 
     def _sampling(self, asked: ChatCall) -> Sampling:
-        """Return the parameters of the answers but for seeds. Raises `ApiError` for values that must not be
-        trained on."""
+        """Return the sampling parameters of the answers, without seeds. Raises `ApiError` for values that
+        cannot be trained on."""
         job = self._job_sampling
         changes: dict[str, Any] = {}
         if self.section.sampling == "agent":
@@ -213,7 +214,7 @@ class AgentCalls:
     async def _shown(
         self, asked: ChatCall, opened: bool, result: SampledAnswer, ids: Ids, logprobs: Logprobs
     ) -> SampledChoice:
-        """Return an answer as the agent is told it. `opened`: its prompt has opened a thought."""
+        """Return an answer in the form for the agent. `opened`: its prompt has opened a thought."""
         template = self.tree.template
         content, called = result.text, tuple[ParsedCall, ...]()
         if asked.parse_tools:
@@ -228,17 +229,17 @@ class AgentCalls:
         said = SampledText(template.raw(ids), content, written, template.end_of(ids))
         return SampledChoice(content, calls, result.finish_reason, ids, logprobs, said)
 
-    # --- a call that the agent was sent --------------------------------------------------------------
+    # --- a call whose answers were sent ---------------------------------------------------------------------
 
     async def record(self, call: RunningCall) -> None:
-        """Have the worker make the answers part of the episode, so that they may be gone on from. Raises
-        `WireError` when it did not."""
+        """Make the worker add the answers to the episode, so that later calls can continue them. Raises
+        `WireError` if it did not."""
         call.recorded, made = True, call.task.result()
         for index, choice in enumerate(made.choices):
             self.tree.remember(made.plan, (call.number, index), choice)
         responses = [choice.content for choice in made.choices]
         sent = RecordCall(self.opened.key, call.number, made.plan.given.text, responses)
-        # In a task of its own: a client that leaves now has had its answer.
+        # In a task of its own, because a client that disconnects now has received its answer.
         await asyncio.shield(self._keep(self.worker.call(sent)))
 
     def _keep(self, work: Any) -> asyncio.Task[Any]:
@@ -250,11 +251,12 @@ class AgentCalls:
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._recording.discard(task)
         if not task.cancelled():
-            task.exception()  # who waited for it has it
+            task.exception()  # its waiter has the exception
 
 
 def _check_trainable(changes: dict[str, Any]) -> None:
-    """An importance ratio compares the policy with what was sampled from: at a temperature, untruncated."""
+    """Raise `ApiError` for top-p, top-k or temperature 0. An importance ratio needs samples at a positive
+    temperature without truncation."""
     good = {"temperature": lambda v: v > 0, "top_p": lambda v: v == 1, "top_k": lambda v: v == 0}
     for name, value in changes.items():
         if not good[name](value):

@@ -1,6 +1,6 @@
-"""A job's chat template as the gateway uses it: conversations as text, answers as they grow.
+"""A job's chat template in the gateway: conversations as text, and answers during streaming.
 
-How a recorded path goes on after an answer is the rule of `workflows/turns.py`, the same as for workflows.
+The continuation of a recorded path follows the rule of `workflows/turns.py`, as in workflows.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from rollout_service.gateway.requests import ApiError, Conversation, Ids, Messag
 from rollout_service.gateway.toolcalls import Format, format_of, parse
 from rollout_service.workflows.turns import RenderedPrompt, SampledText, Spelled, tail
 
-_KNOWN_TEXTS, _KNOWN_CHARS = 256, 1 << 16  # Renderings whose ids are kept, and how long each may be
+_KNOWN_TEXTS, _KNOWN_CHARS = 256, 1 << 16  # Cached renderings, and their longest text
 
 
 ToolFormat = Format | Literal["auto"]
 
 
 class ChatTemplate:
-    """The chat template of a job's tokenizer. Everything here is pure."""
+    """The chat template of a job's tokenizer. All methods are pure."""
 
     def __init__(
         self, tokenizer: Any, tool_format: ToolFormat = "auto", ends: Collection[int] | None = None
     ) -> None:
-        """`ends` are the ids that end an answer, by default those that the tokenizer knows."""
+        """`ends` are the ids that end an answer. The default is the tokenizer's."""
         self.tokenizer = tokenizer
         template = tokenizer.chat_template
         source = template if isinstance(template, str) else json.dumps(template or "")
         self.format: Format = format_of(source) if tool_format == "auto" else tool_format
         self._ends = frozenset(end_ids(tokenizer) if ends is None else ends)
         self._answers = Detokenizer(tokenizer, self._ends)
-        # The compiled part of a fast tokenizer: the wrapper around it takes as long again.
+        # The compiled part of a fast tokenizer, because its wrapper doubles the time.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
             self._backend.no_truncation()
@@ -46,8 +46,8 @@ class ChatTemplate:
     # --- ids and text --------------------------------------------------------------------------------
 
     def ids(self, text: str, after: str = "") -> Ids:
-        """Return the ids of `text`, with no special tokens added. `after` is the end token that stands right
-        before it: some tokenizers treat the start of a text in their own way."""
+        """Return the ids of `text`, without special tokens. `after` is the end token directly before the
+        text, because some tokenizers treat the start of a text differently."""
         if after:
             anchor, both = self._known_ids(after), self._plain_ids(after + text)
             if both[: len(anchor)] == anchor:
@@ -55,8 +55,8 @@ class ChatTemplate:
         return np.asarray(self._plain_ids(text), np.int32)
 
     def root_ids(self, text: str) -> Ids:
-        """Return the ids of a whole rendering. The samples of a group begin with the same one: it is kept for
-        them."""
+        """Return the ids of a whole rendering. They are cached, because the samples of a group begin with the
+        same rendering."""
         return np.asarray(
             self._known_ids(text) if len(text) < _KNOWN_CHARS else self._plain_ids(text), np.int32
         )
@@ -71,17 +71,17 @@ class ChatTemplate:
         return self._answers.text([int(token) for token in ids], whole=True)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of an answer: without its end token and padding."""
+        """Return the text of an answer without its end token and padding."""
         return self._answers.text(ids)
 
     def end_of(self, ids: Ids) -> str:
-        """Return the text of the end token that an answer ended with, "" when it ended otherwise."""
+        """Return the text of an answer's end token, or "" if it has none."""
         return self.raw(ids[-1:]) if len(ids) and int(ids[-1]) in self._ends else ""
 
     # --- rendering -----------------------------------------------------------------------------------
 
     def prompt(self, asked: Conversation) -> RenderedPrompt:
-        """Return the rendering. Raises `ApiError` for a conversation that the template refuses."""
+        """Return the rendering. Raises `ApiError` if the template refuses the conversation."""
         if asked.tools and self.format == "none":
             raise ApiError(400, "the model's chat template has no tools", param="tools")
         text = self._render(asked, asked.messages, opened=True)
@@ -91,9 +91,9 @@ class ChatTemplate:
     def continuation(
         self, asked: Conversation, shown: RenderedPrompt, upto: int, given: RenderedPrompt, said: SampledText
     ) -> str | None:
-        """Return the text after the ids of an answer that is message `upto - 1` of `asked`, which `shown`
-        is of; `given` is what that answer was sampled from. None when the template does not render the
-        history as it was, so that the path cannot go on."""
+        """Return the text after the ids of an answer, which is message `upto - 1` of `asked`. `shown` is the
+        rendering of `asked`, and `given` the rendering that the answer was sampled after. Return None if the
+        template renders the history differently, so that the path cannot continue."""
 
         def past() -> str | None:
             return self._unopened(asked, asked.messages[:upto])
@@ -107,11 +107,11 @@ class ChatTemplate:
 
     @cached_property
     def _closing(self) -> str | None:
-        """Text that the template puts after an answer's."""
+        """Text that the template puts after an answer."""
         return turn_closing(self.tokenizer)
 
     def _unopened(self, asked: Conversation, messages: Sequence[Message]) -> str | None:
-        """Return the rendering without the next reply opened; None if the template refuses that."""
+        """Return the rendering without the next reply opened, or None if the template refuses it."""
         try:
             return self._render(asked, messages, opened=False)
         except ApiError:
@@ -123,41 +123,42 @@ class ChatTemplate:
         how: Any = {"tools": asked.tools or None, "tokenize": False, "add_generation_prompt": opened}
         try:
             return str(self.tokenizer.apply_chat_template(list(messages), **how, **asked.template))
-        except Exception as error:  # whatever a template's own code raises is about these messages
+        except Exception as error:  # any error in a template's code is about these messages
             refused = f"the model's chat template refuses these messages: {error}"
             raise ApiError(400, refused, param="messages") from error
 
 
 def canonical(value: Any) -> str:
-    """Return JSON of `value`, the same for equal values."""
+    """Return JSON of `value` in a canonical form: equal values give equal text."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
-_MOST_PENDING = 64  # Ids without a whole character, after which the rest of an answer comes at its end
+# Most ids without a complete character; after that, the rest of an answer comes at its end
+_MOST_PENDING = 64
 
 
 class StreamedText:
-    """An answer's text as it grows: only what can no longer turn out to be something else is let out.
+    """Text of an answer during streaming. Only final text is released.
 
-    Held back are half a character, what may be the beginning of a stop text or of a tool call, and everything
-    from a tool call on. What was let out is a beginning of the finished answer's content. Each part of the
-    text is looked at a bounded number of times."""
+    Three parts are held back: an incomplete character, a possible beginning of a stop text or a tool call,
+    and everything after the start of a tool call. The released text is always a prefix of the finished
+    answer's content. Each part of the text is examined a bounded number of times."""
 
     def __init__(self, template: ChatTemplate, stop: Sequence[str], markers: Sequence[str]) -> None:
         self._template = template
         self._ends = (*stop, *markers)
         self._longest = max(map(len, self._ends), default=1) - 1
-        self._ids: list[int] = []  # From where decoding starts
+        self._ids: list[int] = []  # Ids at which decoding starts
         self._settled = 0
-        """Ids of these whose text is let out or held. Decoding starts before them, so that a tokenizer's
-        treatment of a text's beginning falls on known ids."""
+        """Number of these ids whose text is already released or held. Decoding starts before them, so that a
+        tokenizer's treatment of a text's beginning affects only known ids."""
         self._held = ""
         self._given: list[str] = []
         self._over = False
 
     def grow(self, ids: Sequence[int] | Ids) -> str:
-        """Take further ids; returns the content that is certain now and was not before."""
+        """Add ids. Return the content that has become final."""
         if self._over:
             return ""
         self._ids += [int(i) for i in ids]
@@ -171,7 +172,7 @@ class StreamedText:
         self._ids = self._ids[self._settled :]
         self._settled = len(self._ids)
         certain = self._certain(searched)
-        # White space alone may be what stands before a tool call, which then has no content.
+        # White space alone may precede a tool call, which then has no content.
         if not self._given and not self._held[:certain].strip():
             return ""
         new, self._held = self._held[:certain], self._held[certain:]
@@ -185,7 +186,7 @@ class StreamedText:
         return content[len(given) :] if content.startswith(given) else ""
 
     def _certain(self, searched: int) -> int:
-        """Count the characters held that cannot belong to a stop text or a tool call; no such text begins
+        """Return how many held characters cannot belong to a stop text or a tool call. No such text begins
         before `searched`."""
         starts = [at for end in self._ends if (at := self._held.find(end, searched)) >= 0]
         if starts:

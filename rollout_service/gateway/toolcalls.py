@@ -6,11 +6,11 @@
               [TOOL_CALLS]NAME[ARGS]{…} for each call                         Mistral Small 3.2 and later
     llama     {"name": …, "parameters": {…}}, after <|python_tag|> or alone   Llama 3.1 and later
 
-Calls inside a thought are none (`areal_async/models/answers.py`). Text of which one call is malformed is no
-tool call at all: the agent gets it as content, as the model wrote it. Nothing is corrected: a call whose
-arguments stand under another key, or with a parameter that is not closed, is malformed. A tag that begins no
-call, and that is not closed before the next one, is a mention. Arguments that no reply could carry
-(`requests.load_json`) are malformed. Time is linear in the text.
+Calls inside a thought do not count (`areal_async/models/answers.py`). If one call is malformed, the text has
+no tool calls. The agent then gets the model's whole text as content. Nothing is corrected. A call is
+malformed if its arguments have another key, a parameter is not closed, or no reply could carry the arguments
+(`requests.load_json`). A tag that begins no call and is not closed before the next tag is only a mention. The
+time is linear in the text's length.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Format = Literal["hermes", "xml", "mistral", "llama", "none"]
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A tool call that the model wrote."""
+    """A tool call by the model."""
 
     name: str
     arguments: dict[str, Any]
@@ -48,18 +48,19 @@ class ParsedText:
 Tools = Sequence[dict[str, Any]]
 T = TypeVar("T")
 ASIDE_CHARS = 4096
-"""Longer texts are parsed in a thread; for a shorter one the switch takes longer than the parsing."""
+"""Longest text parsed on the event loop. Longer texts are parsed in a thread. For shorter texts, the switch
+takes longer than the parsing."""
 
 
 async def aside(parser: Callable[..., T], text: str, *given: Any, **named: Any) -> T:
-    """Return `parser(text, …)`; a long text does not hold up the event loop."""
+    """Return `parser(text, …)`. A long text does not block the event loop."""
     if len(text) <= ASIDE_CHARS:
         return parser(text, *given, **named)
     return await asyncio.to_thread(parser, text, *given, **named)
 
 
 def format_of(chat_template: str) -> Format:
-    """Return the family that a chat template belongs to, `none` when it has no tools."""
+    """Return the family of a chat template, or `none` if it has no tools."""
     if not re.search(r"\btools\b", chat_template):
         return "none"
     if "<function=" in chat_template:
@@ -80,12 +81,12 @@ MARKERS: dict[Format, tuple[str, ...]] = {
     "llama": ("<|python_tag|>", "{"),
     "none": (),
 }
-"""Beginnings of tool calls: text from the first of these on is not streamed before it is complete."""
+"""Beginnings of tool calls. Text from the first of them on is not streamed before it is complete."""
 
 
 def parse(text: str, family: Format, tools: Tools = (), *, opened: bool = False) -> ParsedText:
-    """Return what the model said and which tools it called. `tools` give the types of `xml` parameters;
-    `opened`: the prompt has opened a thought."""
+    """Return the model's text and its tool calls. `tools` has the types of `xml` parameters. `opened`: the
+    prompt has opened a thought."""
     if family == "none":
         return ParsedText(text)
     read = partial(_READERS[family], ScannedText(text), tools)
@@ -97,7 +98,8 @@ def parse(text: str, family: Format, tools: Tools = (), *, opened: bool = False)
 
 
 class Found(NamedTuple):
-    """The calls that begin at one place of a text; none of them, and no problem, where a tag is a mention."""
+    """Calls that begin at one place of a text. Without calls and without a problem, a tag is only a
+    mention."""
 
     start: int
     end: int
@@ -106,11 +108,12 @@ class Found(NamedTuple):
 
 
 Reader = Callable[[int, int], Found]
-"""Reads what begins at a marker; the second place is where the part outside of thoughts begins."""
+"""Function that parses the text at a marker. The second argument is the start of the part outside of
+thoughts."""
 
 
 def outside_thoughts(text: str, markers: Sequence[str], read: Reader, *, opened: bool = False) -> list[Found]:
-    """Return the calls, well formed or not, that stand outside of thoughts, in order."""
+    """Return all calls outside of thoughts, well formed or not, in order."""
     every: list[Found] = []
 
     def skip(at: int, begin: int) -> int:
@@ -130,8 +133,8 @@ def outside_thoughts(text: str, markers: Sequence[str], read: Reader, *, opened:
 
 
 class ScannedText:
-    """A text that is searched from front to back, in linear time: a tag that was looked for is not looked for
-    again before the search has passed it, and after `MOST_FAILED` values that are no JSON none is read."""
+    """A text searched from front to back in linear time. A tag is not searched again before the search has
+    passed its last position. After `MOST_FAILED` invalid JSON values, no more values are parsed."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -147,7 +150,8 @@ class ScannedText:
         return known
 
     def decode(self, at: int) -> tuple[Any, int]:
-        """Return the JSON value behind blanks, and the place behind it and blanks. Raises `ValueError`."""
+        """Return the JSON value after blanks, and the position after it and further blanks. Raises
+        `ValueError`."""
         if self._failed > MOST_FAILED:
             raise ValueError("too many calls are malformed")
         try:
@@ -168,15 +172,15 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 def json_block(source: ScannedText, at: int) -> tuple[Any, str, int]:
-    """Return the value of the `<tool_call>` block at `at`, what is wrong with it, and where it ends. Without
-    either it is a mention. A block that the text ends in need not be closed."""
+    """Return the value of the `<tool_call>` block at `at`, its problem, and its end. Without value and
+    problem, the tag is only a mention. A block at the end of the text need not be closed."""
     text, body = source.text, at + len(OPEN)
     begin, end = source.past_blanks(body), source.find(CLOSE, body)
     if not text.startswith("{", begin) and end >= source.find(OPEN, body) and begin < len(text):
         return None, "", body
     try:
         value, after = source.decode(begin)
-        closed = text.startswith(CLOSE, after)  # the first such tag may be text of an argument
+        closed = text.startswith(CLOSE, after)  # the first closing tag may be part of an argument
         if closed or after == len(text):
             return value, "" if value is not None else "it is null", after + len(CLOSE) * closed
     except ValueError:
@@ -192,12 +196,12 @@ def json_block(source: ScannedText, at: int) -> tuple[Any, str, int]:
 
 
 BESIDE = frozenset({"name", "id", "type"})
-"""Keys that a call may have beside its arguments."""
+"""Keys that a call may have besides its arguments."""
 
 
 def _called(value: Any, key: str) -> ParsedCall | None:
-    """Return a call as a JSON object with `name` and, under `key`, its arguments; None for any other, such as
-    one that may have its arguments under another key."""
+    """Return a call from a JSON object with `name` and its arguments under `key`. Return None for other
+    objects, for example with arguments under another key."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     others = [value[each] for each in value.keys() - BESIDE - {key}]
@@ -253,8 +257,8 @@ def _xml(source: ScannedText, tools: Tools, at: int, begin: int) -> Found:
 
 
 def _typed(text: str, declared: Any, schema: Any) -> Any:
-    """Return the value of an XML parameter, which has no type of its own: text where the tool takes text,
-    else JSON where it is. Templates write null as `null` or `None`, and booleans as Python does."""
+    """Return the value of an XML parameter, which has no type of its own. It is text if the tool takes text,
+    or else parsed JSON if possible. Templates write null as `null` or `None`, and booleans as Python does."""
     if text in ("null", "None") and _takes(declared, schema, "null", type(None)):
         return None
     if _takes(declared, schema, "string", str):
@@ -268,7 +272,7 @@ def _typed(text: str, declared: Any, schema: Any) -> Any:
 
 
 def _takes(declared: Any, schema: Any, name: str, kind: type) -> bool:
-    """Return whether `declared`, a part of `schema`, says in any way that a value may be of a type."""
+    """Return whether `declared`, a part of `schema`, allows a type in any way."""
     left, seen = [declared], set[int]()
     while left:
         if not isinstance(way := left.pop(), dict) or id(way) in seen:
@@ -319,7 +323,7 @@ def _llama(source: ScannedText, tools: Tools, at: int, begin: int) -> Found:
     tagged = text.startswith("<|python_tag|>", at)
     if not tagged and at > source.first(begin):
         return Found(at, at + 1)
-    # Several calls stand one after the other, separated by semicolons.
+    # Several calls follow each other, separated by semicolons.
     place, values = source.past_blanks(at + len("<|python_tag|>") if tagged else at), list[Any]()
     while place < len(text):
         try:

@@ -1,4 +1,4 @@
-"""Several engines of one worker behind the face of one (`replica_set.py`)."""
+"""Several engines of one worker that act as one engine (`replica_set.py`)."""
 
 from rollout_service.replicas.replica_set import ReplicaGone, ReplicaSet, UpdateStall, exchange
 

@@ -1,8 +1,9 @@
 """Placement of requests on the replicas of a set.
 
-A request follows its prefix (its session's last replica, else its group's) unless that replica is overloaded:
-above `BUSY` and above `OVERLOAD` times the least loaded one. A request without a prefix goes to the least
-loaded replica. A replica without room gets nothing; nobody gets anything while none has room.
+A request follows its prefix: the replica of its session, or else of its group. It goes elsewhere if that
+replica is overloaded: above `BUSY` and above `OVERLOAD` times the least load. A request without a prefix goes
+to the replica with the least load. A replica without room gets no requests. While no replica has room,
+requests wait.
 """
 
 from __future__ import annotations
@@ -12,32 +13,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 OVERLOAD = 1.5
-"""A request leaves the replica that holds its prefix if that is so many times as loaded as another."""
-BUSY = 0.5  # Below this load a replica is not overloaded, however idle the others are
+"""A request leaves the replica with its prefix if the replica's load is this many times another's."""
+BUSY = 0.5  # Below this load, a replica is not overloaded, however idle the others are
 FRONT_SHARE = 0.25
-"""Requests given to a replica beyond its capacity, as a share of it: the next one is at hand when one ends,
-and all others wait in the set, where the oldest goes first."""
+"""Requests given to a replica beyond its capacity, as a share of the capacity. So a replica has the next
+request ready when one ends. All others wait in the set, and the oldest goes first."""
 MAX_REMEMBERED = 65_536  # Sessions and groups whose replica is remembered
 
 
 def most_requests(capacity: int) -> int:
-    """Return the most requests that a replica of `capacity` is given."""
+    """Return the most requests that a replica of `capacity` may get."""
     return capacity + max(1, int(capacity * FRONT_SHARE))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """Load of a replica that serves."""
+    """Load of a serving replica."""
 
     index: int
-    given: int  # Requests that we gave it and that have not ended
+    given: int  # Unfinished requests from this set
     capacity: int
-    queued: int = 0  # Requests that the engine itself says it has, running and waiting; others may use it too
+    queued: int = 0  # Requests in the engine, running and waiting, also from other clients
     kv_used: float = 0.0
 
     @property
     def load(self) -> float:
-        """1.0: every place is taken, or the KV room is full."""
+        """Load of the replica. 1.0: every place is taken, or the KV cache is full."""
         return max(max(self.given, self.queued) / max(1, self.capacity), self.kv_used)
 
     @property
@@ -46,8 +47,8 @@ class ReplicaLoad:
 
 
 def choose(replicas: Sequence[ReplicaLoad], home: int | None) -> int | None:
-    """Return the index of the replica for a request whose prefix is at `home` (None: nowhere); None: the
-    request waits."""
+    """Return the index of the replica for a request, or None if the request must wait. `home` is the replica
+    with its prefix, or None."""
     loads = {replica.index: replica.load for replica in replicas if replica.has_room}
     if not loads:
         return None
@@ -59,8 +60,8 @@ def choose(replicas: Sequence[ReplicaLoad], home: int | None) -> int | None:
 
 
 class PrefixAffinity:
-    """Remembers the replica that holds the prefix of each session and group. Bounded: the one unused for
-    longest is forgotten."""
+    """Memory of which replica has the prefix of each session and group. Its size is limited: the least
+    recently used entry is removed."""
 
     def __init__(self, limit: int = MAX_REMEMBERED) -> None:
         self._limit = limit
@@ -78,8 +79,8 @@ class PrefixAffinity:
         return None
 
     def assign(self, session: str, index: int) -> None:
-        """Note that the session's prefix is at replica `index` now. Its group stays where it was first, for
-        most of its sessions are there."""
+        """Record that the session's prefix is at replica `index` now. Its group stays at its first replica,
+        because most of its sessions are there."""
         for number, key in enumerate(keys_of(session)):
             if number == 0 or key not in self._of:
                 self._of[key] = index
@@ -88,13 +89,13 @@ class PrefixAffinity:
             self._of.popitem(last=False)
 
     def forget(self, index: int) -> None:
-        """Forget replica `index`, which has lost its prefixes."""
+        """Forget the prefixes of replica `index`, which has lost them."""
         for key in [key for key, at in self._of.items() if at == index]:
             del self._of[key]
 
 
 def keys_of(session: str) -> tuple[str, ...]:
-    """Return a session, and the group of an episode id `<group id>.<sample>`."""
+    """Return a session, and the group if it is an episode id `<group id>.<sample>`."""
     if not session:
         return ()
     group, _, sample = session.rpartition(".")

@@ -1,21 +1,22 @@
-"""Several engines of one worker behind the face of one: their requests, weights, deaths and restarts.
+"""Several engines of one worker that act as one: their requests, weights, deaths and restarts.
 
 Promises:
-- A request goes to the replica that holds its prefix, or to one with room (`placement.py`). The rest waits
-  here, the oldest lease's first; the priority goes on to the engine. A request that is given up while it
-  waits takes no place.
-- An engine that dies, or samples nothing for `stuck_s`, is ended and another one started after the pause of
-  the restart policy, with the newest snapshot. It serves only once it has the version that the set serves.
-  More deaths than the policy allows are the end, with the last error's words (a server's last log lines among
-  them).
-- The requests of a lost engine run again, from their first token, on another replica or on the new engine.
-  Callers do not notice. Only a stream that has told units of the answer ends in an error: another answer
-  would take them back.
-- `version` is the oldest that a replica serves, so that admission allows no more than it may; every unit is
-  tagged by the engine that sampled it.
-- A request's deadline holds wherever it is.
 
-A set whose engine is dead for good ends `watch` with the reason, and every request.
+- A request goes to the replica with its prefix, or to a replica with room (`placement.py`). Other requests
+  wait here, those of the oldest lease first. The engine gets the priority too. A request that is cancelled
+  while it waits takes no place.
+- If an engine dies, or samples nothing for `stuck_s`, it is stopped. Another engine starts after the pause of
+  the restart policy, with the newest snapshot. It serves only after it has the version that the set serves.
+  If engines die more often than the policy allows, the set ends with the last error, which includes a
+  server's last log lines.
+- Requests of a lost engine run again from their first token, on another replica or on the new engine. Callers
+  do not notice. If a stream has already delivered units of the answer, it ends in an error, because another
+  answer would contradict them.
+- `version` is the oldest version that a replica serves, so that admission never grants too many groups. The
+  engine that sampled a unit sets the unit's version.
+- A request's deadline applies while it waits and while it runs.
+
+If an engine cannot be restarted, `watch` and every request raise the reason.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ from rollout_service.replicas.placement import PrefixAffinity, ReplicaLoad, choo
 log = get_logger("replicas")
 
 MAX_SENT_AGAIN = 3
-"""Times that one request is lost in an engine that lives, before that engine is taken for dead."""
-END_LIMIT_S = 15.0  # Time for the end of an engine that was lost; what is left of it ends with this process
+"""Most losses of one request in a live engine before that engine counts as dead."""
+END_LIMIT_S = 15.0  # Seconds for the end of a lost engine; the rest of it ends with this process
 FETCH_PAUSE_S = 0.5
-WATCH_S = 0.5  # Time between two looks at an engine
+WATCH_S = 0.5  # Seconds between two looks at an engine
 LONGEST_GAP_S = 5.0
-"""Longest time between two looks that counts as such: the whole process may have been stopped."""
+"""Longest time between two looks that counts, because the whole process may have been suspended."""
 
 Fetch = Callable[[], AbstractAsyncContextManager[Weights]]
-"""Gives the newest snapshot, whose files stay as they are inside the block."""
+"""Function that returns the newest snapshot. Its files stay unchanged inside the block."""
 
 
 class ReplicaGone(EngineError):
@@ -75,7 +76,7 @@ class ReplicaGone(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class UpdateStall:
-    """Seconds of one update in which an engine sampled nothing."""
+    """Seconds of one update during which an engine sampled nothing."""
 
     pause_s: float = 0.0
     load_s: float = 0.0
@@ -89,10 +90,11 @@ class UpdateStall:
 async def exchange(
     engine: Engine, snapshot: Weights, loaded: Callable[[], None] = lambda: None
 ) -> UpdateStall:
-    """Have `engine` serve `snapshot`; `loaded` is called before any unit of the new weights is sampled.
+    """Make `engine` serve `snapshot`. `loaded` is called before any unit of the new weights is sampled.
 
-    Raises `EngineError`; then the old weights are in place, or the engine is lost. It is resumed also when
-    the load fails: an error of that is most often the consequence of the first one, and only logged."""
+    After `EngineError`, the old weights are in place, or the engine is lost. The engine is also resumed if
+    the load fails. An error of that resume is usually a consequence of the first error, so it is only logged.
+    """
     began_s = paused_s = time.monotonic()
     try:
         await engine.pause()
@@ -102,7 +104,7 @@ async def exchange(
     except BaseException as first:
         try:
             await engine.resume()
-        except Exception as error:  # the first one is the one to act on
+        except Exception as error:  # the first error matters
             log.warning("engine did not resume", error=str(error), after=f"{type(first).__name__}: {first}")
         raise
     loaded_s = time.monotonic()
@@ -115,10 +117,9 @@ async def exchange(
 
 @dataclass
 class StallDetector:
-    """Notices an engine that has requests but makes no progress: for `limit_s` without a pause it had
-    requests, but neither sampled a token nor finished a request. Time in which nobody looked does not
-    count. Times are
-    seconds of `clock`; `look` is to be called every `WATCH_S`."""
+    """Detector of an engine with requests but without progress. The engine must have had requests for
+    `limit_s` without a break, and neither sampled a token nor finished a request. Time between distant looks
+    does not count. Times are seconds of `clock`. Call `look` every `WATCH_S`."""
 
     limit_s: float
     clock: Callable[[], float] = time.monotonic
@@ -127,8 +128,8 @@ class StallDetector:
     _looked_s: float = 0.0
 
     def look(self, *, tokens: int, requests: int, running: int, paused: bool) -> float | None:
-        """Return the seconds without progress once they are too many, else None. `tokens` and `requests`
-        count what the engine has done so far; any change of them is progress."""
+        """Return the seconds without progress once they reach the limit, else None. `tokens` and `requests`
+        count the engine's work so far. Any change of them is progress."""
         now_s, done = self.clock(), (tokens, requests)
         gap_s, self._looked_s = now_s - self._looked_s, now_s
         if done != self._done or not running or paused:
@@ -140,7 +141,7 @@ class StallDetector:
 
 @dataclass(eq=False)
 class EngineReplica:
-    """One engine after the other, each from `make(index)`. `trouble` is to be called every `WATCH_S`."""
+    """One replica: a sequence of engines, each from `make(index)`. Call `trouble` every `WATCH_S`."""
 
     index: int
     make: Callable[[int], Engine]
@@ -151,9 +152,9 @@ class EngineReplica:
     def __post_init__(self) -> None:
         self.engine = self.make(self.index)
         self.serves = self.updating = False
-        self.given = 0  # Requests that it was given and that have not ended
-        self.error: EngineError | None = None  # Why it was lost last
-        self._before = (0, 0)  # Tokens and requests of the engines before this one
+        self.given = 0  # Requests given to it and not finished
+        self.error: EngineError | None = None  # Reason of its last loss
+        self._before = (0, 0)  # Tokens and requests of its earlier engines
         self._restarts = Restarts(self.policy)
         self._served_s: float | None = None
         self._recorded: VersionTag | None = None
@@ -164,7 +165,7 @@ class EngineReplica:
         return self.given < self._most_requests
 
     def serve(self) -> None:
-        """Note that its engine has started, and has been given nothing."""
+        """Record that its engine has started, without any requests."""
         self.serves, self._served_s = True, self.clock()
         self._detector = StallDetector(self.stuck_s, self.clock)
         self._most_requests = most_requests(self.engine.stats().capacity)
@@ -172,14 +173,14 @@ class EngineReplica:
         self.record_version()
 
     def record_version(self) -> None:
-        """Record the weights that it serves from now on, before any unit of theirs is sampled."""
+        """Record the newly served weights, before any unit of them is sampled."""
         tag = self.engine.version
         if self._recorded is None or self._recorded < tag:
             self._recorded = tag
             record("served", replica=self.index, **asdict(tag))
 
     async def exchange(self, snapshot: Weights) -> UpdateStall:
-        """Serve `snapshot`; meanwhile requests go to other replicas if there are any."""
+        """Serve `snapshot`. Meanwhile, requests go to other replicas, if there are any."""
         self.updating = True
         try:
             return await exchange(self.engine, snapshot, self.record_version)
@@ -201,7 +202,7 @@ class EngineReplica:
         return tokens, requests
 
     def trouble(self) -> str:
-        """Return why its engine must be taken for dead; empty while it need not."""
+        """Return why its engine must be treated as dead, or an empty string."""
         if not self.serves:
             return ""
         if not self.engine.alive():
@@ -216,12 +217,12 @@ class EngineReplica:
         return f"no token for {stuck_s:.0f} s with {running} requests running (rollout.stuck_s)"
 
     def lose(self, error: EngineError) -> None:
-        """Note that its engine is dead. To be followed by `revive`."""
+        """Record that its engine is dead. The caller must then call `revive`."""
         self._before, self.serves, self.error = self.totals(), False, error
         metrics.ENGINE_DEATHS.inc()
 
     async def revive(self, fetch: Fetch) -> None:
-        """Return when another engine has started. Raises `ReplicaGone`."""
+        """Start another engine. Raises `ReplicaGone`."""
         while True:
             try:
                 async with asyncio.timeout(END_LIMIT_S):
@@ -253,7 +254,7 @@ class EngineReplica:
 
 @dataclass(eq=False)
 class ReplicaSet:
-    """Generates with `count` engines that `make(index)` gives, and exchanges their weights."""
+    """Set of `count` engines from `make(index)`. It generates with them and exchanges their weights."""
 
     make: Callable[[int], Engine]
     count: int = 1
@@ -261,17 +262,17 @@ class ReplicaSet:
     restarts: RestartPolicy = NO_RESTARTS
     stuck_s: float = 300.0
     newest: Fetch | None = None
-    """Gives the snapshot that a restarted engine starts with."""
+    """Source of the snapshot for a restarted engine."""
     on_serving: Callable[[float], None] = lambda share: None
-    """Called with the share of the replicas that serves whenever that changes."""
+    """Callback with the share of serving replicas, at each change."""
     on_exchange: Callable[[bool], None] = lambda going_on: None
-    """Called when an exchange of weights begins and when it ends."""
+    """Callback at the begin and the end of an exchange of weights."""
     clock: Callable[[], float] = time.monotonic
     watch_s: float = WATCH_S
     fetch_pause_s: float = FETCH_PAUSE_S
     _affinity: PrefixAffinity = field(init=False, default_factory=PrefixAffinity)
     _updating: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
-    """Held while weights are exchanged, and while a restarted engine catches up."""
+    """Held during an exchange of weights, and while a restarted engine catches up."""
     _wake: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -280,7 +281,7 @@ class ReplicaSet:
             for index in range(self.count)
         ]
         self._waiting: list[tuple[int, int, asyncio.Future[EngineReplica], GenerateRequest]] = []
-        """Requests for which no replica has room: a heap, oldest lease first."""
+        """Requests without a replica that has room: a heap, oldest lease first."""
         self._numbers = itertools.count()
         self._newest: Weights | None = None
         self._revivals: set[asyncio.Task[None]] = set()
@@ -289,16 +290,16 @@ class ReplicaSet:
 
     @property
     def version(self) -> VersionTag:
-        """The oldest version that a replica serves."""
+        """Return the oldest version that a replica serves."""
         serving = [replica.engine.version for replica in self.replicas if replica.serves]
         return min(serving, default=self._served().tag)
 
     def alive(self) -> bool:
-        """Return whether it can be expected to serve."""
+        """Return whether the set is expected to serve."""
         return self._failed is None and not self._stopping
 
     async def start(self, snapshot: Weights) -> None:
-        """Start all engines. An engine that fails before it has ever served is not tried again."""
+        """Start all engines. An engine that fails before it has served is not restarted."""
         self._newest = snapshot
         try:
             async with asyncio.TaskGroup() as group:
@@ -311,8 +312,8 @@ class ReplicaSet:
         self._serving_changed()
 
     async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
-        """Sample on one of the replicas, as an `Engine` does. Raises `EngineError` when the engine was lost
-        and pieces had been told."""
+        """Sample on one of the replicas, as an `Engine` does. Raises `EngineError` if the engine was lost
+        after pieces were delivered."""
         limit_s = None if request.deadline_s is None else request.deadline_s - time.monotonic()
         try:
             async with asyncio.timeout(limit_s) as limit:
@@ -347,12 +348,12 @@ class ReplicaSet:
     # --- updates -------------------------------------------------------------------------------------
 
     async def exchange(self, snapshot: Weights) -> UpdateStall:
-        """Serve `snapshot` on every replica that lives; returns the stall of the slowest. An engine that is
-        lost meanwhile does not concern the others; any other error is raised when all are done."""
+        """Serve `snapshot` on every live replica. Return the stall of the slowest. Replicas lost meanwhile do
+        not affect the others. Any other error is raised after all have finished."""
         self.on_exchange(True)
         try:
             async with self._updating:
-                # One that was restarted with the newest has it.
+                # A replica restarted with the newest snapshot already has it.
                 behind = [r for r in self.replicas if r.serves and r.engine.version < snapshot.tag]
                 updates = [self._exchange_one(replica, snapshot) for replica in behind]
                 results = await asyncio.gather(*updates, return_exceptions=True)
@@ -396,7 +397,8 @@ class ReplicaSet:
             except EngineError as error:
                 serves = replica.engine is engine and replica.serves and engine.alive()
                 if isinstance(error, EngineLost) and serves and sent_again < MAX_SENT_AGAIN:
-                    # Its connection broke, or the server ended it: no reason to end all the others too.
+                    # Its connection broke, or the server ended it. This is no reason to end all other
+                    # requests.
                     sent_again += 1
                 elif not self._was_lost(replica, engine, error):
                     raise
@@ -405,12 +407,12 @@ class ReplicaSet:
                     raise EngineError(f"the engine was lost when {streamed}: {error}") from error
                 metrics.RERUN.inc()
             finally:
-                if replica.engine is engine:  # a new one has been given nothing
+                if replica.engine is engine:  # a new engine has no requests yet
                     replica.given = max(0, replica.given - 1)
                 self._admit_waiting()
 
     async def _replica_for(self, request: GenerateRequest) -> EngineReplica:
-        """Return the replica of a request, which then counts as given to it."""
+        """Return the replica for a request. The request then counts as given to it."""
         if self._stopping or self._failed is not None:
             raise self._failed or EngineError("the engine has stopped")
         if not self._waiting and (replica := self._admit(request)) is not None:
@@ -428,10 +430,10 @@ class ReplicaSet:
             raise
 
     def _admit(self, request: GenerateRequest) -> EngineReplica | None:
-        """Return the replica that takes a request now, None if it must wait."""
+        """Return the replica that takes a request now, or None if it must wait."""
         serving = [replica for replica in self.replicas if replica.serves]
         going_on = [replica for replica in serving if not replica.updating] or serving
-        if len(self.replicas) == 1:  # reading its load for each request would cost more than it says
+        if len(self.replicas) == 1:  # reading its load for each request would cost more than it helps
             replica = next((replica for replica in going_on if replica.has_room), None)
         else:
             loads = [replica.load() for replica in going_on]
@@ -444,7 +446,7 @@ class ReplicaSet:
         return replica
 
     def _admit_waiting(self) -> None:
-        """Give the waiting requests the room that there is, oldest first."""
+        """Give the free places to the waiting requests, oldest first."""
         while self._waiting:
             _, _, place, request = self._waiting[0]
             if not place.done():
@@ -464,7 +466,7 @@ class ReplicaSet:
     # --- deaths --------------------------------------------------------------------------------------
 
     def _was_lost(self, replica: EngineReplica, engine: Engine, error: EngineError) -> bool:
-        """Return whether `error` means that `engine` is gone, so that what it was doing may be done again."""
+        """Return whether `error` means that `engine` is lost, so that its requests may be repeated."""
         if self._stopping or self._failed is not None:
             return False
         if replica.engine is not engine or not replica.serves:
@@ -491,7 +493,7 @@ class ReplicaSet:
                     await self._catch_up(replica)
                 except EngineError as error:
                     replica.lose(error)
-        except Exception as error:  # nobody awaits this task, and its requests would wait for ever
+        except Exception as error:  # nobody awaits this task, and its requests would wait forever
             self._failed = error if isinstance(error, EngineError) else None
             if self._failed is None:
                 log.error("engine not started again", replica=replica.index, error=repr(error))
@@ -505,16 +507,16 @@ class ReplicaSet:
         self._admit_waiting()
 
     async def _catch_up(self, replica: EngineReplica) -> None:
-        """Have a restarted engine serve, once it has what the set serves or newer weights."""
+        """Let a restarted engine serve, once it has the set's version or a newer one."""
         async with self._updating:
             while replica.engine.version < self._served().tag:
-                # Fetched: what the set serves was acknowledged, so its files may be filled again.
+                # Fetched again: the served version was acknowledged, so its files may be overwritten.
                 async with self._snapshot() as snapshot:
                     await exchange(replica.engine, snapshot)
             replica.serve()
 
     async def watch(self) -> None:
-        """Look after the engines until cancelled. Raises `EngineError` when one is dead for good."""
+        """Watch the engines until cancelled. Raises `EngineError` if one cannot be restarted."""
         while self._failed is None:
             for replica in self.replicas:
                 if trouble := replica.trouble():
@@ -536,8 +538,8 @@ class ReplicaSet:
 
     @asynccontextmanager
     async def _snapshot(self) -> AsyncIterator[Weights]:
-        """Give the snapshot that an engine starts with: the newest, however long the trainer takes to answer,
-        or the one served if nothing gives the newest."""
+        """Yield the snapshot for a starting engine. It is the newest, however long the trainer takes to
+        answer. Without a source, it is the served one."""
         if self.newest is None:
             yield self._served()
             return

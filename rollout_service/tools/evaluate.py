@@ -1,6 +1,6 @@
-"""`areal-async evaluate`: the score of any model or checkpoint on any tasks by any reward.
+"""`areal-async evaluate`: the score of any model or checkpoint on any tasks with any reward.
 
-Answers and figures are those of a run's evaluator (`rollout_service/evaluator.py`), without a run.
+Answers and figures are computed as by a run's evaluator (`rollout_service/evaluator.py`), without a run.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def main(request: EvaluateRequest) -> None:
 
 
 async def evaluated(ctx: ServiceContext, model: Path, limit: int | None, out: IO[bytes] | None) -> Evaluation:
-    """Answer and score the first `limit` held-out tasks of the job. Raises what the evaluator raises."""
+    """Answer and score the first `limit` held-out tasks of the job. Raises the evaluator's errors."""
     job = ctx.job
     assert job.tasks.evaluation is not None
     tasks: Sequence[Task] = list(read_tasks(job.tasks.evaluation))[:limit]
@@ -141,7 +141,8 @@ def _note(text: str) -> None:
 
 
 def tables(done: Evaluation, samples: int) -> list[Table]:
-    """Return the figures for a person: of all tasks, of each data source, of each component of the reward."""
+    """Return the figures as tables: for all tasks, for each data source, and for each component of the
+    reward."""
     name = "mean reward" if done.overall.partial_credit else "accuracy"
     several = (f"best@{samples}", f"maj@{samples}") if samples > 1 else ()
     title = f"{name}, mean@{samples}" if several else name

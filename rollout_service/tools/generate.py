@@ -1,4 +1,4 @@
-"""`areal-async generate`: answers of a model or checkpoint to a prompt, or a talk with it."""
+"""`areal-async generate`: answers of a model or checkpoint to a prompt, or a chat with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Message = dict[str, Any]
 
 
 class Talker:
-    """Asks one engine; a chat grows by what was asked and answered."""
+    """Client of one engine. In a chat, each question and answer is added to the conversation."""
 
     def __init__(self, voice: PolicyEngine, request: AnswersRequest) -> None:
         self._voice, self._raw, self._seed, self._asked = voice, request.raw, request.seed, 0
@@ -29,14 +29,14 @@ class Talker:
             self._chat.append({"role": "system", "content": request.system})
 
     async def answers(self, prompt: str, count: int) -> list[dict[str, Any]]:
-        """Return `count` answers to a prompt: their text, how they ended and how many tokens they have."""
+        """Return `count` answers to a prompt, each with text, finish reason and number of tokens."""
         asked: str | list[Message] = (
             prompt if self._raw else [*self._chat, {"role": "user", "content": prompt}]
         )
         return await asyncio.gather(*(self._answer(asked, sample) for sample in range(count)))
 
     def keep(self, prompt: str, answer: str) -> None:
-        """Go on from this answer."""
+        """Continue the chat with this answer."""
         self._chat += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
     async def _answer(self, asked: str | list[Message], sample: int) -> dict[str, Any]:

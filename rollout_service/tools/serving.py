@@ -1,7 +1,7 @@
-"""A model on an engine of its own, without a run: what `evaluate` and `generate` sample from.
+"""A model on an engine of its own, without a run, for `evaluate` and `generate`.
 
-The model is a Hugging Face folder, or a checkpoint of a run, which is exported first. Everything else is a
-job, as a job file says it: of a run its own, of a folder one with defaults.
+The model is a Hugging Face folder, or a checkpoint of a run, which is exported first. All other settings are
+a job. For a run, it is the run's own job. For a folder, it is a job with defaults.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from areal_async.show.progress import progress
 from areal_async.storage.urls import is_url
 
 MOST_TOKENS = 8192
-"""Length of prompt and answer together that engines reserve room for, where the model has so many positions;
+"""Length of prompt and answer together for which engines reserve memory, limited by the model's positions.
 `--set rollout.max_model_len=N` changes it."""
 MOST_NEW_TOKENS = 512
-"""Most tokens of an answer that is evaluated, if neither a run nor an option says how many."""
+"""Most tokens of an answer in an evaluation, if neither a run nor an option sets it."""
 OPTIONS = {
     "evaluation.sampling.temperature": "--temperature",
     "evaluation.sampling.max_new_tokens": "--max-new-tokens",
     "evaluation.samples": "--samples",
     "samples": "--samples",
 }
-"""Fields of a job that these commands have options for."""
+"""Fields of a job for which these commands have options."""
 Asked = EvaluateRequest | AnswersRequest
 TRAINED_HERE = 1
-"""Steps of the job that stands for a model: it is never trained, and a job needs one."""
+"""Steps of the job for a model. The model is never trained, but a job needs a number of steps."""
 
 
 class Target(NamedTuple):
@@ -56,13 +56,13 @@ class Target(NamedTuple):
 
     model: Path
     content: dict[str, Any]
-    """A job as a mapping, yet without `model`, `tasks` and `run_dir`."""
+    """A job as a mapping, without `model`, `tasks` and `run_dir`."""
     said: str
-    """Name for a person: the folder, or the run with the step."""
+    """Name for messages: the folder, or the run with the step."""
 
 
 class ModelFolder:
-    """The weights in a Hugging Face folder, as an engine takes them (`engines.base.Weights`)."""
+    """Weights in a Hugging Face folder, in the form for an engine (`engines.base.Weights`)."""
 
     def __init__(self, path: Path, policy: str) -> None:
         self.path = path
@@ -70,7 +70,7 @@ class ModelFolder:
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """Tensors by their names in the files, mapped. Raises `ConfigError` where there are none."""
+        """Return the mapped tensors by their names in the files. Raises `ConfigError` if there are none."""
         from safetensors.torch import load_file
 
         files = sorted(self.path.glob("*.safetensors"))
@@ -82,8 +82,8 @@ class ModelFolder:
 
 @contextmanager
 def target_of(name: str) -> Iterator[Target]:
-    """Find `MODEL` or `RUN[@STEP]`; the folder of an exported checkpoint is there as long as this is open.
-    Raises `ConfigError` and `RunFolderError`."""
+    """Yield the target for `MODEL` or `RUN[@STEP]`. The folder of an exported checkpoint exists while the
+    context is open. Raises `ConfigError` and `RunFolderError`."""
     given = Path(name)
     if (given / "config.json").is_file():
         yield Target(given.resolve(), {}, name)
@@ -113,7 +113,7 @@ def target_of(name: str) -> Iterator[Target]:
 
 
 def _export(request: CheckpointRequest) -> int:
-    """Write the model of a checkpoint, in a process of its own, and return its step. Raises
+    """Write the model of a checkpoint, in a separate process, and return its step. Raises
     `RunFolderError`."""
     command = [sys.executable, "-P", "-m", module_of(request), msgspec.json.encode(request).decode()]
     ended = subprocess.run(command, capture_output=True, text=True)
@@ -128,14 +128,14 @@ def _export(request: CheckpointRequest) -> int:
 def lone_evaluator(
     target: Target, request: Asked, sections: dict[str, dict[str, Any]], tasks: Path | None = None
 ) -> Iterator[ServiceContext]:
-    """Make the context of an evaluator whose run has nothing else, in a folder of its own that goes with it.
+    """Yield the context of an evaluator without a run, in a temporary folder.
 
-    `sections` are laid over those of the target's job where they are not None, then the request's sampling
-    and fields. Without a temperature in either, several samples are drawn at the rollout's, or at 1. Raises
-    `ConfigError` with every mistake in them."""
+    `sections` replace sections of the target's job unless they are None. The request's sampling and fields
+    come next. If neither sets a temperature, several samples use the rollout's temperature, or 1. Raises
+    `ConfigError` with every mistake."""
     sampling = {"temperature": request.temperature, "max_new_tokens": request.max_new_tokens}
     with tempfile.TemporaryDirectory(prefix="areal-evaluate-") as folder:
-        nothing = Path(folder, "nothing.jsonl")  # A job names a file to train on
+        nothing = Path(folder, "nothing.jsonl")  # A job must name a file to train on
         nothing.write_bytes(msgspec.json.encode({"prompt": "?", "reward_model": {"ground_truth": "?"}}))
         most = MOST_NEW_TOKENS if isinstance(request, EvaluateRequest) else MOST_TOKENS
         content: dict[str, Any] = target.content or _untrained(target.model, most)
@@ -170,7 +170,7 @@ def lone_evaluator(
 
 
 def _untrained(model: Path, most: int) -> dict[str, Any]:
-    """Return a job for a model that belongs to no run, with answers of at most `most` tokens."""
+    """Return a job for a model without a run, with answers of at most `most` tokens."""
     positions = json.loads((model / "config.json").read_bytes()).get("max_position_embeddings")
     content: dict[str, Any] = {"reward": {"name": "exact_match"}, "rollout": {"workers": 1}}
     if isinstance(positions, int):
@@ -183,7 +183,7 @@ def _untrained(model: Path, most: int) -> dict[str, Any]:
 
 
 def _by_option(text: str) -> str:
-    """Return the fix of a mistake with the options of the command in place of fields."""
+    """Return the fix of a mistake with command options in place of fields."""
     for field, option in OPTIONS.items():
         text = re.sub(rf"(?<!--set )\b{re.escape(field)}\b", option, text)
     return text

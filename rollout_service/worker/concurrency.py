@@ -1,11 +1,13 @@
-"""The limit on the episodes that a worker runs at once.
+"""The limit on the number of episodes that a worker runs at once.
 
-`fixed`: as many as are allowed. `adaptive`: additive increase, multiplicative decrease, between a floor and a
-ceiling. It begins at `START_SHARE` of the ceiling and doubles until the engine first says that it has enough
-(its own queue, or its KV room), then rises by `STEP_SHARE` of the ceiling a look; under pressure it falls to
-`FALL` of what runs. It rises only while what is allowed is used: a job that waits for something else than the
-engine says nothing about the engine. Nor does a queue during an exchange of weights and shortly after: it
-holds what ran before.
+`fixed`: always the ceiling. `adaptive`: additive increase and multiplicative decrease between a floor and a
+ceiling. It starts at `START_SHARE` of the ceiling. It doubles until the engine's queue or KV room first shows
+pressure. After that, it rises by `STEP_SHARE` of the ceiling at each look. Under pressure, it falls to `FALL`
+of the running episodes.
+
+The limit rises only while it is used. If a job waits for something else than the engine, the engine's load
+says nothing. A queue during an exchange of weights, and shortly after it, does not count as pressure, because
+it contains requests that ran before.
 """
 
 from __future__ import annotations
@@ -24,39 +26,41 @@ from rollout_service.engines.base import EngineStats
 
 log = get_logger("rollout")
 
-LOOK_S = 0.5  # Seconds between two changes at least
+LOOK_S = 0.5  # Least seconds between two changes
 SETTLE_S = 2.0
-"""After a fall the next one waits so long: what runs must first end. After an exchange of weights a queue
-counts again: what was taken out of the batch must first be back in it, and be seen there."""
+"""Seconds between a fall and the next one, because running episodes must end first. Also the seconds after an
+exchange of weights until a queue counts again. Before that, interrupted requests must return to the batch,
+and a reading must show this."""
 START_SHARE = 0.5
 STEP_SHARE = 1 / 32
 FALL = 0.8
-USED_SHARE = 0.9  # The limit counts as used when so much of it runs
-QUEUE_SHARE = 0.1  # Share of the running requests: a longer queue in the engine is pressure
+USED_SHARE = 0.9  # The limit counts as used if this share of it runs
+QUEUE_SHARE = 0.1  # Share of the running requests. A longer queue in the engine is pressure
 KV_FULL = 0.95
-KV_CALM = 0.85  # No rise above it: the requests that run still grow
+KV_CALM = 0.85  # No increase above it, because running requests still grow
 
 Mode = Literal["adaptive", "fixed"]
 Reason = Literal["start", "fixed", "room", "queue", "kv", "replica lost", "replica back"]
 
 
 class ConcurrencyChange(NamedTuple):
-    """A new limit, and why it changed."""
+    """A new limit, and the reason for the change."""
 
     limit: int
     reason: Reason
 
 
 class ConcurrencyLimit:
-    """Allows `limit` episodes at once, at present. Pure: the clock comes with each look."""
+    """Number of episodes that may run at once (`limit`). Pure: each call passes the time."""
 
     def __init__(
         self, floor: int, ceiling: int, mode: Mode, now_s: float = 0.0, *, look_s: float = LOOK_S
     ) -> None:
-        """`floor` ≤ `ceiling`: the group size and the most that all replicas may run together."""
+        """`floor` ≤ `ceiling`. The floor is the group size, the ceiling the most episodes of all replicas
+        together."""
         self._look_s, self._floor, self._most, self._ceiling = look_s, floor, ceiling, ceiling
         self._adaptive = mode == "adaptive"
-        self._starting = True  # No pressure has been seen yet
+        self._starting = True  # No pressure so far
         self._next_s, self._queue_counts_s = now_s + look_s, now_s
         self.last = ConcurrencyChange(ceiling, "fixed")
         if self._adaptive:
@@ -67,7 +71,7 @@ class ConcurrencyLimit:
         return self.last.limit
 
     def serving(self, share: float) -> None:
-        """Note the share of the replicas that serves, 0 to 1, and lower or raise the ceiling with it."""
+        """Set the share of replicas that serve, 0 to 1. The ceiling changes with it."""
         ceiling = max(self._floor, math.floor(self._most * share))
         if ceiling == self._ceiling:
             return
@@ -78,12 +82,12 @@ class ConcurrencyLimit:
             self.last = ConcurrencyChange(ceiling, "replica back")
 
     def exchanging(self, going_on: bool, now_s: float) -> None:
-        """An exchange of weights begins, or has ended."""
+        """Record that an exchange of weights begins or has ended."""
         self._queue_counts_s = math.inf if going_on else now_s + SETTLE_S
 
     def look(self, stats: EngineStats, peak: int, now_s: float) -> ConcurrencyChange | None:
-        """Take a reading into account; returns the change, if any. `peak` is the most episodes that ran since
-        the last look: work that comes in bursts uses the limit too."""
+        """Process a reading of the load. Return the change, or None. `peak` is the largest number of episodes
+        that ran since the last look, because work in bursts uses the limit too."""
         if not self._adaptive or now_s < self._next_s:
             return None
         change = self._decide(stats, peak, queue_counts=now_s >= self._queue_counts_s)
@@ -114,8 +118,8 @@ class ConcurrencyLimit:
 
 
 class ConcurrencyTuner:
-    """Applies the limit to one engine: reads its `load` regularly, and is told of changes of its replicas and
-    weights. `on_change` is called when more or fewer episodes may run than before."""
+    """Applier of the limit to one engine. It reads the engine's `load` regularly, and is told of changes of
+    replicas and weights. `on_change` is called when the number of allowed episodes changes."""
 
     def __init__(
         self,
@@ -130,25 +134,25 @@ class ConcurrencyTuner:
             section.group_size, ceiling, section.concurrency, time.monotonic(), look_s=look_s
         )
         self._load, self._on_change, self._look_s = load, on_change, look_s
-        self._running = self._peak = 0  # Episodes, and most of them at once since the last look
+        self._running = self._peak = 0  # Running episodes, and the most at once since the last look
         self._changed = asyncio.Event()
 
     def runs(self, episodes: int) -> None:
-        """Note how many episodes run now."""
+        """Set the number of running episodes."""
         self._running = episodes
         self._peak = max(self._peak, episodes)
 
     def exchanging(self, going_on: bool) -> None:
-        """An exchange of the engine's weights begins, or has ended."""
+        """Record that an exchange of the engine's weights begins or has ended."""
         self.concurrency.exchanging(going_on, time.monotonic())
 
     def serving(self, share: float) -> None:
-        """Note the share of the engine that serves, 0 to 1."""
+        """Set the share of the engine that serves, 0 to 1."""
         self.concurrency.serving(share)
         self._changed.set()
 
     async def run(self) -> None:
-        """Look at the engine's load until cancelled."""
+        """Read the engine's load until cancelled."""
         while True:
             metrics.CONCURRENCY.set(self.concurrency.limit)
             with suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""Episodes that fail: by whose fault, how many in a row are too many, and the one that takes too long."""
+"""Failures of episodes: whose fault they are, how many in a row end the worker, and timeouts."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ T = TypeVar("T")
 log = get_logger("rollout")
 
 MAX_FAILURES = 8
-"""Failures in a row, with no episode succeeding in between, that end the worker. What had begun when an
-episode failed counts as the same failure: a step of the engine that fails takes all its requests along."""
+"""Most failures in a row, without a success in between, before the worker ends. All episodes that were
+running at a failure count as the same failure, because a failed step of the engine takes all its requests
+along."""
 OWN_FAULT_S = 20.0
-"""Least seconds of failures caused by the episodes themselves before the worker ends: a fresh process might
-do better, but whether anything succeeds anywhere is for the buffer to see."""
-MOST_TOLD = 1000  # Characters of a fault that an episode keeps
+"""Least seconds of failures by the episodes themselves before the worker ends. A fresh process might work,
+but only the buffer can see whether any worker succeeds."""
+MOST_TOLD = 1000  # Most characters of a fault in an episode
 LET_DOWN = (InfrastructureFault, WireError, GatewayError, EpisodeAborted, TurnError, CallsBusy)
-"""Errors that are never an answer's fault, beside those of engines. A template that cannot go on is the
-job's."""
+"""Errors that are never an answer's fault, in addition to errors of engines. If a template cannot continue a
+chat, it is the job's fault."""
 HOST_ERRORS = frozenset((ENOSPC, EDQUOT, EMFILE, ENFILE, ENOMEM, ENOBUFS, ESTALE, EAGAIN, EIO, EROFS))
-NO_THREAD = "can't start new thread"  # Python's word for a host without room for one
+NO_THREAD = "can't start new thread"  # Python's message when a host has no room for another thread
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 
@@ -43,11 +44,11 @@ class EpisodeTimeout(ArealError):
 
 
 def fault_of(error: BaseException, ctx: Context, limit_s: float | None = None) -> FaultOf:
-    """Tell whose fault it is that an episode failed with `error`; `limit_s` is its time.
+    """Return whose fault it is that an episode failed with `error`. `limit_s` is the episode's time limit.
 
-    Before anything was sampled there is no answer to blame. From then on it is the answer's, whatever an
-    agent, tool, environment or workflow raised at it, but for what is known to be something else: the model
-    must not be able to bring about an end without a score."""
+    Before the first sampled unit, no answer exists, so the answers are not at fault. After it, every error of
+    an agent, tool, environment or workflow is the answers' fault, unless the error is known to have another
+    cause. Otherwise the model could end an episode without a score."""
     late = isinstance(error, EpisodeTimeout | DeadlinePassed)
     unserved = late and limit_s is not None and 2 * ctx.waited_s >= limit_s
     let_down = ctx.trouble is not None or any(_lets_down(one) for one in _causes(error))
@@ -76,9 +77,9 @@ def _lets_down(error: BaseException) -> bool:
 async def run_episode(
     ctx: Context, work: Awaitable[None], limit_s: float | None, *, debug: bool = False
 ) -> tuple[Episode, bytes]:
-    """Return the episode that `work` makes, and its blob. An episode that its answers brought to an early end
-    says so (`EpisodeHeader.fault`) and holds what was sampled. Raises every other error of `work`; with
-    `debug` also errors of user code, for a debugger."""
+    """Return the episode that `work` makes, and its blob. If its answers ended the episode early,
+    `EpisodeHeader.fault` says so, and the episode has the units sampled until then. Raises every other error
+    of `work`. With `debug`, errors of user code are raised too, for a debugger."""
     builder = ctx.builder
     try:
         await within(limit_s, contained(work))
@@ -93,7 +94,7 @@ async def run_episode(
     builder.fail(fault)
     try:
         return _packed(builder)
-    except Exception:  # whatever was noted in it cannot be sent: its first answer can
+    except Exception:  # some recorded value cannot be encoded: send only the first answer
         builder.keep_first_answer()
         return _packed(builder)
 
@@ -104,21 +105,21 @@ def _packed(builder: EpisodeBuilder) -> tuple[Episode, bytes]:
 
 
 def is_its_own(error: BaseException) -> bool:
-    """Whether an episode failed by what it does, and not by the engine or for want of time."""
+    """Return whether an episode failed by its own actions, not because of the engine or a timeout."""
     return not isinstance(error, EngineError | EpisodeTimeout)
 
 
 @dataclass
 class FailureStreak:
-    """Failures since the last success. Times are of `clock`, in seconds."""
+    """Failures since the last success. Times are seconds of `clock`."""
 
     clock: Callable[[], float] = time.monotonic
     first_pause_s: float = FIRST_PAUSE_S
     longest_pause_s: float = LONGEST_PAUSE_S
-    first_ends: bool = False  # The first failure already makes it pointless to go on
+    first_ends: bool = False  # If true, the worker ends at the first failure
     count: int = 0
     begun: int = 0
-    before: int = 0  # Episodes that had begun at the last failure counted
+    before: int = 0  # Number of episodes that had begun at the last counted failure
     last: BaseException | None = None
     first_s: float = 0.0
     last_s: float = 0.0
@@ -141,14 +142,14 @@ class FailureStreak:
 
     @property
     def pause_s(self) -> float:
-        """Seconds from now in which nothing new may begin. They double with each failure in a row."""
+        """Seconds from now during which no new episode may begin. They double with each failure in a row."""
         if not self.count:
             return 0.0
         pause_s = min(self.longest_pause_s, self.first_pause_s * 2.0 ** min(self.count, MAX_FAILURES))
         return max(0.0, self.last_s + pause_s - self.clock())
 
     def check(self) -> None:
-        """Raises `WorkflowError` when it is pointless to go on, or the failure itself if the first ends."""
+        """Raise `WorkflowError` if retries are pointless, or the failure itself with `first_ends`."""
         if self.first_ends and self.last is not None:
             raise self.last
         if self.count < MAX_FAILURES or self.last is None:
@@ -162,7 +163,7 @@ class FailureStreak:
 
 
 async def within(limit_s: float | None, work: Awaitable[T]) -> T:
-    """Return the result of `work`. Cancels it and raises `EpisodeTimeout` when it takes longer."""
+    """Return the result of `work`. If it takes longer, cancel it and raise `EpisodeTimeout`."""
     try:
         async with asyncio.timeout(limit_s) as limit:
             return await work

@@ -1,12 +1,12 @@
-"""Sends finished episodes to the buffer, and hands leases back to it.
+"""Upload of finished episodes to the buffer, and return of leases.
 
-Promises: an episode that was added is sent until the buffer has acknowledged or refused it, or its lease is
-lost; a lease of which nothing more will come is closed, and handed back with the reason where it is not
-whole.
+Promises: an added episode is sent until the buffer has acknowledged or refused it, or its lease is lost. A
+lease is closed when no more episodes will come for it. If it is not complete then, it is returned with the
+reason.
 
-An episode waits at most `LINGER_S` for others of its lease, and not at all when it is the last: a group of
-short episodes travels as one message, and a long one does not hold back those that are done. A lease has one
-message under way at a time; what finishes meanwhile goes with the next.
+An episode waits at most `LINGER_S` for others of its lease. The last episode does not wait. So a group of
+short episodes travels as one message, and a long episode does not delay finished ones. A lease has one
+message in flight at a time. Episodes that finish meanwhile go into the next message.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from rollout_service import metrics
 log = get_logger("rollout")
 
 LINGER_S = 0.05
-MAX_PUTS = 4  # Messages with episodes under way at once
+MAX_PUTS = 4  # Most messages with episodes in flight
 RELEASE_LIMIT_S = 1.0
-IDLE_WAIT_S = 1.0  # Longest wait of a loop that nothing wakes
-INCURABLE = ("schema", "invalid", "fenced")  # Kinds of faults that no retry cures
+IDLE_WAIT_S = 1.0  # Longest wait of a loop without a wake-up
+INCURABLE = ("schema", "invalid", "fenced")  # Kinds of faults that a retry cannot fix
 
 
 async def wait_out(error: RpcTimeout | FaultError, call: str, pause_s: float) -> None:
-    """Return after a pause if the error may pass (the buffer is away, busy, or restarts), else raise it."""
+    """Sleep if the error may pass, because the buffer is unavailable, busy or restarting. Otherwise raise
+    it."""
     if isinstance(error, FaultError) and error.kind in INCURABLE:
         raise error
     log.warning("buffer does not answer", call=call, error=str(error))
@@ -45,7 +46,7 @@ async def wait_out(error: RpcTimeout | FaultError, call: str, pause_s: float) ->
 async def first_of(
     tasks: Sequence[asyncio.Task[Any]], event: asyncio.Event, timeout_s: float = IDLE_WAIT_S
 ) -> None:
-    """Wait until one of the tasks is done, the event is set or the time is up."""
+    """Wait until a task is done, the event is set or the time is up."""
     if event.is_set():
         return
     waiter = asyncio.ensure_future(event.wait())
@@ -57,7 +58,7 @@ async def first_of(
 
 @dataclass(frozen=True)
 class PutBatch:
-    """One message: encoded episodes of a lease, by sample, and the routes of those that have some."""
+    """One message: encoded episodes of a lease by sample, and their routes if they have any."""
 
     lease_id: str
     group_id: str
@@ -70,45 +71,45 @@ class LeaseUpload:
     """State of the samples of one lease."""
 
     group_id: str
-    samples: int  # Samples that the lease is for
-    finished: dict[int, bytes] = field(default_factory=dict)  # Encoded episodes that wait to be sent
-    routes: dict[int, bytes] = field(default_factory=dict)  # Of those that have some
+    samples: int  # Number of samples in the lease
+    finished: dict[int, bytes] = field(default_factory=dict)  # Encoded episodes not sent yet
+    routes: dict[int, bytes] = field(default_factory=dict)  # Routes of episodes that have some
     size_bytes: int = 0
-    since_s: float = math.inf  # When the oldest of them finished
-    complete: bool = False  # Nothing more will come for this lease
+    since_s: float = math.inf  # Time when the oldest of them finished
+    complete: bool = False  # No more episodes will come for this lease
     under_way: PutBatch | None = None
-    stored: int = 0  # Samples that the buffer has acknowledged
-    failure: str = ""  # Why one of its samples will not come
+    stored: int = 0  # Number of acknowledged samples
+    failure: str = ""  # Reason why a sample will not come
     at_fault: bool = False
     """Whether the episodes themselves failed, not the engine or this worker."""
 
     @property
     def whole(self) -> bool:
-        """Return whether the last sample is stored: then the group has ended its lease by itself."""
+        """Return whether the last sample is stored. The buffer has then ended the lease."""
         return self.stored >= self.samples
 
 
 @dataclass
 class UploadQueue:
-    """The open leases. Decides which episodes form one message, and when. Calls about a lease that it does
-    not hold do nothing. Pure; all times are seconds of one monotonic clock."""
+    """Queue of the open leases. It decides which episodes form a message, and when. Calls about an unknown
+    lease do nothing. Pure: all times are seconds of one monotonic clock."""
 
     linger_s: float = LINGER_S
     max_episodes: int = 256
     max_bytes: int = 8 << 20
-    """Limits of one message; a single larger episode travels alone."""
+    """Limits of one message. A single larger episode travels alone."""
     leases: dict[str, LeaseUpload] = field(init=False, default_factory=dict)
 
     @property
     def episodes(self) -> int:
-        """Number of episodes that are finished and not yet acknowledged."""
+        """Number of finished episodes that are not acknowledged yet."""
         return sum(
             len(lease.finished) + (len(lease.under_way.episodes) if lease.under_way else 0)
             for lease in self.leases.values()
         )
 
     def open(self, lease_id: str, group_id: str, samples: int) -> None:
-        """Begin a lease for so many samples."""
+        """Open a lease with this many samples."""
         self.leases[lease_id] = LeaseUpload(group_id, samples)
 
     def add(self, lease_id: str, sample: int, blob: bytes, now_s: float, routes: bytes | None = None) -> None:
@@ -122,23 +123,23 @@ class UploadQueue:
             lease.size_bytes += len(blob) + len(routes or b"")
 
     def fail(self, lease_id: str, reason: str, *, at_fault: bool = False) -> None:
-        """Note that a sample of the lease will not come; `at_fault`: its episode itself failed."""
+        """Record that a sample of the lease will not come. `at_fault`: the episode itself failed."""
         if (lease := self.leases.get(lease_id)) is not None:
             lease.failure = reason
             lease.at_fault = lease.at_fault or at_fault
 
     def complete(self, lease_id: str) -> None:
-        """Note that nothing more will come for the lease: its episodes go at once."""
+        """Record that no more episodes will come for the lease. Its episodes are due immediately."""
         if (lease := self.leases.get(lease_id)) is not None:
             lease.complete = True
 
     def drop(self, lease_id: str) -> int:
-        """Forget a lease that is lost; returns how many episodes of it were waiting."""
+        """Remove a lost lease. Return how many of its episodes were waiting."""
         lease = self.leases.pop(lease_id, None)
         return len(lease.finished) if lease else 0
 
     def take(self, now_s: float) -> PutBatch | None:
-        """Return the next message that is due, if any; it is under way until `settled`."""
+        """Return the next message that is due, or None. It is in flight until `settled`."""
         for lease_id, lease in self.leases.items():
             if (due_s := self._due_s(lease)) <= now_s and due_s < math.inf:
                 lease.under_way = self._batch(lease_id, lease)
@@ -147,18 +148,18 @@ class UploadQueue:
         return None
 
     def next_due_s(self) -> float:
-        """Return the time at which `take` next has something; inf when nothing waits."""
+        """Return the time when `take` next has a message, or inf if none waits."""
         return min((self._due_s(lease) for lease in self.leases.values()), default=math.inf)
 
     def settled(self, batch: PutBatch, stored: int = 0) -> None:
-        """Note that a message was answered: so many of its episodes are stored, the others refused."""
+        """Record the answer to a message: `stored` of its episodes are stored, and the others refused."""
         lease = self.leases.get(batch.lease_id)
         if lease is not None and lease.under_way is batch:
             lease.under_way = None
             lease.stored += stored
 
     def pop_ended(self) -> dict[str, LeaseUpload]:
-        """Forget, and return, the leases of which nothing more will come and all is answered."""
+        """Remove and return the leases without further episodes whose messages are all answered."""
         ended = {
             lease_id: lease
             for lease_id, lease in self.leases.items()
@@ -193,9 +194,9 @@ class UploadQueue:
 
 @dataclass(eq=False)
 class Uploader:
-    """Sends the episodes of the leases of one worker. `on_progress()` is called when a message was answered,
-    `on_closed(lease_id)` when a lease is done with, whole or on its way back, and
-    `on_refused(lease_id, reason)` when no sample of a lease is wanted from us any more."""
+    """Sender of the episodes of one worker's leases. `on_progress()` is called when a message was answered.
+    `on_closed(lease_id)` is called when a lease is closed, complete or about to be returned.
+    `on_refused(lease_id, reason)` is called when the buffer no longer accepts any sample of a lease."""
 
     buffer: Client
     name: str
@@ -206,7 +207,7 @@ class Uploader:
     retry_pause_s: float
     flush_s: float
     queue: UploadQueue = field(init=False, default_factory=UploadQueue)
-    """The open leases: call `open`, `fail` and `drop` on it."""
+    """Open leases. Callers use its `open`, `fail` and `drop`."""
     _calls: set[asyncio.Task[None]] = field(init=False, default_factory=set)
     _wake: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
@@ -215,17 +216,17 @@ class Uploader:
         return not self._calls and not self.queue.leases
 
     def add(self, lease_id: str, sample: int, blob: bytes, routes: bytes | None = None) -> None:
-        """Add a finished episode; that of a lost lease is forgotten."""
+        """Add a finished episode. If its lease is lost, the episode is ignored."""
         self.queue.add(lease_id, sample, blob, time.monotonic(), routes)
         self._wake.set()
 
     def complete(self, lease_id: str) -> None:
-        """Note that nothing more will come for the lease."""
+        """Record that no more episodes will come for the lease."""
         self.queue.complete(lease_id)
         self._wake.set()
 
     async def run(self) -> None:
-        """Send what is due, and end the leases of which nothing more will come, until cancelled."""
+        """Send due messages and end completed leases, until cancelled."""
         while True:
             self._wake.clear()
             self._send(time.monotonic(), MAX_PUTS)
@@ -244,14 +245,14 @@ class Uploader:
                 self.on_progress()
 
     def _send(self, now_s: float, most: float = math.inf) -> bool:
-        """Send what is due, with at most so many calls in flight; return whether any is."""
+        """Send due messages, with at most `most` calls in flight. Return whether any call is in flight."""
         while len(self._calls) < most and (batch := self.queue.take(now_s)):
             self._calls.add(asyncio.ensure_future(self._put(batch)))
         return bool(self._calls)
 
     async def close(self, reason: str) -> None:
-        """Send what there is, for a limited time, then hand back every lease that is not whole, with the
-        `reason` where it has none of its own."""
+        """Send finished episodes for a limited time. Then return every incomplete lease, with `reason` if it
+        has no reason of its own."""
         try:
             async with asyncio.timeout(self.flush_s):
                 while self._send(math.inf):
@@ -271,7 +272,7 @@ class Uploader:
         await asyncio.gather(*releases)
 
     async def _release(self, lease_id: str, lease: LeaseUpload, reason: str) -> None:
-        """Hand a lease back early. A failure is harmless: a lease that nobody renews ends by itself."""
+        """Return a lease early. A failed call is harmless, because the lease expires."""
         try:
             async with asyncio.timeout(min(RELEASE_LIMIT_S, self.flush_s)):
                 await self.buffer.call(Release(self.name, lease_id, reason, lease.at_fault))
@@ -279,7 +280,7 @@ class Uploader:
             log.info("lease not released", lease_id=lease_id, error=str(error))
 
     async def _put(self, batch: PutBatch) -> None:
-        """Send one message until it is answered. A repetition is harmless: each sample is stored once."""
+        """Send one message until it is answered. Repeats are harmless, because each sample is stored once."""
         lease_id, group_id = batch.lease_id, batch.group_id
         stored = 0
         while lease_id in self.queue.leases:
@@ -316,6 +317,6 @@ class Uploader:
             reason = f"the buffer refused {first.item}: {first.reason}"
             self.queue.fail(lease_id, reason, at_fault=True)
         elif lease_id in self.queue.leases:
-            # Stale, abandoned, past its deadline or leased to another: no sample of this group is wanted
-            # from us any more.
+            # Stale, abandoned, past its deadline or leased to another worker: the buffer accepts no sample of
+            # this group any more.
             self.on_refused(lease_id, first.reason)

@@ -1,9 +1,8 @@
-"""Keeps an engine on the newest weights.
+"""Updates of an engine to the newest weights.
 
-Promise (`versions_are_true`): the engine is given a snapshot only after every hash of it matched. Waiting,
-reading and verifying happen while the engine generates; only pause → load → resume is on its clock, and that
-is what is measured. A snapshot that cannot be used is acknowledged with the reason, and the engine goes on
-with what it has.
+Promise (`versions_are_true`): the engine gets a snapshot only after every hash of it matched. The engine
+generates during waiting, reading and verifying. Only pause → load → resume interrupt it, and their time is
+measured. An unusable snapshot is acknowledged with the reason, and the engine keeps its weights.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from rollout_service.worker.uploader import INCURABLE
 
 log = get_logger("updates")
 
-WAIT_MS = 10_000  # How long one question for a newer snapshot may be held by the publisher
+WAIT_MS = 10_000  # Longest wait of the publisher before it answers a request for a newer snapshot
 RETRY_PAUSE_S = 0.5
 FINISHED_PAUSE_S = 2.0
 
 
 class SnapshotSource(Protocol):
-    """The part of `areal_async.weights.receiver.Receiver` that is used here."""
+    """The part of `areal_async.weights.receiver.Receiver` used here."""
 
     async def next(self, after: VersionTag | None, wait_ms: int = 0) -> SnapshotNotice | NoNews: ...
 
@@ -41,18 +40,18 @@ class SnapshotSource(Protocol):
 
 @dataclass(eq=False)
 class WeightUpdates:
-    """Keeps a worker's engines on the newest weights. `on_change` is called after each update, on the event
-    loop."""
+    """Updater of a worker's engines to the newest weights. `on_change` is called after each update, on the
+    event loop."""
 
     source: SnapshotSource
     engine: ReplicaSet
     on_change: Callable[[], None] = lambda: None
     retry_pause_s: float = RETRY_PAUSE_S
     finished_pause_s: float = FINISHED_PAUSE_S
-    _offered: VersionTag | None = field(init=False, default=None)  # The last snapshot dealt with, used or not
+    _offered: VersionTag | None = field(init=False, default=None)  # The last snapshot handled, usable or not
 
     async def start(self) -> VersionTag:
-        """Wait for the first snapshot that can be used and start the engine with it."""
+        """Wait for the first usable snapshot and start the engine with it."""
         while True:
             notice = await self._next()
             if (snapshot := await self._open(notice)) is not None:
@@ -62,7 +61,7 @@ class WeightUpdates:
                 return notice.tag
 
     async def run(self) -> None:
-        """Serve each newer snapshot as it comes. Ends only by cancellation, or with what no retry cures."""
+        """Load each newer snapshot until cancelled. Raises errors that a retry cannot fix."""
         while True:
             notice = await self._next()
             if (snapshot := await self._open(notice)) is not None:
@@ -76,7 +75,8 @@ class WeightUpdates:
             except (RpcTimeout, FaultError) as error:
                 if isinstance(error, FaultError) and error.kind in INCURABLE:
                     raise
-                # After the last snapshot the trainer may be gone for good; before it, that is news.
+                # After the last snapshot, the trainer may have ended for good. Before it, its absence is
+                # worth a message.
                 (log.debug if over else log.warning)("weights publisher does not answer", error=str(error))
                 await asyncio.sleep(self.retry_pause_s)
                 continue
@@ -87,7 +87,7 @@ class WeightUpdates:
                 await asyncio.sleep(self.finished_pause_s)
 
     async def _open(self, notice: SnapshotNotice) -> Weights | None:
-        """The verified snapshot; None, and an acknowledgement that says why, when it is not usable."""
+        """Return the verified snapshot. If it is unusable, acknowledge it with the reason and return None."""
         self._offered = notice.tag
         try:
             return await self.source.open(notice)
@@ -115,8 +115,8 @@ class WeightUpdates:
 async def acknowledge(
     source: SnapshotSource, tag: VersionTag, *, stall_ms: float = 0.0, error: str = ""
 ) -> None:
-    """Tell the publisher that a snapshot is not needed any more. A lost acknowledgement only keeps the
-    snapshot's files a little longer."""
+    """Tell the publisher that a snapshot is no longer needed. If the message is lost, the snapshot's files
+    only stay a little longer."""
     try:
         await source.ack(tag, stall_ms, error)
     except (RpcTimeout, FaultError) as failed:

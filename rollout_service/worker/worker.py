@@ -1,21 +1,23 @@
-"""The rollout worker: leases groups, runs their episodes, puts what they produced.
+"""The rollout worker: it leases groups, runs their episodes and uploads the results.
 
 Promises:
-- Groups are leased while fewer episodes run than `concurrency.py` allows (the last group may go over it, and
-  so may the late answer to an older request), and not while as many finished ones await acknowledgement: when
-  the buffer is slow or away generation slows down, and nothing is thrown away for lack of room.
-- An episode that finished is sent until the buffer has acknowledged or refused it, or its lease is lost.
-- A lost lease ends its episodes; other leases do not notice.
-- A worker told to stop leases no more, puts what finishes within its grace, and hands the rest over at once.
-  One told to drain finishes what it has, and ends.
-- An episode that its own answers bring to an early end is finished, and says so. One that fails otherwise
-  costs its own sample, and so does one that the engine keeps waiting: the lease goes back once its other
-  samples are stored, with the reason; where nothing succeeds anywhere the buffer ends the job. While nothing
-  succeeds here, leases are asked for with growing pauses; at last this worker ends with the reason.
-- A lease ends when the buffer says so, not by a clock of ours: during an outage of the buffer it is extended.
-- Every wait has a deadline, and an outage of the buffer is waited out.
 
-Does not decide what is leased, nor what becomes of a released group: that is the buffer's.
+- The worker leases groups while fewer episodes run than `concurrency.py` allows. The last group, or a late
+  answer to an older request, may exceed the limit. It leases none while as many finished episodes await
+  acknowledgement. So if the buffer is slow or unavailable, generation slows down, and no episode is discarded
+  for lack of room.
+- A finished episode is sent until the buffer has acknowledged or refused it, or its lease is lost.
+- A lost lease ends only its own episodes.
+- A worker that must stop takes no more leases. It uploads episodes that finish within its grace period, and
+  then returns the rest. A worker that must drain finishes all its episodes, and then ends.
+- An episode ended early by its own answers counts as finished, and its header has the fault. Any other failed
+  episode, or one that waits too long for the engine, costs only its own sample. Its lease is returned with
+  the reason once its other samples are stored. If no worker succeeds, the buffer ends the job. While this
+  worker has no success, it asks for leases with growing pauses. At last, it ends with the reason.
+- Only the buffer ends a lease, not a clock of the worker. During an outage, the buffer extends leases.
+- Every wait has a deadline, and the worker waits through an outage of the buffer.
+
+The buffer, not the worker, decides which groups are leased and what happens to a returned group.
 """
 
 from __future__ import annotations
@@ -58,43 +60,44 @@ from rollout_service.workflows import Context, PolicyEngine, Workflow
 
 log = get_logger("rollout")
 
-DRAINED = "drained"  # The reason of handing a lease over that nothing is wrong with: this worker stops
+DRAINED = "drained"  # Reason to return a lease when nothing failed: this worker stops
 LEASE_WAIT_MS = 2000  # Longest time that the buffer may hold a lease request until there is room
 MAX_LEASE_CALLS = 3
-"""Lease requests in flight at once: one with the version served now, and older ones on their way back."""
-EMPTY_PAUSE_S = 0.05  # Least time between two requests when nothing is granted
+"""Most lease requests in flight: one with the version served now, and older requests not answered yet."""
+EMPTY_PAUSE_S = 0.05  # Least seconds between two requests when nothing is granted
 HEARTBEAT_SHARE = 1 / 3
-"""Share of a lease's life between two heartbeats: one may be lost without losing the lease."""
+"""Interval between heartbeats as a share of a lease's duration. One heartbeat may be lost without losing the
+lease."""
 
 
 @dataclass(frozen=True)
 class WorkerTiming:
-    """Times of a worker, in seconds. `drain_s` and `flush_s` stay within the grace that a service has to stop
+    """Times of a worker, in seconds. `drain_s` and `flush_s` must fit into the grace period of a service
     (`areal_async.service.main.STOP_GRACE_S`)."""
 
     drain_s: float = 1.2
-    """Time for which a worker that was told to stop lets its episodes run."""
+    """Time that episodes may continue after a stop request."""
     flush_s: float = 1.0
-    """Time that it may then take to send finished episodes, and to hand leases back."""
+    """Time after that to send finished episodes and return leases."""
     retry_pause_s: float = 0.5
     """Pause after a call that the buffer did not answer."""
-    look_s: float = LOOK_S  # Between two looks at the engine's load
+    look_s: float = LOOK_S  # Between two readings of the engine's load
     first_failure_pause_s: float = FIRST_PAUSE_S
     longest_failure_pause_s: float = LONGEST_PAUSE_S
 
 
 @dataclass
 class LeaseState:
-    """A lease that is open, and the episodes of it that are not finished."""
+    """An open lease and its unfinished episodes."""
 
     group: LeasedGroup
-    turn: int  # Number of the lease among those of this worker: the oldest goes first
+    turn: int  # Sequence number among this worker's leases: the oldest has priority
     episodes: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # Running episodes by sample
 
 
 @dataclass(eq=False)
 class Worker:
-    """Makes the episodes of the engines of all policies, which start before `run`."""
+    """A worker that makes episodes with the engines of all policies. The engines must start before `run`."""
 
     buffer: Client
     engines: Mapping[str, PolicyEngine]
@@ -114,9 +117,9 @@ class Worker:
             )
             for policy, each in self.engines.items()
         }
-        """Limits on the episodes of each policy's engine: the least of them counts."""
+        """Limits on the episodes of each policy's engine. The smallest applies."""
         self.leases: dict[str, LeaseState] = {}
-        """The open leases, by id; the uploader says when one is closed."""
+        """Open leases by id. The uploader reports when a lease is closed."""
         self.uploader = Uploader(
             self.buffer,
             self.name,
@@ -132,26 +135,26 @@ class Worker:
             first_ends=self.first_failure_ends,
         )
         self._routes = replays(job)
-        self.running = 0  # Episodes that run
+        self.running = 0  # Number of running episodes
         self._leases_begun = 0
         self._asking: dict[asyncio.Task[Leases], list[VersionTag]] = {}
         """Lease requests in flight, each with the versions that it names."""
-        self.drained = False  # It was to finish what it had and to end; set before `run` returns
-        self.draining = False  # The buffer has said so
+        self.drained = False  # True if the worker ended because it drained. Set before `run` returns
+        self.draining = False  # The buffer has told the worker to drain
         self._stopping = False  # This process was told to stop
-        self._ending = False  # No lease is begun any more
+        self._ending = False  # No new lease begins
         self._failed_again, self._wake_leasing = asyncio.Event(), asyncio.Event()
         self._wake_heart, self._wake_drain = asyncio.Event(), asyncio.Event()
 
     def weights_changed(self) -> None:
-        """Ask for more leases and send a heartbeat: the engine serves another version, or its number of
-        serving replicas has changed."""
+        """Ask for more leases and send a heartbeat, because the engine's version or its number of serving
+        replicas changed."""
         self._wake_leasing.set()
         self._wake_heart.set()
 
     async def run(self, stop: asyncio.Event, *others: Coroutine[Any, Any, None]) -> None:
-        """Work until `stop` is set, or until what was there when the buffer said to drain is done; `others`
-        run beside. Raises what makes going on pointless."""
+        """Work until `stop` is set, or until the worker has drained. `others` run concurrently. Raises errors
+        after which work is pointless."""
         loops = [
             self._lease(),
             self.uploader.run(),
@@ -178,9 +181,9 @@ class Worker:
     # --- leases --------------------------------------------------------------------------------------
 
     async def _lease(self) -> None:
-        """Ask the buffer for leases until cancelled. Several requests are in flight at once, each under the
-        versions that it named: the answer to one may take long and depends on them, so when another version
-        is served the next request goes out beside it. Answers that arrive during the end count too."""
+        """Ask the buffer for leases until cancelled. An answer may take long, and it depends on the versions
+        in the request. So when the served version changes, another request is sent without waiting for the
+        first. Answers that arrive while the worker ends count too."""
         calls = self._asking
         try:
             while True:
@@ -214,7 +217,7 @@ class Worker:
         return leases
 
     def wanted_groups(self) -> int:
-        """Return how many more groups there is room for."""
+        """Return how many more groups the worker can run."""
         if self.failures.pause_s:
             return 0
         limit = min(tuner.concurrency.limit for tuner in self.tuners.values())
@@ -230,7 +233,7 @@ class Worker:
             lease = self.leases[group.lease_id] = LeaseState(group, self._leases_begun)
             self.uploader.queue.open(group.lease_id, group.group_id, len(group.missing))
             if self._ending:
-                # Too late to begin: it goes back at once.
+                # Too late to begin, so the lease is returned immediately.
                 self.uploader.queue.fail(group.lease_id, self._reason_to_end)
                 self.uploader.complete(group.lease_id)
             else:
@@ -247,13 +250,13 @@ class Worker:
         loop = asyncio.get_running_loop()
         for sample in group.missing:
             task = lease.episodes[sample] = loop.create_task(self._episode(lease, sample))
-            # Not in the coroutine itself: one that is cancelled before it begins never runs.
+            # Not in the coroutine itself, because a task cancelled before its start never runs it.
             task.add_done_callback(partial(self._ended, lease, sample))
         if len(self.leases) == 1:
             self._wake_heart.set()
 
     def _lose(self, lease_id: str, reason: str) -> None:
-        """End the episodes of a lease that is somebody else's now. Cancelling one aborts its requests."""
+        """End the episodes of a lost lease. Cancelling an episode aborts its requests."""
         lease = self.leases.pop(lease_id, None)
         if lease is None:
             return
@@ -265,14 +268,14 @@ class Worker:
             task.cancel()
 
     def _closed(self, lease_id: str) -> None:
-        """Forget a lease that the uploader has sent or hands back."""
+        """Forget a lease that the uploader has sent or is returning."""
         self.leases.pop(lease_id, None)
         self._on_progress()
 
     # --- episodes ------------------------------------------------------------------------------------
 
     async def _episode(self, lease: LeaseState, sample: int) -> None:
-        """One sample, from prompt to uploader. Takes every error of the workflow; see `_failed`."""
+        """Run one sample, from prompt to uploader. Catches every error of the workflow (see `_failed`)."""
         group = lease.group
         number = self.failures.begin()
         limit_s = self.job.rollout.episode_timeout_s
@@ -328,14 +331,14 @@ class Worker:
         self._failed_again.set()
 
     async def _until_hopeless(self) -> None:
-        """Raises `WorkflowError` once it is pointless to go on."""
+        """Raise `WorkflowError` once retries are pointless."""
         while True:
             await self._failed_again.wait()
             self._failed_again.clear()
             self.failures.check()
 
     def _on_progress(self) -> None:
-        """Wake the loops: there may be room for more, or nothing left to do."""
+        """Wake the loops, because there may be room for more leases, or no work left."""
         self._wake_leasing.set()
         if self.draining or self._stopping:
             self._wake_drain.set()
@@ -357,7 +360,8 @@ class Worker:
                 await wait_out(error, "heartbeat", self.timing.retry_pause_s)
                 continue
             for lease_id in ack.lost:
-                # A group that has just become whole has no lease either: there the answer to its put tells.
+                # A group that has just become complete has no lease either. The answer to its put reports
+                # this.
                 if lease_id in self.leases and self.leases[lease_id].episodes:
                     self._lose(lease_id, "the buffer no longer knows it")
             if ack.drain:
@@ -373,12 +377,12 @@ class Worker:
         self.draining = True
         metrics.DRAINING.set(1)
         board.draining = True
-        # One that is told to stop tells the buffer, and hears it from there.
+        # A worker that is stopping told the buffer to drain it, and the buffer now repeats this.
         self.drained = self.drained or not self._stopping
         self._wake_drain.set()
 
     async def _until_drained(self) -> None:
-        """Return once the buffer has said to drain, and what was there then is done."""
+        """Return once the buffer has told the worker to drain, and all its work is done."""
         while not self.draining or self.running or self._asking or not self.uploader.idle:
             self._wake_drain.clear()
             await first_of([], self._wake_drain)
@@ -390,10 +394,11 @@ class Worker:
         return DRAINED if self._stopping else "the worker failed"
 
     async def _drain(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Let what runs finish and be sent, for at most `drain_s`. Raises what makes that pointless.
+        """Let running episodes finish and be sent, for at most `drain_s`. Raises errors that make this
+        pointless.
 
-        The buffer is told, so that it grants nothing to a request still under way: that would be found out
-        only when the lease expires."""
+        The buffer is told to grant nothing to requests in flight. Otherwise it would notice only when the
+        lease expires."""
         self._stopping = self._ending = True
         draining = asyncio.ensure_future(self._tell_buffer())
         deadline_s = time.monotonic() + self.timing.drain_s
@@ -421,7 +426,7 @@ class Worker:
             log.info("the buffer was not told", error=str(error))
 
     async def _wind_up(self) -> None:
-        """Give up what is unfinished, send what is finished, hand back every lease; all within seconds."""
+        """Cancel unfinished episodes, send finished ones, and return every lease, all within seconds."""
         tasks = [task for lease in self.leases.values() for task in lease.episodes.values()]
         for task in tasks:
             task.cancel()

@@ -1,23 +1,25 @@
-"""Workflows, which make the episodes: the built-in ones, and the loading of any.
+"""Workflows, which make the episodes: the built-in workflows, and loading of any workflow.
 
     async def workflow(ctx, task):
         reply = await ctx.generate(task.prompt)
 
-A workflow builds its episode through `ctx`; when it returns, the episode is complete. An error that it raises
-ends the episode: once the model has answered, the fault is its answers', and the episode is stored with what
-was sampled and scored `reward.on_fault.score`, unless the error is known to come from something else
-(`rollout_service/worker/failures.py`); then the sample is handed back, and nothing of it is stored.
+A workflow builds its episode through `ctx`. When it returns, the episode is complete. If it raises an error,
+the episode ends. Once the model has answered, the answers are at fault. The episode is then stored with the
+units sampled so far and scored `reward.on_fault.score`. If the error is known to have another cause
+(`rollout_service/worker/failures.py`), the sample is returned and nothing of it is stored.
 
-A workflow is such a coroutine function, with `rollout.workflow_args` as its further parameters, or a class
-that is made once a process with its arguments, and whose instances are called as that function is:
+A workflow is either a coroutine function as above, with `rollout.workflow_args` as further parameters, or a
+class. A class is instantiated once per process with its arguments, and its instances are called like the
+function:
 
     class Workflow:
         class Arguments(Section): ...
         def __init__(self, arguments, resources): ...
         async def __call__(self, ctx, task): ...
 
-A class may have `check_job(job, arguments, field)`, which yields mistakes of a job, and
-`records_reward(arguments)`: whether its episodes record a reward for `reward.name: environment`.
+A class may have `check_job(job, arguments, field)`, which yields mistakes in a job. It may also have
+`records_reward(arguments)`, which returns whether its episodes record a reward for `reward.name:
+environment`.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ BUILT_IN = {
     "tool_use": "rollout_service.workflows.tool_use:ToolUse",
     "agent": "rollout_service.workflows.agent:AgentWorkflow",
 }
-"""Name → coroutine function or class; found by `areal_async.config.registry.WORKFLOWS`."""
+"""Name → coroutine function or class. `areal_async.config.registry.WORKFLOWS` reads it."""
 
 __all__ = ["BUILT_IN", "Context", "EpisodeAborted", "PolicyEngine", "Renderer", "Reply", "TemplateRewrites"]
 __all__ += ["TurnError", "Workflow", "WorkflowError", "load_workflow", "tool", "workflow", "workflow_of"]
@@ -52,14 +54,14 @@ FIELD = "rollout.workflow_args"
 
 
 class WorkflowError(ArealError):
-    """A workflow cannot be loaded, or makes no episodes: the text says what is missing and what to do."""
+    """A workflow cannot be loaded, or makes no episodes. The text says what is missing and what to do."""
 
 
 F = TypeVar("F", bound=Callable[..., Awaitable[None]])
 
 
 def workflow(function: F) -> F:
-    """Mark `async def name(ctx, task, *, …)` as a workflow. Raises `WorkflowError` where it is no coroutine
+    """Mark `async def name(ctx, task, *, …)` as a workflow. Raises `WorkflowError` if it is not a coroutine
     function."""
     is_coroutine: bool = inspect.iscoroutinefunction(function)
     if is_coroutine:
@@ -69,8 +71,9 @@ def workflow(function: F) -> F:
 
 
 async def single_turn(ctx: Context, task: Task) -> None:
-    """Give the model the task's prompt, and take its answer as the episode's response. Schemas of tools in
-    the task's `extra_info.tools` go to the chat template: a call is the answer, which the reward judges."""
+    """Give the model the task's prompt, and use its answer as the episode's response. Tool schemas in the
+    task's `extra_info.tools` go to the chat template. A tool call is then the answer, which the reward
+    judges."""
     tools = tools_of({"extra_info": task.extra_info}, f"task {task.task_id}") if is_chat(task.prompt) else ()
     await ctx.generate(task.prompt, tools=tools)
 
@@ -79,8 +82,7 @@ single_turn.records_reward = lambda arguments: False  # type: ignore[attr-define
 
 
 def workflow_of(job: JobConfig) -> Workflow:
-    """Return the job's workflow. Raises `WorkflowError`, and what its tools, environment or verifier
-    raise."""
+    """Return the job's workflow. Raises `WorkflowError`, and errors of its tools, environment or verifier."""
     section = job.rollout
     return load_workflow(section.workflow, section.workflow_args, max_model_len=section.max_model_len)
 
@@ -119,8 +121,8 @@ def _made(part: Any, name: str, given: Mapping[str, Any], resources: WorkflowRes
 
 
 def _checked(part: Any, name: str, given: Mapping[str, Any], resources: WorkflowResources) -> Workflow:
-    """Return a function with its arguments. Raises `WorkflowError` if it is no workflow, or does not take
-    them."""
+    """Return a function with its arguments. Raises `WorkflowError` if it is not a workflow, or does not
+    accept them."""
     attribute = name.rpartition(":")[2]
     if not inspect.iscoroutinefunction(part):
         raise WorkflowError(

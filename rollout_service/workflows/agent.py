@@ -1,9 +1,10 @@
-"""The workflow of an existing agent: it calls the policy over HTTP, and what is sampled for it is trained.
+"""The workflow of an existing agent: it calls the policy over HTTP, and its sampled answers are trained.
 
-Promises: the agent has access only while its episode runs; a command runs in a process group of its own,
-which is killed as a whole when the command has ended, is late, or the episode is cancelled. An agent that
-fails, prints too much or is late ends its episode by the fault of its answers (`fault_of`), unless it has no
-answer yet, says by `InfrastructureFault` or status 75 that something else is to blame, or waited for an
+Promises: the agent has access only while its episode runs. A command runs in its own process group. The whole
+group is killed when the command has ended, is late, or the episode is cancelled.
+
+If an agent fails, prints too much or is late, its answers are at fault (`fault_of`), with three exceptions.
+The agent has no answer yet. It reports another cause by `InfrastructureFault` or status 75. It waited for an
 engine that did not answer.
 """
 
@@ -33,14 +34,14 @@ from rollout_service.workflows.context import Context, WorkflowResources
 if TYPE_CHECKING:
     from rollout_service.gateway import Session
 
-MAX_OUTPUT_BYTES = 1 << 20  # Most bytes of a command's answer
-LET_DOWN = os.EX_TEMPFAIL  # Status of a command that something else than the answers made fail
+MAX_OUTPUT_BYTES = 1 << 20  # Most bytes of a command's output
+LET_DOWN = os.EX_TEMPFAIL  # Exit status of a command that failed for another reason than its answers
 LONG_WAIT_SHARE = 0.5
-"""Part of an agent's time for which it may have waited for one answer that did not come: beyond it the
-engine is to blame for what is late."""
+"""Share of an agent's time limit. If the agent waited longer than this for one missing answer, the engine
+caused the timeout."""
 MAX_COMPLAINTS_BYTES = 16 << 20
-LOOK_S = 0.1  # Time between two looks at how much a command has printed
-TOLD_CHARS = 2000  # How much of a failed command's complaints its error shows
+LOOK_S = 0.1  # Seconds between two checks of a command's output size
+TOLD_CHARS = 2000  # Most characters of a failed command's stderr in its error
 
 Agent = Callable[["Session", Task], Awaitable[Any]]
 
@@ -50,21 +51,23 @@ class AgentError(ArealError):
 
 
 class AgentWorkflow:
-    """Runs the agent; what it returns or prints is the episode's response."""
+    """Runner of the agent. The returned or printed text is the episode's response."""
 
     class Arguments(Section):
-        """`agent`: an existing agent that reaches the policy over HTTP. One of `agent` and `command`."""
+        """`agent`: an existing agent that reaches the policy over HTTP. Exactly one of `agent` and `command`
+        must be given."""
 
         agent: str | None = Field(default=None, pattern=r"^.+\.py:.+$")
-        """`path.py:name` of an `async def agent(session, task)`, run in the worker's process; what it returns
-        is the episode's response."""
+        """`path.py:name` of an `async def agent(session, task)`, which runs in the worker's process. Its
+        result is the episode's response."""
         command: tuple[str, ...] | None = Field(default=None, min_length=1)
-        """A program and its arguments, started once an episode; what it prints is the episode's response."""
+        """A program and its arguments, started once per episode. Its output is the episode's response."""
         cwd: Path | None = None
-        """Folder in which `command` runs; the worker's own when it is left out."""
+        """Folder in which `command` runs. The default is the worker's folder."""
         timeout_s: float = Field(default=600.0, gt=0)
-        """Deadline of one episode; past it the agent is ended, and the episode is scored
-        `reward.on_fault.score`, unless half of that time was a wait for one answer of the engine."""
+        """Deadline of one episode in seconds. After it, the agent is ended, and the episode is scored
+        `reward.on_fault.score`. If the agent waited for one answer of the engine for half of this time, the
+        answers are not at fault."""
 
         @model_validator(mode="after")
         def _one_of_them(self) -> Self:
@@ -86,7 +89,7 @@ class AgentWorkflow:
                     answer = await self._run(session, task)
             except TimeoutError:
                 if not limit.expired():
-                    raise  # the agent's own
+                    raise  # the agent's own error
                 blamed = ctx.waited_s >= LONG_WAIT_SHARE * self._timeout_s
                 raise (InfrastructureFault if blamed else AgentError)(
                     f"the agent was not done after {self._timeout_s:g} s (rollout.workflow_args.timeout_s)"
@@ -114,8 +117,8 @@ def _load(name: str) -> Agent:
 
 
 def environment_of(session: Session) -> dict[str, str]:
-    """Return this process's variables with the address and the key, as clients look for them."""
-    # A proxy for the world outside must not be asked for this machine.
+    """Return this process's variables plus address and key, under the names that clients look for."""
+    # A proxy for external hosts must not be used for this machine.
     direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), LOOPBACK, "::1", "localhost")))
     return {
         **os.environ,
@@ -132,7 +135,8 @@ def _command(arguments: AgentWorkflow.Arguments) -> Agent:
     command, cwd = arguments.command, arguments.cwd
 
     async def run(session: Session, task: Task) -> str:
-        # Files and no pipes: what it leaves behind may hold them open, and nobody waits for that.
+        # Files, not pipes: processes that the command leaves behind may keep pipes open, and nobody waits for
+        # them.
         with TemporaryFile() as given, TemporaryFile() as answer, TemporaryFile() as complaints:
             given.write(task_json(task))
             given.seek(0)
@@ -156,7 +160,7 @@ def _command(arguments: AgentWorkflow.Arguments) -> Agent:
                         if os.fstat(file.fileno()).st_size > most:
                             raise AgentError(f"the agent's command printed more than {most} bytes")
             finally:
-                # With all that it has started and left behind.
+                # Including all processes that it started and left behind.
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 status = await process.wait()

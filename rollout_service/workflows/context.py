@@ -1,8 +1,8 @@
 """The context of a workflow: generation that records the engine's input and output.
 
-Promise: every call of `generate` adds to the episode exactly the ids, log-probs, versions and epochs that
-the engine returned, after exactly the ids it was given. A path of the episode is never tokenised again: what
-follows a reply is tokenised by itself and appended (`turns.py` for chats).
+Promise: every call of `generate` adds exactly the ids that the engine was given, and the ids, log-probs,
+versions and epochs that it returned. A path of the episode is never tokenised again. Text after a reply is
+tokenised alone and appended (`turns.py` for chats).
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ if TYPE_CHECKING:
 
 
 REWARD = "reward"
-"""Name of the reward that is the episode's score, where the job says `reward.name: environment`."""
+"""Name of the reward that is the episode's score under `reward.name: environment`."""
 
 
 _SEED_PARTS = struct.Struct("<4Q")
-_LAST_TOKENS = 64  # Tokens of a path that hold the tag which it ends with
+_LAST_TOKENS = 64  # Last tokens of a path, enough to contain a tag at its end
 
 
 def call_seed(group_seed: int, sample: int, attempt: int, call: int) -> int:
-    """Return 63 bits for one call of one episode, a function of its arguments alone."""
+    """Return 63 bits for one call of one episode, which depend only on the arguments."""
     digest = hashlib.blake2b(_SEED_PARTS.pack(group_seed, sample, attempt, call), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class EpisodeAborted(ArealError):
-    """The engine ended a request before its answer was complete, so the episode is not what was asked for."""
+    """The engine ended a request before its answer was complete, so the episode is invalid."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +70,22 @@ class PolicyEngine:
     render: Renderer
     sampling: Sampling
     max_model_len: int | None = None
-    """Most tokens of a path; None: the limit of the workflow's resources."""
+    """Most tokens of a path. None: the limit of the workflow's resources."""
 
 
 class AgentAccess(Protocol):
-    """The gateway of a worker, as a context uses it (`rollout_service.gateway.Gateway`)."""
+    """The gateway of a worker, as used by a context (`rollout_service.gateway.Gateway`)."""
 
     def session(self, episode: Context) -> AbstractAsyncContextManager[Any]: ...
 
 
 @dataclass(eq=False)
 class Context:
-    """One episode in the making. `builder` is for all that has no method here (metadata, flags …)."""
+    """One episode under construction. Use `builder` for anything without a method here (metadata, flags
+    …)."""
 
     engines: Mapping[str, PolicyEngine]
-    """The engine of each policy, in the order in which the builder numbers them."""
+    """Engine of each policy, in the order of the builder's policy numbers."""
     builder: EpisodeBuilder
     _: KW_ONLY
     episode_id: str
@@ -93,42 +94,43 @@ class Context:
     sample: int = 0
     attempt: int = 0
     lease_id: str = ""
-    """Part of each request's id: an episode may be begun again while the engine still ends the requests of a
-    lost lease."""
+    """Part of each request's id, because an episode may be restarted while the engine still ends the requests
+    of a lost lease."""
     priority: int = 0
     deadline_s: float | None = None
-    """Priority and deadline of its requests (`GenerateRequest`)."""
+    """Deadline of its requests, as in `GenerateRequest`."""
     agents: AgentAccess | None = None
     greedy: bool = False
-    """Sample everything greedily, and train on nothing of it."""
+    """Sample everything greedily, and train on none of it."""
     routes: bool = False
-    """Ask the engine for the routes of all tokens it is given, and record them."""
+    """Request the routes of all tokens from the engine, and record them."""
 
     def __post_init__(self) -> None:
-        self._asked_s: dict[str, float] = {}  # Time at which each request in flight was sent to its engine
+        self._asked_s: dict[str, float] = {}  # Time when each request in flight was sent to its engine
         self._cut_s = 0.0
         self.trouble: Exception | None = None
-        """An error of the engines or of the gateway, which is not the episode's own fault."""
+        """An error of the engines or of the gateway, which is not the episode's fault."""
         self._calls = self._tool_calls = self._tool_errors = 0
         self._anchor: str | bytes | None = None
         self._paths: dict[int, Ids | tuple[int, bytes]] = {}
-        """The path down to each segment as ids, or its parent and its own ids until they are asked for."""
-        self._chats: dict[int, Chat] = {}  # The conversation up to each segment, if the path is one
+        """Ids of the path down to each segment. Until they are needed: the parent and the segment's own
+        ids."""
+        self._chats: dict[int, Chat] = {}  # The conversation up to each segment, if the path is a chat
         self._policy: dict[int, str] = {}  # The policy of each segment's tokens
 
     @cached_property
     def resources(self) -> WorkflowResources:
-        """Tools and limits that the episodes of the worker share, if it has given any."""
+        """Tools and limits shared by the worker's episodes."""
         return WorkflowResources()
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Names of the job's policies; the first one answers where none is named."""
+        """Names of the job's policies. The first is the default."""
         return self.builder.policies
 
     @property
     def sampling(self) -> Sampling:
-        """The parameters with which the first policy answers, where a call names none."""
+        """Default sampling parameters of the first policy."""
         return self.engines[self.policies[0]].sampling
 
     @sampling.setter
@@ -142,18 +144,18 @@ class Context:
         return self.engines[self.policies[0]].render.tokenizer
 
     def agent(self, name: str, policy: str | None = None) -> int:
-        """Return the number of an agent for `agent=`, by its name; a new one speaks for `policy`, by default
-        the first. Of several policies each has an agent of its own name."""
+        """Return the number of an agent by its name, for `agent=`. A new agent speaks for `policy`, by
+        default the first. In a job with several policies, each policy has an agent with the policy's name."""
         return self.builder.agent(name, None if policy is None else self._number(policy))
 
     def _number(self, policy: str) -> int:
-        """Return the number of a policy. Raises ValueError if the job has none of that name."""
+        """Return the number of a policy. Raises ValueError if the job has no policy of that name."""
         if policy not in self.policies:
             raise ValueError(f"there is no policy {policy!r}; the job has {', '.join(self.policies)}")
         return self.policies.index(policy)
 
     def speaker(self, agent: int | None, policy: str | None) -> tuple[int, str]:
-        """Return the number of an agent, and its policy; either may be left out."""
+        """Return the number of an agent and its policy. Either argument may be None."""
         if agent is None:
             agent = 0 if policy is None else self.builder.agent_of(self._number(policy))
         spoken_for = self.policies[self.builder.policy_of(agent)]
@@ -176,18 +178,18 @@ class Context:
         train: bool = True,
         **sampling: Any,
     ) -> Reply:
-        """Continue `parent` (a new path when None) with `prompt`, then sample. `policy` names the one that
-        answers: by default the agent's, and without one the job's first. A path stays with the policies of
-        one tokenizer.
+        """Continue `parent` with `prompt`, then sample. Without `parent`, a path begins. `policy` answers:
+        by default the agent's, or the job's first. All policies on a path must have the same tokenizer.
 
-        `prompt` is text, chat messages or token ids; None samples right after `parent`. Messages after a
-        reply are what the chat template appends to it; where the template would change what came before,
-        `rewritten` decides: `error` raises `TemplateRewrites`, `root` begins a new path with the conversation
-        rendered anew. `tools` are schemas for the template (of a new path). Further keywords replace fields
-        of the job's sampling parameters (`seed=7`, `max_new_tokens=16`, …). `train=False` makes the answer
-        context, which is in no gradient: needed for one that is sampled greedily or with top-p or top-k.
-        The first call sets the episode's prompt text, every call its response text; `builder.text` changes
-        either. Raises `RequestError` for what the engine cannot serve."""
+        `prompt` is text, chat messages or token ids. None samples directly after `parent`. Messages after a
+        reply become the text that the chat template appends. If the template would change earlier text,
+        `rewritten` decides. `error` raises `TemplateRewrites`. `root` begins a new path with the conversation
+        rendered again. `tools` are schemas for the template of a new path. Further keywords replace the job's
+        sampling parameters (`seed=7`, `max_new_tokens=16`, …).
+
+        `train=False` makes the answer context without gradient. Answers sampled greedily or with top-p or
+        top-k need it. The first call sets the episode's prompt text, and every call its response text.
+        `builder.text` changes either. Raises `RequestError` if the engine cannot serve the request."""
         root = parent is None
         agent, policy = self.speaker(agent, policy)
         voice = self.engines[policy]
@@ -225,8 +227,8 @@ class Context:
         )
 
     async def ask(self, policy: str, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
-        """Have the engine of a policy answer: the only way to it. Notes what is not the episode's own
-        fault."""
+        """Send a request to the engine of a policy. All requests go through this method, because it records
+        trouble that is not the episode's fault."""
         began_s = self._asked_s[request.request_id] = time.monotonic()
         engine = self.engines[policy].engine
         try:
@@ -245,12 +247,12 @@ class Context:
 
     @property
     def waited_s(self) -> float:
-        """The longest wait for an answer that has not come, in seconds."""
+        """Longest wait for an answer that has not arrived, in seconds."""
         now_s = time.monotonic()
         return max([self._cut_s, *(now_s - asked_s for asked_s in self._asked_s.values())])
 
     def drawn(self, sampling: Sampling) -> Sampling:
-        """Return the parameters of a call in this episode that asks for `sampling`."""
+        """Return the parameters for a call that requests `sampling`. They are greedy if the episode is."""
         greedily = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
         return msgspec.structs.replace(sampling, **greedily) if self.greedy else sampling
 
@@ -264,7 +266,7 @@ class Context:
         turn: int,
         train: bool = True,
     ) -> int:
-        """Add an answer, with the routes that came with it, after `parent`; returns its segment."""
+        """Add an answer and its routes after `parent`. Return its segment."""
         trained = train and not self.greedy
         segment = self.builder.sampled(
             result.token_ids,
@@ -286,8 +288,8 @@ class Context:
         return segment
 
     def gateway(self) -> AbstractAsyncContextManager[Any]:
-        """`async with ctx.gateway() as session:` gives agents access over HTTP while the block lasts. The
-        answers sampled for them are recorded in this episode. See docs/gateway.md."""
+        """Give agents access over HTTP inside `async with ctx.gateway() as session:`. Their sampled answers
+        are recorded in this episode. See docs/gateway.md."""
         if self.agents is None:
             raise ArealError("this context was made without a gateway")
         return self.agents.session(self)
@@ -295,8 +297,8 @@ class Context:
     def request(
         self, name: str, ids: Ids, sampling: Sampling, policy: str, parent: int | None
     ) -> GenerateRequest:
-        """Return a request to the engine of a policy for this episode; `name` tells it from the episode's
-        others. `ids` begin with the path of the segment `parent`."""
+        """Return a request to the engine of a policy for this episode. `name` distinguishes it from the
+        episode's other requests. `ids` begin with the path of the segment `parent`."""
         return GenerateRequest(
             f"{self.episode_id}/{self.lease_id}/{name}",
             ids,
@@ -308,7 +310,8 @@ class Context:
             deadline_s=self.deadline_s,
         )
 
-    # --- what no policy samples ------------------------------------------------------------------------
+    # --- segments that no policy samples
+    # ---------------------------------------------------------------------
 
     def observe(
         self,
@@ -322,9 +325,9 @@ class Context:
         rewritten: Rewritten = "error",
         policy: str | None = None,
     ) -> int:
-        """Add what no policy sampled (a tool's answer, an environment's); returns its segment. See
-        `generate` for `content`, `tools` and `rewritten`. What begins a path is in the tokens of `policy`, by
-        default the agent's."""
+        """Add a segment that no policy sampled, such as an answer of a tool or an environment. Return its
+        index. See `generate` for `content`, `tools` and `rewritten`. The start of a path is tokenised for
+        `policy`, by default the agent's."""
         if parent is None:
             _, policy = self.speaker(agent, policy)
             chat = Chat(tuple(content), tuple(tools)) if is_chat(content) else None
@@ -352,7 +355,8 @@ class Context:
     async def call_tool(
         self, name: str | Tool, arguments: str | Mapping[str, Any], *, timeout_s: float | None = None
     ) -> ToolAnswer:
-        """Call a tool and count it, without adding anything to the episode. Raises nothing of the tool's."""
+        """Call a tool and count the call, without adding to the episode. Errors of the tool are in the
+        answer."""
         answer = await run_tool(self.resources, name, arguments, timeout_s)
         self._tool_calls += 1
         self._tool_errors += bool(answer.error)
@@ -371,10 +375,10 @@ class Context:
         timeout_s: float | None = None,
         rewritten: Rewritten = "error",
     ) -> ToolReply:
-        """Call a tool (of the job's `tools`, or a function marked `@tool`) and add its answer after `parent`
-        as a TOOL segment. Text is the tool's one argument, a mapping its named ones. What goes wrong in the
-        tool is an answer too: `error: …`. `show` makes the prompt of the answer: by default a message of the
-        role `tool` where the path is a chat, else the text itself."""
+        """Call a tool, and add its answer after `parent` as a TOOL segment. The tool is one of the job's
+        `tools` or a function marked `@tool`. Text is the tool's only argument, and a mapping has its named
+        arguments. An error in the tool becomes the answer `error: …`. `show` makes the prompt from the
+        answer. By default it is a message of the role `tool` if the path is a chat, else the text itself."""
         answer = await self.call_tool(name, arguments, timeout_s=timeout_s)
         text = f"error: {answer.error}" if answer.error else answer.text
         called = name.name if isinstance(name, Tool) else name
@@ -391,9 +395,9 @@ class Context:
     # --- rewards and marks -----------------------------------------------------------------------------
 
     def reward(self, value: float, *, name: str = REWARD, segment: int | None = None) -> None:
-        """Record a reward that the workflow knows: of a segment, or of the whole episode under a name. The
-        reward called `reward` (without one, the sum over segments) is what the verifier `environment` scores
-        the episode with; other names are shown beside it. Raises ValueError for what is no finite number."""
+        """Record a reward of a segment, or of the whole episode under a name. The verifier `environment`
+        scores the episode with the reward called `reward`. If there is none, it uses the sum over segments.
+        Other names are only reported. Raises ValueError if the value is not finite."""
         number = float(value)
         if not np.isfinite(number):
             raise ValueError(f"a reward is a finite number, not {value}")
@@ -403,17 +407,18 @@ class Context:
             self.builder.reward(segment, number)
 
     def anchor(self, key: str | bytes, segment: int | None = None) -> None:
-        """Name the state before `segment`, by default before what `generate` samples next. Equal keys in the
-        episodes of a group are equal states."""
+        """Name the state before `segment`, by default before the next sampled segment. Equal keys in the
+        episodes of a group mean equal states."""
         if segment is None:
             self._anchor = key
         else:
             self.builder.anchor(segment, key)
 
-    # --- looking ---------------------------------------------------------------------------------------
+    # --- queries
+    # ---------------------------------------------------------------------------------------------
 
     def room(self, segment: int) -> int:
-        """Return the number of tokens that may follow `segment` before the path has its greatest length."""
+        """Return how many tokens may follow `segment` until the path has its maximum length."""
         limit = self.engines[self._policy[segment]].max_model_len or self.resources.max_model_len
         return max(0, limit - len(self._path(segment))) if limit is not None else 2**31 - 1
 
@@ -426,22 +431,22 @@ class Context:
         return [{"role": "user", "content": text}] if self.is_chat(segment) else text
 
     def decoded(self, ids: Ids, policy: str | None = None) -> str:
-        """Return the text of an answer of a policy, by default the first, without its end token; a stop
-        string and other special tokens are in it."""
+        """Return the text of a policy's answer without its end token. The default is the first policy. Stop
+        strings and other special tokens stay in the text."""
         return self.engines[policy or self.policies[0]].render.answers.text(ids.tolist())
 
     def opens_thought(self, segment: int) -> bool:
-        """Return whether the path down to `segment` ends with a tag that opens a thought, as the prompts of
-        some chat templates do: an answer then begins inside of it."""
+        """Return whether the path down to `segment` ends with a tag that opens a thought. The prompts of some
+        chat templates do. An answer then begins inside the thought."""
         last = self._path(segment)[-_LAST_TOKENS:].tolist()
         return opens_thought(self.engines[self._policy[segment]].render.answers.text(last, whole=True))
 
     def spoken(self, text: str, segment: int) -> str:
-        """Return an answer that followed `segment` without its thoughts."""
+        """Return an answer after `segment` without its thoughts."""
         return spoken(text, opened=self.opens_thought(segment))
 
     def _end(self, result: GenerateResult, policy: str) -> str:
-        """Return the text of the end token with which an answer ended, "" without one."""
+        """Return the text of an answer's end token, or "" without one."""
         render, last = self.engines[policy].render, result.token_ids[-1:].tolist()
         return render.answers.text(last, whole=True) if render.ends.issuperset(last) else ""
 
@@ -456,7 +461,7 @@ class Context:
         return self._place(self.builder.observed(kind, ids, None, agent, turn), ids, policy, chat)
 
     def _place(self, segment: int, path: Ids | tuple[int, bytes], policy: str, chat: Chat | None) -> int:
-        """Note the path of a new segment."""
+        """Record the path of a new segment. Return the segment."""
         self._paths[segment], self._policy[segment] = path, policy
         if chat is not None:
             self._chats[segment] = chat
@@ -473,14 +478,14 @@ class Context:
         return self._root(SegmentKind.PROMPT, chat.messages, chat, agent, turn, policy)
 
     def _prompt_text(self, prompt: Prompt | None, segment: int) -> str:
-        """Return the first text that the model reads; a `prompt` that begins the path is remembered."""
+        """Return the first text that the model reads. A `prompt` that begins the path is remembered."""
         policy = self._policy[segment]
         known = self.engines[policy].render(prompt).text if prompt is not None else ""
         path = self._path(segment).tolist()
         return known or self.engines[policy].render.answers.text(path, whole=True)
 
     def _path(self, segment: int) -> Ids:
-        """Return the ids of the path down to a segment, its own included."""
+        """Return the ids of the path down to a segment, including the segment."""
         at, pieces = segment, []
         while isinstance(path := self._paths[at], tuple):
             at, ids = path

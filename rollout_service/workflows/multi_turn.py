@@ -1,4 +1,4 @@
-"""`multi_turn`: the policy acts in an environment, turn by turn; `World` is one as workflows use it."""
+"""`multi_turn`: the policy acts in an environment, turn by turn. `World` is an environment for workflows."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from rollout_service.workflows.turns import Rewritten
 
 @dataclass(eq=False)
 class World:
-    """`async with World(factory, timeout_s, ctx) as world`: one environment for one episode.
+    """One environment for one episode: `async with World(factory, timeout_s, ctx) as world`.
 
-    An environment without `blocking = False` is made and called in threads, each call with the deadline.
-    Raises `EnvironmentFailure` for one that is late or answers with something else than the protocol says."""
+    An environment is created and called in threads, each call with the deadline, unless it has `blocking =
+    False`. Raises `EnvironmentFailure` if a call is late or returns a value that the protocol does not allow.
+    """
 
     factory: EnvironmentFactory
     timeout_s: float
@@ -45,7 +46,7 @@ class World:
 
     async def __aexit__(self, *_: object) -> None:
         close = getattr(self._environment, "close", None)
-        # One that hangs is left to its thread.
+        # A call that hangs keeps its thread.
         if callable(close) and not self._late:
             await self._call("close", close)
 
@@ -85,8 +86,8 @@ class World:
 def opening(
     prompt: str | Sequence[dict[str, Any]], observation: str, first: str = "{prompt}{observation}"
 ) -> str | list[dict[str, Any]]:
-    """Return the task's prompt with the first observation: joined as `first` says; or, of a chat, in its last
-    message if that is the user's, else as a message of the user's own."""
+    """Return the task's prompt with the first observation. A text prompt is joined as `first` says. In a
+    chat, the observation goes into the last message if it is the user's, else into a new user message."""
     if isinstance(prompt, str):
         return first.format(prompt=prompt, observation=observation)
     if not observation:
@@ -99,7 +100,7 @@ def opening(
 
 
 def environment_mistakes(arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-    """Yield mistakes in `environment` and `environment_args` of `arguments`. Files are read elsewhere."""
+    """Yield mistakes in `environment` and `environment_args` of `arguments`. Files are checked elsewhere."""
     name = arguments.get("environment")
     if name is not None and ".py:" not in name:
         given, field = arguments.get("environment_args", {}), f"{field}.environment"
@@ -107,7 +108,7 @@ def environment_mistakes(arguments: Mapping[str, Any], field: str) -> Iterator[M
 
 
 def check_format(text: str, *names: str) -> str:
-    """Return `text` if `str.format` takes it with these names. Raises ValueError."""
+    """Return `text` if `str.format` accepts it with these names. Raises ValueError."""
     try:
         text.format(**dict.fromkeys(names, ""))
     except (KeyError, IndexError, ValueError, AttributeError):
@@ -117,32 +118,33 @@ def check_format(text: str, *names: str) -> str:
 
 
 class MultiTurn:
-    """Shows what the environment shows and takes each reply as an action, until it is over, `max_turns` are
-    made, or the path has no room left. Each turn's reward is its reply's segment's; the episode's is their
-    sum, or the last one's."""
+    """Loop that shows observations and uses each reply as an action. It ends when the environment is done,
+    after `max_turns`, or when the path has no room left. A turn's reward belongs to its reply's segment. The
+    episode's reward is the sum of the turns' rewards, or the last one."""
 
     class Arguments(Section):
         """`multi_turn`: a policy in an environment."""
 
         environment: str
-        """A built-in environment, that of an installed package, or `path.py:Class` of one of your own."""
+        """A built-in environment, an environment of an installed package, or `path.py:Class`."""
         environment_args: dict[str, Any] = Field(default_factory=dict)
         """Arguments of the environment."""
         max_turns: int = Field(default=16, ge=1)
-        """Replies after which the episode ends, whatever the environment says."""
+        """Most replies in an episode, whatever the environment says."""
         reward: Literal["sum", "final"] = "sum"
-        """The episode's reward: the sum of the turns' rewards, or that of the last turn."""
+        """The episode's reward: the sum of the turns' rewards, or the last turn's reward."""
         first: str = "{prompt}{observation}"
         """Format of the first text that the model sees, if the task's prompt is text."""
         turn: str = "{observation}"
-        """Format of the text that it sees after each reply."""
+        """Format of the text that the model sees after each reply."""
         stop: tuple[str, ...] = ()
-        """Texts that end a reply, beside those of `rollout.sampling.stop`."""
+        """Texts that end a reply, in addition to `rollout.sampling.stop`."""
         timeout_s: float = Field(default=30.0, gt=0)
-        """Deadline of one call of the environment; past it the episode ends, and is scored
-        `reward.on_fault.score` if an action brought that about."""
+        """Deadline in seconds of one call of the environment. A late call ends the episode. If an action
+        caused the delay, the score is `reward.on_fault.score`."""
         rewritten: Rewritten = "root"
-        """If the chat template renders earlier turns anew: begin a new root, or fail the episode."""
+        """Action if the chat template renders earlier turns differently: begin a new root, or fail the
+        episode."""
 
         @field_validator("first", "turn")
         @classmethod

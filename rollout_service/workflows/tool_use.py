@@ -1,11 +1,11 @@
 """`tool_use`: the policy may call tools before it answers.
 
-Calls come in two formats, and are read without running anything:
+Calls have two formats. Parsing them runs no code.
 
-plain   `name(text)` at the very end of a reply; the text goes to the tool as it is. A reply ends at the first
-        `)` that closes every bracket, so the stop string is `)`.
-json    one or more `<tool_call>{"name": "…", "arguments": {…}}</tool_call>` anywhere in a reply, as the chat
-        templates of Qwen and Hermes models teach it.
+    plain   `name(text)` at the very end of a reply; the tool gets the text unchanged. A reply ends at the
+            first `)` that closes every bracket, so the stop string is `)`.
+    json    one or more `<tool_call>{"name": "…", "arguments": {…}}</tool_call>` anywhere in a reply, the
+            format of the chat templates of Qwen and Hermes models.
 """
 
 from __future__ import annotations
@@ -44,34 +44,37 @@ PLAIN_STOP = ")"
 
 
 class ToolUse:
-    """Runs the calls that end a reply and shows their answers, until a reply has none, `max_calls` are made,
-    or the path has no room left. That reply is the episode's response, and the environment's action."""
+    """Loop that runs the calls at the end of a reply and shows their answers. It ends at a reply without a
+    call, after `max_calls`, or when the path has no room left. The last reply is the episode's response and
+    the environment's action."""
 
     class Arguments(Section):
         """`tool_use`: a policy that may call tools before it answers."""
 
         tools: tuple[str, ...] = Field(min_length=1)
-        """`path.py:name` of functions marked `@tool`, or names of those of installed packages."""
+        """Tools: `path.py:name` of functions marked `@tool`, or names of tools in installed packages."""
         format: Literal["plain", "json"] = "plain"
         """Format of calls. `plain`: `name(text)` ends a reply; `json`: `<tool_call>{"name": …,
         "arguments": {…}}</tool_call>`."""
         max_calls: int = Field(default=8, ge=0)
-        """Calls in one episode; what the model says after the last one is its answer."""
+        """Most calls in one episode. The reply after the last call is the answer."""
         answer: str = "={answer}\n"
         """Format of a tool's answer in the plain format."""
         error: str = "error: {error}"
-        """The answer of a tool that failed."""
+        """Format of the answer of a tool that failed."""
         timeout_s: float = Field(default=10.0, gt=0)
-        """Deadline of one call of a tool (past it the model reads an error) and of the environment."""
+        """Deadline in seconds of one call of a tool or of the environment. After a late tool call, the model
+        reads an error."""
         output_chars: int = Field(default=2000, ge=1)
-        """Longer answers are cut."""
+        """Most characters of a tool's answer. Longer answers are truncated."""
         environment: str | None = None
-        """Environment that gives the question and takes the final answer; none: the task's prompt, and
-        `reward.name`."""
+        """Environment that gives the question and takes the final answer. None: the task's prompt and
+        `reward.name` are used."""
         environment_args: dict[str, Any] = Field(default_factory=dict)
         """Arguments of the environment."""
         rewritten: Rewritten = "root"
-        """If the chat template renders earlier turns anew: begin a new root, or fail the episode."""
+        """Action if the chat template renders earlier turns differently: begin a new root, or fail the
+        episode."""
 
         @field_validator("answer", "error")
         @classmethod
@@ -80,7 +83,7 @@ class ToolUse:
 
     @staticmethod
     def records_reward(arguments: Mapping[str, Any]) -> bool:
-        """Return whether an episode gets a reward here: that of its environment."""
+        """Return whether the workflow records a reward for its episodes, from their environment."""
         return bool(arguments.get("environment"))
 
     def __init__(self, arguments: Arguments, resources: WorkflowResources) -> None:
@@ -119,7 +122,7 @@ class ToolUse:
                 left -= len(calls)
                 turn += 1
                 segment = await self._answer(ctx, reply.segment, calls, turn)
-            # The whole reply: an answer may end in the bracket that stopped it.
+            # The whole reply, because an answer may end in the bracket that stopped it.
             ctx.builder.text(response=answer)
             ctx.builder.meta(turns=turn + 1)
             if world is not None:
@@ -148,8 +151,8 @@ class ToolUse:
 
 
 async def _generate(ctx: Context, segment: int, turn: int, *, plain: bool, opened: bool) -> tuple[Reply, str]:
-    """Return a reply and its text. A plain one that a bracket stopped goes on, unless it is a call by
-    then."""
+    """Return a reply and its text. A plain reply that a bracket stopped continues until it is a call or
+    ends."""
     left = ctx.sampling.max_new_tokens
     stop = (*ctx.sampling.stop, PLAIN_STOP) if plain else ctx.sampling.stop
     reply = await ctx.generate(parent=segment, turn=turn, stop=stop)
@@ -166,7 +169,7 @@ async def _generate(ctx: Context, segment: int, turn: int, *, plain: bool, opene
 
 @dataclass(frozen=True)
 class RequestedCall:
-    """A call of a tool in what a model said. `problem` says why it cannot be made, and is empty otherwise."""
+    """A tool call in a reply. `problem` is the reason if the call cannot be made."""
 
     name: str
     arguments: str | Mapping[str, Any]
@@ -182,7 +185,7 @@ def open_brackets(text: str) -> int:
 
 
 def plain_call(text: str) -> RequestedCall | None:
-    """Return the call that ends `text`, if one does."""
+    """Return the call at the end of `text`, or None."""
     text = text.rstrip()
     if not text.endswith(")"):
         return None
@@ -196,14 +199,14 @@ def plain_call(text: str) -> RequestedCall | None:
 
 
 def json_calls(text: str, *, opened: bool = False) -> list[RequestedCall]:
-    """Return every call in `text` outside of its thoughts, in order; one that is no proper JSON has a
-    `problem`. `opened`: the prompt has opened a thought."""
+    """Return every call in `text` outside of thoughts, in order. A call with invalid JSON has a `problem`.
+    `opened`: the prompt has opened a thought."""
     source = ScannedText(text)
 
     def read(at: int, begin: int) -> Found:
         value, problem, end = json_block(source, at)
         if (value is None and not problem) or not text.startswith(CLOSE, end - len(CLOSE)):
-            return Found(at, end)  # a mention, or not closed
+            return Found(at, end)  # only a mention of the tag, or not closed
         call = RequestedCall("", {}, f"the call is not JSON: {problem}") if problem else _json_call(value)
         return Found(at, end, [call])
 

@@ -5,9 +5,10 @@
         "The meaning of a word."
         return MEANINGS[word]
 
-Promise: a call ends in one text within its deadline, and of bounded length, whatever the function does: an
-error becomes a text that the model reads, and is counted. A sync function runs in a thread, an async one on
-the event loop; `@tool(inline=True)` runs a sync one on the loop too, for what takes microseconds.
+Promise: a call returns one text of bounded length within its deadline, whatever the function does. An error
+becomes a text that the model reads, and is counted. A sync function runs in a thread, and an async function
+on the event loop. `@tool(inline=True)` also runs a sync function on the loop, for calls that take
+microseconds.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ class CallTimeout(ArealError):
 
 
 class CallsBusy(CallTimeout):
-    """A call did not begin: others hang, or the host starts no thread."""
+    """A call did not start, because other calls hang or the host starts no more threads."""
 
 
 class BlockingCalls:
-    """Runs blocking code of the user's, each call in a thread with a deadline. Used from one event loop.
+    """Runner of the user's blocking code, each call in a thread with a deadline. Used from one event loop.
 
-    A call past its deadline raises `CallTimeout` and holds nobody up. A thread cannot be ended, so what hangs
-    keeps its place until it ends by itself, and there are at most `limit` places: when all are taken for a
-    whole deadline, further calls fail and say so, instead of piling up."""
+    A call past its deadline raises `CallTimeout` and blocks nobody. A thread cannot be ended, so a hanging
+    call keeps its place until it returns. There are at most `limit` places. If no place becomes free within a
+    call's deadline, the call fails with `CallsBusy`."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
@@ -70,12 +71,12 @@ class BlockingCalls:
             try:
                 outcome.set_result(function(*arguments))
             except Exception as raised:
-                # An awaited future cannot carry a StopIteration.
+                # A future cannot carry a StopIteration.
                 stop = isinstance(raised, StopIteration)
                 outcome.set_exception(RuntimeError("StopIteration") if stop else raised)
-            except BaseException as raised:  # SystemExit of a tool must not end the worker
+            except BaseException as raised:  # SystemExit in a tool must not end the worker
                 outcome.set_exception(RuntimeError(f"{type(raised).__name__}: {raised}"))
-            with suppress(RuntimeError):  # the loop has closed meanwhile: nobody waits
+            with suppress(RuntimeError):  # the loop was closed meanwhile, so nobody waits
                 loop.call_soon_threadsafe(self._places.release)
 
         try:
@@ -88,13 +89,13 @@ class BlockingCalls:
                 return await asyncio.wrap_future(outcome)
         except TimeoutError:
             if outcome.done():
-                return outcome.result()  # it came with the deadline, or raised this itself
+                return outcome.result()  # it finished at the deadline, or raised this itself
             raise CallTimeout(f"not back within {timeout_s:g} s") from None
 
 
 async def contained(work: Awaitable[T]) -> T:
-    """Await the user's `work`. An exception of its own that would end this process, or cancel a task that
-    nobody cancelled, becomes a RuntimeError: an answer could bring it about."""
+    """Await the user's `work`. An exception that would end this process, or cancel a task that nobody
+    cancelled, becomes a RuntimeError. Otherwise an answer could cause either."""
     task = asyncio.current_task()
     try:
         return await work
@@ -107,13 +108,13 @@ async def contained(work: Awaitable[T]) -> T:
 
 
 BUILT_IN: dict[str, str] = {}
-"""Name → tool; found by `areal_async.config.registry.TOOLS`."""
+"""Name → tool. `areal_async.config.registry.TOOLS` reads it."""
 
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
 class ToolError(ArealError):
-    """A tool cannot be loaded, or there is none of that name: the text says what to do."""
+    """A tool cannot be loaded or does not exist. The text says what to do."""
 
 
 @dataclass(frozen=True)
@@ -128,19 +129,19 @@ class Tool:
     inline: bool = False
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """The function itself, so that a test of it needs nothing of ours."""
+        """Call the function itself, so that tests can use it directly."""
         return self.function(*arguments, **named)
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The description of the tool that chat templates take."""
+        """Return the description of the tool for chat templates."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """The result of a call. `error` says what went wrong, and is empty otherwise."""
+    """Result of a call. `error` is the error text, or empty."""
 
     text: str
     error: str = ""
@@ -148,7 +149,8 @@ class ToolAnswer:
 
 @dataclass(frozen=True)
 class ToolReply:
-    """A tool's answer in the episode: its segment, the text that the model reads, and what went wrong."""
+    """Answer of a tool in the episode: its segment, the text that the model reads, and the error text or
+    ""."""
 
     segment: int
     text: str
@@ -160,7 +162,7 @@ def tool(function: Callable[..., Any], /) -> Tool: ...
 @overload
 def tool(*, name: str = "", inline: bool = False) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(function: Callable[..., Any] | None = None, /, *, name: str = "", inline: bool = False) -> Any:
-    """Make a function a tool. Its docstring and type hints are what a chat model is told of it."""
+    """Make a function a tool. A chat model sees its docstring and type hints."""
 
     def mark(marked: Callable[..., Any]) -> Tool:
         if not callable(marked):
@@ -194,16 +196,16 @@ def load_tools(names: Iterable[str]) -> dict[str, Tool]:
 
 @dataclass
 class WorkflowResources:
-    """Tools and limits that the episodes of a worker share: made once, when the workflow is loaded."""
+    """Tools and limits shared by a worker's episodes, created once when the workflow is loaded."""
 
     tools: Mapping[str, Tool] = field(default_factory=dict)
     """The job's tools, by the names that `ctx.tool` takes."""
     max_model_len: int | None = None
     """Most tokens of a path."""
     timeout_s: float = 10.0
-    """Deadline of one call of a tool."""
+    """Deadline in seconds of one call of a tool."""
     output_chars: int = 2000
-    """Longer answers of tools are cut."""
+    """Most characters of a tool's answer. Longer answers are truncated."""
     blocking: BlockingCalls = field(default_factory=BlockingCalls)
 
 
@@ -213,8 +215,9 @@ Arguments = str | Mapping[str, Any]
 async def run_tool(
     resources: WorkflowResources, name: str | Tool, arguments: Arguments, timeout_s: float | None = None
 ) -> ToolAnswer:
-    """Call a tool, with the resources' deadline if no other is given; text is its one argument, a mapping its
-    named ones. Errors of the tool are its answer, except `InfrastructureFault`. Raises `CallsBusy` too."""
+    """Call a tool, by default with the resources' deadline. Text is its only argument, and a mapping has its
+    named arguments. Errors of the tool become its answer, except `InfrastructureFault`, which is raised.
+    Raises `CallsBusy` too."""
     tools, timeout_s = resources.tools, resources.timeout_s if timeout_s is None else timeout_s
     output_chars = resources.output_chars
     called = name if isinstance(name, Tool) else tools.get(name)
@@ -227,13 +230,13 @@ async def run_tool(
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         answer = ToolAnswer(cut(text, output_chars))
         outcome = "ok"
-    except (CallsBusy, InfrastructureFault):  # no doing of the model's, which must not pay for it
+    except (CallsBusy, InfrastructureFault):  # not caused by the model, so not its answer
         metrics.TOOL_CALLS.labels(called.name, "let_down").inc()
         raise
     except (CallTimeout, TimeoutError) as error:
         answer = ToolAnswer("", cut(str(error) or f"not back within {timeout_s:g} s", output_chars))
         outcome = "timeout"
-    except Exception as error:  # the tool may be the user's: the model reads what went wrong
+    except Exception as error:  # the tool may be the user's, so the model reads the error
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         answer = ToolAnswer("", cut(text, output_chars))
         outcome = "error"
@@ -242,7 +245,7 @@ async def run_tool(
 
 
 def cut(text: str, limit: int) -> str:
-    """Return the first `limit` characters of `text`, with a note where more are missing."""
+    """Return the first `limit` characters of `text`, with a note if more are missing."""
     return text if len(text) <= limit else f"{text[:limit]}… (cut: {limit} of {len(text)} characters)"
 
 

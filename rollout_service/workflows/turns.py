@@ -1,18 +1,18 @@
-"""Prompts become ids, and how a path of ids goes on after an answer.
+"""Prompts as ids, and the continuation of a path of ids after an answer.
 
-An answer is ids that were sampled; they are never made from text again. The next call shows the same
-conversation with the answer in it and something after it: the rendering R. It was sampled after the
-rendering P, which ends with the header that the template opens an answer with. The text after the sampled ids
-is the rest of R (`tail`), provided that R still shows what came before:
+An answer is sampled ids. They are never made from text again. The next call shows the same conversation with
+the answer and new messages after it: the rendering R. The answer was sampled after the rendering P, which
+ends with the header that the template puts before an answer. The text after the sampled ids is the rest of R
+(`tail`). This works only if R still shows the earlier conversation, in one of two ways:
 
-- R begins with P and the answer as it was sampled. So it does where a template opens a thought in P.
-- Or R shows the same answer in another spelling: white space, and the JSON of tool calls, may differ, for
-  neither says anything else. Then R begins with the rendering of the conversation up to the answer, or shows
-  the answer up to the first closing of a turn.
+- R begins with P and the answer exactly as sampled. This also covers a template that opens a thought in P.
+- R shows the same answer in another spelling. Only white space and the JSON format of tool calls may differ,
+  because they do not change the meaning. R must then begin with the rendering of the conversation up to the
+  answer. Otherwise R must show the answer up to the first closing of a turn.
 
-The rest begins with the closing of the answer's turn as far as the model has not sampled it. A template that
-drops or moves text (Qwen3 drops earlier thinking, for example) fails this, and the path ends. Workflows and
-the gateway go on by this one rule.
+The rest begins with the closing of the answer's turn, without the part that the model has sampled. If a
+template drops or moves text, the path ends. Qwen3, for example, drops earlier thinking. Workflows and the
+gateway both use this rule.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from areal_async.trajectory.layout import FinishReason
 
 Message = Mapping[str, Any]
 Rewritten = Literal["root", "error"]
-"""If a template would change the past of a path: begin a new root, or fail."""
+"""Action if a template would change earlier text of a path: begin a new root, or fail."""
 
 
 class TurnError(ArealError):
@@ -41,10 +41,11 @@ class TurnError(ArealError):
 
 
 class TemplateRewrites(TurnError):
-    """The template renders what was said before otherwise than the model saw and said it."""
+    """The template renders earlier messages differently from the text that the model saw and sampled."""
 
 
-# --- going on after an answer --------------------------------------------------------------------------
+# --- continuation after an answer
+# ----------------------------------------------------------------------------
 
 Calls = tuple[tuple[str, str], ...]
 """Names and canonical arguments of tool calls."""
@@ -52,14 +53,14 @@ Calls = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class SampledText:
-    """An answer: as it was sampled, and as it is said in the conversation."""
+    """An answer: as sampled, and as a message in the conversation."""
 
     raw: str
     """Decoded with every special token."""
     content: str
     calls: Calls = ()
     end: str = ""
-    """Text of the end token that was sampled, "" without one."""
+    """Text of the sampled end token, or "" without one."""
 
 
 class Spelled(NamedTuple):
@@ -71,12 +72,12 @@ class Spelled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A conversation as the engine is given it."""
+    """A conversation as sent to the engine."""
 
     text: str
-    """The rendering with the assistant's turn opened."""
+    """Rendering with the assistant's turn opened."""
     before: str | None
-    """The rendering without it; None when the template does not merely append its opening."""
+    """Rendering without the opened turn. None if the template does more than append the opening."""
 
 
 def tail(
@@ -88,11 +89,11 @@ def tail(
     past: Callable[[], str | None],
     spelled: Callable[[str], Spelled] = Spelled,
 ) -> str | None:
-    """Return the text after the ids of an answer that was sampled after `prompt`, in `rendered`, which shows
-    more; None if that does not show the history as it was.
+    """Return the text that follows the answer's ids in `rendered`, a longer rendering. The answer was sampled
+    after `prompt`. Return None if `rendered` shows a different history.
 
-    `closing` is the text that the template puts after an answer, `past()` the rendering up to and including
-    it, and `spelled` reads text and tool calls of a rendered turn."""
+    `closing` is the text that the template puts after an answer. `past()` returns the rendering up to and
+    including `closing`. `spelled` reads text and tool calls of a rendered turn."""
     given, before = prompt.text, prompt.before
     exact = given + said.raw
     if rendered.startswith(exact):
@@ -103,7 +104,7 @@ def tail(
         return None
     upto = past()
     if upto is None or not (rendered.startswith(upto) and upto.startswith(before)):
-        # Some templates show the last answer otherwise than earlier ones.
+        # Some templates render the last answer differently from earlier answers.
         end = rendered.find(closing, len(before)) if closing and rendered.startswith(before) else -1
         if end < 0 or not closing:
             return None
@@ -115,7 +116,7 @@ def tail(
     if squashed(shown.text) != squashed(header + said.content) or shown.calls != said.calls:
         return None
     space, end_token, after = closing.partition(said.end) if said.end else ("", "", closing)
-    # An end token that is not the template's own leaves the turn open, like one that was cut short.
+    # An end token of another kind than the template's leaves the turn open, like a truncated answer.
     return (after if end_token and not space.strip() else closing) + rendered[len(upto) :]
 
 
@@ -126,15 +127,15 @@ def squashed(text: str) -> str:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation so far, as messages; `tools` are the schemas that the template is given."""
+    """A conversation so far, as messages. `tools` are the schemas for the template."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     end: str = ""
-    """Text of the end token with which the last message, a reply, was sampled."""
+    """Text of the end token after the last message, if that is a sampled reply."""
 
     def said(self, text: str, end: str = "") -> Chat:
-        """Return the conversation with the model's reply; a reply in pieces is one message."""
+        """Return the conversation with the model's reply. Consecutive replies form one message."""
         if self.messages and self.messages[-1]["role"] == "assistant":
             last = {**self.messages[-1], "content": str(self.messages[-1]["content"]) + text}
             return replace(self, messages=(*self.messages[:-1], last), end=end)
@@ -144,16 +145,16 @@ class Chat:
         return replace(self, messages=(*self.messages, *messages), end="")
 
     def render(self, tokenizer: Tokenizer, *, opened: bool = True) -> str:
-        """Return the template's text, with the next reply opened or not."""
+        """Return the template's text. `opened` adds the opening of the next reply."""
         return prompt_text(tokenizer, self.messages, self.tools, opened=opened)
 
 
 def continuation(tokenizer: Tokenizer, chat: Chat, new: Sequence[Message]) -> tuple[str, bool]:
-    """Return what follows the reply that ends `chat`, up to where the next reply begins, and whether the
-    template changes what came before it, in which case nothing can follow.
+    """Return the text between the reply that ends `chat` and the next reply. Also return whether the template
+    changes earlier text, so that nothing can follow.
 
-    Without a chat template it is the contents of `new`, joined by newlines. Raises `TurnError` where `chat`
-    does not end in a reply."""
+    Without a chat template, the text is the contents of `new`, joined by newlines. Raises `TurnError` if
+    `chat` does not end in a reply."""
     if not tokenizer.chat_template:
         return message_texts(new), False
     if not chat.messages or chat.messages[-1]["role"] != "assistant":
@@ -172,10 +173,10 @@ def continuation(tokenizer: Tokenizer, chat: Chat, new: Sequence[Message]) -> tu
 
 
 def _unopened(tokenizer: Tokenizer, chat: Chat) -> str | None:
-    """Return the rendering of a chat without the next reply opened; None where the template refuses that."""
+    """Return the rendering of a chat without the next reply opened, or None if the template refuses it."""
     try:
         return chat.render(tokenizer, opened=False)
-    except Exception:  # whatever a template raises
+    except Exception:  # a template may raise anything
         return None
 
 
@@ -186,7 +187,7 @@ Ids = npt.NDArray[np.int32]
 
 
 def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
-    """Return whether a prompt is chat messages, not text nor ids."""
+    """Return whether a prompt is a list of chat messages."""
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
 
 
@@ -199,25 +200,25 @@ class Rendered:
 
 
 class Renderer:
-    """Prompts to ids. A group's samples ask for the same prompt: the last ones are remembered."""
+    """Renderer of prompts as ids. It caches the last prompts, because a group's samples share one."""
 
     def __init__(
         self, tokenizer: Tokenizer, ends: Collection[int] | None = None, *, remember: int = 64
     ) -> None:
-        """`ends` are the ids that end an answer, by default those that the tokenizer knows."""
+        """`ends` are the ids that end an answer. The default is the tokenizer's."""
         self.tokenizer = tokenizer
         self.ends = frozenset(end_ids(tokenizer) if ends is None else ends)
         self.answers = Detokenizer(tokenizer, self.ends)
         self._remembered = lru_cache(remember)(self._rendered)
 
     def __call__(self, prompt: Prompt) -> Rendered:
-        """Return the beginning of a path, with the special tokens that the tokenizer puts first."""
+        """Return the beginning of a path, with the tokenizer's special tokens at its start."""
         if not isinstance(prompt, str) and not is_chat(prompt):
             return Rendered(np.asarray(prompt, np.int32), "")
         return self._remembered("root", prompt if isinstance(prompt, str) else msgspec.msgpack.encode(prompt))
 
     def following(self, text: str) -> Ids:
-        """Return the ids of text that continues a path: no special token is put before it."""
+        """Return the ids of text that continues a path, without special tokens before it."""
         return self._remembered("more", text).ids
 
     def _rendered(self, kind: str, key: str | bytes) -> Rendered:
@@ -227,13 +228,14 @@ class Renderer:
             ids = np.asarray(text_ids(self.tokenizer, prompt, special=False), np.int32)
         else:
             ids = np.asarray(prompt_ids(self.tokenizer, prompt), np.int32)
-        ids.setflags(write=False)  # it is given out again and again
+        ids.setflags(write=False)  # it is shared by many callers
         return Rendered(ids, text)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer of one call. `segment` is its place in the episode, and the `parent` of a continuation."""
+    """The answer of one call. `segment` is its index in the episode, to be used as `parent` of a
+    continuation."""
 
     segment: int
     token_ids: Ids
@@ -241,4 +243,4 @@ class Reply:
     versions: npt.NDArray[np.int32]
     finish_reason: FinishReason
     text: str
-    """Decoded, without the end token and without the stop string; other special tokens are in it."""
+    """Decoded text without the end token and the stop string. Other special tokens stay."""

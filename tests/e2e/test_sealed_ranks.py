@@ -60,7 +60,7 @@ def test_ranks_on_two_sealed_hosts_train_what_two_on_one_do(tmp_path: Path) -> N
     write_jobs(folder)
     for step in range(STEPS):
         batch, blobs = synthetic_batch(step, max_staleness=2, groups=4, lengths=(1, 14))
-        write_step(batches, batch, blobs, losses=[], grad_norms=[])
+        write_step(batches, batch, blobs)
     with sealed_hosts(tmp_path) as hosts:
         for part, cpus in (("home", 6), ("rank", 1), ("rank", 1)):
             host = hosts.add()

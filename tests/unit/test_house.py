@@ -31,12 +31,13 @@ SMALL_PAGES = (
     "/metrics.py",
     "areal_async/base/addresses.py",
     "areal_async/base/mistakes.py",
+    "areal_async/base/versions.py",
+    "areal_async/config/dotted.py",
     "/areal_vllm_cpu.py",
     "/areal_sglang_cpu.py",
 )
-"""Pages of their own, however short: what a package is, its command, its Prometheus series, the mistakes of a
-job file, which every rule about one yields, and what runs inside another program. Any other short module
-joins its only user."""
+"""Pages of their own, however short: what a package is, its command, its Prometheus series, types and helpers
+that many packages share, and what runs inside another program. Any other short module joins its only user."""
 
 
 def broken_rules(files: Mapping[str, str], fewest_lines: int = FEWEST_LINES) -> Iterator[str]:

@@ -119,14 +119,14 @@ def test_a_circle_is_found_by_the_moment_of_its_imports() -> None:
 
 
 MOST_CODE_LINES = {
-    "areal_async": 26_200,
-    "rollout_service": 8_600,
-    "replay_buffer": 6_000,
-    "reward_service": 8_600,
-    "trainer_service": 9_900,
+    "areal_async": 23_600,
+    "rollout_service": 7_700,
+    "replay_buffer": 5_900,
+    "reward_service": 8_000,
+    "trainer_service": 9_100,
 }
 """Package → the code lines it may have. A change that exceeds one removes something."""
-WIDE, VERY_WIDE, MOST_WIDE = 8, 10, 43
+WIDE, VERY_WIDE, MOST_WIDE = 8, 10, 15
 """Parameters of a wide function and of one that must not be, and how many wide ones there may be."""
 LONG = 60
 """Lines of a function; a longer one says why in a comment that begins with `Long:`."""

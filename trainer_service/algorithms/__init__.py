@@ -1,9 +1,9 @@
-"""The objective of a step: advantage × loss × correction × KL × normaliser, each a part that a job file
-names.
+"""The objective of a step: advantage × loss × correction × KL × normaliser, each a part named in the job
+file.
 
-The tables say where the built-in parts are. A part is a plain function on tensors, declared by a decorator of
-`trainer_service.algorithms.parts`; `objective.py` puts the chosen ones together. Reading a job file imports
-parts, so their modules do not import torch.
+The tables below map the names of the built-in parts to their modules. A part is a plain function on tensors.
+A decorator of `trainer_service.algorithms.parts` declares it, and `objective.py` combines the chosen parts.
+Reading a job file imports the parts, so their modules do not import torch.
 """
 
 _HERE = "trainer_service.algorithms"

@@ -1,9 +1,9 @@
-"""Advantages of samples, from what the samples of one group earned; `parts.py` says how to write your own.
+"""Advantages of samples, from the rewards of the samples of one group.
 
-What the samples are, `trainer.objective.group_by` says: episodes of a task, or what an agent did in them, or
-what was earned from a turn on. R is what a sample earned, n the size of its group, mean_g and std_g (n - 1)
-are of the group. A group of one, and one whose rewards are all equal, get exactly 0, before what is whitened
-over the batch is.
+`trainer.objective.group_by` defines a sample: an episode of a task, one agent's part of an episode, or the
+rewards from a turn on. R is a sample's reward and n is the size of its group. mean_g and std_g (n - 1) are
+over the group. Before any whitening over the batch, a group of one and a group with equal rewards get exactly
+0. `parts.py` describes how to write an advantage.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ if TYPE_CHECKING:
 
 @advantage(needs_group=2)
 def grpo(samples: Samples, *, eps: Positive = 1e-6) -> Tensor:
-    """A = (R - mean_g) / (std_g + eps): f64 [N]. Source: Shao et al. 2024, "DeepSeekMath", sec. 4.1.2
+    """Return A = (R - mean_g) / (std_g + eps): f64 [N]. Source: Shao et al. 2024, "DeepSeekMath", sec. 4.1.2
     (outcome reward)."""
     return samples.over_std(samples.reward, eps)
 
 
 @advantage(needs_group=2)
 def dr_grpo(samples: Samples) -> Tensor:
-    """A = R - mean_g: f64 [N]. Without the std, which favours tasks that are nearly always or nearly never
-    solved; goes with the `constant` normaliser. With `group_by: task_turn` it is MAGRPO's. Source: Liu et al.
+    """Return A = R - mean_g: f64 [N].
+
+    It has no std, because the std favours tasks that are nearly always or nearly never solved. Use it with
+    the `constant` normaliser. With `group_by: task_turn` it is the advantage of MAGRPO. Source: Liu et al.
     2025, "Understanding R1-Zero-like training", "Dr. GRPO"; Liu et al. 2025, "LLM collaboration with
     multi-agent reinforcement learning" (MAGRPO)."""
     return samples.centred(samples.reward)
@@ -37,23 +39,24 @@ def dr_grpo(samples: Samples) -> Tensor:
 
 @advantage(needs_group=2)
 def rloo(samples: Samples) -> Tensor:
-    """A = n / (n - 1) · (R - mean_g), which is R less the mean of the others: f64 [N]. Source: Ahmadian et
-    al. 2024, "Back to basics", RLOO."""
+    """Return A = n / (n - 1) · (R - mean_g), which equals R minus the mean of the others: f64 [N].
+
+    Source: Ahmadian et al. 2024, "Back to basics", RLOO."""
     n = samples.size
     return n / (n - 1).clamp(min=1) * samples.centred(samples.reward)
 
 
 @advantage(needs_group=2)
 def reinforce_pp_baseline(samples: Samples) -> Tensor:
-    """A = (R - mean_g), whitened over all units of the batch: f64 [N]. Source: Hu et al. 2025,
+    """Return A = R - mean_g, whitened over all units of the batch: f64 [N]. Source: Hu et al. 2025,
     "REINFORCE++" (w/ baseline)."""
     return samples.whitened(samples.centred(samples.reward), samples.length.double())
 
 
 @advantage(needs_group=2, needs_greedy=True)
 def remax(samples: Samples) -> Tensor:
-    """A = R - R of the greedy answer to the same task: f64 [N]. A group whose greedy answer is missing gives
-    0: there is nothing to compare with. Source: Li et al. 2023, "ReMax"."""
+    """Return A = R minus the R of the greedy answer to the same task: f64 [N]. A group without a greedy
+    answer gets 0. Source: Li et al. 2023, "ReMax"."""
     greedy = samples.baseline.double()
     found = samples.reward - samples.sum(samples.reward * greedy) / samples.sum(greedy).clamp(min=1)
     return found.masked_fill(samples.baseline | (samples.sum(greedy) == 0), 0.0)
@@ -61,28 +64,31 @@ def remax(samples: Samples) -> Tensor:
 
 @advantage(needs_group=2)
 def opo(samples: Samples) -> Tensor:
-    """A = R - Σ_g l R / Σ_g l, with l the trained units of a sample: the baseline that makes the variance
-    least where the gradient grows with the length. f64 [N]. Source: Hao et al. 2025, "On-policy RL with
-    optimal reward baseline"."""
+    """Return A = R - Σ_g l R / Σ_g l, where l is the number of a sample's trained units: f64 [N].
+
+    This baseline minimizes the variance if the gradient grows with the length. Source: Hao et al. 2025,
+    "On-policy RL with optimal reward baseline"."""
     return samples.centred(samples.reward, samples.length.double())
 
 
 @advantage(needs_group=2)
 def pass_at_k(samples: Samples) -> Tensor:
-    """A = r_max - r_second for the best of the group and 0 for the others: f64 [N]. It is what each adds to
-    the best of the group, max_g - max of the others, so that the objective is pass@k with k the size of the
-    group; two that are equally good add nothing. Source: Tang et al. 2025, "Optimizing language models for
-    inference time objectives using reinforcement learning" (leave-one-out; k samples a task)."""
+    """Return A = r_max - r_second for the best sample of the group and 0 for the others: f64 [N].
+
+    A sample's advantage is its contribution to the best reward of the group: max_g minus the max of the
+    others. The objective is then pass@k, where k is the size of the group. Two equally good samples
+    contribute nothing. Source: Tang et al. 2025, "Optimizing language models for inference time objectives
+    using reinforcement learning" (leave-one-out; k samples a task)."""
     return (samples.reward - samples.others_best(samples.reward)).clamp(min=0.0)
 
 
 @advantage(needs_group=2, unpenalised=True)
 def gdpo(samples: Samples, *, weights: dict[str, float] | None = None, eps: Positive = 1e-6) -> Tensor:
-    """A = Σ_c w_c · (R_c - mean_g) / (std_g + eps) over the components c of the reward, whitened over the
-    samples of the batch: f64 [N]. `weights` names the components that count, 1 each without. A sample
-    without a component is not compared by it. Source: Liu et al. 2026, "GDPO".
+    """Return A = Σ_c w_c · (R_c - mean_g) / (std_g + eps), whitened over the samples of the batch: f64 [N].
 
-    Raises `ObjectiveError` where no reward of the step has any of the components."""
+    c are the components of the reward. `weights` selects components and gives their w_c; by default every
+    component has weight 1. A sample without a component is left out of that component's comparison. Source:
+    Liu et al. 2026, "GDPO". Raises `ObjectiveError` if no reward of the step has any of the components."""
     chosen = weights or dict.fromkeys(samples.components, 1.0)
     found = {name: values for name, values in samples.components.items() if name in chosen}
     if not found:
@@ -101,6 +107,6 @@ def gdpo(samples: Samples, *, weights: dict[str, float] | None = None, eps: Posi
 
 @advantage()
 def reward(samples: Samples, *, baseline: float = 0.0) -> Tensor:
-    """A = R - `baseline`: f64 [N]. For REINFORCE, and for losses that choose by its sign, such as `raft_pp`
-    and `topr`."""
+    """Return A = R - `baseline`: f64 [N]. Use it for REINFORCE, and for losses that depend on the sign of A,
+    such as `raft_pp` and `topr`."""
     return samples.reward - baseline

@@ -1,5 +1,5 @@
-"""Advantages that further models give: a reference, a teacher, a process reward model. None of them says more
-than its log-probs of the units that the policy sampled."""
+"""Advantages from additional models: a reference, a teacher or a process reward model. Each model contributes
+only its log-probs of the sampled units."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ def dpo(
     loss: Literal["dpo", "ipo", "hinge"] = "dpo",
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0,
 ) -> Tensor:
-    """-E · dL/ds of the unit's episode: f64 [U]. L is the mean of a loss of `sequence_losses.py` over pairs,
-    the episodes of highest and of lowest reward of each group of which not all earned the same, and s an
-    episode's sum of log-probs. With the loss `reinforce` and the normaliser `constant` of length 1 the
-    gradient is that of L, by the chain rule, in the first of a step's updates. Source: Guo et al. 2024,
-    "Direct language model alignment from online AI feedback"; the pairs of Xu et al. 2023, "Some things are
-    more cringe than others"."""
+    """Return -E · dL/ds of each unit's episode: f64 [U].
+
+    L is the mean of a loss of `sequence_losses.py` over pairs. A pair consists of the episodes with the
+    highest and the lowest reward of a group. A group with equal rewards has no pair. An episode's sum of
+    log-probs is s, and E is the number of episodes with trained units. Use the loss `reinforce` and the
+    normaliser `constant` of length 1. The gradient of a step's first update is then the gradient of L, by the
+    chain rule. Source: Guo et al. 2024, "Direct language model alignment from online AI feedback"; pairs as
+    in Xu et al. 2023, "Some things are more cringe than others"."""
     import torch
 
     from trainer_service.algorithms import sequence_losses
@@ -50,8 +52,8 @@ def dpo(
 
 
 def pairs_of(reward: Tensor, group: Tensor, keep: Tensor) -> Tensor:
-    """i64 [P, 2]: of each group whose kept episodes did not all earn the same, the best and the worst; of
-    equal ones the first."""
+    """Return i64 [P, 2]: the best and the worst kept episode of each group. Ties take the first. A group
+    whose kept episodes have equal rewards has no pair."""
     import torch
 
     found = []
@@ -64,19 +66,22 @@ def pairs_of(reward: Tensor, group: Tensor, keep: Tensor) -> Tensor:
 
 @advantage(of="unit", unpenalised=True, columns=("prox", "teacher"))
 def distill(units: UnitTable, *, gamma: Fraction = 0.0) -> Tensor:
-    """A_t = Σ_{k≥t} γ^{k-t} (teacher - prox): f64 [U], the reverse KL to a teacher with its sign turned, unit
-    by unit where γ is 0. Rewards do not count. Source: Agarwal et al. 2024, "On-policy distillation of
-    language models" (GKD), with the gradient of Lu 2025, "On-policy distillation"."""
+    """Return A_t = Σ_{k≥t} γ^{k-t} (teacher - prox): f64 [U].
+
+    This is the negative reverse KL to a teacher; with γ = 0 each unit has only its own term. Rewards do not
+    count. Source: Agarwal et al. 2024, "On-policy distillation of language models" (GKD), with the gradient
+    of Lu 2025, "On-policy distillation"."""
     return units.in_time().to_go(units["teacher"].double() - units["prox"].double(), gamma)
 
 
 @advantage(of="unit", needs_group=2, unpenalised=True, columns=("process", "ref"))
 def prime(units: UnitTable, *, gamma: Fraction = 1.0, beta: Positive = 0.05, whiten: bool = True) -> Tensor:
-    """A_t = Σ_{k≥t} γ^{k-t} (r_k - mean of the others' r̄) + R - mean of the others' R: f64 [U], with
-    r = β (process - ref), r̄ an episode's mean of it, and the others those of its group. The process reward
-    model is trained beside the policy on whether episodes earn their reward (`process_slopes`). An episode
-    that has no other gets 0. Source: Cui et al. 2025, "Process reinforcement through implicit rewards",
-    eq. 5."""
+    """Return A_t = Σ_{k≥t} γ^{k-t} (r_k - mean of the others' r̄) + R - mean of the others' R: f64 [U].
+
+    r = β (process - ref), and r̄ is an episode's mean of r. The others are the other episodes of its group;
+    without others the advantage is 0. The process reward model is trained with the policy to predict whether
+    episodes earn their reward (`process_slopes`). Source: Cui et al. 2025, "Process reinforcement through
+    implicit rewards", eq. 5."""
     import torch
 
     from trainer_service.algorithms.credit import Samples
@@ -101,15 +106,16 @@ def prime(units: UnitTable, *, gamma: Fraction = 1.0, beta: Positive = 0.05, whi
 
 
 def process_slopes(units: UnitTable, beta: float, balanced: bool = False) -> tuple[Tensor, dict[str, float]]:
-    """f64 [U]: dL/d process of each unit, and `loss`, `accuracy` and `auc` of the process reward model.
+    """Return f64 [U], the derivative dL/d process of each unit, and figures of the process reward model.
 
-    L = -mean_e [w R log σ(β s) + v (1 - R) log σ(-β s)], with s an episode's sum of process - ref, R its
-    reward, held within 0 and 1, and w = v = 1. Source: Yuan et al. 2024, "Free process rewards without
-    process labels", eq. 5. `balanced`: w = 1/(2p) and v = 1/(2(1-p)), with p the mean of R over n episodes,
-    held within 1/n and 1 - 1/n.
+    L = -mean_e [w R log σ(β s) + v (1 - R) log σ(-β s)]. s is an episode's sum of process - ref. R is its
+    reward, clamped to [0, 1], and w = v = 1. Source: Yuan et al. 2024, "Free process rewards without process
+    labels", eq. 5. With `balanced`, w = 1/(2p) and v = 1/(2(1-p)), where p is the mean of R over n episodes,
+    clamped to [1/n, 1 - 1/n].
 
-    `auc` is the share of the pairs of a right and a wrong episode of which the right one has the greater s,
-    ties counting half: 0.5 is chance, however many are right. It is left out where all are right, or none."""
+    The figures are `loss`, `accuracy` and `auc`. `auc` is the share of pairs of a right and a wrong episode
+    in which the right one has the larger s; ties count half. Chance is 0.5, whatever the share of right
+    episodes. If all episodes are right, or none is, there is no `auc`."""
     import torch
     import torch.nn.functional as F
 

@@ -1,8 +1,8 @@
-"""Corrections for units that older weights, or an engine of other numerics, sampled; `parts.py` says how to
-write your own.
+"""Corrections for units from older weights or from an engine with different numerics.
 
-Each starts from w = exp(prox - beh), detached, in fp32. A unit that it drops gets the weight 0 and stays in
-the count of the normaliser: to leave one out never gives more weight to another.
+Each correction starts from w = exp(prox - beh), detached, in fp32. A dropped unit gets the weight 0 but still
+counts in the normaliser, so dropping a unit never gives more weight to another. `parts.py` describes how to
+write a correction.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from trainer_service.algorithms.losses import WithFigures
     from trainer_service.algorithms.table import UnitTable
 
-CAP = 5.0  # Default of the truncations
+CAP = 5.0  # Default truncation
 Level = Literal["token", "sequence"]
 
 
 def behaviour_weight(prox: Tensor, behaviour: Tensor) -> Tensor:
-    """w = exp(prox - beh), detached, in fp32; not truncated. f32 [S] -> f32 [S]."""
+    """Return w = exp(prox - beh), detached, not truncated, in fp32: f32 [S] -> f32 [S]."""
     return ratio_of(prox.detach().float() - behaviour.float())
 
 
@@ -35,10 +35,13 @@ def behaviour_weight(prox: Tensor, behaviour: Tensor) -> Tensor:
 def decoupled(
     weight: Tensor, units: UnitTable, *, cap: Positive = CAP, level: Level = "token"
 ) -> WithFigures:
-    """min(w, cap), or with `level: sequence` min(Π w over the episode, cap), which is exact and soon 0 or at
-    the cap: f32 [S]. The decoupled PPO objective weighs a loss whose ratio is taken against the proximal
-    policy by how likely that policy was to sample the unit. Source: Hilton et al. 2022, "Batch
-    size-invariance for policy optimization", eq. 5; Fu et al. 2025, "AReaL"."""
+    """Return min(w, cap): f32 [S].
+
+    With `level: sequence` it is min(Π w over the episode, cap), which is exact. However, a long episode's
+    product is almost always near 0 or at the cap. In the decoupled PPO objective, the ratio of the loss is
+    against the proximal policy. The weight w is the unit's probability under that policy divided by its
+    probability under the behaviour policy. Source: Hilton et al. 2022, "Batch size-invariance for policy
+    optimization", eq. 5; Fu et al. 2025, "AReaL"."""
     if level == "sequence":
         weight = ratio_of(units.by_episode(_log_weight(units))[units.episode]).float()
     return weight.clamp(max=cap), {"truncated_share": weight > cap}
@@ -46,9 +49,10 @@ def decoupled(
 
 @correction(columns=("prox",), figures=("truncated_share",))
 def tis(weight: Tensor, units: UnitTable, *, cap: Positive = 2.0, level: Level = "token") -> WithFigures:
-    """`decoupled` with the tighter cap that is usual against engines of other numerics: f32 [S]. Source:
-    Ionides 2008, "Truncated importance sampling"; Yao et al. 2025, "Your efficient RL framework secretly
-    brings you off-policy RL training"."""
+    """Return `decoupled` with a tighter cap, as is usual for engines with different numerics: f32 [S].
+
+    Source: Ionides 2008, "Truncated importance sampling"; Yao et al. 2025, "Your efficient RL framework
+    secretly brings you off-policy RL training"."""
     return decoupled.function(weight, units, cap=cap, level=level)
 
 
@@ -60,7 +64,9 @@ def icepop(
     low: Annotated[float, Field(ge=0, lt=1)] = 0.5,
     high: Annotated[float, Field(gt=1)] = 5.0,
 ) -> WithFigures:
-    """w within [low, high], and 0 outside: f32 [S]. Source: Ling team 2025, "Every step evolves" (IcePop)."""
+    """Return w within [low, high] and 0 outside: f32 [S].
+
+    Source: Ling team 2025, "Every step evolves" (IcePop)."""
     dropped = (weight < low) | (weight > high)
     return weight.masked_fill(dropped, 0.0), {"dropped_share": dropped}
 
@@ -75,11 +81,13 @@ def mis(
     high: Positive = 0.05,
     cap: Positive = CAP,
 ) -> WithFigures:
-    """min(w, cap), and 0 for every unit of an episode whose mean divergence is outside [low, high], in nats a
-    token; `low` none is -high: f32 [S]. The divergence of the proximal policy from the behaviour policy is
-    estimated by `k1` -d, `k2` d²/2 or `k3` e^d - 1 - d, with d = prox - beh; only `k1` can be below 0.
-    Source: Liu et al. 2025, "When speed kills stability" (masked importance sampling of sequences by their
-    geometric mean ratio, which is `k1`); the estimators are those of Schulman 2020."""
+    """Return min(w, cap), or 0 for all units of an episode whose mean divergence is outside [low, high]: f32
+    [S].
+
+    The bounds are in nats per token; `low: None` means -high. The divergence of the proximal policy from the
+    behaviour policy is estimated with d = prox - beh: `k1` is -d, `k2` is d²/2, `k3` is e^d - 1 - d. Only
+    `k1` can be negative. Source: Liu et al. 2025, "When speed kills stability" (sequences are masked by their
+    geometric mean ratio, which is `k1`). The estimators are from Schulman 2020."""
     found = units.mean_of_episode(estimate(estimator, units.behaviour, units["prox"]))
     dropped = (found > high) | (found < (-high if low is None else low))
     return weight.clamp(max=cap).masked_fill(dropped, 0.0), {"dropped_share": dropped}
@@ -87,12 +95,14 @@ def mis(
 
 @correction(columns=("prox", "advantage"), figures=("dropped_share",), of="step")
 def m2po(weight: Tensor, units: UnitTable, *, threshold: Positive = 0.04, cap: Positive = CAP) -> WithFigures:
-    """min(w, cap), and 0 for some of the units that the advantage pushes further from the behaviour policy,
-    A (prox - beh) > 0: those of the whole step with the largest (prox - beh)², as few as bring the mean of
-    the others of them down to `threshold`; of equal ones all go: f32 [S].
+    """Return min(w, cap), or 0 for some units that the advantage pushes away from the behaviour policy: f32
+    [S].
 
-    Source: Zheng et al. 2025, "Prosperity before collapse" (M2PO); which units it is about is their code's.
-    Dropping others too takes away what leads back to the behaviour policy, and the policy breaks down."""
+    A unit is a candidate if A (prox - beh) > 0. Candidates of the whole step are dropped in descending order
+    of (prox - beh)² until the mean of the remaining candidates is at most `threshold`. Candidates with equal
+    values are dropped together. Source: Zheng et al. 2025, "Prosperity before collapse" (M2PO). The choice of
+    candidates is taken from their code. If other units were dropped too, nothing would lead back to the
+    behaviour policy, and the policy would break down."""
     d = _log_weight(units).double()
     outward = (units.advantage * d > 0) & units.mask
     moment = d.square().masked_fill(~outward, -1.0)
@@ -106,18 +116,20 @@ def m2po(weight: Tensor, units: UnitTable, *, threshold: Positive = 0.04, cap: P
 
 
 def _log_weight(units: UnitTable) -> Tensor:
-    """prox - beh: f32 [S]."""
+    """Return prox - beh: f32 [S]."""
     return units["prox"] - units.behaviour
 
 
 @correction(prox="behaviour")
 def bypass(weight: Tensor, units: UnitTable) -> Tensor:
-    """1 everywhere, for the loss takes its ratio against the behaviour policy itself: one ratio, and no pass
-    for a proximal policy. f32 [S]. Source: the clipped objective of Schulman et al. 2017 as it is written."""
+    """Return 1 for every unit: f32 [S]. The ratio of the loss is against the behaviour policy itself, so no
+    pass for a proximal policy is needed.
+
+    Source: the clipped objective of Schulman et al. 2017 in its original form."""
     return weight.new_ones(weight.shape)
 
 
 @correction(corrects=False)
 def none(weight: Tensor, units: UnitTable) -> Tensor:
-    """1 everywhere: only right for units that the current weights sampled."""
+    """Return 1 for every unit: f32 [S]. This is correct only for units that the current weights sampled."""
     return weight.new_ones(weight.shape)

@@ -1,16 +1,17 @@
-"""Who is given credit for which reward: the samples that an advantage compares, and rewards of units.
+"""Credit assignment: the samples that an advantage compares, and the rewards of units.
 
-A *sequence* is what one agent did in one episode, in the order of time. It earns the agent's reward where
-scoring gave one, and else the episode's. Rewards of segments and of units say where in the sequence it is
-earned; what they leave out is earned by its last unit. So the rewards of a sequence always sum up to that.
+A *sequence* is everything that one agent did in one episode, in the order of time. Its reward is the agent's
+own reward if the verdict has one, and otherwise the episode's reward. Rewards of segments and units assign
+parts of this reward to places in the sequence. The last unit of the sequence gets the rest. The rewards
+within a sequence therefore always sum to its reward.
 
-`group_by` says what is compared with what:
+`group_by` selects the samples and their groups:
 
     task             episodes of one task
     task_agent       sequences of one agent in the episodes of one task
-    task_agent_turn  what an agent earns from one turn on, with the same of that turn in the other episodes
-    task_turn        what an episode earns from one turn on for all its agents, likewise; agents' own rewards
-                     do not count
+    task_agent_turn  an agent's rewards from one turn on; the group has the same turn of the other episodes
+    task_turn        rewards of all agents of an episode from one turn on; the group as above; rewards of
+                     single agents do not count
 """
 
 from __future__ import annotations
@@ -27,53 +28,55 @@ from trainer_service.algorithms.table import InTime, SegmentTable, UnitTable, di
 
 @dataclass(frozen=True)
 class Samples:
-    """N samples of a step, alike on every rank."""
+    """N samples of a step. They are the same on every rank."""
 
     reward: Tensor
-    """f64 [N]: what the sample earned, less the KL penalty where that is in the reward."""
+    """f64 [N]: reward of the sample, minus the KL penalty if the job applies it to rewards."""
     group: Tensor
-    """i64 [N]: samples with equal numbers are compared."""
+    """i64 [N]: number of the sample's group. Samples of one group are compared."""
     length: Tensor
-    """i64 [N]: units that are trained."""
+    """i64 [N]: number of trained units."""
     baseline: Tensor
-    """bool [N]: answered greedily, only to be compared with."""
+    """bool [N]: greedy samples, which only serve as baselines."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
-    """f64 [N] by name, NaN where there is none: the components of the episode's reward."""
+    """f64 [N] by name: components of the episode's reward; NaN if the episode does not have the component."""
     sequence: Tensor | None = None
-    """i64 [N]: of turns, what they are turns of; the later ones come later."""
+    """i64 [N]: number of the sequence that a turn belongs to, if samples are turns. Later turns are at higher
+    indices."""
 
     def __len__(self) -> int:
         return len(self.reward)
 
     def sum(self, values: Tensor) -> Tensor:
-        """f64 [N]: for each sample the sum of values [N] over its group."""
+        """Return f64 [N]: for each sample the sum of values [N] over its group."""
         labels, member = self.group.unique(return_inverse=True)
         sums = torch.zeros(len(labels), dtype=torch.float64, device=values.device)
         return sums.index_add(0, member, values.double())[member]
 
     @property
     def size(self) -> Tensor:
-        """f64 [N]: samples in the group of each."""
+        """f64 [N]: number of samples in each sample's group."""
         return self.sum(torch.ones_like(self.reward))
 
     def mean(self, values: Tensor) -> Tensor:
-        """f64 [N]: for each sample the mean of values [N] over its group."""
+        """Return f64 [N]: for each sample the mean of values [N] over its group."""
         return self.sum(values) / self.size
 
     def centred(self, values: Tensor, weight: Tensor | None = None) -> Tensor:
-        """f64 [N]: values [N] less their group's mean, in which each has its `weight` [N] where there are
-        some; exactly 0 where a group's are equal."""
+        """Return f64 [N]: values [N] minus their group's mean, weighted by `weight` [N] if given. The result
+        is exactly 0 if all values of a group are equal."""
         if weight is None:
             return difference(values, self.mean(values))
         return difference(values, self.sum(values * weight) / self.sum(weight).clamp(min=1e-300))
 
     def over_std(self, values: Tensor, eps: float) -> Tensor:
-        """f64 [N]: values [N] less their group's mean, over its standard deviation and `eps`."""
+        """Return f64 [N]: values [N] minus their group's mean, divided by its standard deviation plus
+        `eps`."""
         return self.centred(values) / (self.std(values) + eps)
 
     def others_best(self, values: Tensor) -> Tensor:
-        """f64 [N]: the largest of values [N] among the others of each one's group; its own where there is
-        no other."""
+        """Return f64 [N]: for each sample the largest of values [N] among the others of its group. A sample
+        without others gets its own value."""
         labels, member = self.group.unique(return_inverse=True)
         best = torch.full((len(labels),), -torch.inf, dtype=torch.float64)
         second = best.scatter_reduce(0, member, values, "amax")
@@ -84,32 +87,34 @@ class Samples:
         return torch.where(found.isinf() & values.isfinite(), values, found)
 
     def only(self, keep: Tensor, values: Tensor) -> Samples:
-        """Return the samples that `keep` bool [N] selects, with values [N] for rewards."""
+        """Return the samples that `keep` bool [N] selects, with values [N] as their rewards."""
         return Samples(values[keep], self.group[keep], self.length[keep], self.baseline[keep])
 
     def whitened(self, values: Tensor, weight: Tensor, *, eps: float = 1e-8) -> Tensor:
-        """f64 [N]: values [N] less their mean, over their standard deviation (n - 1), of all samples of the
-        step, in which each counts `weight` [N] times."""
+        """Return f64 [N]: values [N] minus their mean, divided by their standard deviation (n - 1).
+
+        Both are over all samples of the step, and each sample counts `weight` [N] times."""
         count = weight.sum().clamp(min=1)
         centred = difference(values, (values * weight).sum() / count)
         variance = (centred.square() * weight).sum() / (count - 1).clamp(min=1)
         return centred / (variance.sqrt() + eps)
 
     def std(self, values: Tensor) -> Tensor:
-        """f64 [N]: the standard deviation (n - 1) of values [N] in the group of each; 0 of one."""
+        """Return f64 [N]: standard deviation (n - 1) of values [N] in each sample's group; 0 for a group of
+        one."""
         return (self.sum(self.centred(values).square()) / (self.size - 1).clamp(min=1)).sqrt()
 
 
 @dataclass(frozen=True)
 class Credit:
-    """The samples of a step, and whose units are whose."""
+    """The samples of a step and the mapping from units to samples."""
 
     samples: Samples
     owner: Tensor | None
-    """i64 [G]: the sample of each segment; None where samples are episodes."""
+    """i64 [G]: the sample of each segment; None if samples are episodes."""
 
     def of_units(self, values: Tensor, units: UnitTable) -> Tensor:
-        """f32 [U]: values [N] of samples, for each unit."""
+        """Return f32 [U]: values [N] of samples, for each unit."""
         index = units.episode
         if self.owner is not None:
             index = self.owner.to(index.device)[units["segment"]]
@@ -119,7 +124,7 @@ class Credit:
 def samples_of(
     units: UnitTable, group_by: str, penalty: Tensor | None, *, turn_discount: float = 1.0
 ) -> Credit:
-    """Return the samples to compare. `penalty` f32 [U] is taken off the rewards. All ranks call it."""
+    """Return the samples to compare. `penalty` f32 [U] is subtracted from the rewards. All ranks call it."""
     if group_by != "task":
         return samples_of_segments(with_penalty(units, penalty), group_by, turn_discount=turn_discount)
     episodes = units.episodes
@@ -129,7 +134,7 @@ def samples_of(
 
 
 def samples_of_segments(segments: SegmentTable, group_by: str, *, turn_discount: float = 1.0) -> Credit:
-    """Return samples that are parts of episodes, in the order of episode, agent and turn."""
+    """Return samples that are parts of episodes, ordered by episode, agent and turn."""
     by = {"task_agent": ("agent",), "task_agent_turn": ("agent", "turn"), "task_turn": ("turn",)}[group_by]
     labels = [getattr(segments, name) for name in by]
     owner = keys(segments.episode, *labels)
@@ -153,8 +158,8 @@ def samples_of_segments(segments: SegmentTable, group_by: str, *, turn_discount:
 
 
 def _of_team(segments: SegmentTable) -> Tensor:
-    """f64 [G]: what each segment earned for all agents together: what was given to it, and the last segment
-    of the last turn what else the episode earned."""
+    """Return f64 [G]: reward of each segment for all agents together. The last segment of the last turn also
+    gets the rest of the episode's reward."""
     turns = InTime.of(segments.episode, keys(segments.turn, segments.index))
     left = segments.episodes.reward.index_add(0, segments.episode, segments.given, alpha=-1)
     last = turns.order[torch.cat((~turns.follows, torch.ones(len(segments), dtype=torch.bool)[:1]))]
@@ -162,7 +167,8 @@ def _of_team(segments: SegmentTable) -> Tensor:
 
 
 def with_penalty(units: UnitTable, penalty: Tensor | None) -> SegmentTable:
-    """The table of segments with rewards less the `penalty` f32 [U] of their units. All ranks call it."""
+    """Return the table of segments with the `penalty` f32 [U] of their units subtracted from the rewards. All
+    ranks call it."""
     segments = units.segments
     assert segments is not None, "rewards of segments need the table of segments"
     if penalty is None:
@@ -179,8 +185,8 @@ def with_penalty(units: UnitTable, penalty: Tensor | None) -> SegmentTable:
 
 
 def unit_rewards(units: UnitTable, penalty: Tensor | None) -> Tensor:
-    """f64 [U]: what each unit earned: its own reward, and the last unit of a segment what else the segment
-    earned; each less its penalty [U]. All ranks call it."""
+    """Return f64 [U]: reward of each unit minus its penalty [U]. The last unit of a segment also gets the
+    rest of the segment's reward. All ranks call it."""
     segments = units.segments
     assert segments is not None, "rewards of units need the table of segments"
     own, segment = units["own_reward"], units["segment"]

@@ -1,4 +1,4 @@
-"""Training the critic, whose column `value` says what is still to be earned at each unit."""
+"""Training of the critic. Its column `value` predicts the future reward at each unit."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ SUMS = ("count", "return", "return_squared", "error_squared", "clipped")
 
 @dataclass(frozen=True)
 class ValueTerms:
-    """Terms of the critic's loss for each unit; all [S]."""
+    """Terms of the critic's loss for each unit, all [S]."""
 
     loss: Tensor
     """f32, with gradient, not yet normalised; 0 where masked."""
     clipped: Tensor
-    """bool: whose gradient the clip removed."""
+    """bool: units whose gradient the clip removed."""
 
 
 def value_terms(value: Tensor, units: UnitTable, clip: float | None) -> ValueTerms:
-    """½ · max((V - R)², (V' - R)²), where V' is V held within ± clip of the value before the step: f32 [S].
-    R is the column `return`. Without a clip ½ · (V - R)². Source: Schulman et al. 2017, sec. 5, with the clip
-    of the reference implementation (Huang et al. 2022, "The 37 implementation details of PPO", no. 9)."""
+    """Return the critic's loss ½ · max((V - R)², (V' - R)²): f32 [S].
+
+    R is the column `return`. V' is V clamped to ± clip around the value before the step. Without a clip the
+    loss is ½ · (V - R)². Source: Schulman et al. 2017, sec. 5, with the clip of the reference implementation
+    (Huang et al. 2022, "The 37 implementation details of PPO", no. 9)."""
     mask, old, target = units.mask, units["value"], units["return"]
     value = torch.where(mask, value.float(), old)
     error = (value - target).square()
@@ -42,7 +44,8 @@ def value_terms(value: Tensor, units: UnitTable, clip: float | None) -> ValueTer
 
 
 class ValueStatistics:
-    """Accumulates over the micro-batches of a step how well the critic knew the returns before it."""
+    """Accumulator for statistics of a step's micro-batches: how well the critic predicted the returns before
+    the step."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64)
@@ -61,7 +64,7 @@ class ValueStatistics:
         self._sums += torch.stack(figures).cpu()
 
     def include(self, other: ValueStatistics) -> None:
-        """Add what another one has counted."""
+        """Add the counts of another accumulator."""
         self._sums += other._sums
 
     def reduce(self, sum_: Callable[[Tensor], None]) -> None:
@@ -69,7 +72,8 @@ class ValueStatistics:
         sum_(self._sums)
 
     def report(self) -> dict[str, float]:
-        """`explained_variance` is 1 - mean (R - V)² / variance of R, and 0 where all returns are equal."""
+        """Return the figures. `explained_variance` is 1 - mean (R - V)² / variance of R, or 0 if all returns
+        are equal."""
         count, total, squared, error, clipped = self._sums.tolist()
         count = max(1.0, count)
         variance = squared / count - (total / count) ** 2

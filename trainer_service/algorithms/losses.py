@@ -1,4 +1,4 @@
-"""Losses of units, from their log-probs; `parts.py` says how to write your own."""
+"""Losses of units, from their log-probs. `parts.py` describes how to write a loss."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ if TYPE_CHECKING:
 
     WithFigures = tuple[Tensor, dict[str, Tensor]]
 
-CLIP = 0.2  # Default of the ratio clips
+CLIP = 0.2  # Default clip of a ratio
 RATIO = ("prox", "advantage")
 CLIP_SHARES = ("clip_low_share", "clip_high_share")
 ClipLow = Annotated[float, Field(gt=0, lt=1)]
-"""A ratio is clipped below 1 - this."""
+"""Type of the lower clip. A ratio is clipped below 1 - `clip_low`."""
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio clamped to ±`EXPONENT_LIMIT`."""
+    """Return exp of a log-ratio that is clamped to ±`EXPONENT_LIMIT`."""
     return log_ratio.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).exp()
 
 
 def clipped(
     rho: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> WithFigures:
-    """max(-A ρ, -A clip(ρ, 1 - clip_low, 1 + clip_high)), and the units that have no gradient because the
-    lower or the upper clip decides."""
+    """Return max(-A ρ, -A clip(ρ, 1 - clip_low, 1 + clip_high)) and its clip figures.
+
+    The figures mark the units that have no gradient because the lower or the upper clip applies."""
     bound = -advantage * rho.clamp(1 - clip_low, 1 + clip_high)
     loss = (-advantage * rho).maximum(bound)
     if dual_clip is not None:
@@ -52,10 +53,11 @@ def ppo(
     clip_high: Positive = CLIP,
     dual_clip: Annotated[float, Field(gt=1)] | None = None,
 ) -> WithFigures:
-    """`clipped` with ρ = exp(logp - prox): f32 [S]. With `dual_clip` c, where A < 0, at most -cA.
+    """Return `clipped` with ρ = exp(logp - prox): f32 [S]. With `dual_clip` c, the loss is at most -cA if A <
+    0.
 
-    Source: Schulman et al. 2017, eq. 7, with the two clip ranges of Yu et al. 2025, "DAPO"; the dual clip of
-    Ye et al. 2020, "Mastering complex control in MOBA games with deep reinforcement learning"."""
+    Source: Schulman et al. 2017, eq. 7, with the two clip ranges of Yu et al. 2025, "DAPO"; dual clip from Ye
+    et al. 2020, "Mastering complex control in MOBA games with deep reinforcement learning"."""
     return clipped(ratio_of(logp - units["prox"]), units.advantage, clip_low, clip_high, dual_clip)
 
 
@@ -63,7 +65,7 @@ def ppo(
 def raft_pp(
     logp: Tensor, units: UnitTable, *, clip_low: ClipLow = CLIP, clip_high: Positive = CLIP
 ) -> WithFigures:
-    """`ppo` where A > 0, and 0 elsewhere; the units left out stay in the count of the normaliser: f32 [S].
+    """Return `ppo` if A > 0 and 0 otherwise: f32 [S]. The normaliser still counts all units.
 
     Source: Xiong et al. 2025, "A minimalist approach to LLM reasoning", sec. 2 (RAFT++)."""
     better = units.advantage.clamp(min=0)
@@ -71,7 +73,7 @@ def raft_pp(
 
 
 def log_ratio(logp: Tensor, units: UnitTable, **_: Any) -> Tensor:
-    """logp - prox: f32 [S]."""
+    """Return logp - prox: f32 [S]."""
     return logp - units["prox"]
 
 
@@ -79,17 +81,19 @@ def log_ratio(logp: Tensor, units: UnitTable, **_: Any) -> Tensor:
 def gspo(
     logp: Tensor, units: UnitTable, *, clip_low: ClipLow = 3e-4, clip_high: Positive = 4e-4
 ) -> WithFigures:
-    """`clipped` with the ratio of the whole episode, ρ = exp(mean over its units of logp - prox): f32 [S].
+    """Return `clipped` with the ratio of the whole episode, ρ = exp(mean over its units of logp - prox): f32
+    [S].
 
-    Source: Zheng et al. 2025, "Group sequence policy optimization", eq. 5 to 7; with advantages or weights
-    that differ within an episode its eq. 13 (GSPO-token)."""
+    Source: Zheng et al. 2025, "Group sequence policy optimization", eq. 5 to 7. If advantages or weights
+    differ within an episode, it is eq. 13 (GSPO-token)."""
     return clipped(ratio_of(units["episode_mean"]), units.advantage, clip_low, clip_high)
 
 
 def clipped_log_ratio(
     logp: Tensor, units: UnitTable, *, clip_low: float = 0.4, clip_high: float = 0.4
 ) -> Tensor:
-    """logp - prox, at most `clip_high` where A > 0 and at least -`clip_low` where A < 0: f32 [S]."""
+    """Return logp - prox: f32 [S]. It is clamped to at most `clip_high` if A > 0, and to at least -`clip_low`
+    otherwise."""
     d = logp - units["prox"]
     return d.clamp(max=clip_high).where(units.advantage > 0, d.clamp(min=-clip_low))
 
@@ -98,10 +102,11 @@ def clipped_log_ratio(
 def gmpo(
     logp: Tensor, units: UnitTable, *, clip_low: Positive = 0.4, clip_high: Positive = 0.4
 ) -> WithFigures:
-    """-A ρ, where ρ is the geometric mean of the ratios of the episode's units, each clipped in log space on
-    the side to which the update pushes it (`clipped_log_ratio`): f32 [S].
+    """Return -A ρ: f32 [S].
 
-    Source: Zhao et al. 2025, "Geometric-mean policy optimization", eq. 4 and algorithm 1."""
+    ρ is the geometric mean of the ratios of the episode's units. Each ratio is clipped in log space, on the
+    side to which the update pushes it (`clipped_log_ratio`). Source: Zhao et al. 2025, "Geometric-mean policy
+    optimization", eq. 4 and algorithm 1."""
     d, advantage = (logp - units["prox"]).detach(), units.advantage
     return -advantage * ratio_of(units["episode_mean"]), {
         "clip_low_share": (advantage < 0) & (d < -clip_low),
@@ -117,10 +122,10 @@ def cispo(
     clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0,
     clip_high: Positive = 4.0,
 ) -> WithFigures:
-    """-sg(clip(ρ, 1 - clip_low, 1 + clip_high)) A logp with ρ = exp(logp - prox): f32 [S]. Every unit keeps a
-    gradient; the figures say whose weight is clipped.
+    """Return -sg(clip(ρ, 1 - clip_low, 1 + clip_high)) A logp with ρ = exp(logp - prox): f32 [S].
 
-    Source: MiniMax 2025, "MiniMax-M1", eq. 4 and 5."""
+    sg stops the gradient. Every unit keeps a gradient; the figures mark units with a clipped weight. Source:
+    MiniMax 2025, "MiniMax-M1", eq. 4 and 5."""
     rho = ratio_of(logp - units["prox"]).detach()
     return -rho.clamp(1 - clip_low, 1 + clip_high) * units.advantage * logp, {
         "clip_low_share": rho < 1 - clip_low,
@@ -132,9 +137,9 @@ def cispo(
 def sapo(
     logp: Tensor, units: UnitTable, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05
 ) -> Tensor:
-    """-A σ(τ (ρ - 1)) 4 / τ with ρ = exp(logp - prox), τ by the sign of A: f32 [S]. At ρ = 1 the gradient is
-    that of `ppo`, and it fades on both sides.
+    """Return -A σ(τ (ρ - 1)) 4 / τ with ρ = exp(logp - prox): f32 [S].
 
+    τ depends on the sign of A. At ρ = 1 the gradient equals the gradient of `ppo`; it fades on both sides.
     Source: Gao et al. 2025, "Soft adaptive policy optimization", sec. 3."""
     tau = (units.advantage > 0).float() * (tau_positive - tau_negative) + tau_negative
     gate = (tau * (ratio_of(logp - units["prox"]) - 1)).sigmoid() * 4 / tau
@@ -150,12 +155,15 @@ def dppo(
     bound_low: Positive = 0.15,
     bound_high: Positive = 0.15,
 ) -> WithFigures:
-    """-A ρ with ρ = exp(logp - prox), unclipped, and 0 for a unit that has moved as far as it may in the
-    direction in which A pushes it: f32 [S]. `moved_share` counts those. From p to q `tv` is |q - p|, and `kl`
-    that of the two outcomes, this unit or another: p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
+    """Return -A ρ, unclipped, with ρ = exp(logp - prox); 0 for a unit that has moved too far: f32 [S].
 
-    Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning" (binary TV and KL);
-    there the distance is from the behaviour policy, which is `correction: bypass` here."""
+    A unit has moved too far if its distance from prox, in the direction in which A pushes it, exceeds the
+    bound. `moved_share` counts these units. The distance from p to q is |q - p| for `tv`. For `kl` it is the
+    divergence between two-outcome distributions, this unit or any other: p log(p / q) + (1 - p) log((1 - p) /
+    (1 - q)).
+
+    Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning" (binary TV and KL).
+    There the distance is from the behaviour policy; use `correction: bypass` for that."""
     advantage, old, new = units.advantage, units["prox"], logp.detach()
     p, q = old.exp(), new.exp()
     far = (q - p).abs() if divergence == "tv" else p * (old - new) + (1 - p) * (log_rest(p) - log_rest(q))
@@ -165,16 +173,16 @@ def dppo(
 
 
 def log_rest(p: Tensor) -> Tensor:
-    """log(1 - p), of a probability just below 1 where p is 1 in its dtype."""
+    """Return log(1 - p). 1 - p is clamped to at least 1e-8, because p may round to 1."""
     return (1 - p).clamp(min=1e-8).log()
 
 
 @loss(columns=RATIO, clipped=True, statistic=log_ratio)
 def kimi(logp: Tensor, units: UnitTable, *, tau: NotNegative = 0.1) -> Tensor:
-    """-A logp + τ/2 D (logp - prox), with D = Σ over the episode's units of logp - prox, and the gradient of
-    τ/2 D²: f32 [S]. Over an episode it sums to -A Σ logp + τ/2 D².
+    """Return -A logp + τ/2 D (logp - prox), with the gradient of τ/2 D²: f32 [S].
 
-    Source: Kimi team 2025, "Kimi k1.5", eq. 3, the gradient of its surrogate: the log-ratio of the whole
+    D = Σ over the episode's units of logp - prox. Over an episode the loss sums to -A Σ logp + τ/2 D².
+    Source: Kimi team 2025, "Kimi k1.5", eq. 3, gradient of the surrogate, in which the log-ratio of the whole
     answer is squared."""
     ratio = (units["episode_mean"] * units["episode_units"]).detach()
     d = logp - units["prox"]
@@ -183,15 +191,16 @@ def kimi(logp: Tensor, units: UnitTable, *, tau: NotNegative = 0.1) -> Tensor:
 
 @loss(columns=RATIO, clipped=True)
 def kimi_token(logp: Tensor, units: UnitTable, *, tau: NotNegative = 0.1) -> Tensor:
-    """-A logp + τ/2 (logp - prox)²: f32 [S]. A penalty on each unit alone: it does not grow with the
-    square of an answer's length, as that of `kimi` does where all units move the same way.
+    """Return -A logp + τ/2 (logp - prox)²: f32 [S].
 
-    Source: that of `kimi`, with the log-ratio of each token squared in place of the answer's."""
+    The penalty is on each unit alone. If all units move the same way, the penalty of `kimi` grows with the
+    square of the answer's length; this one does not. Source: as `kimi`, but with the log-ratio of each token
+    squared instead of the answer's."""
     return -units.advantage * logp + tau / 2 * (logp - units["prox"]).square()
 
 
 def behaviour_log_ratio(logp: Tensor, units: UnitTable, **_: Any) -> Tensor:
-    """logp - beh: f32 [S]."""
+    """Return logp - beh: f32 [S]."""
     return logp - units.behaviour
 
 
@@ -202,11 +211,11 @@ def behaviour_log_ratio(logp: Tensor, units: UnitTable, **_: Any) -> Tensor:
     statistic=behaviour_log_ratio,
 )
 def topr(logp: Tensor, units: UnitTable, *, level: Literal["sequence", "token"] = "sequence") -> WithFigures:
-    """-A logp if A > 0; otherwise -sg(min(ρ, 1)) A logp: f32 [S]. ρ = exp(Σ over the episode's units of
-    logp - beh), which of long answers is soon 0; with `level: token` that of each unit alone. `tapered_share`
-    counts the units whose ρ is below 1 there.
+    """Return -A logp if A >= 0, and -sg(min(ρ, 1)) A logp otherwise: f32 [S].
 
-    Source: Le Roux et al. 2025, "Tapered off-policy REINFORCE", sec. 3."""
+    sg stops the gradient. ρ = exp(Σ over the episode's units of logp - beh), which is near 0 for long
+    answers. With `level: token`, ρ is the ratio of each unit alone. `tapered_share` counts the units with A <
+    0 and ρ < 1. Source: Le Roux et al. 2025, "Tapered off-policy REINFORCE", sec. 3."""
     of_unit = logp - units.behaviour
     log_rho = units["episode_mean"] * units["episode_units"] if level == "sequence" else of_unit
     rho = ratio_of(log_rho.detach())
@@ -217,5 +226,5 @@ def topr(logp: Tensor, units: UnitTable, *, level: Literal["sequence", "token"] 
 
 @loss(columns=("advantage",))
 def reinforce(logp: Tensor, units: UnitTable) -> Tensor:
-    """-A logp: f32 [S]. Source: Williams 1992, "Simple statistical gradient-following algorithms"."""
+    """Return -A logp: f32 [S]. Source: Williams 1992, "Simple statistical gradient-following algorithms"."""
     return -units.advantage * logp

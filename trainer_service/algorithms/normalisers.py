@@ -1,8 +1,8 @@
-"""Normalisers: the coefficient of each unit in the loss of one optimizer update, which is
-Σ coefficient · (loss of the unit) over all its micro-batches and ranks.
+"""Normalisers: the coefficient of each unit in the loss of one optimizer update.
 
-`Totals` counts over the whole update, so the result depends neither on how rows were packed nor on who trains
-them. `parts.py` says how to write your own.
+That loss is Σ coefficient · (loss of the unit) over all micro-batches and ranks of the update. `Totals`
+counts over the whole update. The result therefore depends neither on the packing of rows nor on their ranks.
+`parts.py` describes how to write a normaliser.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts of an optimizer update, over all ranks and all its micro-batches."""
+    """Counts of an optimizer update, over all its ranks and micro-batches."""
 
     units_of_episode: Tensor
-    """i64 [E]: unmasked units of each episode; 0 for one of another update."""
+    """i64 [E]: number of unmasked units of each episode; 0 if the episode is in another update."""
     rows: int
-    """Rows with unmasked units."""
+    """Number of rows with unmasked units."""
 
     @property
     def units(self) -> int:
@@ -33,27 +33,28 @@ class Totals:
 
     @property
     def episodes(self) -> int:
-        """Episodes with unmasked units."""
+        """Number of episodes with unmasked units; at least 1."""
         return max(1, int((self.units_of_episode > 0).sum()))
 
 
 def token(units: UnitTable, totals: Totals) -> Tensor:
-    """Every unit weighs the same: 1 / Σ units. f32 [S]"""
+    """Give every unit the same weight, 1 / Σ units. Returns f32 [S]."""
     return units.mask.float() / totals.units
 
 
 def sequence(units: UnitTable, totals: Totals) -> Tensor:
-    """Every row weighs the same: mean over its units, then over the rows. f32 [S]"""
+    """Give every row the same weight: the mean over its units, then over rows. Returns f32 [S]."""
     return units.mask.float() / (units["row_units"] * max(1, totals.rows))
 
 
 def rollout(units: UnitTable, totals: Totals) -> Tensor:
-    """Every episode weighs the same, however many rows it became: mean over its units, then over the episodes
-    that have any. f32 [S]"""
+    """Give every episode the same weight: the mean over its units, then over episodes with units. The number
+    of its rows does not matter. Returns f32 [S]."""
     return units.mask.float() / (totals.units_of_episode.clamp(min=1)[units.episode] * totals.episodes)
 
 
 def constant(units: UnitTable, totals: Totals, *, length: Annotated[int, Field(ge=1)]) -> Tensor:
-    """The sum over an episode's units divided by a fixed `length`, then the mean over episodes: a long answer
-    weighs more than a short one. f32 [S]. Source: Liu et al. 2025, "Understanding R1-Zero-like training"."""
+    """Divide the sum over an episode's units by a fixed `length`, then take the mean over episodes. A long
+    answer weighs more than a short one. Returns f32 [S]. Source: Liu et al. 2025, "Understanding R1-Zero-like
+    training"."""
     return units.mask.float() / (length * totals.episodes)

@@ -1,8 +1,8 @@
-"""The objective of a job: the parts that its section names, put together.
+"""The objective of a job: the combination of the parts in its section.
 
-In a step, `Objective.fill` completes the unit table: rewards less the penalty, advantages, and the weights of
-a correction that compares units. `Objective.terms` then gives the loss of one micro-batch's units. Formulas:
-docs/objectives.md.
+In a step, `Objective.fill` completes the unit table. It subtracts the penalty from the rewards, and adds
+advantages and the weights of a correction that compares units. `Objective.terms` then computes the loss of
+one micro-batch's units. Formulas: docs/objectives.md.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from trainer_service.errors import ObjectiveError
 
 P = TypeVar("P", bound=ObjectivePart)
 OF_MODELS = ("ref", "value", "teacher", "process", "entropy")
-"""Columns of the table that a forward pass computes, beside `prox`."""
+"""Columns of the table that need a forward pass, besides `prox`."""
 
 
 @dataclass(frozen=True)
 class UnitTerms:
-    """Terms of the objective for each unit; all [S], and detached but for `loss`."""
+    """Terms of the objective for each unit, all [S]. All except `loss` are detached."""
 
     loss: Tensor
-    """f32: weighted, not yet normalised; 0 where masked."""
+    """f32: weighted but not yet normalised; 0 where masked."""
     weight: Tensor
     """f32: exp(prox - beh) before the correction; 1 where masked."""
     figures: Mapping[str, Tensor] = field(default_factory=dict)
-    """Figures of the parts by name, bool or f32."""
+    """Figures of the parts by name; bool or f32."""
 
 
 class Objective:
-    """The composition that a section names. Raises `PartError` for a part that cannot be loaded and
-    `ObjectiveError` for parts that contradict each other, or `job` where one is given."""
+    """Combination of the parts in an objective section. Raises `PartError` if a part cannot be loaded. Raises
+    `ObjectiveError` if parts contradict each other or the `job`."""
 
     def __init__(
         self, section: ObjectiveSection, job: JobConfig | None = None, *, minibatches: int = 1
@@ -79,43 +79,45 @@ class Objective:
             minibatches=minibatches,
             max_staleness=job.buffer.max_staleness if job is not None else 0,
         )
-        """Source of proximal log-probs: `recompute`, `reuse`, `loglinear`, or `behaviour` for those of the
-        behaviour policy."""
+        """Source of proximal log-probs: `recompute`, `reuse`, `loglinear`, or `behaviour` for the behaviour
+        policy's log-probs."""
         self._declare()
         self._check_parts()
 
     def _declare(self) -> None:
-        """Derive from the parts what the trainer has to do."""
+        """Derive from the parts which work the trainer has to do."""
         section, advantage, loss, correction = self._section, self._advantage, self._loss, self._correction
         penalised = self.kl.coefficient > 0
         self._penalised = penalised and self.kl.place == "reward"
-        """Whether rewards are less a penalty, which is of the policy at the start of the step."""
+        """Whether a KL penalty is subtracted from the rewards. It is the penalty of the policy at the start
+        of the step."""
         self._of_units = {*loss.columns, *correction.columns}
-        """Columns that loss and correction read."""
+        """Columns that the loss and the correction read."""
         declared = self._of_units | {*advantage.columns}
         more = {"ref": penalised, "prox": self.prox == "recompute"}
         self.columns = declared & {*OF_MODELS} | {name for name, wanted in more.items() if wanted}
-        """The computed columns that have to be in the table before `fill`."""
+        """Computed columns that must be in the table before `fill`."""
         self.with_segments = (
             advantage.of != "sample" or section.group_by != "task" or bool(declared & {*SEGMENT_COLUMNS})
         )
-        """Whether the table has to know segments, agents and turns."""
+        """Whether the table must include segments, agents and turns."""
         self.whole_episodes = advantage.of == "unit"
-        """Whether an episode's units have to be on one rank."""
+        """Whether all units of an episode must be on one rank."""
         self.needs_greedy = advantage.needs_greedy
-        """Whether each group is to have an answer that is only compared with."""
+        """Whether each group needs a greedy answer as its baseline."""
         self.over_episodes = loss.statistic is not None and section.loss_args.get("level") != "token"
-        """Whether the loss is defined over whole episodes (`Loss.statistic`), and is not of tokens here."""
+        """Whether the loss is defined over whole episodes (`Loss.statistic`) and the job does not set `level:
+        token`."""
         self.trains_critic = "value" in self.columns
         self.has_own_critic = self.trains_critic and self.critic.kind == "model"
-        """Whether values come of a model beside the policy."""
+        """Whether a separate model computes the values."""
         self.critic_is_head = self.trains_critic and self.critic.kind == "head"
-        """Whether values come of a further output of the policy."""
+        """Whether an additional output of the policy computes the values."""
         self.trains_process = "process" in self.columns
-        """Whether a process reward model is trained beside the policy."""
+        """Whether a process reward model is trained with the policy."""
         trained = {"logp": True, "entropy": section.entropy > 0, "value": self.critic_is_head}
         self.trained_columns = tuple(name for name, wanted in trained.items() if wanted)
-        """The columns with a gradient that `terms` is given."""
+        """Columns with gradient that `terms` needs."""
         figures = {
             "kl_ref": penalised,
             "kl_teacher": "teacher" in advantage.columns,
@@ -123,15 +125,16 @@ class Objective:
         }
         own_figures = (*loss.figures, *correction.figures)
         self.figures = (*own_figures, *(name for name, wanted in figures.items() if wanted))
-        """Names of the figures that every micro-batch has."""
+        """Names of the figures of every micro-batch."""
         self._over_step = correction.over_step(section.correction_args)
         in_loss = penalised and self.kl.place == "loss"
         own = self.trains_critic or self.trains_process or "advantage" not in loss.columns
         self.learns_without_advantage = section.entropy > 0 or in_loss or own
-        """Whether a batch whose advantages are all 0 still has a gradient."""
+        """Whether a batch still has a gradient if all its advantages are 0."""
 
     def _check(self, job: JobConfig) -> None:
-        """Ask the parts what they declare: the job file's check does not import those of a user's file."""
+        """Raise `ObjectiveError` if a part reports a mistake in the job. The check of the job file does not
+        import parts from a user's file."""
         for part in named_parts(job):
             if part.field.startswith("trainer.objective"):
                 for mistake in part.mistakes(job, run_own=True):
@@ -152,12 +155,15 @@ class Objective:
             )
 
     def own(self, kind: str) -> str:
-        """File and name of the `advantage` or `loss` where it is in a file of the user's; else empty."""
+        """Return file and name of the `advantage` or `loss` if it comes from a user's file; otherwise an
+        empty string."""
         name = str(getattr(self._section, kind))
         return Path(name).name if ".py:" in name else ""
 
     def fill(self, units: UnitTable, step: int) -> UnitTable:
-        """The table with the columns `staleness`, `advantage`, and `correction` where that compares units.
+        """Return the table with the columns `staleness` and `advantage`. A correction that compares units
+        adds `correction`.
+
         `step` is the version that the step starts from. All ranks call it."""
         units = units.with_columns(staleness=step - units.version)
         units = units.cleared()
@@ -217,7 +223,8 @@ class Objective:
         return of_shape(f"the advantage {name} is of each {of} and was to return", values, count)
 
     def statistic(self, logp: Tensor, units: UnitTable) -> Tensor | None:
-        """f32 [S]: what the loss needs the mean of over each episode; None where it needs none."""
+        """Return f32 [S]: the statistic of each unit, whose mean over each episode the loss reads. None if
+        the loss has no statistic."""
         if self._loss.statistic is None:
             return None
         logp, units = masked(logp.float(), units.mask), self._with_prox(logp, units.cleared())
@@ -226,18 +233,20 @@ class Objective:
         return masked(of_shape(what, found, len(logp)), units.mask)
 
     def coefficients(self, units: UnitTable, totals: Totals) -> Tensor:
-        """f32 [S]: see `normalisers.py`."""
+        """Return the coefficient of each unit (see `normalisers.py`): f32 [S]."""
         found = self._normaliser(units, totals, **self._section.normaliser_args)
         return of_shape(f"the normaliser {self._section.normaliser} was to return", found, len(units))
 
     def terms(self, columns: Mapping[str, Tensor], units: UnitTable) -> UnitTerms:
-        """`columns` f32 [S] with gradient: `logp`, and `entropy` where asked for. `units` has
-        `episode_mean` where the loss needs one."""
+        """Return the terms of one micro-batch.
+
+        `columns` f32 [S], with gradient, has `logp` and the other `trained_columns`. `units` has
+        `episode_mean` if the loss needs it."""
         section, mask = self._section, units.mask
         logp = masked(columns["logp"].float(), mask)
         units = units.cleared()
         units = self._with_prox(logp, units)
-        # Where the behaviour policy is the proximal one, the loss weighs by its ratio to the current one.
+        # If the behaviour policy is the proximal one, the weight is the current policy's ratio to it.
         compared = logp if self.prox == "behaviour" else units["prox"]
         weight = behaviour_weight(compared, units.behaviour)
         loss, shown = with_figures(self._loss, logp, units, section.loss_args)
@@ -268,7 +277,7 @@ class Objective:
         return with_figures(part, weight, units, self._section.correction_args)
 
     def _with_prox(self, logp: Tensor, units: UnitTable) -> UnitTable:
-        """Add the proximal log-probs, which are in the table only if they took a pass of their own."""
+        """Add the proximal log-probs. The table already has them only if an extra pass computed them."""
         if self.prox == "recompute":
             return units
         logp = masked(logp.detach().float(), units.mask)
@@ -281,5 +290,5 @@ class Objective:
 
 
 def _part(kind: type[P], found: Any) -> P:
-    """Return a part of its kind: a plain function declares nothing."""
+    """Return the part. A plain function becomes a part with the default fields."""
     return found if isinstance(found, kind) else kind(found)

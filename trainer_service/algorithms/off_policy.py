@@ -1,13 +1,14 @@
 """Statistics of the correction and the loss in a step, split by staleness.
 
-Sums are kept in fp64, so micro-batches and ranks add up exactly. With w = exp(prox - beh) before truncation:
+Sums are in fp64, so the result does not depend on micro-batches or ranks. With w = exp(prox - beh) before
+truncation:
 
     ess   (Σ w)² / (N Σ w²)          share of the data that is effectively used
     chi2  mean (w - 1)²              chi-square divergence of prox from beh, sampled from beh
     kl    mean (w log w - w + 1)     KL(prox ‖ beh), sampled from beh; never negative
 
-The entropy is the mean of -beh, sampled from beh, unless the objective computes that of the whole
-distribution.
+The entropy is the mean of -beh, sampled from beh. If the objective computes the entropy of the whole
+distribution, that value replaces it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ SUMS = ("count", "w", "w_squared", "chi2", "kl", "surprise")
 
 
 class StepStatistics:
-    """Accumulates over the micro-batches of a step that starts from version `step`. `figures` names what else
-    has a mean over units."""
+    """Accumulator over the micro-batches of a step that starts from version `step`. `figures` names further
+    figures whose mean over units is computed."""
 
     def __init__(self, step: int, max_staleness: int, figures: Sequence[str] = ()) -> None:
         self._step = step
@@ -36,7 +37,7 @@ class StepStatistics:
 
     @torch.no_grad()
     def add(self, terms: UnitTerms, units: UnitTable) -> None:
-        """Count the unmasked units of one micro-batch; their staleness has been checked."""
+        """Count the unmasked units of one micro-batch. Their staleness must have been checked before."""
         mask = units.mask
         if not bool(mask.any()):
             return
@@ -59,17 +60,18 @@ class StepStatistics:
         self._extremes.scatter_reduce_(0, staleness[:, None].expand(-1, 2), both, "amax")
 
     def include(self, other: StepStatistics) -> None:
-        """Add what another one of the same step has counted."""
+        """Add the counts of another accumulator for the same step."""
         self._sums += other._sums
         self._extremes = self._extremes.maximum(other._extremes)
 
     def reduce(self, sum_: Callable[[Tensor], None], max_: Callable[[Tensor], None]) -> None:
-        """Add up over ranks, in place; the arguments are all-reduces."""
+        """Add up over ranks, in place. The arguments are all-reduce functions."""
         sum_(self._sums)
         max_(self._extremes)
 
     def report(self) -> dict[str, object]:
-        """Figures over all units, and under `by_staleness` the same for each staleness that occurred."""
+        """Return the figures over all units. `by_staleness` has the same figures for each staleness that
+        occurred."""
         figures: dict[str, object] = dict(self._figures(self._sums.sum(0), self._extremes.amax(0)))
         figures["by_staleness"] = {
             str(staleness): self._figures(self._sums[staleness], self._extremes[staleness])
@@ -97,16 +99,19 @@ class StepStatistics:
 
 
 class EffectiveSamplesWatch:
-    """Tells when the effective share of the samples has been below `floor` for `patience` steps in a row."""
+    """Watch on the effective share of the samples. It triggers after `patience` steps in a row below
+    `floor`."""
 
     def __init__(self, floor: float, patience: int, advice: str) -> None:
-        """`advice` is what to change, in words."""
+        """`advice` is a sentence on which settings to change."""
         self._floor, self._patience, self._advice = floor, patience, advice
         self._below = 0
 
     def after_step(self, share: object) -> str:
-        """Return the advice after a step with this share (None, or no number: the step does not count). It is
-        empty except in the step in which the patience ends. A share above the floor restarts the count."""
+        """Return the advice in the step in which the patience ends, and an empty string in all other steps.
+
+        `share` is the effective share of the step. If it is not a number, the step does not count. A share at
+        or above the floor restarts the count."""
         if not isinstance(share, float):
             return ""
         self._below = self._below + 1 if share < self._floor else 0

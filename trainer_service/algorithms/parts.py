@@ -1,4 +1,4 @@
-"""Declaring an advantage, a loss or a correction, built in or of your own.
+"""Decorators that declare an advantage, a loss or a correction, built in or from a user's file.
 
     from areal_async import advantage
 
@@ -8,23 +8,24 @@
 
 A job file then names `path.py:centred`, or an installed package declares it as an entry point (see
 `areal_async.config.registry`). Keyword-only parameters are the part's arguments (`advantage_args`,
-`loss_args`, `correction_args`, `normaliser_args` under `trainer.objective`); their annotations say what they
-may be, as in `scale: Annotated[float, Field(gt=0)] = 1.0`. What the decorator declares is checked against the
-job when its file is read; of a part in a file of yours, which is not run then, before the job starts. A
-function without a decorator declares nothing.
+`loss_args`, `correction_args`, `normaliser_args` under `trainer.objective`). Their annotations are checked,
+as in `scale: Annotated[float, Field(gt=0)] = 1.0`. The job is checked against the decorator's fields when its
+file is read. A user's file is not run at that time, so its parts are checked before the job starts. A
+function without a decorator has the default fields.
 
 | part | called with | returns |
 |---|---|---|
-| advantage `of="sample"` | `Samples` (`credit.py`): N of them, as `group_by` says | float [N] |
+| advantage `of="sample"` | `Samples` (`credit.py`): N samples, selected by `group_by` | float [N] |
 | advantage `of="segment"` | `SegmentTable` (`table.py`): G segments with their rewards | float [G] |
 | advantage `of="unit"` | `UnitTable`: U units of this rank, with `reward` | float [U], or columns by name |
-| loss | logp f32 [S] (gradients flow through it), units `UnitTable` | f32 [S], or that and figures |
-| correction | weight f32 [S] (exp(prox - behaviour)), units `UnitTable` | f32 [S], or that and figures |
+| loss | logp f32 [S] (gradients flow through it), units `UnitTable` | f32 [S], or (f32 [S], figures) |
+| correction | weight f32 [S] (exp(prox - behaviour)), units `UnitTable` | f32 [S], or (f32 [S], figures) |
 | normaliser | units `UnitTable`, totals `Totals` (`normalisers.py`) | f32 [S] |
 
-S units are those of one micro-batch; a correction `of="step"` is called once with those of the whole step,
-and may sum over its episodes and all of it. Where the mask is off, columns are 0 and `weight` is 1. A figure
-is a tensor [S], bool or f32, whose mean over units is logged with each step under its name.
+The S units are the units of one micro-batch. A correction `of="step"` is called once with the units of the
+whole step, and may sum over episodes and over the step. If a unit's mask is False, its columns are 0 and its
+`weight` is 1. A figure is a tensor [S], bool or f32. Its mean over units is logged with each step under its
+name.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ if TYPE_CHECKING:
     from trainer_service.algorithms.table import UnitTable
 
 TABLE_COLUMNS = ("behaviour", "version", "staleness", "episode", "group", "mask", "row_units")
-"""Columns that every table has."""
+"""Columns of every table."""
 SEGMENT_COLUMNS = ("segment", "turn", "agent", "anchor", "unit", "truncated", "reward")
-"""Columns of a table that knows segments; `reward` f64 is what the unit earned (`credit.py`)."""
+"""Further columns of a table with segments. `reward` f64 is the reward that the unit earned (`credit.py`)."""
 COMPUTED_COLUMNS = ("advantage", "return", "prox", "ref", "value", "teacher", "process", "entropy")
-"""Columns that the trainer computes. All but the first two cost a forward pass over the step: by the policy
-(`prox`, `entropy`) or by another model."""
+"""Columns that the trainer computes. All except the first two need a forward pass over the step, by the
+policy (`prox`, `entropy`) or by another model."""
 COLUMNS = (*TABLE_COLUMNS, *SEGMENT_COLUMNS, *COMPUTED_COLUMNS)
 OUTCOMES = ("on_timeout", "on_error", "on_abstain")
 P = ParamSpec("P")
@@ -70,21 +71,21 @@ Of = Literal["sample", "segment", "unit"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-"""Types of arguments of parts."""
+"""Types for the arguments of parts."""
 
 
 @dataclass(frozen=True)
 class ObjectivePart:
-    """A function with what it declares. It is called like the function."""
+    """A function and its declaration. It is called like the function."""
 
     function: Callable[..., Any]
     _: KW_ONLY
     columns: tuple[str, ...] = ()
-    """Columns of the unit table that it reads."""
+    """Columns of the unit table that the function reads."""
 
     def __call__(self, *inputs: Any, **arguments: Any) -> Any:
-        """Call the function. What it raises is raised with a note that names it, and ends the job: started
-        again, the trainer would meet it again."""
+        """Call the function. A note that names the function is added to its errors. An error ends the job,
+        because a restarted trainer would get it again."""
         try:
             return self.function(*inputs, **arguments)
         except Exception as error:
@@ -94,11 +95,11 @@ class ObjectivePart:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The function, whose signature `inspect.signature` gives for the part."""
+        """The function; `inspect.signature` of the part returns its signature."""
         return self.function
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """Yield what is wrong with a job that uses this part with `arguments`, which stand in `field`."""
+        """Yield the mistakes in a job that uses this part with the `arguments` of `field`."""
         if unknown := set(self.columns) - set(COLUMNS):
             yield Mistake(
                 field.removesuffix("_args"),
@@ -130,17 +131,18 @@ def _teacher_is_one(job: JobConfig, part: str) -> Iterator[Mistake]:
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage(ObjectivePart):
-    """A part that says how much better each sample, segment or unit did than expected."""
+    """A part that computes how much better each sample, segment or unit is than expected."""
 
     of: Of = "sample"
     needs_group: int = 1
-    """Fewest episodes of a group that say anything."""
+    """Smallest group size for which the advantage is not always 0."""
     needs_greedy: bool = False
-    """Whether each group has an episode that was answered greedily, as its baseline."""
+    """Whether each group needs a greedy episode as its baseline."""
     unpenalised: bool = False
-    """Whether it reads no rewards that a KL penalty can be taken off: components, or other figures."""
+    """Whether it does not read the reward from which a KL penalty is subtracted. It reads reward components
+    or other figures instead."""
     losses: tuple[str, ...] = ()
-    """Built-in losses with which its gradient is what it says; none means any."""
+    """Built-in losses that give the documented gradient with this advantage; empty if every loss does."""
 
     def __post_init__(self) -> None:
         if self.of not in get_args(Of):
@@ -199,29 +201,31 @@ class Advantage(ObjectivePart):
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPart(ObjectivePart):
-    """A part that works on units: a loss or a correction."""
+    """A part for units: a loss or a correction."""
 
     figures: tuple[str, ...] = ()
-    """Names of the figures that it returns."""
+    """Names of the returned figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(UnitPart):
-    """One number per unit, from its log-prob."""
+    """A part that computes the loss of each unit from its log-prob."""
 
     clipped: bool = False
-    """Whether it holds the policy near the proximal one, which does nothing while the two are the same."""
+    """Whether it keeps the policy near the proximal one. This has no effect while the two are equal."""
     corrects: bool = False
-    """Whether it weighs by the behaviour policy itself, so that a correction would do so twice."""
+    """Whether it already weighs by the behaviour policy; a correction would weigh a second time."""
     prox: Literal["", "loglinear"] = ""
-    """The choice of `prox: auto` for stale samples, with one minibatch a step: `loglinear` if the loss then
-    bounds how far each unit is from the behaviour policy, and otherwise bounds nothing."""
+    """Choice of `prox: auto` for stale samples and one minibatch a step. `loglinear` fits a loss that then
+    bounds each unit's distance from the behaviour policy and would otherwise bound nothing."""
     statistic: Callable[..., Tensor] | None = None
-    """A function for a loss that is defined over episodes: it takes logp f32 [S] and units, like the loss
-    with its arguments, that returns f32 [S]. The loss finds its mean over each unit's episode as
-    `units["episode_mean"]`, and how many units that has as `units["episode_units"]`, whatever the packing:
-    the value is that of the whole episode, and the gradient of a unit's mean goes to the unit's own log-prob;
-    summed over the episode that is the gradient of the whole."""
+    """Function for a loss that is defined over episodes. It takes the arguments of the loss (logp f32 [S],
+    units, keyword arguments) and returns f32 [S].
+
+    The loss reads the statistic's mean over each unit's episode from `units["episode_mean"]`. The number of
+    units in that episode is in `units["episode_units"]`. Both values cover the whole episode, whatever the
+    packing. The gradient of a unit's mean goes only to the unit's own log-prob. The sum of these gradients
+    over the episode is the full gradient."""
 
     def proximal(
         self,
@@ -232,10 +236,11 @@ class Loss(UnitPart):
         minibatches: int,
         max_staleness: int,
     ) -> str:
-        """Return the source of proximal log-probs with these parts: `recompute`, `reuse`, `loglinear`, or
-        `behaviour` for those of the behaviour policy. `auto` takes a pass if something needs one; otherwise,
-        for stale samples, the choice that this loss declares (docs/objectives.md#which-objective-to-choose
-        has the measurements)."""
+        """Return the source of proximal log-probs with these parts.
+
+        The source is `recompute`, `reuse`, `loglinear`, or `behaviour` for the behaviour policy's log-probs.
+        `auto` becomes `recompute` if a part needs an extra pass. Otherwise, for stale samples, it is the
+        choice that this loss declares (measurements: docs/objectives.md#which-objective-to-choose)."""
         if correction.prox:
             return correction.prox
         if objective.prox != "auto":
@@ -263,17 +268,19 @@ class Loss(UnitPart):
 
 @dataclass(frozen=True, kw_only=True)
 class Correction(UnitPart):
-    """A weight per unit for data that older weights sampled."""
+    """A part that computes a weight for each unit, for data that older weights sampled."""
 
     corrects: bool = True
-    """Whether stale units may be trained with it; without, the job must say that it is meant."""
+    """Whether the correction is valid for stale units. If not, a job with stale units must allow this
+    explicitly."""
     of: Literal["unit", "step"] = "unit"
-    """`step` where it compares units: it is called once with the table of the whole step."""
+    """`step` if the correction compares units; it is then called once with the table of the whole step."""
     prox: Literal["", "behaviour"] = ""
-    """`behaviour` where the loss takes its ratio against the behaviour policy instead of a proximal one."""
+    """`behaviour` if the ratio of the loss is against the behaviour policy instead of a proximal one."""
 
     def over_step(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether it is called once with the whole step; it may be with `level: sequence` alone."""
+        """Return whether it is called once with the whole step. The argument `level: sequence` also causes
+        this."""
         return self.of == "step" or arguments.get("level") == "sequence"
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
@@ -317,10 +324,10 @@ class Correction(UnitPart):
 def _declares(
     kind: Callable[Concatenate[Callable[..., Any], P], K],
 ) -> Callable[P, Callable[[Callable[..., Any]], K]]:
-    """Return the decorator that declares a part of a kind; it takes the kind's fields by name."""
+    """Return the decorator for a kind of part. Its arguments are the kind's fields."""
 
     def declare(*args: P.args, **fields: P.kwargs) -> Callable[[Callable[..., Any]], K]:
-        part: Any = kind(len, *args, **fields)  # refuses wrong fields where they stand
+        part: Any = kind(len, *args, **fields)  # raises on wrong fields at the decorator's line
         return lambda function: replace(part, function=function)
 
     return declare
@@ -334,7 +341,8 @@ correction = _declares(Correction)
 def with_figures(
     part: UnitPart, values: Tensor, units: UnitTable, arguments: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Call the part and return its result and exactly the figures that it declares."""
+    """Call the part and return its result and its figures. Raises `ObjectiveError` unless the figures are
+    exactly the declared ones."""
     from trainer_service.errors import ObjectiveError
 
     result = part(values, units, **arguments)
@@ -348,7 +356,7 @@ def with_figures(
 
 
 def of_shape(what: str, values: Tensor, count: int) -> Tensor:
-    """The values, if they are a tensor of `count` numbers. Raises `ObjectiveError`."""
+    """Return the values. Raises `ObjectiveError` if they are not a tensor of `count` numbers."""
     from torch import Tensor
 
     from trainer_service.errors import ObjectiveError

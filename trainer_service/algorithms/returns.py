@@ -1,6 +1,7 @@
-"""Advantages of units and of segments, from what comes after each of them in its sequence: what one agent
-did in one episode, in the order of time. Prompts, answers of tools and masked units between do not count: the
-next unit is the next one that is trained."""
+"""Advantages of units and segments from the later rewards in their sequence.
+
+A sequence is everything that one agent did in one episode, in the order of time. It skips prompts, tool
+answers and masked units: the next unit is always the next trained unit."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
 def gae(
     units: UnitTable, *, gamma: Fraction = 1.0, lam: Fraction = 0.95, whiten: bool = True
 ) -> dict[str, Tensor]:
-    """δ_t = r_t + γ V_{t+1} - V_t and A_t = δ_t + γλ A_{t+1}; `return` is A + V: f64 [U] each. After the last
-    unit V is 0, or, where the episode was cut off by a limit of ours, the value of that last unit, the
-    nearest that there is. `whiten` makes A of mean 0 and std 1 over all units of the batch. Source: Schulman
-    et al. 2016, "High-dimensional continuous control using generalized advantage estimation", eq. 16."""
+    """Return `advantage` A_t = δ_t + γλ A_{t+1} and `return` A + V, f64 [U] each.
+
+    δ_t = r_t + γ V_{t+1} - V_t. After the last unit V is 0. If a limit of the job cut the episode off, V
+    after the last unit is the last unit's own value, the best available estimate. `whiten` gives A mean 0 and
+    std 1 over all units of the batch. Source: Schulman et al. 2016, "High-dimensional continuous control
+    using generalized advantage estimation", eq. 16."""
     order, value = units.in_time(), units["value"].double()
     after = order.following(value, value * units["truncated"])
     found = order.to_go(units["reward"] + gamma * after - value, gamma * lam)
@@ -30,8 +33,8 @@ def gae(
 
 @advantage(of="unit")
 def reinforce_pp(units: UnitTable, *, gamma: Fraction = 1.0) -> Tensor:
-    """A_t = Σ_{k≥t} γ^{k-t} r_k, whitened over all units of the batch: f64 [U]. The penalty of
-    `kl.place: reward` is in r. Source: Hu et al. 2025, "REINFORCE++"."""
+    """Return A_t = Σ_{k≥t} γ^{k-t} r_k, whitened over all units of the batch: f64 [U]. r includes the penalty
+    of `kl.place: reward`. Source: Hu et al. 2025, "REINFORCE++"."""
     return units.whiten(units.in_time().to_go(units["reward"], gamma))
 
 
@@ -44,12 +47,14 @@ def gigpo(
     norm: Literal["none", "std"] = "none",
     eps: Positive = 1e-6,
 ) -> Tensor:
-    """A = A_episode + ω · A_step: f64 [G]. A_episode is what the agent earned in the episode less the mean of
-    its group. A_step is the return from the segment on, Σ_k γ^k r_k over it and the agent's later segments,
-    less the mean of those that began in the same state: equal anchors of the agent in episodes of one task.
-    A segment that alone has its anchor, or has none, gets A_episode. `norm: std` divides both by the std of
-    what they are compared with. Source: Feng et al. 2025, "Group-in-group policy optimization for LLM
-    agent training", sec. 4."""
+    """Return A = A_episode + ω · A_step: f64 [G].
+
+    A_episode is the agent's reward in the episode minus the mean of its group. A_step compares returns. A
+    segment's return is Σ_k γ^k r_k over the segment and the agent's later segments. A_step is this return
+    minus the mean return of segments that begin in the same state. Two segments begin in the same state if
+    they have equal anchors, the same agent and the same task. A segment without an anchor, or with a unique
+    one, gets A_episode. `norm: std` divides both terms by the standard deviation of the compared values.
+    Source: Feng et al. 2025, "Group-in-group policy optimization for LLM agent training", sec. 4."""
     from trainer_service.algorithms.credit import Samples, samples_of_segments
     from trainer_service.algorithms.table import keys
 
@@ -74,11 +79,13 @@ def marti(
     history: Literal["all", "last"] = "all",
     eps: Positive = 1e-6,
 ) -> Tensor:
-    """A = (R' - mean) / (std + eps) over the same turn of the same agent in the group's other episodes, with
-    R' = R + α Δ: f64 [G]. R is the agent's reward of the turn, Q the mean of those of its earlier turns
-    (`history: last`: of the one before). Δ is R - Q (`margin`) or Q R - (1 - Q)(1 - R) (`quality`, for
-    rewards from 0 to 1), and 0 in the first turn. Source: Zhang et al. 2025, "MARTI", reward shaping, after
-    Park et al. 2025, "MAPoRL"."""
+    """Return A = (R' - mean) / (std + eps) with R' = R + α Δ: f64 [G].
+
+    Mean and std are over the same turn of the same agent in the group's episodes. R is the agent's reward in
+    the turn. Q is the mean reward of its earlier turns. With `history: last`, Q is the reward of the previous
+    turn. With `margin`, Δ is R - Q. With `quality`, for rewards from 0 to 1, Δ is Q R - (1 - Q)(1 - R). In
+    the first turn Δ is 0. Source: Zhang et al. 2025, "MARTI", reward shaping, after Park et al. 2025,
+    "MAPoRL"."""
     import torch
 
     from trainer_service.algorithms.credit import samples_of_segments

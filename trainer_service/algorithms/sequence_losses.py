@@ -1,12 +1,12 @@
-"""Losses of whole sequences: supervised, preference and reward-model ones.
+"""Losses of whole sequences for supervised, preference and reward-model training.
 
-Each is a function of one number for each of N sequences, s: the sum of a column of the back end over the
-sequence's units, their log-probs, or the number that a reward model gives it. What comes out is one loss for
-each of n examples, whose mean is the step's. An example is a sequence, or a pair of neighbours, the chosen
-one and the rejected.
+A loss is a function of one number s for each of N sequences. This number is the sum of the units' log-probs,
+or the score that a reward model gives the sequence. The function returns the loss of each of n examples. The
+loss of the step is their mean. An example is one sequence, or a pair of consecutive sequences: the chosen
+one, then the rejected one.
 
-`rewards` of a loss is what it takes for the reward of a sequence, by which held-out pairs are told right.
-Notation: π(y) is s, ref(y) the same by the reference, |y| the number of units, σ the logistic function.
+The `reward` of a loss is the number by which held-out sequences are ranked. Notation: π(y) is s, ref(y) is s
+under the reference, |y| is the number of units, and σ is the logistic function.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sequences:
-    """The N sequences of a step or of the held-out file; all on one device."""
+    """The N sequences of a step or of the held-out file, all on one device."""
 
     s: Tensor
-    """f64 [N]"""
+    """f64 [N]: sum of log-probs, or score of a reward model."""
     ref: Tensor
-    """f64 [N]: `s` by the reference, 0 where there is none."""
+    """f64 [N]: `s` under the reference; 0 without a reference."""
     length: Tensor
-    """i64 [N]: units, at least 1."""
+    """i64 [N]: number of units, at least 1."""
     value: Tensor
     """f64 [n]: margins, labels or scores of the examples."""
     zero: float = 0.0
-    """KTO's z₀."""
+    """z₀ of KTO."""
 
     @property
     def gain(self) -> Tensor:
@@ -42,41 +42,41 @@ class Sequences:
 
 
 def pairs(values: Tensor) -> tuple[Tensor, Tensor]:
-    """[2n] -> those of the chosen sequences [n], of the rejected [n]."""
+    """Split values [2n] into the values of the chosen sequences [n] and of the rejected ones [n]."""
     return values[0::2], values[1::2]
 
 
 def sft_token(given: Sequences) -> Tensor:
-    """-n π(y) / Σ |y|, whose mean over examples is the cross-entropy per token."""
+    """Return -n π(y) / Σ |y|. The mean over examples is the cross-entropy per token."""
     return -given.s * len(given.s) / given.length.sum()
 
 
 def sft_sequence(given: Sequences) -> Tensor:
-    """-π(y) / |y|: the cross-entropy per token of each answer."""
+    """Return -π(y) / |y|, the cross-entropy per token of each answer."""
     return -given.s / given.length
 
 
 def dpo(given: Sequences, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """-(1 - ε) log σ(β d) - ε log σ(-β d) with d = gain(chosen) - gain(rejected).
+    """Return -(1 - ε) log σ(β d) - ε log σ(-β d) with d = gain(chosen) - gain(rejected).
 
-    Source: Rafailov et al. 2023, "Direct Preference Optimization", eq. 7; ε of Mitchell 2023, "A note on DPO
-    with noisy preferences", eq. 3."""
+    Source: Rafailov et al. 2023, "Direct Preference Optimization", eq. 7; ε from Mitchell 2023, "A note on
+    DPO with noisy preferences", eq. 3."""
     chosen, rejected = pairs(given.gain)
     logits = beta * (chosen - rejected)
     return -(1 - label_smoothing) * F.logsigmoid(logits) - label_smoothing * F.logsigmoid(-logits)
 
 
 def ipo(given: Sequences, *, beta: float) -> Tensor:
-    """(h - 1 / 2β)² with h the difference of the gains per unit.
+    """Return (h - 1 / 2β)², where h is the difference of the gains per unit.
 
     Source: Azar et al. 2023, "A general theoretical paradigm to understand learning from human preferences",
-    eq. 17 with τ = β; the mean over units is that of its authors' code, as in TRL."""
+    eq. 17 with τ = β. The mean over units follows the authors' code, like TRL."""
     chosen, rejected = pairs(given.gain / given.length)
     return (chosen - rejected - 1 / (2 * beta)).square()
 
 
 def hinge(given: Sequences, *, beta: float) -> Tensor:
-    """max(0, 1 - β d), d as in `dpo`.
+    """Return max(0, 1 - β d), with d as in `dpo`.
 
     Source: Zhao et al. 2023, "SLiC-HF", normalised by the reference as in Liu et al. 2023, "RSO", eq. 10."""
     chosen, rejected = pairs(given.gain)
@@ -84,17 +84,17 @@ def hinge(given: Sequences, *, beta: float) -> Tensor:
 
 
 def orpo(given: Sequences, *, beta: float) -> Tensor:
-    """-p(chosen) - β log σ(log odds(chosen) - log odds(rejected)), with p = π(y) / |y| and
-    odds = eᵖ / (1 - eᵖ). Needs no reference.
+    """Return -p(chosen) - β log σ(log odds(chosen) - log odds(rejected)).
 
-    Source: Hong et al. 2024, "ORPO", eq. 6 and 7 (β is its λ)."""
+    p = π(y) / |y| and odds = eᵖ / (1 - eᵖ). It needs no reference. Source: Hong et al. 2024, "ORPO", eq. 6
+    and 7 (β is its λ)."""
     p = given.s / given.length
     chosen, rejected = pairs(p - log_one_less(p))
     return -pairs(p)[0] - beta * F.logsigmoid(chosen - rejected)
 
 
 def log_one_less(p: Tensor) -> Tensor:
-    """log(1 - eᵖ) for p <= 0, exact near 0 and far from it; p above -1e-12 counts as that."""
+    """Return log(1 - eᵖ) for p <= 0, accurate both near 0 and far from it. p is clamped to at most -1e-12."""
     p = p.clamp(max=-1e-12)
     near = p > -0.6931
     return torch.where(
@@ -105,50 +105,51 @@ def log_one_less(p: Tensor) -> Tensor:
 
 
 def kto(given: Sequences, *, beta: float, desirable: float = 1.0, undesirable: float = 1.0) -> Tensor:
-    """λ_D (1 - σ(β (gain - z₀))) for a desirable answer, λ_U (1 - σ(β (z₀ - gain))) for an undesirable one.
+    """Return λ_D (1 - σ(β (gain - z₀))) for desirable answers and λ_U (1 - σ(β (z₀ - gain))) for others.
 
-    z₀ = max(0, mean gain of the batch's prompts with the answer of another) has no gradient. Source:
-    Ethayarajh et al. 2024, "KTO", eq. 8."""
+    z₀ = max(0, mean gain of the batch's prompts, each with the answer to another prompt). It has no gradient.
+    Source: Ethayarajh et al. 2024, "KTO", eq. 8."""
     distance, good = beta * (given.gain - given.zero), given.value > 0.5
     return torch.where(good, desirable * (1 - distance.sigmoid()), undesirable * (1 - (-distance).sigmoid()))
 
 
 def bradley_terry(given: Sequences) -> Tensor:
-    """-log σ(s(chosen) - s(rejected) - margin).
+    """Return -log σ(s(chosen) - s(rejected) - margin).
 
-    Source: Ouyang et al. 2022, "InstructGPT", eq. 1; margin of Touvron et al. 2023, "Llama 2", eq. 2."""
+    Source: Ouyang et al. 2022, "InstructGPT", eq. 1; margin from Touvron et al. 2023, "Llama 2", eq. 2."""
     chosen, rejected = pairs(given.s)
     return -F.logsigmoid(chosen - rejected - given.value)
 
 
 def regression(given: Sequences) -> Tensor:
-    """(s - score)²."""
+    """Return (s - score)²."""
     return (given.s - given.value).square()
 
 
 @dataclass(frozen=True)
 class SequenceLoss:
-    """A loss with what it needs. Called with `Sequences`, gives f64 [n]."""
+    """A loss and its requirements. A call with `Sequences` returns f64 [n]."""
 
     function: Callable[..., Tensor]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     column: str = "logp"
-    """The column of the back end that `s` sums up."""
+    """Column of the back end whose sum is `s`."""
     paired: bool = True
     referred: bool = False
-    """Whether it compares with a reference."""
+    """Whether the loss compares with a reference."""
     zeroed: bool = False
-    """Whether it needs z₀: the gains of answers after the prompts of others."""
+    """Whether the loss needs z₀: the gains of answers after other prompts."""
     reward: Callable[[Sequences], Tensor] = lambda given: given.s
-    """f64 [N]"""
+    """Function that returns the reward of each sequence: f64 [N]."""
 
     def __call__(self, given: Sequences) -> Tensor:
         return self.function(given, **self.arguments)
 
     def right(self, given: Sequences) -> Tensor:
-        """f64 [m]: of each pair whether the reward of the chosen sequence is higher, ½ where it is the same;
-        of labels and scores whether two examples are ordered rightly, each of them compared with the 16 after
-        it."""
+        """Return f64 [m]: 1 for each correctly ordered comparison, 0 for a wrong one, ½ for a tie.
+
+        A paired loss compares the rewards of the chosen and the rejected sequence. With labels or scores,
+        each example is compared with up to 16 others."""
         reward = self.reward(given)
         if self.paired:
             chosen, rejected = pairs(reward)
@@ -161,8 +162,8 @@ class SequenceLoss:
         return (1 + (rewards * values)[values != 0].sign()) / 2
 
     def margin(self, given: Sequences) -> float | None:
-        """Return the mean reward of preferred sequences less that of the others; None if none is
-        preferred."""
+        """Return the mean reward of preferred sequences minus the mean reward of the others. None if either
+        set is empty, or if the loss has no preferred sequences."""
         reward = self.reward(given)
         if self.paired:
             chosen, rejected = pairs(reward)

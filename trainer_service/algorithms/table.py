@@ -1,14 +1,13 @@
-"""The unit table of a step: what is known of its episodes, of their segments and of their sampled units.
+"""The unit table of a step: columns of its episodes, segments and sampled units.
 
-Three levels, each with what is above it:
+There are three levels, and each refers to the level above it:
 
-    EpisodeTable   E episodes, in the order of the manifest; alike on every rank
-    SegmentTable   G sampled segments with something to train, of all ranks; alike on every rank
+    EpisodeTable   E episodes, in the order of the manifest; the same on every rank
+    SegmentTable   G sampled segments with trained units, of all ranks; the same on every rank
     UnitTable      U sampled units of this rank's rows, or of one micro-batch of them
 
-What belongs together is said by ids, never by positions. Sums that go over units are taken over all ranks by
-`UnitTable.by_episode` and its like, so that what an advantage or a correction makes of the table depends
-neither on how rows were packed nor on who trains them.
+Ids, never positions, connect the levels. `UnitTable.by_episode` and similar functions sum over units of all
+ranks. An advantage or a correction therefore depends neither on the packing of rows nor on their ranks.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from areal_async.trajectory.builder import anchor_of
 from trainer_service.errors import ObjectiveError
 
 ROUNDING = 1e-10
-"""Share of a value by which a mean of equal ones, of millions of them, may be off."""
+"""Largest relative rounding error in the mean of millions of equal values."""
 
 
 class Collectives(Protocol):
-    """The collectives that a table needs; all ranks call them alike."""
+    """The collectives that a table needs. All ranks make the same calls."""
 
     def sum(self, tensor: Tensor) -> None: ...
 
@@ -49,11 +48,12 @@ class EpisodeTable:
     group: Tensor
     """i64 [E]"""
     baseline: Tensor
-    """bool [E]: answered greedily, to be compared with; nothing of it is trained."""
+    """bool [E]: greedy episodes. They serve only as baselines and are not trained."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
-    """f64 [E] by name; NaN for an episode without one of that name."""
+    """f64 [E] by name; NaN if the episode does not have the component."""
     parts: Sequence[Parts | None] = ()
-    """Rewards of segments, agents and units, where scoring gave some; empty where it gave none at all."""
+    """Rewards of segments, agents and units by episode, None if the verdict has none. Empty if no episode has
+    any."""
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -62,7 +62,8 @@ class EpisodeTable:
     def of(
         cls, episodes: Sequence[BatchEpisode], group: NDArray[np.int64], *, greedy_sample: int | None = None
     ) -> EpisodeTable:
-        """The episodes of a manifest; `greedy_sample` is the number that the greedy one of a group has."""
+        """Build the table from the episodes of a manifest. `greedy_sample` is the sample number of a group's
+        greedy episode."""
         names = {name: None for episode in episodes for name in episode.components}
         none = float("nan")
 
@@ -84,25 +85,25 @@ class EpisodeTable:
 
 @dataclass(frozen=True)
 class SegmentTable:
-    """G segments of all ranks, in the order of episode and segment."""
+    """G segments of all ranks, ordered by episode and segment."""
 
     episodes: EpisodeTable
     episode: Tensor
     """i64 [G]"""
     index: Tensor
-    """i64 [G]: number of the segment in its episode; those that came later have higher ones."""
+    """i64 [G]: number of the segment in its episode, ascending in time."""
     turn: Tensor
     """i64 [G]"""
     agent: Tensor
-    """i64 [G]: equal for equal names (`agent_id`)."""
+    """i64 [G]: equal numbers for equal names (`agent_id`)."""
     anchor: Tensor
-    """i64 [G]: equal for equal states, 0 where the workflow named none."""
+    """i64 [G]: equal numbers for equal states; 0 if the workflow named no state."""
     length: Tensor
-    """i64 [G]: units that are trained."""
+    """i64 [G]: number of trained units."""
     given: Tensor
-    """f64 [G]: what scoring or the workflow gave to the segment and to its units; 0 without."""
+    """f64 [G]: rewards that the verdict or the workflow gave to the segment and its units; 0 without any."""
     reward: Tensor
-    """f64 [G]: its share of what its agent's sequence earned; see `credit.py`."""
+    """f64 [G]: the segment's share of the reward of its agent's sequence (see `credit.py`)."""
 
     def __len__(self) -> int:
         return len(self.episode)
@@ -114,27 +115,27 @@ class SegmentTable:
 
     @property
     def sequence(self) -> Tensor:
-        """i64 [G]: number of the (episode, agent) that the segment is of, in the order of both."""
+        """i64 [G]: number of the segment's (episode, agent) pair, in lexicographic order."""
         return keys(self.episode, self.agent)
 
     def in_time(self) -> InTime:
-        """The segments of each sequence in the order of time."""
+        """Return the segments of each sequence in the order of time."""
         return InTime.of(self.sequence, self.index)
 
 
 @dataclass(frozen=True)
 class InTime:
-    """Sequences of some of N entries, each in the order of time."""
+    """Sequences of entries, each in the order of time. M of the N entries of a table belong to a sequence."""
 
     order: Tensor
-    """i64 [M]: the entries, sequence by sequence, the earlier first."""
+    """i64 [M]: indices of the entries, sequence by sequence, in ascending time."""
     follows: Tensor
-    """bool [M - 1]: whether the next of them is of the same sequence."""
+    """bool [M - 1]: whether the next entry is in the same sequence."""
 
     @classmethod
     def of(cls, sequence: Tensor, time: Tensor, keep: Tensor | None = None) -> InTime:
-        """Order the entries with these numbers [N] of sequences and places [N] in time, both from 0; `keep`
-        bool [N] leaves some out."""
+        """Order entries by their numbers [N] of sequences and their times [N], both from 0. `keep` bool [N]
+        selects entries."""
         key = sequence * (int(time.max()) + 1 if len(time) else 1) + time
         kept = torch.arange(len(key), device=key.device) if keep is None else keep.nonzero()[:, 0]
         order = kept[key[kept].argsort()]
@@ -142,21 +143,22 @@ class InTime:
         return cls(order, number[1:] == number[:-1])
 
     def following(self, values: Tensor, at_end: Tensor) -> Tensor:
-        """f64 [N]: for each entry the value [N] of the next one of its sequence, `at_end` [N] of the last;
-        0 of entries that are left out."""
+        """Return f64 [N]: for each entry the value [N] of the next one in its sequence, and `at_end` [N] for
+        the last. Entries that were not kept get 0."""
         inner, last = values.double()[self.order], at_end.double()[self.order]
         last[:-1] = torch.where(self.follows, inner[1:], last[:-1])
         return torch.zeros_like(values, dtype=torch.float64).index_copy(0, self.order, last)
 
     def to_go(self, values: Tensor, discount: float) -> Tensor:
-        """f64 [N]: G_k = value_k + discount · G_{k+1} along each sequence; 0 of entries that are left out.
+        """Return f64 [N]: G_k = value_k + discount · G_{k+1} along each sequence. Entries that were not kept
+        get 0.
 
-        Sums of windows of 1, 2, 4 … entries, each of two of the window before."""
+        It sums over windows of 1, 2, 4 … entries; each window consists of two of the previous size."""
         sums = values.double()[self.order]
         reach, shift, factor = self.follows, 1, discount
         while shift < len(sums) and bool(reach.any()):
             sums[:-shift] += torch.where(reach, factor * sums[shift:], 0.0)
-            # An entry reaches twice as far if it does to one that does.
+            # A window doubles only if the window after it is in the same sequence.
             reach = reach[:-shift] & reach[shift:]
             shift, factor = 2 * shift, factor * factor
         return torch.zeros_like(values, dtype=torch.float64).index_copy(0, self.order, sums)
@@ -164,21 +166,21 @@ class InTime:
 
 @dataclass(frozen=True)
 class UnitTable:
-    """U sampled units with their columns, all [U]. `table["prox"]` is a column by its name; the ones that
-    every table has are properties."""
+    """U sampled units with their columns, all [U]. `table["prox"]` returns a column by name. Columns of every
+    table are also properties."""
 
     columns: Mapping[str, Tensor]
     episodes: EpisodeTable
     segments: SegmentTable | None = None
-    """Only where a part of the objective is defined over segments, agents or turns."""
+    """Table of the segments. None unless a part of the objective uses segments, agents or turns."""
     ranks: Collectives | None = field(default=None, repr=False)
-    """None of a micro-batch, which is no whole step."""
+    """Collectives; None for a micro-batch, which is only a part of the step."""
 
     def __len__(self) -> int:
         return len(self.mask)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Raises `ObjectiveError` for a column that is not there."""
+        """Raises `ObjectiveError` if the column does not exist."""
         found = self.columns.get(name)
         if found is None:
             raise ObjectiveError(
@@ -192,12 +194,12 @@ class UnitTable:
 
     @property
     def behaviour(self) -> Tensor:
-        """f32 [U]: log-prob recorded by the engine that sampled the unit."""
+        """f32 [U]: log-prob from the engine that sampled the unit."""
         return self.columns["behaviour"]
 
     @property
     def version(self) -> Tensor:
-        """i64 [U]: version of the weights that sampled it."""
+        """i64 [U]: version of the weights that sampled the unit."""
         return self.columns["version"]
 
     @property
@@ -212,7 +214,7 @@ class UnitTable:
 
     @property
     def mask(self) -> Tensor:
-        """bool [U]: False leaves the unit out of the loss, of its gradient and of every count."""
+        """bool [U]: False removes the unit from the loss, its gradient and every count."""
         return self.columns["mask"]
 
     @property
@@ -224,19 +226,19 @@ class UnitTable:
         return replace(self, columns={**self.columns, **columns})
 
     def part(self, start: int, end: int) -> UnitTable:
-        """The units of one micro-batch."""
+        """Return the units of one micro-batch."""
         cut = {name: column[start:end] for name, column in self.columns.items()}
         return replace(self, columns=cut, ranks=None)
 
     def cleared(self) -> UnitTable:
-        """Put 0 into the columns of numbers where the mask is off, so that a NaN there reaches neither a sum
-        nor a gradient."""
+        """Set the floating-point columns to 0 where the mask is False, so that a NaN there reaches neither a
+        sum nor a gradient."""
         numbers = {name: column for name, column in self.columns.items() if column.is_floating_point()}
         return self.with_columns(**{name: masked(column, self.mask) for name, column in numbers.items()})
 
     def in_time(self) -> InTime:
-        """The unmasked units of each sequence, what one agent did in one episode, in the order of time. Of a
-        table whose episodes are whole on each rank."""
+        """Return the unmasked units of each sequence in the order of time. A sequence is everything that one
+        agent did in one episode. Each episode must be whole on one rank."""
         assert self.segments is not None, "the part does not declare that it needs segments"
         sequence = self.segments.sequence.to(self.mask.device)[self["segment"]]
         return InTime.of(sequence, self["unit"], self.mask)
@@ -244,26 +246,27 @@ class UnitTable:
     # --- over the whole step, all ranks together ---
 
     def by_episode(self, values: Tensor) -> Tensor:
-        """f64 [E]: the sums of values [U] over the unmasked units of each episode."""
+        """Return f64 [E]: the sums of values [U] over the unmasked units of each episode."""
         return self._sums(values, self.episode, len(self.episodes))
 
     def mean_of_episode(self, values: Tensor) -> Tensor:
-        """f64 [U]: for each unit the mean of values [U] over its episode's unmasked units."""
+        """Return f64 [U]: for each unit the mean of values [U] over its episode's unmasked units."""
         count = self.by_episode(torch.ones_like(values)).clamp(min=1)
         return (self.by_episode(values) / count)[self.episode]
 
     def by_segment(self, values: Tensor) -> Tensor:
-        """f64 [G]: the sums of values [U] over the unmasked units of each segment."""
+        """Return f64 [G]: the sums of values [U] over the unmasked units of each segment."""
         assert self.segments is not None, "the part does not declare that it needs segments"
         return self._sums(values, self["segment"], len(self.segments))
 
     def total(self, values: Tensor) -> Tensor:
-        """f64 []: the sum of values [U] over all unmasked units."""
+        """Return f64 []: the sum of values [U] over all unmasked units."""
         return self._sums(values, torch.zeros_like(self.episode), 1)[0]
 
     def whiten(self, values: Tensor, *, eps: float = 1e-8) -> Tensor:
-        """f64 [U]: values [U] less their mean, over their standard deviation (n - 1), of all unmasked units;
-        exactly 0 where all are equal."""
+        """Return f64 [U]: values [U] minus their mean, divided by their standard deviation (n - 1).
+
+        Both are over all unmasked units. The result is exactly 0 if all values are equal."""
         values = values.double()
         count = self.total(torch.ones_like(values))
         centred = difference(values, self.total(values) / count.clamp(min=1))
@@ -271,7 +274,7 @@ class UnitTable:
         return centred / (variance.sqrt() + eps)
 
     def gathered(self, values: Tensor) -> Tensor:
-        """f64 [N]: values [U] of all unmasked units of all ranks."""
+        """Return f64 [N]: values [U] of the unmasked units of all ranks."""
         mine = values[self.mask].double().cpu().numpy()[None]
         return torch.from_numpy(self._ranks.concatenate(mine)[0]).to(values.device)
 
@@ -291,25 +294,27 @@ class UnitTable:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` with 0 where the mask is off. Done before any arithmetic, so that a NaN or an infinity of a
-    masked unit reaches neither a sum nor a gradient."""
+    """Return `values` with 0 where the mask is False. Call it before any arithmetic, so that a NaN or an
+    infinity of a masked unit reaches neither a sum nor a gradient."""
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
 def difference(values: Tensor, mean: Tensor) -> Tensor:
-    """`values` less their mean: exactly 0 where that is rounding alone, for equal values say nothing."""
+    """Return `values` minus their mean. A difference within the rounding error becomes exactly 0, because it
+    carries no information."""
     found = values - mean
     return found.masked_fill(found.abs() <= ROUNDING * values.abs(), 0.0)
 
 
 @cache
 def agent_id(name: str) -> int:
-    """i64: what stands for an agent's name in a table."""
+    """Return the i64 number that represents an agent's name in a table."""
     return anchor_of(name)
 
 
 def keys(*columns: Tensor) -> Tensor:
-    """i64 [N]: equal where all of these [N] are equal, in their lexicographic order, from 0."""
+    """Return i64 [N]: numbers from 0, equal for rows that are equal in all columns [N], in lexicographic
+    order."""
     found = torch.zeros_like(columns[0], dtype=torch.int64)
     for column in columns:
         values, inverse = column.unique(return_inverse=True)

@@ -1,8 +1,8 @@
-"""Back ends, which hold a job's models and update them, and a table of the built-in ones.
+"""Back ends, which hold a job's models and update them, and the table of the built-in ones.
 
-A back end is a part: called with named models and the ranks it gives a `Backend` (`base.py`), and its
-`check_job` says which jobs it cannot run. Reading a job file imports it, so torch is imported where it is
-called.
+A back end is a part. A call with named models and the ranks returns a `TrainingBackend` (`base.py`). Its
+`check_job` yields the mistakes in jobs that it cannot run. Reading a job file imports the part, so it imports
+torch only when it is called.
 """
 
 BUILT_IN = {

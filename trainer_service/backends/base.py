@@ -1,20 +1,22 @@
-"""The protocol of a back end, and the code that all of them share.
+"""The protocol of a back end, and helpers for its users.
 
-A back end holds named models (`policy`, `ref`, `critic`, `teacher`, …), some of which are trained, each with
-an optimizer of its own, and hides how they are spread over ranks: every method is called by all ranks in the
-same order, with the micro-batches of each rank's own share, and all ranks have equally many, some of them
-without a row. It owns the passes over them, so that it may pipeline them, in an order of its own and with
-empty ones in between; autograd stays inside, and no tensor as wide as the vocabulary leaves it. What does
-are *columns*, one value for each unit of a micro-batch, under their names:
+A back end holds named models (`policy`, `ref`, `critic`, `teacher`, …). Some of them are trained, each with
+its own optimizer. The back end hides how a model is distributed. All ranks call every method in the same
+order, with the micro-batches of their own share. All ranks have the same number of micro-batches, some of
+them without rows.
+
+The back end runs all passes, so it may pipeline and reorder them and insert empty ones. Autograd stays
+inside, and no tensor with the width of the vocabulary leaves it. A pass returns *columns*, with one value for
+each unit of a micro-batch:
 
     logp     f32 [S]: log-softmax(logits / temperature) at the unit's token
-    entropy  f32 [S]: of the same distribution, in nats
-    greedy   bool [S]: whether the token is the arg max of its distribution; only of `evaluate`
-    value    f32 [S]: of the value head, at the place before the unit's token: what is to come
-    score    f32 [S]: of the value head, at the unit's own token; of rows whose last token is fed
+    entropy  f32 [S]: entropy of the same distribution, in nats
+    greedy   bool [S]: whether the token is the arg max of its distribution; only from `evaluate`
+    value    f32 [S]: value head at the place before the unit's token: prediction of the future reward
+    score    f32 [S]: value head at the unit's own token, for rows whose last token is an input
              (`TrainingRow.feeds_last`)
 
-The first three are of models with a head for tokens, the last two of those with one for values.
+A head for tokens computes the first three columns, and a head for values the last two.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from trainer_service.data.microbatch import MicroBatch
     from trainer_service.durable_files import FileEntry
 
-TRAINED_MODEL = "policy"  # Which of the models is the policy's own, the one that is given out
+TRAINED_MODEL = "policy"  # Name of the policy, the model that is published
 REFERENCE, CRITIC, TEACHER, PROCESS = "ref", "critic", "teacher", "process"
 T = TypeVar("T")
 Columns = Mapping[str, "Tensor"]
@@ -43,28 +45,30 @@ Names = Sequence[str]
 LOGP: Names = ("logp",)
 Batches = Sequence["MicroBatch"]
 OfColumns = Callable[[int, Columns], T]
-"""A function of the index of a micro-batch and its columns."""
+"""Function of a micro-batch's index and its columns."""
 LossOf = OfColumns["Tensor"]
 ModelHead = Literal["tokens", "value", "both"]
 
 
 @dataclass(frozen=True)
 class ModelUse:
-    """Use of one model of a back end."""
+    """Use of one model in a back end."""
 
     folder: Path
-    """A Hugging Face directory: of a causal language model, or with the head `value` also of a sequence
+    """A Hugging Face directory of a causal language model. With the head `value` it may also be a sequence
     classifier with one label."""
     optimizer: OptimizerSection | None = None
-    """Settings of its training; None: it is frozen."""
+    """Settings of its training; None if the model is frozen."""
     total_updates: int = 0
-    """Optimizer updates of the whole run, for the schedule of the learning rate."""
+    """Number of optimizer updates in the whole run, for the learning-rate schedule."""
     head: ModelHead = "tokens"
-    """Outputs: `tokens` has the columns of a distribution, `value` those of one number for each unit,
-    by a linear layer on the last hidden state instead of the output layer, and `both` has that layer beside
-    it. The layer begins as zeros where the folder has none."""
+    """Outputs of the model.
+
+    `tokens` computes a distribution over tokens. `value` computes one number for each unit: a linear value
+    layer on the last hidden state replaces the output layer. `both` has the two layers. The value layer
+    starts with zeros if the folder has none."""
     follows: bool = False
-    """Whether `follow` is called on it: its weights are kept in fp32 then, and saved."""
+    """Whether `follow` is called on the model. Its weights are then kept in fp32 and saved."""
 
     def __post_init__(self) -> None:
         if self.follows and self.optimizer is not None:
@@ -72,8 +76,8 @@ class ModelUse:
 
 
 def models_of(job: JobConfig) -> dict[str, ModelUse]:
-    """The models that the trainer of a job holds, by name: the policy, and those that compute a column which
-    its objective needs. Raises `PartError` for a part that cannot be found."""
+    """Return the models that the trainer of a job needs, by name: the policy, and models that compute columns
+    for the objective. Raises `PartError` if a part cannot be found."""
     section = job.trainer
     if job.kind != "rl":
         head: ModelHead = "value" if job.kind == "reward_model" else "tokens"
@@ -97,7 +101,7 @@ def models_of(job: JobConfig) -> dict[str, ModelUse]:
 
 
 def model_columns(job: JobConfig) -> set[str]:
-    """The columns that models other than the policy compute for the objective of a job."""
+    """Return the columns of a job's objective that models other than the policy compute."""
     section = job.trainer.objective
     parts = (
         registry.ADVANTAGES.find(section.advantage),
@@ -112,18 +116,18 @@ def model_columns(job: JobConfig) -> set[str]:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank's place in the layout of its back end, which is independent of its number among all ranks: ranks
-    that share the layers or the tensors of a model have one `data_rank` in common."""
+    """Place of a rank in its back end's layout, independent of its global number. Ranks that share the layers
+    or the tensors of a model have the same `data_rank`."""
 
     data_rank: int
-    """Index of the share of each batch in which this rank takes part, below `data_ranks`."""
+    """Index of this rank's share of each batch, below `data_ranks`."""
     data_ranks: int
-    """Number of shares into which each batch is dealt."""
+    """Number of shares in each batch."""
     reads: bool = True
-    """Whether the rank is given the rows of its share; another one has micro-batches without rows."""
+    """Whether the rank gets the rows of its share. If not, its micro-batches have no rows."""
     owns: bool = True
-    """Whether the columns of its share come out here: on exactly one rank of each `data_rank`, which reads
-    too, since what is called with the columns looks at the rows."""
+    """Whether the rank owns the columns of its share: exactly one rank of each `data_rank` does. It must also
+    read, because functions of columns use the rows."""
 
     def __post_init__(self) -> None:
         if self.owns and not self.reads:
@@ -136,75 +140,81 @@ class TrainingBackend(Protocol):
 
     @property
     def updates(self) -> Mapping[str, int]:
-        """Number of changes of each model so far, those before a checkpoint included: optimizer updates of a
-        trained model, calls of `follow` of one that follows."""
+        """Number of changes of each model so far, including those before a checkpoint. A change is an
+        optimizer update or a call of `follow`."""
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Alias -> name, of the policy's tensors that are one."""
+        """Alias -> name, for tied tensors of the policy."""
 
     @property
     def adapted(self) -> Sequence[str]:
-        """The layers of the policy that have an adapter: with some, adapters are what is trained, exported
-        (under peft's names) and saved. Asked for only with `trainer.lora`."""
+        """Layers of the policy that have an adapter. If there are any, only adapters are trained, saved and
+        exported (under peft's names). Only read with `trainer.lora`."""
 
     def evaluate(self, model: str, batches: Batches, fn: OfColumns[T], *, columns: Names = LOGP) -> list[T]:
-        """Return the result of `fn(index, columns)` for each micro-batch, in their order, without gradients;
-        empty on a rank that does not own its share's columns. `fn` is called once for each, in any order."""
+        """Return `fn(index, columns)` of each micro-batch, in their order, without gradients.
+
+        The list is empty on a rank that does not own its share's columns. `fn` is called once for each
+        micro-batch, in any order."""
 
     def train(self, model: str, batches: Batches, loss_of: LossOf, *, columns: Names = LOGP) -> None:
-        """Add the gradients of Σ `loss_of(index, columns)`, over the micro-batches of all ranks, to those of
-        a trained model.
+        """Add the gradients of Σ `loss_of(index, columns)` over the micro-batches of all ranks to a trained
+        model's gradients.
 
-        The loss is a scalar with a gradient through the columns. It is called once for each micro-batch, in
-        any order, on the ranks that own the columns."""
+        `loss_of` returns a scalar with a gradient through the columns. It is called once for each
+        micro-batch, in any order, on the ranks that own the columns."""
 
     def gradient_norm(self, model: str = TRAINED_MODEL) -> float:
-        """The norm that `optimizer_step`, which must be next, returns or refuses, so that models that are
-        trained together are checked before either changes. Raises `GradientNotFinite` likewise."""
+        """Return the norm of the gradients; `optimizer_step` must be the next call. Models that are trained
+        together are checked with it before any of them changes. Raises `GradientNotFinite` like
+        `optimizer_step`."""
 
     def optimizer_step(self, model: str = TRAINED_MODEL) -> float:
-        """Clip, update, clear gradients; returns the gradient's norm before clipping. Raises
-        `GradientNotFinite` where that is not finite: the gradients are cleared, nothing else has changed, and
-        training may go on. Raises `DivergenceError` where what the weights become is not finite."""
+        """Clip the gradients, update and clear them. Returns the norm of the gradients before clipping.
+
+        Raises `GradientNotFinite` if the norm is not finite. The gradients are then cleared, nothing else has
+        changed, and training may continue. Raises `DivergenceError` if the new weights are not finite."""
 
     def discard(self, model: str = TRAINED_MODEL) -> None:
         """Clear gradients without an update."""
 
     def follow(self, model: str, source: str, share: float) -> None:
-        """Move the weights of `model` to (1 - share) of themselves + `share` of those of `source`. Raises
-        `ModelError` where the models are not of one shape."""
+        """Set the weights of `model` to (1 - share) · their value + `share` · the weights of `source`. Raises
+        `ModelError` if the models have different shapes."""
 
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
-        """The weights under the names of the model's files, in the job's dtype, aliases left out: the boxes
-        that this rank holds, which with those of the others cover each tensor once; or to `gather` all of
-        them on rank 0. Of a model with `both` heads the value layer is not among them. All ranks iterate to
-        the end together. A piece is good until the next is asked for, or the next update."""
+        """Yield the weights under the names in the model's files, in the job's dtype, without aliases.
+
+        Each rank yields its own boxes; together the ranks cover each tensor once. With `gather`, rank 0
+        yields all boxes. With `both` heads the value layer is not included. All ranks must iterate to the end
+        together. A piece is valid until the next piece is requested, or until the next update."""
 
     def prepare_save(self) -> None:
-        """Begin to get the host memory that `save` copies into, so that the first checkpoint stops the step
-        no longer than the later ones. Called once, before the first step; returns at once."""
+        """Start to allocate the host memory for `save`, so that the first checkpoint delays its step no
+        longer than later ones. Called once, before the first step; returns immediately."""
 
     def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
-        """Copy this rank's part of the random state, and of weights and optimizer of each model that
-        changes, into the host's memory; what is returned writes it into the existing `folder`, on any thread
-        and while training goes on, and tells the files by their names. The memory is used again by the next
-        call: the writing must be over."""
+        """Copy this rank's part of the state into host memory and return a function that writes the copy.
+
+        The state is the random state, and the weights and optimizer of each changing model. The function
+        writes into the existing `folder` and returns the files by name. It may run in any thread while
+        training continues. The next call reuses the memory, so the writing must be finished by then."""
 
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
-        """Restore what `save` wrote when `updates` was as given, on any number of ranks; without any, the
-        weights alone of what is trained, to be given out. Raises `CheckpointError`."""
+        """Restore the state that `save` wrote at these `updates`, on any number of ranks. If `updates` is
+        empty, only the weights of trained models are restored, for an export. Raises `CheckpointError`."""
 
     def reads(self, files: Collection[str]) -> Collection[str]:
-        """Of the names of all files that `save` wrote, on all ranks, those that `load` reads on this one.
-        Asked where ranks are on several hosts: a host needs no files but these."""
+        """Return the files that `load` reads on this rank, from the names of all files that all ranks saved.
+        If ranks are on several hosts, a host needs only the files of its ranks."""
 
 
 def learning_rate(section: OptimizerSection, update: int, total_updates: int) -> float:
-    """Rate of optimizer update `update` (from 0) of `total_updates`.
+    """Return the learning rate of optimizer update `update` (from 0) of `total_updates`.
 
-    A linear warm-up over `warmup_steps`, then what `schedule` says: `constant`; `linear` or `cosine` down
-    to `final_lr_share` of the peak at the last update.
+    The rate rises linearly over `warmup_steps`. Then it stays `constant`, or falls as `linear` or `cosine` to
+    `final_lr_share` of the peak at the last update.
     """
     if update < section.warmup_steps:
         return section.lr * (update + 1) / section.warmup_steps
@@ -217,6 +227,6 @@ def learning_rate(section: OptimizerSection, update: int, total_updates: int) ->
 
 
 def learning_rate_of(job: JobConfig, backend: TrainingBackend) -> float:
-    """The rate of the policy's last update; before the first, of that."""
+    """Return the learning rate of the policy's last update, or of its first one before any update."""
     use = models_of(job)[TRAINED_MODEL]
     return learning_rate(job.trainer.optimizer, max(0, backend.updates[TRAINED_MODEL] - 1), use.total_updates)

@@ -1,4 +1,4 @@
-"""Code that the back ends share: loading on all ranks, changes of a model and their errors, random state."""
+"""Code that the back ends share: loading on all ranks, changes of a model with their errors, random state."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from trainer_service.errors import CheckpointError, DivergenceError, GradientNot
 from trainer_service.ranks import Ranks
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""Dtypes of weights that can be trained, under their names in safetensors; others are quantised."""
+"""Dtypes of trainable weights, under their safetensors names. Other dtypes are quantised."""
 T = TypeVar("T")
 
 
 def require_grid(grid: RankGrid, ranks: Ranks) -> None:
-    """Raise `ModelError` unless the grid has a place for each rank."""
+    """Raise `ModelError` unless the grid has exactly one place for each rank."""
     if grid.ranks != ranks.world:
         raise ModelError(
             f"trainer.parallel: {grid.ranks} places do not share {ranks.world} ranks evenly. Set sizes whose "
@@ -39,8 +39,8 @@ def require_grid(grid: RankGrid, ranks: Ranks) -> None:
 
 
 def loaded_on_all(folder: Path, ranks: Ranks, load: Callable[[], T], fix: str = "") -> T:
-    """Return the result of `load`. Raises `ModelError`, with `fix` at its end, on all ranks if it fails on
-    one."""
+    """Return the result of `load`. If it fails on one rank, every rank raises `ModelError`, whose message
+    ends with `fix`."""
     error: Exception | None = None
     try:
         loaded = load()
@@ -62,8 +62,8 @@ def loaded_on_all(folder: Path, ranks: Ranks, load: Callable[[], T], fix: str = 
 
 
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Return views of all tensors in a model's files, of which nothing is read yet. Raises `OSError`,
-    `SafetensorError` and, for an index that is none, `ValueError` and others."""
+    """Return lazy views of all tensors in a model's files. Raises `OSError` or `SafetensorError`, and
+    `ValueError` and others for an invalid index."""
     found: dict[str, Any] = {}
     for path in weight_files(folder) or [folder / ONE_FILE]:
         try:
@@ -75,7 +75,7 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 class ChangingModel(ABC):
-    """The model `name` of a rank. Its `updates` are those of the protocol, 0 for a frozen one."""
+    """The model `name` on a rank. `updates` is as in the protocol, and 0 for a frozen model."""
 
     def __init__(self, name: str, use: ModelUse) -> None:
         self.name, self.use = name, use
@@ -89,16 +89,16 @@ class ChangingModel(ABC):
 
     @abstractmethod
     def _norm_of_gradient(self) -> float:
-        """Return the norm of all ranks' gradients, which the first call sums where they belong."""
+        """Return the norm of the gradients of all ranks. The first call sums the gradients over ranks."""
 
     @abstractmethod
     def _update(self, norm: float, rate: float) -> float:
-        """Clip gradients of this norm, update at this rate and clear them. Returns the norm of all updated
-        weights, or another number that is finite if they are."""
+        """Clip the gradients with this norm, update with this rate, and clear the gradients. Returns the norm
+        of all updated weights, or any number that is finite exactly if they are."""
 
     @abstractmethod
     def _move(self, source: Self, share: float) -> None:
-        """Move its weights to (1 - share) of themselves + `share` of those of `source`."""
+        """Set its weights to (1 - share) · their value + `share` · the weights of `source`."""
 
     @property
     def changes(self) -> bool:
@@ -130,8 +130,8 @@ class ChangingModel(ABC):
         return norm
 
     def begin_at(self, folder: Path, updates: Mapping[str, int]) -> bool:
-        """Take over the number of changes from a checkpoint in `folder`. Returns whether there is anything to
-        read for this model. Raises `CheckpointError` if the checkpoint lacks it."""
+        """Take the number of updates from a checkpoint in `folder`. Returns whether the checkpoint has state
+        for this model. Raises `CheckpointError` if the model is missing."""
         if self.use.optimizer is None and not (self.use.follows and updates):
             return False
         if updates and self.name not in updates:
@@ -150,8 +150,8 @@ class ChangingModel(ABC):
         self.updates += 1
 
     def found_in(self, source: ChangingModel, name: str, found: Tensor | None, shape: torch.Size) -> Tensor:
-        """Return `found`, the tensor `name` of the model to follow. Raises `ModelError` unless it has this
-        shape."""
+        """Return `found`, the tensor `name` of the model to follow. Raises `ModelError` if it does not have
+        this shape."""
         if found is None or found.shape != shape:
             raise ModelError(
                 f"the model {self.name!r} cannot follow {source.name!r}, which has no {name} of its shape: "
@@ -169,7 +169,7 @@ M = TypeVar("M", bound=Any)
 
 
 class NamedModels(Generic[M]):
-    """The part of `TrainingBackend` that asks one of its models."""
+    """Methods of `TrainingBackend` that delegate to one of its models."""
 
     _models: dict[str, M]
     _ranks: Ranks
@@ -197,13 +197,13 @@ class NamedModels(Generic[M]):
 
 
 def random_state_writer(folder: Path, rank: int) -> Callable[[], dict[str, FileEntry]]:
-    """Copy this rank's random state. The function that is returned writes the copy into `folder`."""
+    """Copy this rank's random state, and return a function that writes the copy into `folder`."""
     state = torch.get_rng_state()
     return lambda: write_tensors(folder / random_state_file(rank), {"cpu": state}, {})
 
 
 def read_random_state(folder: Path, rank: int) -> None:
-    """Restore the random state, if the rank has written one. Raises `CheckpointError`."""
+    """Restore the random state if this rank's file exists. Raises `CheckpointError`."""
     if not (file := folder / random_state_file(rank)).exists():
         return
     try:
@@ -213,5 +213,5 @@ def read_random_state(folder: Path, rank: int) -> None:
 
 
 def random_state_file(rank: int) -> str:
-    """Name of the file of a rank's random state."""
+    """Return the name of a rank's random-state file."""
     return f"rng-{rank:05d}.safetensors"

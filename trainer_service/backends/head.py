@@ -1,18 +1,18 @@
 """Log-probs and entropies of units from their hidden states, without a tensor [units, vocabulary].
 
-The output layer is applied to all units at once, but to a tile of the vocabulary at a time: a [S, tile] part
-of the logits. With L_b the log of a tile's sum of exponentials and H_b the entropy within it, the log of the
-whole sum is L = logsumexp_b L_b, a tile's probability is exp(L_b - L), and the entropy is that of the choice
-of a tile plus the mean of those within (the chain rule of entropy). The forward pass keeps L and the entropy
-of each unit.
+The output layer is applied to all units at once, but only to a tile of the vocabulary at a time: a [S, tile]
+part of the logits. L_b is the log of a tile's sum of exponentials, and H_b is the entropy within the tile.
+The log of the whole sum is L = logsumexp_b L_b, and a tile's probability is exp(L_b - L). The entropy is the
+entropy of the choice of a tile plus the mean of the H_b (chain rule of entropy). The forward pass keeps L and
+the entropy of each unit.
 
-The backward pass computes each tile's logits again. A tile has rows of the weight's gradient to itself, so
-those are written once, in the weight's dtype; the gradient of the hidden states is a sum over tiles, which is
-taken in fp32 (also where the layer computes in bf16, whose 8 bits would lose the later tiles). That costs one
-more product of hidden states and weight than keeping the logits, a quarter of the layer's work.
+The backward pass recomputes each tile's logits. Each tile has its own rows in the weight's gradient, so these
+are written once, in the weight's dtype. The gradient of the hidden states is a sum over tiles, in fp32. A sum
+in bf16, with its 8 bits, would lose the later tiles. Compared with keeping the logits, this costs one more
+product of hidden states and weight: a quarter of the layer's work.
 
-Where ranks have a part of the vocabulary each, the same rule is applied once more: a rank's part is a tile.
-Every rank ends with the same columns, and with the whole gradient of the hidden states.
+If several ranks have a part of the vocabulary each, the same rule is applied again, with a rank's part as a
+tile. Every rank ends with the same columns and with the whole gradient of the hidden states.
 """
 
 from __future__ import annotations
@@ -33,28 +33,29 @@ from trainer_service.data.microbatch import MicroBatch
 from trainer_service.errors import ModelError
 
 ALIGNED = 64
-"""Tiles wider than this are a multiple of it wide: products are slower on rows that begin anywhere."""
+"""Tiles wider than this are a multiple of it wide, because products are slower on unaligned rows."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """The output layer with what the model does to its product: logits are c · tanh(s · (h Wᵀ + b) / c), or
-    s · (h Wᵀ + b) without the cap c."""
+    """The output layer and the model's scaling of its output.
+
+    Logits are c · tanh(s · (h Wᵀ + b) / c), or s · (h Wᵀ + b) without the cap c."""
 
     weight: Tensor
-    """[V, H], or the rows that this rank has of it"""
+    """[V, H], or this rank's rows of it"""
     bias: Tensor | None = None
     """[V]"""
     scale: float = 1.0
     cap: float | None = None
     first: int = 0
-    """Token id of the first row."""
+    """Token id of this rank's first row."""
     group: dist.ProcessGroup | None = None
-    """The ranks that have the rows together; None: they are all here."""
+    """Ranks that together have all rows; None if this rank has all of them."""
 
     @classmethod
     def of(cls, model: Any) -> Head:
-        """The head of a causal language model. Raises `ModelError` where it is not one linear layer."""
+        """Return the head of a causal language model. Raises `ModelError` if it is not one linear layer."""
         layer = model.get_output_embeddings()
         if not isinstance(layer, nn.Linear):
             raise ModelError(
@@ -71,9 +72,10 @@ class Head:
         return cls(layer.weight, layer.bias, scale, cap)
 
     def tiles(self, hidden: Tensor, *, spare: int = 0) -> Iterator[tuple[slice, Tensor]]:
-        """Tiles [start, stop) of the vocabulary, each with a buffer [S, stop - start] of the weight's dtype
-        for its logits; the buffers share their memory. Tiles are as wide as `logits_bytes` allows, with
-        `spare` f32 tensors of the same size beside them."""
+        """Yield tiles [start, stop) of the vocabulary, each with a buffer [S, stop - start] for its logits.
+
+        The buffers have the weight's dtype and share their memory. `logits_bytes` limits the width of tiles,
+        counting `spare` more f32 tensors of the same size."""
         n, vocabulary = len(hidden), len(self.weight)
         width = self._width(n, spare)
         memory = self.weight.new_empty(n * width)
@@ -89,7 +91,7 @@ class Head:
         return min(vocabulary, max(1, width - width % ALIGNED if width > ALIGNED else width))
 
     def logits(self, hidden: Tensor, tile: slice, out: Tensor) -> Tensor:
-        """f32 [S, tile] of hidden states [S, H], in `out` where that is f32."""
+        """Return f32 [S, tile] from hidden states [S, H]. The result is in `out` if that is f32."""
         raw = torch.mm(hidden, self.weight[tile].T, out=out)
         if self.bias is not None:
             raw.add_(self.bias[tile])
@@ -100,7 +102,8 @@ class Head:
 
 
 class _Columns(torch.autograd.Function):
-    """(logp f32 [S], entropy f32 [S], or empty where not asked for) of units."""
+    """Autograd function for logp f32 [S] and entropy f32 [S] of units. The entropy is empty if not
+    requested."""
 
     @staticmethod
     def forward(
@@ -129,7 +132,7 @@ class _Columns(torch.autograd.Function):
             else:
                 total = z.exp_().sum(1)
             sums.append(highest[:, 0] + total.log())
-            del z  # In bf16 it is a tensor of its own, and the next tile's would be made beside it
+            del z  # In bf16 z is a separate tensor; free it before the next tile's
         log_sum, entropy = _joined_tiles(sums, entropies)
         if head.group is not None:
             dist.all_reduce(chosen, group=head.group)
@@ -157,7 +160,7 @@ class _Columns(torch.autograd.Function):
             z = head.logits(hidden, tile, out)
             slope = None if head.cap is None else (z / head.cap).square_().neg_().add_(1)
             z.div_(temperature[:, None]).sub_(log_sum[:, None])
-            # Of logp: 1[token] - p; of the entropy: -p (log p + entropy).
+            # Gradient of logp: 1[token] - p. Gradient of the entropy: -p (log p + entropy).
             if of_entropy is None:
                 z.exp_().mul_(-g[:, None])
             else:
@@ -188,8 +191,8 @@ class _Columns(torch.autograd.Function):
 
 
 def _joined_tiles(sums: Sequence[Tensor], entropies: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Log of the sum of exponentials, and the entropy, of all tiles from those of each ([S] all); without
-    `entropies` an empty one."""
+    """Return the log of the sum of exponentials over all tiles, and their entropy, from each tile's [S].
+    Without `entropies` the entropy is empty."""
     log_sum = torch.stack([*sums]).logsumexp(0)
     if not entropies:
         return log_sum, torch.empty_like(log_sum[:0])
@@ -204,7 +207,8 @@ def _of_all_ranks(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _within(target: Tensor, tile: slice) -> tuple[Tensor, Tensor]:
-    """The column of each target in a tile ([S, 1], any where it is elsewhere), and whether it is there."""
+    """Return the column of each target in a tile ([S, 1], arbitrary if outside), and whether the target is
+    inside."""
     inside = (target >= tile.start) & (target < tile.stop)
     return (target - tile.start).clamp_(0, tile.stop - tile.start - 1)[:, None], inside
 
@@ -214,8 +218,8 @@ VALUES = frozenset({"value", "score"})
 
 
 def value_places(batch: MicroBatch, name: str, *, has_layer: bool) -> Tensor:
-    """Return the places in the pack at which a column of `VALUES` is read. Raises ValueError for a column
-    that the model or the batch does not have."""
+    """Return the places in the pack where a column of `VALUES` is read. Raises `ValueError` if the model or
+    the batch does not have the column."""
     places = batch.predict if name == "value" else batch.own
     if places is None or not has_layer:
         lacks = "no value head" if places is not None else "the last token of a row not fed"
@@ -226,11 +230,11 @@ def value_places(batch: MicroBatch, name: str, *, has_layer: bool) -> Tensor:
 def batch_columns(
     batch: MicroBatch, states: Tensor, names: Sequence[str], head_of: Callable[[], Head], layer: Any
 ) -> dict[str, Tensor]:
-    """Return the columns `names` of a micro-batch whose tokens have the hidden states [T, H]. `layer` is the
-    value layer; None: the model has none."""
+    """Return the columns `names` of a micro-batch from the hidden states [T, H] of its tokens. `layer` is the
+    value layer, or None."""
     found: dict[str, Tensor] = {}
     for name in VALUES & set(names):
-        # In fp32, since a sum of 8 bits would lose them. No view comes out, whose change in place would lose
+        # In fp32, because bf16 is too coarse for the sum. No view is returned: a change of it in place loses
         # FSDP's hook.
         places = value_places(batch, name, has_layer=layer is not None)
         found[name] = torch.mv(_at(states, places).float(), layer.weight[0].float())
@@ -242,15 +246,17 @@ def batch_columns(
 
 
 def _at(states: Tensor, places: Tensor) -> Tensor:
-    """Return [S, H]: the states at the places of units. Units may share one; as an embedding its gradient is
-    summed in one order, so that steps repeat."""
+    """Return [S, H]: the states at the places of units.
+
+    Units may share a place. As an embedding, the gradient is summed in a fixed order, so steps are
+    reproducible."""
     return F.embedding(places, states)
 
 
 def columns_of_units(head: Head, hidden: Tensor, batch: MicroBatch, names: Sequence[str]) -> Columns:
-    """The columns `names` (see `backends.base`) of the S units whose hidden states are `hidden` [S, H].
+    """Return the columns `names` (see `backends.base`) of S units with hidden states `hidden` [S, H].
 
-    Raises `ValueError` for a name that is none."""
+    Raises `ValueError` for an unknown name."""
     if unknown := set(names) - {"logp", "entropy", "greedy"}:
         raise ValueError(f"a back end has no column {', '.join(sorted(unknown))}")
     found: dict[str, Tensor] = {}
@@ -271,7 +277,7 @@ def _greedy(head: Head, hidden: Tensor, target: Tensor) -> Tensor:
         highest, index = head.logits(hidden, tile, out).max(1)
         token = torch.where(highest > best, index + tile.start + head.first, token)
         best = torch.maximum(best, highest)
-    if head.group is not None:  # of equal ones the first, as above
+    if head.group is not None:  # ties go to the first, as above
         of_ranks = torch.stack(_of_all_ranks(best, head.group)).argmax(0)
         token = torch.stack(_of_all_ranks(token, head.group)).gather(0, of_ranks[None])[0]
     return token == target

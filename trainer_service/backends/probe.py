@@ -1,9 +1,10 @@
-"""The probe of a model: a pack of rows gives the log-probs of the model's own forward pass, or it is refused.
+"""Probe of a model: its log-probs for packed rows must equal the model's own forward pass, or it is refused.
 
-A model that does something with neighbouring tokens that packing does not know (sinks, a state that goes on
-into the next row, a mask of its own) gives log-probs that look right and are not. So each model of a trainer,
-trained or frozen, computes a pack of four rows, two of which share a prefix, and its own eager forward pass
-computes each row alone, both in fp32. Windows are a few tokens wide for this, so that the rows reach them.
+Some models use neighbouring tokens in ways that packing does not support: sinks, a state that continues into
+the next row, a custom mask. Their log-probs look right but are wrong. Every model of a trainer, trained or
+frozen, therefore computes a pack of four rows, two of them with a shared prefix. Its own eager forward pass
+computes each row alone, also in fp32. Windows are reduced to a few tokens, so that the rows are longer than
+them.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from trainer_service.errors import ModelError, UnfitModel
 from trainer_service.ranks import Ranks
 
 BOUND = 1e-4
-"""Largest difference of a log-prob in nats, and of a value as a share of the largest one."""
+"""Largest difference of a log-prob in nats, and of a value relative to the largest value."""
 WINDOW = 4
-"""Tokens of a window in the probe."""
+"""Number of tokens in a window of the probe."""
 LENGTHS, SHARED = (11, 9, 9, 9), 6
-"""Tokens of the rows; the second shares its first ones with the first."""
+"""Number of tokens in each row, and the length of the prefix that the first two rows share."""
 
 
 def probe_rows(config: Any) -> list[TrainingRow]:
-    """Rows of ordinary tokens, of which each but the first is sampled."""
+    """Return rows of ordinary tokens. Every token except the first of a row is a sampled unit."""
     text = config.get_text_config()
     named = [value for name, value in vars(text).items() if name.endswith(("token_id", "token_index"))]
     special = {value for each in named for value in (each if isinstance(each, list) else [each])}
@@ -52,12 +53,12 @@ def probe_rows(config: Any) -> list[TrainingRow]:
 
 
 def columns_to_probe(head: ModelHead) -> tuple[str, ...]:
-    """Columns of `backends.base` that the probe compares."""
+    """Return the columns of `backends.base` that the probe compares."""
     return {"tokens": ("logp",), "value": ("score",), "both": ("logp", "value")}[head]
 
 
 def with_short_windows(config: Any) -> Any:
-    """A copy of a config in which every window and every chunk of attention is a few tokens wide."""
+    """Return a copy of a config in which every attention window and chunk is a few tokens wide."""
     config = deepcopy(config)
     for section in {id(each): each for each in (config, config.get_text_config())}.values():
         for name, value in list(vars(section).items()):
@@ -69,7 +70,7 @@ def with_short_windows(config: Any) -> Any:
 
 @torch.no_grad()
 def own_columns(model: Any, rows: Sequence[TrainingRow], names: Sequence[str], device: Any) -> Columns:
-    """The columns of the rows by the model's own eager forward pass, one row at a time."""
+    """Return the columns of the rows from the model's own eager forward pass, one row at a time."""
     model.set_attn_implementation("eager")
     forward = partial(type(model).forward, model, use_cache=False)
     found: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -79,7 +80,7 @@ def own_columns(model: Any, rows: Sequence[TrainingRow], names: Sequence[str], d
         if {"value", "score"} & set(names):
             states = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0].float()
             values = states @ model.score.weight[0].float()
-        if "score" in names:  # whose own forward pass gives that of the last token alone
+        if "score" in names:  # its own forward pass returns only the score of the last token
             own = forward(input_ids=ids[None]).logits.float()
             found["score"].append(torch.cat([values[places][:-1], own.reshape(-1)[-1:]]))
         if "value" in names:
@@ -91,7 +92,7 @@ def own_columns(model: Any, rows: Sequence[TrainingRow], names: Sequence[str], d
 
 
 def require_equal(rows: Sequence[TrainingRow], packed: Columns, own: Columns) -> None:
-    """Raise `UnfitModel` with the figures unless the columns of all rows are equal."""
+    """Raise `UnfitModel` with the figures unless the columns of all rows are equal within the bound."""
     sizes = [len(row.position) for row in rows]
     for name, wanted in own.items():
         gap = (packed[name] - wanted).abs()
@@ -109,8 +110,10 @@ def require_equal(rows: Sequence[TrainingRow], packed: Columns, own: Columns) ->
 
 
 def probed(name: str, config: Any, ranks: Ranks, probe: Callable[[], None]) -> None:
-    """Run a probe of the model `name` on all ranks. Raises `UnfitModel`, on all of them when it fails on one,
-    also for a model that a pack of rows cannot be given to."""
+    """Run a probe of the model `name` on all ranks.
+
+    If the probe fails on one rank, every rank raises `UnfitModel`. This includes a forward pass that fails on
+    packed rows."""
     error: Exception | None = None
     try:
         probe()
@@ -129,7 +132,7 @@ def probed(name: str, config: Any, ranks: Ranks, probe: Callable[[], None]) -> N
 
 
 def refusal(name: str, config: Any, reason: str) -> UnfitModel:
-    """The error for the model `name` of this config."""
+    """Return the error for the model `name` with this config."""
     return UnfitModel(
         f"the model {name!r}, a {config.get_text_config().model_type}, cannot be trained on packed rows: "
         f"{reason}. Use a model of a family that docs/models.md lists as trained."
@@ -137,7 +140,8 @@ def refusal(name: str, config: Any, reason: str) -> UnfitModel:
 
 
 def refuse_unknown(module: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise `UnfitModel` for arguments of attention, other than None, that packed attention does not know."""
+    """Raise `UnfitModel` if attention has arguments, other than None, that packed attention does not
+    support."""
     if unknown := unknown_arguments(arguments):
         raise UnfitModel(
             f"{type(module).__name__} calls its attention with {unknown}, which packed attention does not "

@@ -1,9 +1,8 @@
-"""The loss of columns that several ranks have: it is computed once, and each goes backwards from it.
+"""Loss of columns that several ranks have: one rank computes it, and each rank runs its own backward pass.
 
-Ranks that share a row (by its tokens or by the model's matrices) all end with the columns of its units. A
-loss may be a user's, and count or print: so the one that owns the columns alone computes it, and gives the
-others the gradient with respect to the columns, a number for each. From there on every rank's autograd does
-its part.
+Ranks that share a row, by its tokens or by the model's matrices, all have the columns of its units. A user's
+loss may have side effects, so only the owner of the columns computes it. The owner then sends the gradient
+with respect to the columns to the others. From there, autograd on each rank does the rest.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ def shared_loss(
     group: dist.ProcessGroup | None,
     owner: int,
 ) -> Tensor:
-    """A scalar whose gradient through this rank's `columns` (f32 [S] each, equal on all ranks of `group`) is
-    that of `loss_of(columns)`, which is called on the rank with the number `owner` among all alone. Without a
-    group this rank is the owner and alone."""
+    """Return a scalar whose gradient through this rank's `columns` is the gradient of `loss_of(columns)`.
+
+    The columns are f32 [S] each and equal on all ranks of `group`. Only the rank with the global number
+    `owner` calls `loss_of`. Without a group, this rank is the owner."""
     names = list(columns)
     if group is None:
         return loss_of(columns)
@@ -34,7 +34,7 @@ def shared_loss(
     if dist.get_rank() == owner:
         leaves = {name: columns[name].detach().requires_grad_() for name in names}
         with torch.enable_grad():
-            # Copies: a loss may change what it is given.
+            # Pass copies, because a loss may change its inputs in place.
             loss = loss_of({name: leaf.clone() for name, leaf in leaves.items()})
         if loss.requires_grad:
             found = torch.autograd.grad(loss, [leaves[name] for name in names], allow_unused=True)

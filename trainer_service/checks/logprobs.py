@@ -1,16 +1,17 @@
-"""The log-prob check: are the engine's log-probs those of the weights that it names?
+"""Self-check of log-probs: do the engine's log-probs match the weights of the version that it names?
 
-For the first batch that holds units of the version the trainer starts the step from, it recomputes their
-behaviour log-probs at the temperature of each call. Every gradient rests on the two being equal. If that
-batch is the first of this process, its version may be what the engines were started with; so the check runs
-once more, on the first batch with units of a version that this process made, which came to them by an update.
+Every gradient assumes that they do. The check uses the first batch with units of the version that the step
+starts from. It recomputes their behaviour log-probs at the temperature of each call. If that batch is the
+first of this process, the engines may have started with this version. The check then runs a second time, to
+cover weight updates: on the first batch with units of a version that this process made.
 
-It judges the whole distribution of the differences, not the largest: of a million units in bfloat16 some are
-far off by rounding alone. A mistake with few units, such as one token id, shows in a mean of their own.
+It judges the whole distribution of the differences, not the largest one. Among a million units in bfloat16,
+rounding alone makes some differences large. An error in few units, such as one token id, shows in the mean of
+these units.
 
-Promises: it runs at most twice in the life of a trainer process, before any gradient of the batch; it costs a
-forward pass over the units compared, and a look at the manifest where there are none; all ranks come to the
-same verdict; what cannot be compared is counted, by reason, and never passed off as compared.
+Guarantees: it runs at most twice in the life of a trainer process, before any gradient of the batch. It costs
+a forward pass over the compared units, or only a look at the manifest if there are none. All ranks get the
+same result. Units that cannot be compared are counted by reason and never reported as compared.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ from trainer_service.errors import SelfCheckError
 from trainer_service.loop.step import StepPlan
 from trainer_service.ranks import Ranks
 
-FEWEST = 8  # Units of which a mean is taken to be systematic
+FEWEST = 8  # Fewest units whose mean can be systematic
 STEADY = 6.0
-"""A mean is systematic from this many times its standard error on: a few outliers have a mean of one time
-theirs, and of 150,000 token ids none gets there by chance."""
-EXPLAINED = 0.3  # An assumption explains a difference of which at most this share is left under it
+"""A mean is systematic if it exceeds its standard error by this factor. The mean of a few outliers is about
+one standard error. Among 150,000 token ids, none reaches this factor by chance."""
+EXPLAINED = 0.3  # An assumption explains a difference if it leaves at most this share of it
 ONE_TOKEN = 0.8
-"""Share of the differing units that are one token id, from which on the id itself is suspected."""
+"""If one token id has at least this share of the differing units, that id is a likely cause."""
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 FINENESS = {"float32": 2, "bfloat16": 1}
-"""Fineness of dtypes; one that is not here, such as a quantised server's, is coarser."""
+"""Precision rank of dtypes. A dtype that is not listed, such as a quantised server's, is coarser."""
 OTHER_VERSION = "another version"
 KEPT_KV = "kept KV of another version"
 OLD_ROUTES = "routes of another version"
@@ -59,12 +60,12 @@ log = get_logger("trainer")
 
 @dataclass(frozen=True)
 class ComparedUnits:
-    """Units with both log-probs, in the order of their rows: arrays of one length n."""
+    """Units with both log-probs, in the order of their rows, as arrays of length n."""
 
     episode: NDArray[np.int64]
     """Index into the batch's episodes."""
     position: NDArray[np.int64]
-    """Place of the unit in its row."""
+    """Position of the unit in its row."""
     token: NDArray[np.int64]
     behaviour: NDArray[np.float64]
     """The engine's log-prob."""
@@ -72,14 +73,14 @@ class ComparedUnits:
 
     @property
     def difference(self) -> NDArray[np.float64]:
-        """The absolute difference, in nats; what is not finite counts as the largest float32."""
+        """Absolute difference in nats. A value that is not finite counts as the largest float32."""
         with np.errstate(invalid="ignore"):
             gap = np.abs(self.behaviour - self.trainer)
         return np.nan_to_num(gap, nan=np.inf).clip(max=float(np.finfo(np.float32).max))
 
     @property
     def gap(self) -> LogprobGap:
-        """Distance of the two over all units. A difference that is not finite makes the mean huge."""
+        """Figures of the difference over all units. A difference that is not finite makes the mean huge."""
         gaps = self.difference
         p50, p90, p99, p999 = (float(q) for q in np.quantile(gaps, QUANTILES))
         return LogprobGap(float(gaps.mean()), p50, p90, p99, p999, self._systematic())
@@ -108,13 +109,14 @@ def rows_to_compare(
     skipped: Counter[str],
     mixture: Mixture | None = None,
 ) -> list[TrainingRow]:
-    """Return the rows of an episode at `item.places`, cut to the units to train that `version` of one of the
-    trainer `epochs` sampled.
+    """Return the rows of an episode at `item.places`, cut to units that `version` of one of the trainer
+    `epochs` sampled.
 
-    Units that are approximate by the engine's own account are left out: with `update_mode` keep, units after
-    one of another version; with session, all units of an episode that has one, for its paths share a cache.
-    They are added to `skipped`. The episode's routes are replayed in a `mixture`: with recompute the tokens
-    before an update went through others again."""
+    Some units are approximate by the engine's own account. They are left out and counted in `skipped`. With
+    `update_mode` keep, these are units after a unit of another version. With session, they are all units of
+    an episode with such a unit, because its paths share a cache. With a `mixture`, the episode's routes are
+    replayed. With recompute, the tokens before an update then went through other experts when they were
+    computed again."""
     entry, places = item.entry, item.places or ()
     if entry.max_version < version:
         skipped[OTHER_VERSION] += sum(entry.rows[place][1] for place in places)
@@ -136,7 +138,7 @@ def rows_to_compare(
         skipped[OTHER_VERSION] += int((sampled & ~same).sum())
         replays = mixture is not None and item.routes is not None
         if update_mode != "recompute" or replays:
-            # Versions of all units before, those that other rows train included.
+            # Versions of all earlier units, including units that other rows train.
             approximate = kept & ((np.cumsum((row.versions >= 0) & ~same) > 0) | shared_kv)
             why = OLD_ROUTES if update_mode == "recompute" else KEPT_KV
             skipped[why] += int(approximate.sum())
@@ -147,7 +149,7 @@ def rows_to_compare(
 
 
 def _epochs(episode: Episode) -> NDArray[np.int64]:
-    """i64 [units]: the trainer epoch of each sampled unit; -1 before the first."""
+    """Return i64 [units]: the trainer epoch of each sampled unit; -1 before the first."""
     epochs = np.full(episode.n_units, -1, np.int64)
     for first, epoch in episode.header.epochs:
         epochs[first:] = epoch
@@ -158,7 +160,7 @@ def compare(
     backend: TrainingBackend, ranks: Ranks, rows: Sequence[TrainingRow], budget: int
 ) -> ComparedUnits:
     """Recompute the log-probs of the rows' units in passes of at most `budget` tokens. All ranks call it, and
-    get the units of all."""
+    each gets the units of all ranks."""
     passes = plan_passes(rows, ranks, budget)
     batches = [build_micro_batch(chosen, device=ranks.device) for chosen in passes]
     found = [np.zeros((5, 0))]
@@ -180,34 +182,36 @@ def compare(
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """Result of the comparison; the same on every rank. Its fields are in its record in the log."""
+    """Result of the comparison, the same on every rank. Its fields are written to its record in the run
+    log."""
 
     version: int
-    """The version that sampled the units and that the step starts from."""
+    """Version that sampled the units and that the step starts from."""
     n: int
     max: float
     measured: LogprobGap
     allowed: LogprobGap | None
-    """None: the engine has no bounds for this dtype and kind of model."""
+    """Limits from the job or the engine. None if the engine has no limits for this dtype and kind of
+    model."""
     passed: bool
     skipped: Mapping[str, int]
-    """Reason -> units of the batch that could not be compared."""
+    """Reason -> number of units in the batch that could not be compared."""
     engine: str
     dtype: str
-    """The dtype of the engine."""
+    """Dtype of the engine."""
     trainer_dtype: str
     model: str
     """`dense` or `moe`"""
     beyond_dense: float = 0.0
-    """Of a mixture the share of units that differ by more than the 99.9 % quantile allowed of a dense model:
-    in those, engine and trainer went through different experts."""
+    """For a mixture, the share of units whose difference exceeds the 99.9 % limit of a dense model. For these
+    units, engine and trainer used different experts."""
     own_routes: LogprobGap | None = None
-    """Difference if the trainer's own routers choose, where routes are replayed."""
+    """Difference if the trainer's own routers choose; only with replayed routes."""
     causes: tuple[str, ...] = ()
-    """Likely causes, the likeliest first; only after a failure."""
+    """Likely causes in descending order of likelihood; only after a failure."""
 
     def figures(self) -> str:
-        """Return the measured figures, each with its limit if that is known."""
+        """Return the measured figures as text, each with its limit if known."""
         allowed = asdict(self.allowed) if self.allowed is not None else {}
         return ", ".join(
             f"{LABELS[name]} {value:.3g}" + (f" (allowed {allowed[name]:g})" if allowed else "")
@@ -215,7 +219,7 @@ class CheckOutcome:
         )
 
     def describe(self, compared: ComparedUnits, episode_ids: Sequence[str], step: int) -> str:
-        """Describe the failure, for a person who has to find what is wrong."""
+        """Return a description of the failure for the person who has to find its cause."""
         skipped = "; not compared: " + ", ".join(f"{n} {why}" for why, n in self.skipped.items())
         causes = " ".join(f"({number}) {cause}." for number, cause in enumerate(self.causes, start=1))
         at = int(compared.difference.argmax())
@@ -251,8 +255,10 @@ def likely_causes(
     *,
     passed_before: bool = False,
 ) -> tuple[str, ...]:
-    """The usual mistakes in words, those first that the units speak for. `dtypes` are the engine's and the
-    trainer's; `passed_before` says whether the version of the trainer's start had passed."""
+    """Return texts of common causes; causes that the units support come first.
+
+    `dtypes` are the engine's and the trainer's. `passed_before` is True if the version of the trainer's start
+    passed."""
     scattered_alone = replace(measured, systematic=0.0).within(allowed)
     table = (
         (
@@ -286,7 +292,7 @@ def likely_causes(
 
 
 def _shift(compared: ComparedUnits) -> bool:
-    """Whether the engine's log-probs are rather those of the unit before or after."""
+    """Return whether the engine's log-probs fit the previous or the next unit better."""
     same_row = (np.diff(compared.episode) == 0) & (np.diff(compared.position) == 1)
     shifts = (
         (compared.behaviour[1:], compared.trainer[:-1]),
@@ -298,14 +304,14 @@ def _shift(compared: ComparedUnits) -> bool:
 
 
 def _constant(compared: ComparedUnits) -> bool:
-    """Whether the differences are all alike."""
+    """Return whether all differences are about equal."""
     signed = compared.behaviour - compared.trainer
     signed = signed[np.isfinite(signed)]
     return len(signed) > 1 and bool(signed.std() <= 0.1 * abs(signed.mean()))
 
 
 def _one_token(compared: ComparedUnits, bound: float) -> bool:
-    """Whether most units above the bound have one id in common, when others of the batch are well."""
+    """Return whether most units above the bound have the same id, while other units of the batch are fine."""
     counts = np.bincount(compared.token[compared.difference > bound], minlength=1)
     token = int(counts.argmax())
     common = bool(counts[token] >= ONE_TOKEN * counts.sum() > 0)
@@ -313,7 +319,7 @@ def _one_token(compared: ComparedUnits, bound: float) -> bool:
 
 
 class LogprobCheck:
-    """One rank's part of it; all ranks make the same calls. `run_log` exists on rank 0 only."""
+    """One rank's part of the self-check. All ranks make the same calls. `run_log` exists only on rank 0."""
 
     def __init__(
         self, job: JobConfig, ranks: Ranks, backend: TrainingBackend, *, run_log: RunRecords | None
@@ -322,8 +328,8 @@ class LogprobCheck:
         self._mixture = mixture_to_replay(job)
         self._waited = False
         self._opened: int | None = None
-        """The step that this process began with: versions above it are its own."""
-        self._passed = False  # Whether that version was compared, and passed
+        """First step of this process. Versions above it are its own."""
+        self._passed = False  # Whether the version of `_opened` was compared and passed
         self.done = False
 
     def check(
@@ -336,11 +342,11 @@ class LogprobCheck:
         epoch: int,
         same_as: Sequence[int],
     ) -> None:
-        """Compare what version `step` sampled of this batch, if anything; do nothing any more once that was
-        a version which this process made.
+        """Compare the units of this batch that version `step` sampled, if no version was compared before.
 
-        `epoch` is the trainer's, `same_as` earlier ones that published this version with the very same
-        weights (rank 0's are taken). Raises `SelfCheckError` above the bound where the job says stop."""
+        `epoch` is the trainer's epoch. `same_as` lists earlier epochs that published this version with equal
+        weights (rank 0's list is used). Raises `SelfCheckError` if a difference exceeds its limit and the job
+        sets the action to stop."""
         if self.done:
             return
         self._opened = step if self._opened is None else self._opened
@@ -398,7 +404,7 @@ class LogprobCheck:
         allowed = part.logprob_bounds.get((coarser, kind))
         if trainer.self_check.bound is not None:
             allowed = LogprobGap.of(trainer.self_check.bound)
-        owns = self._backend.place.owns  # Several ranks may read one share
+        owns = self._backend.place.owns  # Several ranks may read the same share
         totals = {why: self._ranks.total(skipped[why] * owns) for why in SKIPPED}
         measured = compared.gap
         passed = allowed is not None and measured.within(allowed)
@@ -451,7 +457,7 @@ class LogprobCheck:
             self._report_routes(outcome)
 
     def _report_routes(self, outcome: CheckOutcome) -> None:
-        """Log the cost of experts chosen otherwise."""
+        """Log the effect of different experts in engine and trainer."""
         share = f"{outcome.beyond_dense:.2%} of the units differ by more than a dense model's would"
         if outcome.own_routes is not None:
             log.info(

@@ -1,7 +1,8 @@
-"""Training rows of fetched codec blobs, with every check that comes before a gradient.
+"""Training rows from fetched codec blobs, with every check that precedes a gradient.
 
-Promise `staleness_is_bounded`: `check_staleness` looks at the units themselves, on every rank, whatever the
-manifest and the buffer say. A violation is fatal. So is a unit that was not sampled from what is trained.
+Guarantee `staleness_is_bounded`: `check_staleness` examines the units themselves on every rank, whatever the
+manifest and the buffer say. A violation is fatal. A unit that was not sampled from the trained policy's
+distribution is fatal too.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ Temperature = float | dict[int, float]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeBytes:
-    """The bytes of an episode, and what is to be trained of it."""
+    """The bytes of an episode and the rows of it to train."""
 
     blob: Any
     entry: BatchEpisode
-    """Its entry in the manifest."""
+    """Entry of the episode in the manifest."""
     index: int
-    """Its place in the manifest."""
+    """Index of the episode in the manifest."""
     places: Collection[int] | None = None
-    """Its rows that are trained here; None for all."""
+    """Numbers of the rows that this rank trains; None for all."""
     routes: Any = None
-    """The bytes of its routes; None where there are none."""
+    """Bytes of its routes; None if it has none."""
 
 
 def fetched_episodes(
@@ -61,8 +62,8 @@ def fetched_episodes(
     blobs: Mapping[str, Any],
     routes: Mapping[str, Any],
 ) -> list[EpisodeBytes]:
-    """Return the bytes of the episodes of a share (index -> numbers of its rows), with those of their routes,
-    by id."""
+    """Return the bytes of the episodes of a share (index -> numbers of its rows). `blobs` and `routes` have
+    the bytes by episode id."""
     named = [(episodes[index], index, places) for index, places in share.items()]
     return [
         EpisodeBytes(blobs[each.episode_id], each, index, places, routes.get(each.episode_id))
@@ -78,15 +79,16 @@ def rows_of_episodes(
     with_places: bool = False,
     mixture: Mixture | None = None,
 ) -> list[TrainingRow]:
-    """The rows to train of these episodes, in order. Units below `lowest_version` are masked, and a row of
-    nothing else is left out. Rows `with_places` know where in its episode each unit stands. `mixture`
-    is what the model is made of, where routes are replayed.
+    """Return the training rows of these episodes, in order.
 
-    Raises `BatchError` when a blob cannot be read or is not what the manifest names, and
-    `UntrainableEpisode` when a unit to train was not sampled from what is trained."""
+    Units below `lowest_version` are masked, and rows without other units are left out. `with_places` adds the
+    place of each unit in its episode. `mixture` is the structure of the model if routes are replayed.
+
+    Raises `BatchError` if a blob cannot be read or does not match the manifest. Raises `UntrainableEpisode`
+    if a unit to train was not sampled from the trained policy's distribution."""
     items = list(fetched)
     episodes: dict[int, Episode] = {}
-    sources: list[tuple[EpisodeBytes, int]] = []  # Of each row the episode, and which of its rows it is
+    sources: list[tuple[EpisodeBytes, int]] = []  # By row: its episode and its number there
     whole: list[Row] = []
     temperatures: list[Temperature] = []
     for item in items:
@@ -120,7 +122,7 @@ def rows_of_episodes(
 
 
 def placed(found: TrainingRow, row: Row, episode: Episode) -> TrainingRow:
-    """The row with the places of its units; `row` is what it was cut from."""
+    """Return the row `found` with the places of its units. It was cut from `row`."""
     path = np.asarray(row.path, np.int64)
     ends = np.cumsum(row.lengths)
     step = np.searchsorted(ends, found.position, side="right")
@@ -140,13 +142,14 @@ def placed(found: TrainingRow, row: Row, episode: Episode) -> TrainingRow:
 
 
 def cut_off(segments: Segments) -> bool:
-    """Whether a limit of ours ended the episode, and not its environment: what the last flag says."""
+    """Return whether a limit of the job ended the episode, and not its environment. The last flag decides."""
     flagged = np.flatnonzero(segments.flags)
     return bool(len(flagged) and segments.flags[flagged[-1]] & SegmentFlag.TRUNCATED)
 
 
 def _read(blob: Any, entry: BatchEpisode, policy: str) -> Episode:
-    """The episode of a blob, if it is the one of the manifest and was sampled from what is trained."""
+    """Return the episode of a blob. Raises `BatchError` if it does not match the manifest, and
+    `UntrainableEpisode` if its units were not sampled from the trained policy's distribution."""
     try:
         episode = seen_by(unpack(blob), policy)
     except TrajectoryError as error:
@@ -167,9 +170,10 @@ def _read(blob: Any, entry: BatchEpisode, policy: str) -> Episode:
 
 
 def routed(episode: Episode, routes: Any, mixture: Mixture) -> Episode:
-    """The episode with its routes, whose bytes are `routes`. Without them, and with bytes that are not its
-    own or name what is no expert of the model, it is trained as by the trainer's own routers: what is
-    replayed is counted in each step."""
+    """Return the episode with its `routes`.
+
+    The episode is unchanged if there are no routes, if the bytes do not fit it, or if they name unknown
+    experts. The trainer's own routers then choose. Every step counts the replayed tokens."""
     if routes is None:
         return episode
     try:
@@ -194,7 +198,7 @@ def _training_rows(episode: Episode) -> list[Row]:
 
 
 def _check_sizes(entry: BatchEpisode, rows: Mapping[int, TrainingRow]) -> None:
-    """Raise `BatchError` unless the rows, by place, are as large as the manifest says."""
+    """Raise `BatchError` unless the rows, by number, have the sizes in the manifest."""
     cut = {place: (row.packed_length, len(row.position)) for place, row in rows.items()}
     planned = {place: size for place, size in enumerate(entry.rows) if size != (0, 0)}
     if cut != planned:
@@ -213,9 +217,10 @@ def cut_rows(
     places: Collection[int],
     mixture: Mixture | None = None,
 ) -> list[TrainingRow]:
-    """The rows of an episode at `places` with those units to train that `mask_of` (bool or u8 [T] of a row)
-    leaves; a row without any is left out. `index` is the episode's place in the manifest, `mixture` as in
-    `rows_of_episodes`."""
+    """Return the rows of an episode at `places`, cut to the units that `mask_of` selects.
+
+    `mask_of` returns bool or u8 [T] for a row. A row without units is left out. `index` is the episode's
+    index in the manifest. `mixture` is as in `rows_of_episodes`."""
     episode = seen_by(episode, policy)
     temperature = call_temperatures(episode, policy)
     rows = [row for place, row in enumerate(_training_rows(episode)) if place in places]
@@ -231,8 +236,10 @@ def _cut(
     temperatures: Sequence[Temperature],
     mixture: Mixture | None,
 ) -> list[TrainingRow | None]:
-    """Each row cut after its last unit that `keep` leaves, which is of all rows' tokens one after the other;
-    None for one without any. All units are cut out at once, and a row's arrays are views of that."""
+    """Return each row, cut after its last unit in `keep`; None for a row without units.
+
+    `keep` covers the concatenated tokens of all rows. All units are extracted at once, and the rows' arrays
+    are views of the result."""
     if not rows:
         return []
     lengths = np.array([len(row.token_ids) for row in rows])
@@ -264,8 +271,9 @@ def _cut(
 
 
 def call_temperatures(episode: Episode, policy: str) -> Temperature:
-    """Return the divisor of the logits of the episode's sampled units: one value, or one per segment; 0 for a
-    greedy call, whose units are context. Calls of other policies are context too."""
+    """Return the divisor of the logits of the episode's sampled units: one value, or one per segment.
+
+    It is 0 for a greedy call, whose units are context. Calls of other policies are context too."""
     header = episode.header
     if len(header.calls) == 1 and header.policies == [policy]:
         return float(header.calls[0].sampling.temperature)
@@ -279,7 +287,8 @@ def call_temperatures(episode: Episode, policy: str) -> Temperature:
 
 
 def _per_token(temperature: Temperature, row: Row) -> NDArray[np.float32]:
-    """Return f32 [T]; 1 for tokens that no call sampled, of several temperatures."""
+    """Return the temperature of each token, f32 [T]. If there are several temperatures, tokens outside calls
+    get 1."""
     if isinstance(temperature, float):
         return np.full(len(row.token_ids), temperature, np.float32)
     values = [temperature.get(segment, 1.0) for segment in row.path]

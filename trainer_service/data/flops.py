@@ -1,14 +1,15 @@
-"""Cost of a training row in floating-point operations of its forward pass, from the model's dimensions.
+"""Floating-point operations in the forward pass of a training row, from the model's dimensions.
 
-The count is that of the matrix products alone, two operations for each multiply-add (Chowdhery et al. 2022,
-"PaLM", appendix B). A backward pass and recomputation multiply it by the same number for every row, so rows
-can be compared by it. A row of T tokens with S units to predict costs linear·T + attention·T² + head·S, where
+The count covers only matrix products, with two operations for each multiply-add (Chowdhery et al. 2022,
+"PaLM", appendix B). A backward pass or recomputation multiplies the count of every row by the same factor, so
+the count serves to compare rows. A row of T tokens with S predicted units costs linear·T + attention·T² +
+head·S, where
 
-    linear    = 2 · parameters of all layers that one token passes: projections of attention, and the MLP or
+    linear    = 2 · parameters of all layers that a token uses: projections of attention, and the MLP or the
                 router, shared and active experts
-    attention = 2 · layers · heads · head size: QKᵀ and weights·V are 2·heads·head size each for every pair
-                of a token and one not after it, T²/2 pairs. A sliding window is not subtracted
-    head      = 2 · hidden · vocabulary: logits are made where a unit is predicted and nowhere else
+    attention = 2 · layers · heads · head size: QKᵀ and weights·V each take 2 · heads · head size operations
+                for each of the T²/2 pairs of a token and an earlier or equal one. Sliding windows are ignored
+    head      = 2 · hidden · vocabulary: logits are computed only for predicted units
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from transformers import AutoConfig
 from areal_async.models.files import EXPERTS
 
 TWO_MATRICES = frozenset({"gpt2", "gpt_neox", "opt", "phi", "falcon", "bloom", "starcoder2"})
-"""Model types whose MLP has two matrices; others have a third, the gate."""
+"""Model types whose MLP has two matrices. Other models have a third one, the gate."""
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """Coefficients of a row's FLOPs. Integers, so that every rank comes to the same sums."""
+    """Coefficients of a row's FLOPs. They are integers, so that every rank computes the same sums."""
 
     linear: int
     """FLOPs per token."""
@@ -38,7 +39,8 @@ class RowCost:
     """FLOPs per predicted unit."""
 
     def of(self, tokens: int, units: int) -> int:
-        """FLOPs of a row of `tokens` tokens fed that predicts `units` units; 0 for one of no tokens."""
+        """Return the FLOPs of a row with `tokens` input tokens and `units` predicted units; 0 for a row
+        without tokens."""
         return tokens * (self.linear + self.attention * tokens) + self.head * units
 
 
@@ -56,13 +58,12 @@ PEAKS = {
     "L4": 121e12,
     "RTX 4090": 165e12,
 }
-"""bf16 FLOP/s of dense matrix products by what a device's name holds, from the vendor's data sheets; of
-several that fit, the first."""
+"""Peak bf16 FLOP/s of dense matrix products by a part of the device's name, from the vendor's data sheets.
+The first matching entry applies."""
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Return the peak FLOP/s of a device; None if that is not known: on a CPU, in fp32, or for a device that
-    is not in `PEAKS`."""
+    """Return the peak FLOP/s of a device. None on a CPU, in fp32, or if the device is not in `PEAKS`."""
     if device.type != "cuda" or dtype != "bfloat16":
         return None
     name = torch.cuda.get_device_name(device)
@@ -70,12 +71,14 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 TOKENS_ALONE = RowCost(1, 0, 0)
-"""The cost of rows where a model's dimensions are not known."""
+"""Cost of rows if a model's dimensions are unknown."""
 
 
 def load_row_cost(model: Path) -> RowCost:
-    """The cost of rows of the model in a Hugging Face directory, `TOKENS_ALONE` where its config.json cannot
-    be read or lacks the dimensions: rows are then dealt by their lengths, and nothing else depends on it."""
+    """Return the row cost of the model in a Hugging Face directory.
+
+    It is `TOKENS_ALONE` if config.json cannot be read or lacks a dimension. Rows are then distributed by
+    their lengths; nothing else depends on it."""
     try:
         return row_cost(AutoConfig.from_pretrained(model, local_files_only=True))
     except (OSError, ValueError, AttributeError):
@@ -83,9 +86,8 @@ def load_row_cost(model: Path) -> RowCost:
 
 
 def row_cost(config: Any) -> RowCost:
-    """The cost of rows of a model with the configuration `config` (transformers' names of dimensions; the
-    text part of one with several). Raises `AttributeError` for one without hidden size, layers, heads or
-    vocabulary."""
+    """Return the row cost of a model with this transformers `config`; of a multimodal one, its text part
+    counts. Raises `AttributeError` if hidden size, layers, heads or vocabulary are missing."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
     head_size = _number(config, "head_dim") or hidden // heads
@@ -99,26 +101,29 @@ def row_cost(config: Any) -> RowCost:
 
 
 def _number(config: Any, *names: str) -> int:
-    """Return the first of these fields that is set and not 0; 0 if none is."""
+    """Return the first of these fields that is set and not 0, or 0."""
     return next((value for name in names if (value := getattr(config, name, None))), 0)
 
 
 def n_experts(config: Any) -> int:
-    """Experts of each sparse layer; 0 for a dense model."""
+    """Return the number of experts in each sparse layer; 0 for a dense model."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return max((_number(config, name) for name in EXPERTS), default=0)
 
 
 def is_sparse(config: Any, layer: int) -> bool:
-    """Whether the MLP of a layer is a mixture of experts, by the usual ways to say so: the first layers dense
-    (DeepSeek), some named ones dense, or one in every few sparse (Qwen)."""
+    """Return whether the MLP of a layer is a mixture of experts.
+
+    It knows the usual fields: the first layers are dense (DeepSeek), some listed layers are dense, or every
+    n-th layer is sparse (Qwen)."""
     every, first = _number(config, "decoder_sparse_step") or 1, _number(config, "first_k_dense_replace")
     dense = layer < first or layer in (getattr(config, "mlp_only_layers", None) or ())
     return n_experts(config) > 0 and not dense and (layer + 1) % every == 0
 
 
 def _experts(config: Any) -> int:
-    """Parameters that a token passes in a sparse layer's router, active experts and shared ones."""
+    """Return the parameters that a token uses in a sparse layer: router, active experts and shared
+    experts."""
     width = _number(config, "moe_intermediate_size", "intermediate_size")
     active, hidden = _number(config, "num_experts_per_tok") or 1, int(config.hidden_size)
     shared = _number(config, "shared_expert_intermediate_size") or _number(config, "n_shared_experts") * width

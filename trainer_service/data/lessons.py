@@ -1,7 +1,7 @@
-"""Rows to train, from the examples of a file.
+"""Training rows from the examples of a file.
 
-A *lesson* is one example as rows: one, or of a pair the chosen and the rejected. What is learned of a row are
-its units; of a row for a model that gives numbers its last token is the one unit.
+A *lesson* is one example as rows: a single row, or the chosen and the rejected row of a pair. The units of a
+row are its learned tokens. For a reward model, the only unit of a row is its last token.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ log = get_logger("trainer")
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """An example as rows, none of which has a place in a step yet (their `episode` is 0)."""
+    """An example as rows. The rows have no place in a step yet, so their `episode` is 0."""
 
     rows: tuple[TrainingRow, ...]
     value: float = 0.0
     """See `areal_async.data.examples.Example`."""
     place: str = ""
-    """Its line in the file, or row, as errors call it."""
+    """Line or row of the example in its file, for error messages."""
     crossed: TrainingRow | None = None
-    """The prompt with the answer of another example, which KTO measures and does not learn."""
+    """The prompt with the answer of another example. KTO evaluates this row but does not train on it."""
 
     @property
     def evaluated(self) -> tuple[TrainingRow, ...]:
@@ -44,7 +44,7 @@ class Lesson:
 
 
 def loss_of(job: JobConfig, form: str) -> SequenceLoss:
-    """The loss of a job, on examples of `form`."""
+    """Return the loss of a job for examples of `form`."""
     if job.kind == "sft":
         return LOSSES[job.sft.normaliser]
     if job.kind == "reward_model":
@@ -58,8 +58,8 @@ def loss_of(job: JobConfig, form: str) -> SequenceLoss:
 
 
 def read_lessons(job: JobConfig, path: Path, tokenizer: Any) -> tuple[SequenceLoss, list[Lesson]]:
-    """The loss of a job and the lessons of one of its files. Raises `TaskFileError` for a row that is no
-    example, `BatchError` for one that makes no lesson."""
+    """Return the loss of a job and the lessons of one of its files. Raises `TaskFileError` if a row is not a
+    valid example, and `BatchError` if an example makes no lesson."""
     form, examples = read_examples(path, job.kind)
     loss, ends = loss_of(job, form), end_ids(tokenizer, job.model)
     found, too_long = [], 0
@@ -81,8 +81,10 @@ def read_lessons(job: JobConfig, path: Path, tokenizer: Any) -> tuple[SequenceLo
 
 
 def crossed(lessons: Sequence[Lesson]) -> list[Lesson]:
-    """The lessons, each with its prompt before the answer of the one half the file away. Which one does not
-    depend on the step, and neighbours, which may share a prompt, are not taken."""
+    """Return the lessons, each with a crossed row: its prompt and the answer of the lesson half the file
+    away.
+
+    The choice does not depend on the step. Neighbours are not used, because they may share a prompt."""
     away = max(1, len(lessons) // 2)
     made = []
     for index, lesson in enumerate(lessons):
@@ -96,7 +98,7 @@ def crossed(lessons: Sequence[Lesson]) -> list[Lesson]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a model directory. Raises `ModelError`."""
+    """Load the tokenizer of a model directory. Raises `ModelError`."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:

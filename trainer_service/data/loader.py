@@ -1,8 +1,8 @@
-"""The way of a step's data to the ranks.
+"""Loading of a step's data on all ranks.
 
-Rank 0 alone asks the buffer for the manifest and broadcasts it as msgpack bytes; every rank then plans the
-same step from it and fetches only its own episodes, by id. Whatever the buffer takes for it, no rank sits in
-a collective meanwhile (`Ranks.together`).
+Only rank 0 asks the buffer for the manifest; it broadcasts the manifest as msgpack bytes. Every rank makes
+the same plan from it and fetches only its own episodes, by id. No rank sits in a collective while another
+waits for the buffer (`Ranks.together`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from trainer_service.errors import BatchError
 from trainer_service.ranks import Ranks
 
 POLL_MS = 1000  # Length of one long poll for a batch
-REPORT_S = 10.0  # How often a wait is reported while its edge stays the same
-FETCH_UNITS = 4 << 20  # Most units asked for in one fetch, of episodes without routes
+REPORT_S = 10.0  # Interval between reports of a wait with the same edge
+FETCH_UNITS = 4 << 20  # Most units in one fetch of episodes without routes
 UNIT_BYTES = 13
 
 log = get_logger("trainer")
 
 
 class FetchedBytes(dict[str, memoryview]):
-    """The codec blobs of episodes by id; and the bytes of the routes of those that have some."""
+    """Codec blobs of episodes by id. `routes` has the bytes of their routes, if any, by id."""
 
     def __init__(self, blobs: Mapping[str, memoryview] | None = None) -> None:
         super().__init__(blobs or {})
@@ -36,7 +36,7 @@ class FetchedBytes(dict[str, memoryview]):
 
 
 class BatchLoader:
-    """The batches of a policy's trainer, on one rank."""
+    """Loader for the batches of a policy's trainer, on one rank."""
 
     def __init__(
         self,
@@ -48,13 +48,14 @@ class BatchLoader:
         check: Callable[[], None] = lambda: None,
         route_bytes: int = 0,
     ) -> None:
-        """`check` is called in every round of a wait, and ends it by what it raises. Routes of so many bytes
-        a unit are fetched too, where they are replayed."""
+        """`check` is called in every round of a wait; its error ends the wait. If `route_bytes` is not 0,
+        routes are fetched too. It is their number of bytes per unit."""
         self._buffer, self._policy, self._ranks = buffer, policy, ranks
         self._stopping, self._check, self._route_bytes = stopping, check, route_bytes
 
     def next_batch(self, epoch: int, step: int) -> Batch | None:
-        """The manifest of `step`, the same on every rank; None when the trainer is told to stop first."""
+        """Return the manifest of `step`, the same on every rank. None if the trainer is asked to stop
+        first."""
         begun_s = reported_s = time.monotonic()
         edge = ""
         while True:
@@ -76,7 +77,7 @@ class BatchLoader:
                 edge, reported_s = answer.edge, now_s
 
     def _round(self, epoch: int, step: int) -> Batch | Waiting | None:
-        """One long poll by rank 0, told to all ranks."""
+        """Make one long poll on rank 0 and broadcast the answer to all ranks."""
 
         def poll() -> Batch | Waiting | None:
             self._check()
@@ -89,7 +90,8 @@ class BatchLoader:
         return found
 
     def fetch(self, episodes: Sequence[BatchEpisode]) -> FetchedBytes:
-        """The bytes of these episodes; all ranks call it. Raises `BatchError` when not as many come back."""
+        """Return the bytes of these episodes. All ranks call it. Raises `BatchError` if the number of answers
+        is wrong."""
         return self._ranks.together(lambda: self._fetch(episodes))
 
     def _fetch(self, episodes: Sequence[BatchEpisode]) -> FetchedBytes:
@@ -101,7 +103,7 @@ class BatchLoader:
             if len(found) != len(ids) + len(reply.routes):
                 raise BatchError(f"asked the buffer for {len(ids)} episodes, got {len(found)}")
             blobs.update(zip(ids, found, strict=False))
-            # Those that were freed meanwhile are empty.
+            # Routes that the buffer has already freed are empty.
             blobs.routes |= {
                 name: one for name, one in zip(reply.routes, found[len(ids) :], strict=True) if one
             }

@@ -1,11 +1,11 @@
-"""Packed micro-batches: from rows of tokens to the tensors of one forward pass.
+"""Packed micro-batches: tensors of one forward pass, from rows of tokens.
 
-What rows of one group share is packed once (`prefixes`): what is packed are trees of rows.
+The shared prefix of rows in a group is packed once (`prefixes`), so a pack consists of trees of rows.
 
-Three pure functions say who trains what, alike on every rank: `deal_groups` deals whole groups to the
-minibatches (optimizer updates) of a step, `deal_rows` the rows of a minibatch to the ranks by what they cost,
-`spread` the rows of one rank to as many micro-batches as every other has. A rank that is short of rows even
-so has empty ones, passes that add nothing.
+Three pure functions distribute the work; every rank computes the same result. `deal_groups` assigns whole
+groups to the minibatches (optimizer updates) of a step. `deal_rows` assigns the rows of a minibatch to ranks
+by cost. `spread` assigns the rows of one rank to micro-batches. All ranks have the same number of
+micro-batches. A rank with too few rows has empty ones, whose passes contribute nothing.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from trainer_service.ranks import Ranks
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One packed forward pass of T tokens with S sampled units. T ≥ 1 and S may be 0 (an empty pass)."""
+    """One packed forward pass of T tokens with S sampled units. T ≥ 1; S is 0 in an empty pass."""
 
     input_ids: Tensor
     """i64 [1, T]"""
     position_ids: Tensor
-    """i64 [1, T]: the token's place in its row."""
+    """i64 [1, T]: position of the token in its row."""
     runs: Runs
     branching: list[Branching]
     """Structure of the trees of each run, for attention."""
     shared_tokens: int
-    """Tokens that it would have more if every row were packed whole."""
+    """Number of tokens saved because rows share a prefix."""
     predict: Tensor
-    """i64 [S]: the place in the pack whose logits are those of the unit."""
+    """i64 [S]: place in the pack whose logits predict the unit."""
     own: Tensor | None
-    """i64 [S]: the place of the unit's own token; None where a row's last token is not fed."""
+    """i64 [S]: place of the unit's own token; None if a row's last token is not an input."""
     target: Tensor
-    """i64 [S]: the unit's token id."""
+    """i64 [S]: token id of the unit."""
     temperature: Tensor
     """f32 [S]"""
     episode: Tensor
     """i64 [S]: index into the step's episodes."""
     routes: Tensor | None = None
-    """i16 [L, T, K]: of each layer of experts the experts to which the engine sent the token; -1 where it
-    told none, as of an expert that was left out. None where all of it is the model's own choice."""
+    """i16 [L, T, K]: experts that the engine chose in each layer of experts. -1 if the engine reported none
+    or left an expert out. None if the model chooses for all tokens."""
 
     @property
     def n_tokens(self) -> int:
@@ -62,7 +62,7 @@ class MicroBatch:
 
     @property
     def replayed_tokens(self) -> int:
-        """Number of its tokens that have a route, in some layer at least."""
+        """Number of tokens with a route in at least one layer."""
         return 0 if self.routes is None else int((self.routes >= 0).any(-1).any(0).sum())
 
     @property
@@ -78,14 +78,14 @@ def plan_passes(
     *,
     groups: NDArray[np.int64] | None = None,
 ) -> list[list[TrainingRow]]:
-    """This rank's rows, dealt to forward passes of at most `budget` tokens, on several ranks at most those of
-    the longest row of all: at least one pass, and as many as on any other rank, alike in `cost`. All ranks
-    call it.
+    """Distribute this rank's rows over forward passes of at most `budget` tokens. All ranks call it.
 
-    `groups` i64 [E] are of the batch's episodes: with them rows of one group share what they begin with."""
+    All ranks have the same number of passes, at least one, with similar `cost`. On several ranks, the budget
+    is at least the longest row of any rank. With `groups` i64 [E], the groups of the batch's episodes, rows
+    of a group share their prefix."""
     longest = max((row.packed_length for row in rows), default=0)
     if ranks.world > 1:
-        # A longer row has a pass of its own, for which others wait: they may as well do as much meanwhile.
+        # A longer row gets its own pass, and others wait for it: let their passes be as large.
         budget = ranks.largest(max(budget, longest))
     trees = [Tree([row]) for row in rows] if groups is None else plant(rows, groups, budget, cost)
     rooms = [tree.room for tree in trees]
@@ -102,9 +102,9 @@ def build_micro_batch(
     *,
     device: torch.device | str = "cpu",
 ) -> MicroBatch:
-    """Pack rows in the given order, each without what it shares with the row before it.
+    """Pack rows in the given order, each without the prefix that it shares with the previous row.
 
-    No rows make the pass of one token and no unit that a rank short of work runs."""
+    Without rows, the result is the pass of a rank without work: one token and no unit."""
     shared = np.array([row.shared for row in rows] or [0])
     lengths = np.array([row.packed_length for row in rows] or [1]) - shared
     starts = np.cumsum(lengths) - lengths
@@ -135,7 +135,8 @@ def build_micro_batch(
 
 
 def _packed_routes(rows: Sequence[TrainingRow]) -> NDArray[np.int16] | None:
-    """i16 [L, T, K] of the tokens that the rows have in the pack, -1 for none; None where no row has any."""
+    """Return i16 [L, T, K]: the routes of the rows' tokens in the pack; -1 for none. Returns None if no row
+    has routes."""
     like = next((row.routes for row in rows if row.routes is not None), None)
     if like is None:
         return None
@@ -150,7 +151,7 @@ def _packed_routes(rows: Sequence[TrainingRow]) -> NDArray[np.int16] | None:
 
 
 def deal_groups(n_groups: int, minibatches: int) -> list[list[int]]:
-    """Group indices of each minibatch: in order, sizes that differ by at most one."""
+    """Return the group indices of each minibatch, in order. Their sizes differ by at most one."""
     if n_groups < minibatches:
         raise BatchError(
             f"a step of {n_groups} groups cannot be cut into {minibatches} minibatches of whole groups: "
@@ -161,13 +162,13 @@ def deal_groups(n_groups: int, minibatches: int) -> list[list[int]]:
 
 
 Share = dict[int, list[int]]
-"""One rank's share: index of an episode -> numbers of its rows, both ascending."""
+"""Share of one rank: episode index -> numbers of its rows, both ascending."""
 
 
 def deal_episodes(
     costs: Sequence[Sequence[int]], ranks: int, groups: Sequence[int] | None = None
 ) -> list[Share]:
-    """Deal as `deal_rows`, with all rows of an episode in one share."""
+    """Distribute like `deal_rows`, but keep all rows of an episode in one share."""
     shares = deal_rows([[sum(rows)] for rows in costs], ranks, groups)
     return [
         {episode: [place for place, cost in enumerate(costs[episode]) if cost] for episode in share}
@@ -176,17 +177,18 @@ def deal_episodes(
 
 
 def deal_rows(costs: Sequence[Sequence[int]], ranks: int, groups: Sequence[int] | None = None) -> list[Share]:
-    """The share of each rank, where `costs` are those of each episode's rows; 0 for one that is not trained.
-    `groups` [E] says which episodes are of one group; without it each is alone.
+    """Return the share of each rank. `costs` has the costs of each episode's rows; 0 for an untrained row.
 
-    The costliest piece goes first, to the rank with the least. A piece is a whole group, which shares what it
-    begins with on one rank alone, unless that would put the rank above the ideal: the larger of the ranks'
-    mean and the costliest row. Then its episodes are dealt singly, and where one of those is still too much,
-    which several ranks then fetch, its rows. Every row that costs something is in exactly one share, and
-    every episode in at least one, if without rows: whoever has it fetches its bytes and checks them. No share
-    costs more than the ranks' mean and the costliest row together. Ties go to the lower index.
+    `groups` [E] are the groups of the episodes; without it every episode is its own group. The costliest
+    piece is assigned first, to the rank with the smallest load. A piece is a whole group, because a prefix is
+    shared only on one rank. If the group would raise the rank above the ideal load, its episodes are assigned
+    one by one. The ideal load is the larger of the ranks' mean and the costliest row. If a single episode is
+    still too large, its rows are assigned one by one, and several ranks fetch it.
 
-    The rule is that of Graham (1969), "Bounds on multiprocessing timing anomalies"."""
+    Every row with a cost is in exactly one share. Every episode is in at least one share, even without rows,
+    so that some rank fetches and checks its bytes. No share costs more than the ranks' mean plus the
+    costliest row. Ties go to the lower index. Source of the rule: Graham (1969), "Bounds on multiprocessing
+    timing anomalies"."""
     shares: list[Share] = [{} for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     total, largest = sum(map(sum, costs)), max((cost for rows in costs for cost in rows), default=0)
@@ -215,15 +217,16 @@ def deal_rows(costs: Sequence[Sequence[int]], ranks: int, groups: Sequence[int] 
     return [{episode: sorted(share[episode]) for episode in sorted(share)} for share in shares]
 
 
-WHOLE, GROUP = ALL = (-1, -2)  # Row of a piece that is a whole episode, or a whole group
+WHOLE, GROUP = ALL = (-1, -2)  # Row number of a whole episode, and of a whole group
 
 
 def spread(lengths: Sequence[int], costs: Sequence[int], budget: int, passes: int) -> list[list[int]]:
-    """Row indices of each of `passes` micro-batches of at most `budget` tokens, the costliest first, so that
-    ranks in step run their costliest passes together; `passes` is at least what `pack` needs.
+    """Return the row indices of each of `passes` micro-batches with at most `budget` tokens.
 
-    The costliest row goes first, to the micro-batch with room for it that costs least. Where a row finds no
-    room, they are filled one after the other as `pack` fills them, and the rest is empty."""
+    `passes` must be at least the number that `pack` needs. The costliest micro-batch is first, so that the
+    ranks run their costliest passes together. The costliest row is assigned first, to the cheapest
+    micro-batch with room for it. If a row finds no room, the result is the packing by `pack`, filled up with
+    empty micro-batches."""
     plan: list[list[int]] = [[] for _ in range(passes)]
     tokens, loads = [0] * passes, [0] * passes
     for index in sorted(range(len(lengths)), key=lambda i: (-costs[i], -lengths[i], i)):
@@ -241,10 +244,10 @@ def spread(lengths: Sequence[int], costs: Sequence[int], budget: int, passes: in
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Row indices of each micro-batch, best-fit decreasing: no two would fit into one.
+    """Return the row indices of each micro-batch by best-fit decreasing. No two micro-batches fit into one.
 
-    A row longer than `budget` tokens has a micro-batch of its own. Inside a micro-batch rows go from long
-    to short, so that rows of one length are neighbours (see `attention`).
+    A row longer than `budget` tokens has its own micro-batch. Rows are sorted by descending length within a
+    micro-batch, so that rows of equal length are neighbours (see `attention`).
     """
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, bin), ascending

@@ -1,18 +1,18 @@
-"""Shared prefixes: the tokens that rows of one group begin with, packed and computed once.
+"""Shared prefixes: tokens at the beginning of several rows of a group, packed and computed once.
 
-Rows of a group share their prompt, turns share what came before them, branches share their trunk. `plant`
-sorts the rows of each group so that common prefixes are neighbours and makes *trees* of them: the first row
-of a tree is packed whole, each further one without the `shared` tokens that it has in common with the row
-before it. Tokens of a tree thus lie in depth-first order, each once, at the position that it has in its rows.
+Rows of a group share their prompt. Turns share the earlier turns, and branches share their trunk. `plant`
+sorts the rows of each group so that rows with common prefixes are neighbours, and makes *trees* of them. The
+first row of a tree is packed completely. Every other row is packed without the `shared` tokens that the
+previous row also has. The tokens of a tree are thus in depth-first order. Each is packed once, at its
+position in the rows.
 
-Positions alone say who is whose prefix: token j of a tree is before token i on a row exactly if j < i and no
-token after j up to and including i has a position at or before that of j (it would have left j's branch).
-`branching_of` makes of that what attention needs.
+Positions alone determine the prefixes. Token j of a tree is before token i on a row exactly if two conditions
+are true: j < i, and all tokens after j up to and including i have larger positions than j. Otherwise the path
+has left the branch of j. `branching_of` derives the structure for attention from this rule.
 
-Only identical token ids at identical positions are shared, and only within a group: hidden states depend on
-nothing else. Those of a mixture whose routes are replayed depend on these too: tokens of other routes, or of
-which one has none, are not shared. Versions, temperatures and behaviour log-probs are of units, and units are
-not shared.
+Rows share only identical token ids at identical positions, and only within a group. Hidden states depend on
+nothing else, except for replayed routes. Tokens with different routes, or of which only one has a route, are
+not shared. Versions, temperatures and behaviour log-probs belong to units, and units are not shared.
 """
 
 from __future__ import annotations
@@ -30,26 +30,29 @@ from trainer_service.data.flops import TOKENS_ALONE, RowCost
 from trainer_service.data.rows import TrainingRow
 
 DENSE_TOKENS = 256
-"""Trees up to this many tokens attend by one mask over all of their tokens, larger ones branch by branch."""
+"""Largest tree, in tokens, that uses one attention mask over all its tokens. Larger trees use one call for
+each branch."""
 LEAST_BRANCH = 64
-"""Shorter prefixes of larger trees are repeated: a call of attention costs more than they do."""
+"""Smallest shared prefix in a larger tree, in tokens. A shorter prefix is repeated, because this costs less
+than another attention call."""
 
 SEEN_PER_TOKEN = 4
-"""Branches of large trees copy the keys of their prefixes: so many of them count as one token of a budget."""
+"""Number of copied keys that count as one token of a budget. Branches of large trees copy the keys of their
+prefixes."""
 
 Runs = list[tuple[int, int]]
-"""`(count, length)` of each stretch of neighbouring trees of equal length."""
+"""`(count, length)` of each sequence of consecutive trees of equal length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Rows with what they share; `rows[0].shared` is 0."""
+    """Rows with a shared prefix; `rows[0].shared` is 0."""
 
     rows: list[TrainingRow]
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of it in a pack."""
+        """Number of its tokens in a pack."""
         return sum(row.packed_length - row.shared for row in self.rows)
 
     @property
@@ -63,16 +66,20 @@ class Tree:
 
 
 def _room(tokens: int, units: int, fed: int) -> int:
-    """Tokens in a pack, of rows that are `fed` tokens one by one. Units have a hidden state each, and a tree
-    of equal rows has more of them than tokens."""
+    """Return the size of rows for a budget of tokens. `tokens` is their size in a pack, and `fed` is their
+    size without sharing.
+
+    Each unit has a hidden state, and a tree of equal rows has more units than tokens."""
     return max(tokens, units, fed // SEEN_PER_TOKEN if tokens > DENSE_TOKENS else 0)
 
 
 def plant(
     rows: Sequence[TrainingRow], groups: NDArray[np.int64], budget: int, cost: RowCost = TOKENS_ALONE
 ) -> list[Tree]:
-    """The rows as trees of at most `budget` tokens and units each, or of one row; `groups` i64 [E] is of the
-    batch's episodes. Where a tree would be larger, its prefix is repeated in the next one."""
+    """Return the rows as trees of at most `budget` tokens and units each, or of one row. `groups` i64 [E] are
+    the groups of the batch's episodes.
+
+    If a tree would be too large, the next tree repeats its prefix."""
     if not rows:
         return []
     group = [int(groups[row.episode]) for row in rows]
@@ -89,7 +96,7 @@ def plant(
 
 
 def _sorting(row: TrainingRow) -> bytes:
-    """Return a sort key that makes rows that begin alike neighbours: each token's id, behind a hash of its
+    """Return a sort key that makes rows with common prefixes neighbours: each token's id after a hash of its
     routes."""
     if row.routes is None:
         return row.fed.tobytes()
@@ -100,8 +107,8 @@ def _sorting(row: TrainingRow) -> bytes:
 
 
 def _common(rows: Sequence[TrainingRow], group: Sequence[int]) -> NDArray[np.int64]:
-    """i64 [R - 1]: how many tokens each row begins with that the row after it begins with too, with the same
-    routes; 0 across groups. No row is empty."""
+    """Return i64 [R - 1]: number of leading tokens, with routes, that each row and the next one have in
+    common. It is 0 across groups. No row may be empty."""
     tokens = [row.fed for row in rows]
     lengths = np.array([len(ids) for ids in tokens])
     starts = np.cumsum(lengths) - lengths
@@ -120,8 +127,8 @@ def _common(rows: Sequence[TrainingRow], group: Sequence[int]) -> NDArray[np.int
 
 
 def _routed_otherwise(rows: Sequence[TrainingRow], window: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """bool: of the first `window` i64 [R - 1] tokens of each row and the one after it, whether their routes
-    differ."""
+    """Return bool: for the first `window` i64 [R - 1] tokens of each row and the next one, whether their
+    routes differ."""
 
     def differ(one: TrainingRow, other: TrainingRow, count: int) -> NDArray[np.bool_]:
         if one.routes is None or other.routes is None:
@@ -133,19 +140,21 @@ def _routed_otherwise(rows: Sequence[TrainingRow], window: NDArray[np.int64]) ->
 
 
 def _worth_it(lengths: list[int], shared: list[int], cost: RowCost) -> list[int]:
-    """Return how many shared tokens of neighbouring rows are packed once: in a small tree all or none, since
-    its mask is over all pairs of its tokens, in a large one the long prefixes."""
+    """Return how many shared tokens of neighbouring rows are packed once.
+
+    In a small tree it is all or none, because its mask covers all pairs of its tokens. In a large tree it is
+    the long prefixes."""
     saved = sum(shared)
     tokens = sum(lengths) - saved
     if tokens > DENSE_TOKENS:
         return [n if n >= LEAST_BRANCH else 0 for n in shared]
-    # A row's attention looks at half of its pairs, so the coefficient is that of half a pair.
+    # Causal attention computes half of a row's pairs, so the coefficient is for half a pair.
     more_pairs = 2 * tokens * tokens - sum(length * length for length in lengths)
     return shared if cost.linear * saved >= cost.attention * more_pairs else [0] * len(shared)
 
 
 def _trees(rows: list[TrainingRow], shared: list[int], budget: int) -> list[Tree]:
-    """Trees of neighbouring rows, of which each has `shared` tokens in common with the one before it."""
+    """Return trees of neighbouring rows. Each row has `shared` tokens in common with the previous one."""
     trees: list[Tree] = []
     tokens = units = fed = 0
     for row, n in zip(rows, shared, strict=True):
@@ -163,9 +172,11 @@ def _trees(rows: list[TrainingRow], shared: list[int], budget: int) -> list[Tree
 def places_of(
     rows: Sequence[TrainingRow], starts: NDArray[np.int64], *, before: int = 1
 ) -> NDArray[np.int64]:
-    """i64 [S]: for each unit of the rows the place in the pack of the token before it, whose logits are the
-    unit's; with `before` 0 that of its own token. `starts` i64 [R] is where the own tokens of each row
-    begin."""
+    """Return i64 [S]: for each unit of the rows, the place in the pack of the token before it, which predicts
+    it.
+
+    With `before` 0 it is the place of the unit's own token. `starts` i64 [R] are the places of each row's
+    first own token."""
     shared = np.array([row.shared for row in rows], np.int64)
     row = np.repeat(np.arange(len(rows)), [len(each.position) for each in rows])
     at = np.concatenate([each.position for each in rows]) - before
@@ -176,28 +187,28 @@ def places_of(
 
 @dataclass(frozen=True)
 class Masked:
-    """Who sees whom in a run of small trees."""
+    """Attention mask for a run of small trees."""
 
     position: Tensor
     """i64 [count, length]"""
     mask: Tensor
-    """bool [count, 1, length, length]: whether the token of the row sees that of the column."""
+    """bool [count, 1, length, length]: whether the token of the row attends to the token of the column."""
 
 
 @dataclass(frozen=True)
 class Branches:
-    """One large tree as branches: stretches of tokens that continue a prefix."""
+    """One large tree as branches. A branch is a sequence of tokens that continues a prefix."""
 
     queries: list[int]
-    """Tokens of each branch, in order."""
+    """Number of tokens in each branch, in order."""
     cuts: list[int]
-    """Tokens of each piece: branches, cut where others begin."""
+    """Number of tokens in each piece. Pieces are branches, cut at the beginnings of other branches."""
     sees: list[list[int]]
-    """The pieces that each branch sees: those of its prefix and its own, in order."""
+    """Pieces that each branch attends to: the pieces of its prefix and its own, in order."""
 
 
 Branching = Masked | list[Branches] | None
-"""Structure of a run; None if no tree has more than one row, so that plain causal attention is right."""
+"""Structure of a run. None if every tree has a single row, so that plain causal attention is correct."""
 
 
 def branching_of(runs: Runs, position: NDArray[np.int64], device: torch.device | str) -> list[Branching]:
@@ -218,7 +229,7 @@ def branching_of(runs: Runs, position: NDArray[np.int64], device: torch.device |
 
 
 def _mask(position: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """bool [count, length, length] of positions [count, length]."""
+    """Return the attention mask bool [count, length, length] for positions [count, length]."""
     length = position.shape[1]
     after = np.tri(length, k=-1, dtype=np.bool_)  # [i, j]: i comes after j
     lowest = np.where(after, position[:, :, None], length)
@@ -227,9 +238,9 @@ def _mask(position: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def _branches(position: NDArray[np.int64]) -> Branches:
-    """The branches of one tree of these positions [length]."""
+    """Return the branches of one tree with these positions [length]."""
     starts = [0, *(np.flatnonzero(np.diff(position) != 1) + 1).tolist(), len(position)]
-    paths: list[list[tuple[int, int]]] = []  # Of each branch the stretches [start, end) that it sees
+    paths: list[list[tuple[int, int]]] = []  # By branch: ranges [start, end) that it attends to
     path: list[tuple[int, int]] = []
     for start, end in pairwise(starts):
         depth, kept = int(position[start]), []
@@ -249,10 +260,11 @@ def _branches(position: NDArray[np.int64]) -> Branches:
 
 
 def leaves_of(position: NDArray[np.int64]) -> NDArray[np.int64]:
-    """i64 [T]: for each token of a pack, from the positions [T], the first token after it that does not go on
-    from it, T where there is none. So token i sees token j exactly if j ≤ i < leaves_of(position)[j]."""
+    """Return i64 [T]: for each token the first later token outside its subtree, or T, from the positions [T].
+
+    Token i attends to token j exactly if j ≤ i < leaves_of(position)[j]."""
     leaves = np.full(len(position), len(position))
-    path = np.zeros(len(position), np.int64)  # By position the tokens that the last one goes on from
+    path = np.zeros(len(position), np.int64)  # By position: tokens on the path to the last one
     depth = 0
     starts = [0, *(np.flatnonzero(np.diff(position) != 1) + 1).tolist(), len(position)]
     for start, end in pairwise(starts):
@@ -264,7 +276,7 @@ def leaves_of(position: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def runs_of(lengths: Sequence[int]) -> Runs:
-    """The runs of trees of these lengths, in order; zero lengths are not allowed."""
+    """Return the runs of trees with these lengths, in order. Raises `ValueError` for a zero length."""
     if any(length < 1 for length in lengths):
         raise ValueError("a packed sequence holds at least one token")
     return [(sum(1 for _ in same), length) for length, same in groupby(lengths)]

@@ -1,9 +1,9 @@
-"""Recorded batches: what a step was trained on, kept so that it can be replayed without generation.
+"""Recorded batches: the data of trained steps, for replays without generation.
 
-With `trainer.record_batches`, and for a step in which something is not finite (`loop/faults.py`),
-`<run>/batches/step-000000/` gets, from each rank and once the step is trained, `episodes-<rank>.bin` (codec
-blobs one after the other) and then `step-<rank>.msgpack` (a `RankRecord`: where each blob is, the manifest as
-the buffer gave it, and the losses).
+Steps are recorded with `trainer.record_batches`, and whenever a number in a step is not finite
+(`loop/faults.py`). After the step, each rank writes two files to `<run>/batches/step-000000/`. First it
+writes `episodes-<rank>.bin`, the concatenated codec blobs. Then it writes `step-<rank>.msgpack`, a
+`RankRecord` with the place of each blob, the buffer's manifest and the losses.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ SCHEMA = 3
 class RankRecord(WithSchema, frozen=True):
     batch: Batch
     losses: list[float]
-    """The loss of each minibatch."""
+    """Loss of each minibatch."""
     grad_norms: list[float]
     blobs: dict[str, tuple[int, int]]
     """Episode id -> (offset, size) in the rank's file of blobs."""
     begun: int = 0
-    """Minibatches that the state kept for it has seen (`loop/faults.py`)."""
+    """Number of minibatches that the kept state of the step includes (`loop/faults.py`)."""
     routes: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
-    """The same for the routes of the episodes that have some."""
+    """Episode id -> (offset, size) of its routes in the same file, if it has any."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class RecordedStep:
     blobs: Mapping[str, bytes]
     """Episode id -> codec blob."""
     weights_hash: str = ""
-    """Hash of the weights that the step made; empty where that is not known."""
+    """Hash of the weights after the step; empty if unknown."""
     ranks: int = 1
-    """Number of ranks that trained it."""
+    """Number of ranks that trained the step."""
     begun: int = 0
-    """Minibatches that the state kept for it has seen."""
+    """Number of minibatches that the kept state of the step includes."""
     routes: Mapping[str, bytes] = field(default_factory=dict)
-    """Episode id -> the bytes of its routes, where it has some."""
+    """Episode id -> bytes of its routes, if it has any."""
 
 
 def write_step(
@@ -61,15 +61,14 @@ def write_step(
     batch: Batch,
     blobs: Mapping[str, Any],
     *,
-    losses: Sequence[float],
-    grad_norms: Sequence[float],
+    minibatches: Sequence[tuple[float, float]] = (),
     routes: Mapping[str, Any] | None = None,
     rank: int = 0,
     begun: int = 0,
 ) -> None:
-    """Record one rank's part of a trained step under `root` (the run's `batches` folder).
+    """Record one rank's part of a trained step under `root` (the run's `batches` folder). Raises `DiskFull`.
 
-    Raises `DiskFull`."""
+    `minibatches` has the loss and the gradient norm of each trained minibatch."""
     folder = root / f"step-{batch.step:06d}"
     places: dict[str, tuple[int, int]] = {}
     routes_at: dict[str, tuple[int, int]] = {}
@@ -82,21 +81,22 @@ def write_step(
                     size = file.write(blob)
                     into[episode_id] = (offset, size)
                     offset += size
-        record = RankRecord(SCHEMA, batch, list(losses), list(grad_norms), places, begun, routes_at)
-        # Under its name only once it is whole: a step that has one can be replayed.
+        losses, norms = [loss for loss, _ in minibatches], [norm for _, norm in minibatches]
+        record = RankRecord(SCHEMA, batch, losses, norms, places, begun, routes_at)
+        # The file gets its name only when it is complete, so a step with this file can be replayed.
         write_whole(folder / f"step-{rank}.msgpack", msgspec.msgpack.encode(record))
 
 
 class Recording:
-    """The recorded steps of a run, from its folder. Raises `BatchError` when there is none.
+    """Recorded steps of a run. Raises `BatchError` if there are none.
 
-    Promise: a step is given out only if each of its episodes is, byte for byte, what the buffer had stored
-    (the codec's checksum) and what the step's manifest says of it."""
+    Guarantee: each returned episode has exactly the bytes that the buffer stored (the codec's checksum), and
+    matches the step's manifest."""
 
     def __init__(self, run_dir: Path) -> None:
         self._root = run_dir / "batches"
         found = (path.parent.name.removeprefix("step-") for path in self._root.glob("step-*/step-0.msgpack"))
-        self.steps = sorted(int(name) for name in found if name.isdecimal())  # What is recorded, ascending
+        self.steps = sorted(int(name) for name in found if name.isdecimal())  # Recorded steps, ascending
         if not self.steps:
             raise BatchError(
                 f"{run_dir} has no recorded batches: set trainer.record_batches: true and run the job again."
@@ -107,7 +107,7 @@ class Recording:
                 self._hashes[record.get("policy", ""), record["version"]] = record["weights_hash"]
 
     def read(self, step: int) -> RecordedStep:
-        """A step, verified, with the hash of the weights that it made as far as the run has written it down.
+        """Return a verified step. It includes the hash of the weights after it, if the run recorded one.
         Raises `BatchError`."""
         found = read_step(self._root, step)
         for group in found.batch.groups:
@@ -130,8 +130,8 @@ def _verify(batch: Batch, entry: BatchEpisode, blob: bytes) -> None:
 
 
 def read_step(root: str | Path, step: int) -> RecordedStep:
-    """Return a recorded step with the blobs of all ranks, as it was written. `root` is the folder
-    `batches` of a run. Raises `BatchError`."""
+    """Return a recorded step with the blobs of all ranks, without verification. `root` is the `batches`
+    folder of a run. Raises `BatchError`."""
     folder = Path(root) / f"step-{step:06d}"
     blobs: dict[str, bytes] = {}
     routes: dict[str, bytes] = {}

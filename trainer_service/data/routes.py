@@ -1,11 +1,13 @@
-"""Replayed routes: what a router's choice becomes where the engine's is known.
+"""Replay of routes: the trainer uses the engine's choice of experts instead of its router's own.
 
-A router gives each expert a score, takes the best K, and weighs what they compute by their scores. A replay
-takes the engine's K instead, and weighs them by the scores of the trainer's own router: the gradient of the
-weights reaches that router, and the choice, which has none, is the one under which the token was sampled.
+A router scores every expert, chooses the best K and weighs their outputs by the scores. A replay uses the
+engine's K experts instead, and weighs them by the scores of the trainer's router. The gradient of the weights
+still reaches that router. The choice itself has no gradient; it is the choice under which the token was
+sampled.
 
-The arithmetic is here for every back end: `rules_of` finds the rules of a model's routers from what they say
-of some tokens, `replayed` applies one. `mixture_to_replay` says whether a job's trainer replays at all.
+All back ends share this arithmetic. `rules_of` derives the rules of a model's routers from their outputs for
+a few tokens, and `replayed` applies a rule. `mixture_to_replay` decides whether a job's trainer replays
+routes.
 """
 
 from __future__ import annotations
@@ -29,22 +31,22 @@ from trainer_service.errors import ModelError
 log = get_logger("trainer")
 
 AGREES = 1e-4
-"""Largest relative difference of a rule's weights from the router's own, in f32."""
+"""Largest relative difference between a rule's weights and the router's own, in f32."""
 
 
 @dataclass(frozen=True)
 class RouterRule:
-    """The rule by which a router's logits give the weights of chosen experts."""
+    """Rule that computes the weights of chosen experts from a router's logits."""
 
     score: Literal["softmax", "sigmoid"]
-    """Over all experts, or of each."""
+    """`softmax` over all experts, or `sigmoid` of each expert's logit."""
     normalise: bool
     """Whether the weights of a token are divided by their sum."""
     scale: float = 1.0
 
     def weights(self, logits: Tensor, experts: Tensor, present: Tensor | None = None) -> Tensor:
-        """f32 [T, K] of logits [T, E] and the chosen experts i64 [T, K]; 0 where not `present` (bool
-        [T, K])."""
+        """Return f32 [T, K] from logits [T, E] and the chosen experts i64 [T, K]. The weight is 0 where
+        `present` (bool [T, K]) is False."""
         scores = logits.float()
         scores = scores.softmax(-1) if self.score == "softmax" else scores.sigmoid()
         chosen = scores.gather(1, experts)
@@ -56,8 +58,8 @@ class RouterRule:
 
 
 def rule_of(logits: Tensor, weights: Tensor, experts: Tensor) -> RouterRule | None:
-    """The rule of a router that gave these; None where it is none of them. Rules of which all agree (with one
-    expert a token) are alike."""
+    """Return the rule that gives these weights; None if no known rule does. If several rules agree, as with
+    one expert per token, any of them is correct."""
     for score in ("softmax", "sigmoid"):
         for normalise in (False, True):
             rule = RouterRule(score, normalise)
@@ -70,8 +72,8 @@ def rule_of(logits: Tensor, weights: Tensor, experts: Tensor) -> RouterRule | No
 
 
 def rules_of(model: Any) -> dict[type[nn.Module], RouterRule]:
-    """The rule of each kind of router of a transformers model. Raises `ModelError`, which names the kind,
-    where there is none, or none of the rules is theirs."""
+    """Return the rule of each kind of router in a transformers model. Raises `ModelError` if the model has no
+    routers, or if a kind of router follows no known rule."""
     kind, found = type(model).__name__, dict[type[nn.Module], RouterRule]()
     for router in routers_of(model):
         if type(router) in found:
@@ -90,9 +92,10 @@ def rules_of(model: Any) -> dict[type[nn.Module], RouterRule]:
 
 
 def mixture_to_replay(job: JobConfig) -> Mixture | None:
-    """Return the structure of the model whose routes the job's trainer replays; None if it replays none, as
-    with `auto` for a model whose routers have another rule. Raises `ModelError` if the routes of such a model
-    are to be replayed."""
+    """Return the structure of the model whose routes the job's trainer replays.
+
+    None if it replays none. This includes `auto` for a model whose routers follow no known rule. With
+    `replay` such a model raises `ModelError`."""
     mixture = replayed_mixture(job)
     if mixture is None or not _has_rules(job.model, must=job.rollout.routes == "replay"):
         return None
@@ -114,12 +117,12 @@ def _has_rules(folder: Path, *, must: bool) -> bool:
 
 
 def replayed(logits: Tensor, own: Tensor, routes: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:
-    """Weights f32 [T, K] and experts i64 [T, K] of tokens whose router gives `logits` [T, E] and would choose
-    `own` i64 [T, K]. `routes` [T, K], of any integer type, are the engine's; -1 is none.
+    """Return the weights f32 [T, K] and the experts i64 [T, K] of tokens.
 
-    A token without any keeps its own. Of one with fewer than K (the engine masked an expert, or dropped the
-    token there), and of an expert that is named twice, what is left out weighs 0, and the weights are
-    normalised over the rest."""
+    The trainer's router gives `logits` [T, E] and would choose `own` i64 [T, K]. `routes` [T, K], of any
+    integer type, are the engine's choices; -1 is none. A token without any route keeps its own experts. A
+    missing or repeated expert gets the weight 0, and the other weights are normalised. Experts are missing if
+    the engine masked one or dropped the token in that layer."""
     routes = routes.to(own.dtype)
     known = (routes >= 0).any(-1, keepdim=True)
     same = routes[:, :, None] == routes[:, None, :]

@@ -1,8 +1,8 @@
-"""Rows that are trained.
+"""Rows for training.
 
 A *row* is one root-to-leaf path of an episode, cut after its last sampled unit. Its last token is predicted
-but not fed, so a row of T tokens takes T - 1 places in a pack, or fewer where it shares some; unless the row
-`feeds_last`, for a model that scores its units.
+but not an input, so a row of T tokens takes T - 1 places in a pack. It takes fewer places if it shares a
+prefix. If the row `feeds_last`, for a model that scores its units, the last token is an input too.
 """
 
 from __future__ import annotations
@@ -17,38 +17,40 @@ from numpy.typing import NDArray
 from trainer_service.errors import BatchError
 
 PLACES = ("segment", "unit", "turn", "agent", "anchor", "truncated")
-"""Place of a unit in its episode: the number of its segment and its own in the table of units, its turn, the
-id of its agent's name, its segment's anchor, and 1 if the episode was cut off by a limit of ours (the last
-flag of its segments is TRUNCATED)."""
+"""Place of a unit in its episode.
+
+`segment` is the segment's number, and `unit` is the unit's number in the table of units. `agent` is the id of
+the agent's name, and `anchor` belongs to the segment. `truncated` is 1 if a limit of the job cut the episode
+off (the last flag of its segments is TRUNCATED)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
-    """One row with S sampled units, at least one."""
+    """A row with S sampled units; S is at least 1."""
 
     episode: int
     """Index into the episodes of the batch, in manifest order."""
     token_ids: NDArray[np.int32]
-    """i32 [T]: ends with the last sampled unit."""
+    """i32 [T]: token ids; the last one is the last sampled unit."""
     position: NDArray[np.int64]
-    """i64 [S]: where the sampled units are, ascending, none at 0."""
+    """i64 [S]: positions of the sampled units, ascending, none at 0."""
     behaviour: NDArray[np.float32]
     """f32 [S]"""
     version: NDArray[np.int32]
     """i32 [S]"""
     temperature: NDArray[np.float32]
-    """f32 [S]: what the logits are divided by before the softmax whose log-prob is trained."""
+    """f32 [S]: divisor of the logits before the softmax."""
     places: NDArray[np.int64] | None = None
-    """i64 [6, S]: of each unit the columns `PLACES`; None where they were not asked for."""
+    """i64 [6, S]: the columns `PLACES` of each unit; None if they were not requested."""
     segment_reward: NDArray[np.float32] | None = None
-    """f32 [S]: the reward that the workflow gave to the unit's segment, NaN for none; or None likewise."""
+    """f32 [S]: the workflow's reward for the unit's segment, or NaN. None if `places` is None."""
     routes: NDArray[np.uint8] | NDArray[np.uint16] | None = None
-    """[T, L, K]: the engine's routes of its tokens through L layers of experts, with the largest value of the
-    type for none (`areal_async/trajectory/routes.py`); None where it told none."""
+    """[T, L, K]: the engine's routes of the tokens through L layers of experts. The largest value of the type
+    means no route (`areal_async/trajectory/routes.py`). None if the engine reported no routes."""
     shared: int = 0
-    """Leading tokens that are those of the row before it in a pack, and are not packed again."""
+    """Number of leading tokens that the previous row in the pack also has; they are not packed again."""
     feeds_last: bool = False
-    """Whether the last token is fed too, so that the last unit has a `score` (`backends/base.py`)."""
+    """Whether the last token is also an input, so that the last unit has a `score` (`backends/base.py`)."""
 
     @property
     def packed_length(self) -> int:
@@ -56,12 +58,12 @@ class TrainingRow:
 
     @property
     def fed(self) -> NDArray[np.int32]:
-        """The tokens that the model reads."""
+        """Input tokens of the model."""
         return self.token_ids[: self.packed_length]
 
 
 def joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    """Concatenate arrays as one of this dtype; without any it is empty."""
+    """Concatenate arrays into one of this dtype; the result is empty without any arrays."""
     return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
 
 
@@ -75,9 +77,9 @@ def row_of(
     *,
     feeds_last: bool = False,
 ) -> TrainingRow | None:
-    """Cut a row of T tokens (all arrays [T]) after its last sampled unit; None when it has none.
+    """Cut a row of T tokens (all arrays [T]) after its last sampled unit. Returns None if it has none.
 
-    Raises `BatchError` when the first token is marked as sampled: nothing precedes it to predict it from."""
+    Raises `BatchError` if the first token is marked as sampled, because no earlier token predicts it."""
     position = np.flatnonzero(mask)
     if len(position) == 0:
         return None

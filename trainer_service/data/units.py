@@ -1,4 +1,4 @@
-"""The unit table of a step, from the rows that a rank trains."""
+"""The unit table of a step, built from the rows that a rank trains."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ def build_units(
     device: torch.device | str = "cpu",
     with_segments: bool = False,
 ) -> UnitTable:
-    """The table of these rows, unit by unit in their order, with the columns `behaviour`, `version`,
-    `episode`, `group`, `mask` and `row_units` (i64 [U]: how many units the unit's row trains); and
-    `with_segments`, of rows that know the places of their units, also `segment` (i64 [U]: index into the
-    table of segments), `turn`, `agent`, `anchor`, `truncated`, `unit` (i64 [U]: its place in the episode, by
-    which units are ordered in time) and `own_reward` (f64 [U]: what scoring gave to the unit itself).
+    """Return the unit table of these rows, in their order. All ranks call it.
 
-    All ranks call it."""
+    The columns are `behaviour`, `version`, `episode`, `group`, `mask` and `row_units` (i64 [U]: number of
+    trained units in the unit's row). `with_segments` needs rows with `places` and adds these columns:
+
+    - `segment`, i64 [U]: index into the table of segments
+    - `turn`, `agent`, `anchor` and `truncated`
+    - `unit`, i64 [U]: the unit's number in the episode, which orders units in time
+    - `own_reward`, f64 [U]: the verdict's reward for the unit itself"""
     counts = np.array([len(row.position) for row in rows], np.int64)
     episode = np.repeat(np.array([row.episode for row in rows], np.int64), counts)
 
@@ -67,7 +69,7 @@ def build_units(
 
 
 def _own_rewards(episode: NDArray[np.int64], unit: NDArray[np.int64], episodes: EpisodeTable) -> Array:
-    """f64 [U]: the rewards of units in the verdicts; 0 without."""
+    """Return f64 [U]: rewards of units in the verdicts; 0 without one."""
     given = [parts.units if parts is not None else [] for parts in episodes.parts]
     if not any(given):
         return np.zeros(len(episode))
@@ -85,8 +87,8 @@ def _segments(
     episodes: EpisodeTable,
     ranks: Collectives,
 ) -> tuple[SegmentTable, Array]:
-    """The segments of all ranks, and i64 [U]: of which of them each unit of this rank is. A segment is in one
-    row, so it comes from one rank."""
+    """Return the segments of all ranks, and i64 [U]: the segment of each unit of this rank. A segment is
+    within one row, so it comes from one rank."""
     begins = np.ones(len(episode), np.bool_)
     begins[1:] = (np.diff(episode) != 0) | (np.diff(held["segment"]) != 0)
     first = np.flatnonzero(begins)
@@ -102,17 +104,19 @@ def _segments(
     given, share = _shares(ids, figures[0], figures[1], episodes)
     earned = torch.from_numpy(np.stack([given, share]))
     table = SegmentTable(episodes, episode_, index, turn, agent, anchor, trained, earned[0], earned[1])
-    # Where this rank's are among all.
+    # Find this rank's segments among all.
     width = int(ids[1].max(initial=0)) + 1
     place = np.searchsorted(ids[0] * width + ids[1], mine[0] * width + mine[1])
     return table, np.repeat(place, length)
 
 
 def _shares(ids: Array, of_workflow: Array, of_units: Array, episodes: EpisodeTable) -> tuple[Array, Array]:
-    """f64 [G], twice: what was given to each segment, and its share of what its sequence earned. A sequence,
-    what one agent did in one episode, earns the agent's reward where scoring gave one, and else the
-    episode's. Rewards of segments (the verdict's, or else those that the workflow gave) and of units say
-    where of it; what they leave out falls on the last segment."""
+    """Return f64 [G] twice: the reward given to each segment, and its share of its sequence's reward.
+
+    A sequence is everything that one agent did in one episode. Its reward is the agent's reward if the
+    verdict has one, and otherwise the episode's reward. The rewards of segments come from the verdict, or
+    otherwise from the workflow. Rewards of units are added to them. The last segment of the sequence gets the
+    rest."""
     given, total = np.nan_to_num(of_workflow), episodes.reward.numpy()[ids[0]]
     bounds = np.searchsorted(ids[0], np.arange(len(episodes.parts) + 1))
     for number, parts in enumerate(episodes.parts):
@@ -125,6 +129,6 @@ def _shares(ids: Array, of_workflow: Array, of_units: Array, episodes: EpisodeTa
     share = given.copy()
     sequence = keys(torch.from_numpy(ids[0].copy()), torch.from_numpy(ids[3].copy())).numpy()
     last = np.zeros(int(sequence.max(initial=-1)) + 1, np.int64)
-    last[sequence] = np.arange(len(sequence))  # segments are in order of time: the last one stays
+    last[sequence] = np.arange(len(sequence))  # segments are in order of time, so the last one wins
     share[last] += total[last] - np.bincount(sequence, given, len(last))
     return given, share

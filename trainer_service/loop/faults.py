@@ -1,9 +1,10 @@
-"""Steps in which something is not finite, kept so that `areal-async buffer replay` can run them again.
+"""Recordings of steps with a number that is not finite, so that `areal-async buffer replay` can repeat them.
 
-Under `<run>/batches/` such a step is recorded as by `trainer.record_batches`, and `states/step-000007` is the
-state that it began with: a checkpoint without a ledger. Where minibatches before the faulty one were trained,
-the state has seen them, and the recording says how many: a replay passes them over, with proximal log-probs
-of those weights. Ranks on several hosts share no disk, and keep the batch alone.
+Such a step is recorded under `<run>/batches/`, like a step with `trainer.record_batches`. The folder
+`states/step-000007` has the state at the start of the step: a checkpoint without a ledger. If earlier
+minibatches of the step were trained, that state already includes them, and the recording has their number. A
+replay skips these minibatches and takes proximal log-probs from the weights of that state. Ranks on several
+hosts share no disk, so they record only the batch.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from trainer_service.data.recording import write_step
 from trainer_service.ranks import Ranks
 
 KEPT = 3
-"""Steps that are kept: the newest, and without states the first; without `trainer.record_batches` batches go
-with their states."""
+"""Number of faulty steps to keep. With states, the newest are kept, otherwise the first. Without
+`trainer.record_batches`, a batch is deleted with its state."""
 
 log = get_logger("trainer")
 
@@ -32,7 +33,7 @@ def states_folder(run_dir: Path) -> Path:
 
 
 class FaultySteps:
-    """Keeps the faulty steps of a run. All ranks make one and make the same calls."""
+    """Recorder for the faulty steps of a run. All ranks create it and make the same calls."""
 
     def __init__(self, job: JobConfig, ranks: Ranks, run_dir: Path) -> None:
         self._job, self._ranks, self._run_dir = job, ranks, run_dir
@@ -40,7 +41,8 @@ class FaultySteps:
         self._count = 0
 
     def begun(self, step: int) -> int | None:
-        """Return how many minibatches the state kept for `step` has seen; None if none is kept."""
+        """Return the number of minibatches that the kept state of `step` includes; None if no state is
+        kept."""
         newest, begun = self._newest
         return begun if newest == step else None
 
@@ -52,8 +54,10 @@ class FaultySteps:
         number: int,
         state: TrainerState,
     ) -> None:
-        """Keep this rank's part of a step whose minibatch `number` is the first that is faulty, before the
-        weights change; a second one of the same step is kept with it. No checkpoint may be in the making.
+        """Record this rank's part of a step before the weights change; `number` is its first faulty
+        minibatch.
+
+        A later faulty minibatch of the same step is in the same recording. No checkpoint may be in progress.
         Raises `DiskFull`."""
         alone = self._ranks.many_hosts
         if self.begun(batch.step) is not None or (alone and self._count >= KEPT):
@@ -61,7 +65,7 @@ class FaultySteps:
         self._count += 1
         root = self._run_dir / "batches"
         rank = self._ranks.rank
-        write_step(root, batch, blobs, losses=[], grad_norms=[], routes=routes, rank=rank, begun=number)
+        write_step(root, batch, blobs, routes=routes, rank=rank, begun=number)
         self._newest = (batch.step, number)
         if alone:
             return

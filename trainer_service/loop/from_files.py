@@ -1,11 +1,11 @@
 """Training from files: one loop for supervised, preference and reward-model training.
 
-What is learned from an example is a loss of `algorithms.sequence_losses`; how a file's rows become examples
-is in `data.lessons`. The reference of a preference loss is the model as it was at the start: its numbers for
-every example that the steps to come draw are computed before the first, so it takes no memory beside them.
+The loss of an example is defined in `algorithms.sequence_losses`. `data.lessons` turns a file's rows into
+examples. The reference of a preference loss is the initial model. Its numbers are computed before the first
+step, for every example that later steps use. The reference therefore takes no memory during training.
 
-The order of the examples follows from the seed and the step alone, so a trainer that goes on from a
-checkpoint does what one that never stopped would have done, bit for bit on the same number of ranks.
+The order of the examples depends only on the seed and the step. On the same number of ranks, a trainer that
+resumes from a checkpoint gives bit for bit the results of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainer_service.trained_model import write_trained
 
 log = get_logger("trainer")
 
-FAR_FACTOR = 8  # So many times as rarely accuracy is measured while it is far from the one asked for
+FAR_FACTOR = 8  # Factor on the interval between measurements while accuracy is far from its target
 
 
 class FileTrainer:
@@ -52,14 +52,15 @@ class FileTrainer:
         self._held_out = read_lessons(job, held_out, tokenizer)[1] if held_out is not None else []
         budget, cost = job.trainer.micro_batch_tokens, load_row_cost(job.model)
         self._sequences = SequenceTrainer(self._backend, self._ranks, self._loss, budget=budget, cost=cost)
-        self._refs: dict[int, list[float]] = {}  # By the example's index
+        self._refs: dict[int, list[float]] = {}  # Key: index of the example
         self._held_refs: list[list[float]] | None = None
 
     def run(self, restored: Checkpoint | None = None) -> bool:
-        """Train until `trainer.steps`, the passes or the accuracy asked for; False when told to stop before.
+        """Train until `trainer.steps`, the number of passes, or the requested accuracy is reached. Returns
+        False if asked to stop earlier.
 
-        `restored` is the checkpoint to go on from: what follows is what would have followed then. The model
-        is in `<run_dir>/model` afterwards."""
+        `restored` is the checkpoint to resume from; training continues as it would have without a stop. At
+        the end the model is in `<run_dir>/model`."""
         begun = step = restored.manifest.step if restored is not None else 0
         if self._loss.referred and not self._refer(begun):
             return False
@@ -114,9 +115,10 @@ class FileTrainer:
             self._ranks.on_first(lambda: push_trained(self._run_dir, job))
 
     def _refer(self, begun: int) -> bool:
-        """Compute the reference's numbers with the model as it was loaded: of all held-out examples, and of
-        those that the steps from `begun` on draw, in the batches of the first pass, so that they are the same
-        however often the trainer is started. False when told to stop meanwhile."""
+        """Compute the reference's numbers with the initial model. Returns False if asked to stop meanwhile.
+
+        They cover all held-out examples and the examples of all steps from `begun` on. The batches are those
+        of the first pass, so that a restarted trainer computes the same numbers."""
         needed: set[int] = set()
         for indices in itertools.islice(self._batches(), begun, self._job.trainer.steps):
             needed.update(indices)
@@ -134,7 +136,7 @@ class FileTrainer:
         return True
 
     def _numbers(self, lessons: Sequence[Lesson]) -> list[list[float]]:
-        """The sums of each lesson's `evaluated` rows."""
+        """Return the sums of each lesson's `evaluated` rows."""
         with busy("evaluate"):
             each = len(lessons[0].evaluated)
             rows = [row for lesson in lessons for row in lesson.evaluated]
@@ -151,8 +153,8 @@ class FileTrainer:
         self._states.leave(place, TrainerState(step, 0, self._backend.updates, self._backend.save))
 
     def measure(self) -> dict[str, float]:
-        """`held_out_loss`, `accuracy` and `margin` of the held-out examples, as far as there is such a thing;
-        empty without a held-out file."""
+        """Return `held_out_loss`, `accuracy` and `margin` of the held-out examples, as far as they are
+        defined. Empty without a held-out file."""
         if not self._held_out:
             return {}
         with busy("evaluate"):
@@ -174,7 +176,7 @@ class FileTrainer:
             return {name: value for name, value in found.items() if value is not None}
 
     def _batches(self) -> Iterator[list[int]]:
-        """Indices of the examples of each step; a step never mixes two passes."""
+        """Yield the indices of the examples of each step. A step never mixes two passes."""
         passes = self._job.tasks.passes
         for index in itertools.count() if passes is None else range(passes):
             yield from self._pass(index)
@@ -189,16 +191,16 @@ class FileTrainer:
         return wanted is not None and accuracy is not None and wanted[0] <= accuracy <= wanted[1]
 
     def _far(self, accuracy: float | None) -> bool:
-        """Whether a measured accuracy is so far below the one asked for that it need not be watched."""
+        """Return whether a measured accuracy is so far below the target that it is measured less often."""
         wanted = self._job.training.stop_between
         return wanted is not None and accuracy is not None and accuracy < wanted[0] / 2
 
     def _stop_asked(self) -> bool:
-        """Rank 0's word, so that all ranks stop at the same step."""
+        """Return whether rank 0 was asked to stop, so that all ranks stop at the same step."""
         return self._ranks.share(self._stopping.is_set(), bool)
 
     def _write(self, step: int, **fields: float) -> None:
-        """A record of what is known; none when nothing is."""
+        """Write a record of the given fields; no record if there are none."""
         if self._run_log is not None and fields:
             self._run_log.write(self._job.kind, policy=self._job.policy, step=step, **fields)
         if "accuracy" in fields:

@@ -1,6 +1,7 @@
-"""One rank's learning from one batch: its plan, its rows, the checks before a gradient.
+"""Training on one batch on one rank: plan, rows, and checks before the first gradient.
 
-Knows neither the buffer nor who gets the weights, so the same code runs in a job and in a replay.
+The learner knows neither the buffer nor the receivers of the weights. A job and a replay therefore use the
+same code.
 """
 
 from __future__ import annotations
@@ -24,24 +25,25 @@ from trainer_service.data.episode_rows import check_staleness, fetched_episodes,
 from trainer_service.data.flops import TOKENS_ALONE, load_row_cost, peak_flops
 from trainer_service.data.routes import mixture_to_replay
 from trainer_service.durable_files import FileEntry, write_hashed
-from trainer_service.loop.step import StepInputs, StepPlan, StepResult, plan_step, train_step
+from trainer_service.loop.step import StepInputs, StepPlan, StepResult, check_manifest, plan_step, train_step
 from trainer_service.ranks import Ranks
 
 if TYPE_CHECKING:
     from trainer_service.teacher import TeacherServers
 
 OBJECTIVE_FILE = "objective.json"
-"""File of a checkpoint with what an objective adapts from step to step, where it adapts anything."""
+"""Checkpoint file with the values that an objective adapts between steps. It is missing if none are
+adapted."""
 KL_COEFFICIENT = "kl_coefficient"
 PASSES = 3  # A backward pass has twice the matrix products of the forward pass before it
 
 
 def load_backend(job: JobConfig, ranks: Ranks, *, policy_alone: bool = False) -> TrainingBackend:
-    """The back end of `job` with its models. Raises `ModelError`, `PartError`."""
+    """Load the back end of `job` with its models. Raises `ModelError` or `PartError`."""
     models = models_of(job)
     section = job.trainer
     part = load_part(job, "trainer.backend")
-    # Only a part that says so takes adapters, or a grid: see `areal_async/config/parts.py`.
+    # Only some back ends accept adapters or a grid: see `areal_async/config/parts.py`.
     options: dict[str, Any] = {"dtype": getattr(torch, section.dtype), **section.backend_args}
     if section.lora.rank:
         options |= {"lora": section.lora, "seed": job.seed}
@@ -53,13 +55,14 @@ def load_backend(job: JobConfig, ranks: Ranks, *, policy_alone: bool = False) ->
 
 
 class Learner:
-    """All ranks make the same calls. Without a `check` the engine's log-probs are taken as they are."""
+    """One rank's part of the training on batches. All ranks make the same calls. Without a `check`, the
+    engine's log-probs are not checked."""
 
     def __init__(
         self, job: JobConfig, ranks: Ranks, backend: TrainingBackend, *, check: LogprobCheck | None = None
     ) -> None:
-        """Raises `ObjectiveError`, `PartError` for an objective that cannot be trained, and `ModelError` for
-        a mixture whose routes cannot be replayed, where they are to be."""
+        """Raises `ObjectiveError` or `PartError` if the objective cannot be trained. Raises `ModelError` if
+        the job replays routes and the model's routes cannot be replayed."""
         self._job, self._ranks, self._backend = job, ranks, backend
         self._objective = Objective(job.trainer.objective, job, minibatches=job.trainer.minibatches)
         self._has_reference = REFERENCE in models_of(job)
@@ -73,12 +76,11 @@ class Learner:
         self._mixture = mixture_to_replay(job)
 
     def plan(self, batch: Batch, step: int) -> StepPlan:
-        """Plan `step` for all ranks, from its manifest alone. Raises the errors of `plan_step`."""
+        """Plan `step` for all ranks from its manifest alone. Raises the errors of `check_manifest`."""
         with busy("train"):
+            check_manifest(batch, step=step, max_staleness=self._job.buffer.max_staleness)
             return plan_step(
                 batch,
-                step=step,
-                max_staleness=self._job.buffer.max_staleness,
                 minibatches=self._job.trainer.minibatches,
                 ranks=self._backend.place.data_ranks,
                 cost=self._cost,
@@ -87,9 +89,11 @@ class Learner:
             )
 
     def mfu(self, batch: Batch, result: StepResult, busy_s: float) -> float | None:
-        """The share of the peak of all devices that the policy's forward and backward passes took of a step's
-        `busy_s`; None where the peak or the model's dimensions are not known. What is recomputed, and passes
-        that only compute a column, do not count."""
+        """Return the policy's model FLOP utilization in a step that took `busy_s`.
+
+        It is the share of all devices' peak that the forward and backward passes of the policy used.
+        Recomputation and passes that only compute a column do not count. None if the peak or the model's
+        dimensions are unknown."""
         peak = peak_flops(self._ranks.device, self._job.trainer.dtype)
         if peak is None or self._cost is TOKENS_ALONE or not busy_s:
             return None
@@ -99,11 +103,11 @@ class Learner:
 
     @property
     def kl_coefficient(self) -> float:
-        """Coefficient of the penalty in the next step."""
+        """Coefficient of the KL penalty in the next step."""
         return self._objective.kl.coefficient
 
     def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
-        """As `TrainingBackend.save`, with what the objective has adapted."""
+        """Save like `TrainingBackend.save`, and also save the values that the objective has adapted."""
         write, coefficient = self._backend.save(folder), self._objective.kl.coefficient
 
         def write_all() -> Mapping[str, FileEntry]:
@@ -116,7 +120,7 @@ class Learner:
         return write_all
 
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
-        """Restore what `save` wrote. Raises `CheckpointError`."""
+        """Restore the files that `save` wrote. Raises `CheckpointError`."""
         self._backend.load(folder, updates)
         if self._objective.kl.adapts:
             state = folder / OBJECTIVE_FILE
@@ -125,7 +129,7 @@ class Learner:
                 self._objective.kl.coefficient = msgspec.json.decode(found)[KL_COEFFICIENT]
 
     def _after(self, step: int, result: StepResult) -> None:
-        """Adapt the coefficient of the penalty, and move the reference."""
+        """Adapt the coefficient of the KL penalty, and update the reference model if it is due."""
         measured, reference = result.statistics.get("kl_ref"), self._job.trainer.reference
         if isinstance(measured, float):
             self._objective.kl.after_step(measured)
@@ -138,7 +142,7 @@ class Learner:
         return self._backend.place.data_rank
 
     def episodes_of(self, plan: StepPlan) -> list[BatchEpisode]:
-        """The episodes whose bytes this rank needs."""
+        """Return the episodes whose bytes this rank needs."""
         place = self._backend.place
         return [plan.episodes[index] for index in plan.share_of(place.data_rank)] if place.reads else []
 
@@ -153,11 +157,12 @@ class Learner:
         same_as: Sequence[int] = (),
         **more: Any,
     ) -> StepResult:
-        """Train the step of `plan` on the bytes of this rank's episodes and of their routes, by id.
+        """Train the step of `plan`. `blobs` and `routes` have the bytes of this rank's episodes and routes by
+        id.
 
-        `epoch` is the trainer's, `same_as` earlier ones that published the version it starts from alike;
-        `more` are `begun`, `sampled` and `on_fault` of `StepInputs`.
-        Raises `BatchError`, `StalenessViolation`, `SelfCheckError` before any gradient, `DivergenceError`."""
+        `epoch` is the trainer's epoch. `same_as` lists earlier epochs that published the starting version
+        with equal weights. `more` has `begun`, `sampled` and `on_fault` of `StepInputs`. Raises `BatchError`,
+        `StalenessViolation` or `DivergenceError`. Raises `SelfCheckError` before any gradient."""
         with busy("train"):
             step, eta = batch.step, self._job.buffer.max_staleness
             place, routes = self._backend.place, routes or {}

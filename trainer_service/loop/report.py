@@ -1,4 +1,4 @@
-"""A trained step as a record of the run, a log line and Prometheus series."""
+"""Report of a trained step: a record of the run, a log line and Prometheus series."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ log = get_logger("trainer")
 
 @dataclass(frozen=True)
 class BatchFigures:
-    """A step in numbers. Staleness of an episode: step - its smallest version that is trained."""
+    """Figures of a step. The staleness of an episode is the step minus its smallest trained version."""
 
     episodes: int
     tokens: int
-    """Sampled tokens."""
+    """Number of sampled tokens."""
     units: int
-    """Prompt and response tokens."""
+    """Number of prompt and response tokens."""
     reward_mean: float
     reward_std: float
     staleness_mean: float
     staleness_max: int
     share_stale: float
-    """Episodes with staleness 1 or more."""
+    """Share of episodes with staleness 1 or more."""
     share_multi_version: float
-    """Episodes that more than one version sampled."""
+    """Share of episodes with units of more than one version."""
     share_reused: float
-    """Episodes that were in a step before."""
+    """Share of episodes that an earlier step trained."""
     response_length_mean: float
     response_length_max: int
-    """Sampled tokens of an episode."""
+    """Largest number of sampled tokens in an episode."""
     prompt_length_mean: float
-    """Tokens of an episode that were not sampled: its prompt, and what tools and environments added."""
+    """Mean number of tokens in an episode that were not sampled: prompts and answers of tools and
+    environments."""
     rewards: dict[str, float]
-    """Mean of each component of the rewards, over the episodes that have it."""
+    """Mean of each reward component over the episodes with that component."""
     sampled_quantiles: list[float]
-    """Sampled tokens of an episode: the least, the tenths between, and the most."""
+    """Deciles of the number of sampled tokens in an episode: minimum, nine deciles, maximum."""
 
 
 def figures_of(batch: Batch) -> BatchFigures:
@@ -88,16 +89,16 @@ def _components(episodes: list[BatchEpisode]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """A step and its figures, to be reported once it is committed."""
+    """A step and its figures, to report after its commit."""
 
     batch: Batch
     result: StepResult
     seconds: Mapping[str, float]
-    """Durations by name: `step_s` (the whole step), `wait_s` (its wait for the batch) and others."""
+    """Durations by name: `step_s` (the whole step), `wait_s` (the wait for the batch) and others."""
     lr: float | None = None
-    """Learning rate of its last update."""
+    """Learning rate of the last update."""
     mfu: float | None = None
-    """Share of the devices' peak."""
+    """Model FLOP utilization (see `Learner.mfu`)."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each phase."""
 
@@ -105,7 +106,7 @@ class TrainedStep:
 def report_step(
     run_log: RunRecords, step: TrainedStep, written: SnapshotInfo | None = None, advice: str = ""
 ) -> None:
-    """Report a committed step. `written` are the weights that were published, if any were; `advice` is for
+    """Report a committed step. `written` describes the published weights, if any. `advice` is a sentence for
     the job's owner."""
     batch, result, seconds = step.batch, step.result, step.seconds
     figures, lacking = figures_of(batch), result.groups_without_baseline
@@ -171,7 +172,7 @@ def _set_series(step: TrainedStep, figures: BatchFigures, known: Mapping[str, An
     metrics.RESPONSE_LENGTH.labels(policy, "max").set(figures.response_length_max)
     for name, mean in figures.rewards.items():
         metrics.REWARD_COMPONENT.labels(policy, name).set(mean)
-    metrics.BY_STALENESS.remove_by_labels({"policy": policy})  # else one that did not occur would stay
+    metrics.BY_STALENESS.remove_by_labels({"policy": policy})  # drop the previous step's
     by_staleness: Any = result.statistics.get("by_staleness", {})
     for staleness, found in by_staleness.items():
         for name, value in found.items():
@@ -181,8 +182,7 @@ def _set_series(step: TrainedStep, figures: BatchFigures, known: Mapping[str, An
 
 
 def clip_ratio(statistics: Mapping[str, object]) -> float | None:
-    """Return the share of units that the loss clipped, at either bound; None for a loss that does not
-    clip."""
+    """Return the share of units that the loss clipped at either bound; None if the loss does not clip."""
     shares = [statistics.get(name) for name in ("clip_low_share", "clip_high_share", "moved_share")]
     found = [share for share in shares if isinstance(share, float)]
     return sum(found) if found else None

@@ -1,23 +1,32 @@
-"""Reinforcement learning: batches in, versions out.
+"""Training loop for reinforcement learning: batches in, versions out.
 
-For step s, which starts from version s: take the batch of s, check every unit's staleness again, train,
-publish snapshot s + 1, commit s. The order matters: what is committed is already published, so a worker can
-never be admitted to a version that does not exist.
+Step s starts from version s. The trainer takes the batch of s, checks every unit's staleness again, trains,
+publishes snapshot s + 1 and commits s. The order matters: a committed step is already published, so no worker
+is admitted to a version that does not exist.
 
-The step waits for the copies of its weights and its state into the host's memory; the rest is done by threads
-while the next step trains. One finishes the publication (`_finish`): it waits until the snapshot is announced
-and commits the step. A publication begins only when the one before is finished, so the buffer gives out no
-more than one batch ahead of the commits. As `checkpoint.every_steps` says and after the last step the state
-goes to disk together with the buffer's ledger as of the commit of that very step, which is exported right
-after it; only when that is on disk may the buffer free the bytes (`checkpoint.py`). More often it is left in
-shared memory, from where a trainer goes on if only its process died (`saved_states.py`). An error of any of
-this ends the trainer.
+A step waits only until its weights and its state are copied into host memory. Threads do the rest while the
+next step trains:
 
-Promises: `staleness_is_bounded` (a unit above η ends the trainer, on every rank); no gradient before the
-check of the engine's log-probs (`checks/logprobs.py`); each step is one publication; waiting and computing
-are timed apart. A trainer that is started again goes on from the newest state that it left in memory or on
-disk, or from version 0, under a new epoch: the buffer gives it the batches since then in their order, and is
-told of each redone version whether its weights are those that it was before.
+- `_finish` waits until the snapshot is announced, then commits the step. A publication begins only when the
+  previous one is finished, so the buffer hands out at most one batch ahead of the commits.
+- The state is written to disk every `checkpoint.every_steps` and after the last step. The buffer's ledger is
+  exported right after the step's commit and written with the state. The buffer may free the bytes only when
+  both are on disk (`checkpoint.py`).
+- More often, the state is only copied to shared memory. A trainer resumes from there if only its process died
+  (`saved_states.py`).
+
+An error in any of these threads ends the trainer.
+
+Guarantees:
+
+- `staleness_is_bounded`: a unit above η ends the trainer, on every rank.
+- The engine's log-probs are checked before the first gradient (`checks/logprobs.py`).
+- Each step is one publication.
+- Waiting and computing are timed separately.
+
+A restarted trainer resumes from its newest state in memory or on disk, or else from version 0, under a new
+epoch. The buffer gives it the later batches again in their order. For each repeated version, the trainer
+tells the buffer whether the weights are the same as before.
 """
 
 from __future__ import annotations
@@ -72,17 +81,17 @@ from trainer_service.saved_states import States, TrainingRun
 from trainer_service.trained_model import write_trained
 
 OTHERS_LOOK_S = 0.5
-FINAL_EVALUATION_S = 300.0  # Longest wait for the evaluator to finish with the last snapshots
+FINAL_EVALUATION_S = 300.0  # Longest wait until the evaluator has finished with the last snapshots
 
 log = get_logger("trainer")
 
 
 @dataclass(frozen=True)
 class Beside:
-    """The other policies of the same job."""
+    """Other policies of the same job."""
 
     steps: Mapping[str, int]
-    """Steps of the whole training of each other policy."""
+    """Number of training steps of each other policy."""
     evaluated: bool
     """Whether an evaluation of another policy uses this one's weights."""
 
@@ -93,8 +102,9 @@ class Beside:
 
 
 class RlTrainer:
-    """One rank of the trainer of a job of kind `rl`. Rank 0 has a `Publisher`, the others a `PieceWriter`;
-    without one on any rank nothing is published. `samples`, on rank 0, writes episodes for people."""
+    """One rank of the trainer of a job of kind `rl`. Rank 0 has a `Publisher` and the others a `PieceWriter`.
+    If `publisher` is None on every rank, nothing is published. `samples`, on rank 0, writes readable
+    episodes."""
 
     def __init__(
         self,
@@ -133,9 +143,9 @@ class RlTrainer:
         self._finishing = Background("publish")
         self._epoch = 0
         self._published = PublishedVersions(self._run_dir)
-        self._same_as: list[int] = []  # Earlier epochs that had published the newest version alike
+        self._same_as: list[int] = []  # Earlier epochs that published the newest version with equal weights
         self._evaluated = -1
-        """The version of the restored checkpoint, if these very weights were evaluated before."""
+        """Version of the restored checkpoint if exactly these weights were evaluated before; otherwise -1."""
 
     def run(
         self,
@@ -145,11 +155,11 @@ class RlTrainer:
         restored: Checkpoint | None = None,
         left: Checkpoint | None = None,
     ) -> bool:
-        """Train to the last step; False when told to stop before. `ready` is called once snapshots are
-        served.
+        """Train to the last step. Returns False if the trainer was asked to stop earlier.
 
-        `restored` is the checkpoint to go on from; its state is loaded here, and its ledger given back.
-        `left` is a later state in memory, to go on from if the buffer still has what came after it."""
+        `ready` is called once snapshots are served. `restored` is the checkpoint to resume from: `run` loads
+        its state and returns its ledger to the buffer. `left` is a later state in memory. The trainer resumes
+        from it if the buffer still has the batches after it."""
         step = self._open(name, restored, left)
         self._backend.prepare_save()
         if self._publisher is not None:
@@ -168,7 +178,8 @@ class RlTrainer:
         return finished
 
     def _open(self, name: str, restored: Checkpoint | None, left: Checkpoint | None) -> int:
-        """Become the job's trainer; returns the step to begin with."""
+        """Register as the job's trainer and load the state to resume from. Returns the first step to
+        train."""
         opened = self._ranks.on_first(lambda: self._opened(name, restored, left))
         self._epoch, from_left = self._ranks.share(opened, tuple[int, bool])
         if not from_left:
@@ -188,7 +199,7 @@ class RlTrainer:
         return step
 
     def _opened(self, name: str, restored: Checkpoint | None, left: Checkpoint | None) -> tuple[int, bool]:
-        """The epoch that the buffer gives us, and whether it is for going on from `left`."""
+        """Open the trainer at the buffer. Returns the new epoch and whether to resume from `left`."""
         for begin in filter(None, (left, restored)):
             kind = "left" if begin is left else "restored"
             record_event(kind, policy=self._policy, step=begin.manifest.step, folder=begin.folder.name)
@@ -210,7 +221,7 @@ class RlTrainer:
         return opened.epoch
 
     def _note(self, event: str, **fields: Any) -> None:
-        """Rank 0 speaks for all."""
+        """Record an event on rank 0, for all ranks."""
         if self._ranks.first:
             record_event(event, policy=self._policy, epoch=self._epoch, **fields)
 
@@ -265,12 +276,12 @@ class RlTrainer:
         self._finishing.begin(finish)
         if place is not None:
             durable = (lambda: self._durable(done)) if place == "disk" else (lambda: None)
-            # Nothing has its name before its step is committed.
+            # A state gets its final name only after its step is committed.
             self._states.leave(place, self._state(done, committed.result, durable))
         return True
 
     def _train(self, batch: Batch, plan: StepPlan, blobs: FetchedBytes) -> StepResult:
-        """Train on a batch, and keep samples and recordings of it."""
+        """Train on a batch, and write its samples and recordings."""
         chosen = self._samples.chosen(plan, batch.step, self._learner.data_rank) if self._samples else []
         result = self._learner.train(
             batch,
@@ -291,8 +302,7 @@ class RlTrainer:
                 batch,
                 self._recorded(blobs),
                 routes=self._recorded(blobs.routes),
-                losses=result.losses,
-                grad_norms=result.grad_norms,
+                minibatches=[*zip(result.losses, result.grad_norms, strict=True)],
                 rank=self._ranks.rank,
                 begun=begun or 0,
             )
@@ -302,12 +312,14 @@ class RlTrainer:
         return TrainerState(step, self._epoch, self._backend.updates, self._learner.save, *of_commit)
 
     def _recorded(self, blobs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the episodes that this rank records: all, on one of the ranks that have the same."""
+        """Return the episodes that this rank must record. Only one of the ranks with the same episodes
+        records them."""
         return blobs if self._backend.place.owns else {}
 
     def _keep_faulty(self, batch: Batch, blobs: FetchedBytes, number: int) -> str:
-        """Keep a faulty step. Returns a sentence for the error that says where; empty if it is not kept."""
-        self._states.wait()  # its memory for copies is used again
+        """Record a faulty step. Returns a sentence with its folder for the error message; empty if it is not
+        recorded."""
+        self._states.wait()  # the faulty state uses the same memory for its copies
         kept, routes = self._recorded(blobs), self._recorded(blobs.routes)
         self._faulty.keep(batch, kept, routes, number, self._state(batch.step))
         if self._faulty.begun(batch.step) is None:
@@ -320,13 +332,13 @@ class RlTrainer:
         return f"{where}: `areal-async buffer replay {run} --steps {steps}` trains on it again."
 
     def _check(self) -> None:
-        """Raise what a thread has failed with."""
+        """Raise the error of a thread that has failed."""
         self._finishing.check()
         for work in self._beside_steps:
             work.check()
 
     def _wait(self) -> None:
-        """Wait until all that was begun is published, committed and on disk, on every rank."""
+        """Wait until everything in progress is published, committed and on disk, on every rank."""
         self._wait_for_commit(self._job.trainer.steps)
         for work in self._beside_steps:
             work.wait()
@@ -337,17 +349,18 @@ class RlTrainer:
             self._ranks.together(self._finishing.wait)
 
     def _is_evaluated(self, version: int) -> bool:
-        """Whether the job asks for an evaluation of `version`."""
+        """Return whether the job needs an evaluation of `version`."""
         every, last = self._job.evaluation.every_steps, self._job.trainer.steps
         return self._job.tasks.evaluation is not None and (version % every == 0 or version == last)
 
     def _to_be_evaluated(self) -> set[int]:
-        """The published versions whose evaluation is still to come; on rank 0."""
+        """Return the published versions with a pending evaluation, on rank 0."""
         publisher = self._publisher
         return set(publisher.pending_evaluations()) if isinstance(publisher, Publisher) else set()
 
     def _begin(self, version: int) -> Publication | None:
-        """Copy the weights, to be given out as `version`, pinned for evaluation where the job asks for it."""
+        """Start to copy the weights for publication as `version`. They are pinned if the job evaluates
+        them."""
         if self._publisher is None:
             return None
         return self._publisher.begin(
@@ -367,8 +380,10 @@ class RlTrainer:
         *,
         export: bool = False,
     ) -> None:
-        """See the publication of `version` through, and on rank 0 commit the step that made it, if one did.
-        Then `committed` gets the ledger as of that commit if it is to be exported, otherwise no bytes."""
+        """Wait for the publication of `version`. Then rank 0 commits the step that made it, if there is one.
+
+        `committed` then receives the ledger as of that commit if `export` is set, and empty bytes
+        otherwise."""
         try:
             with busy("publish"):
                 written = publication.result() if publication is not None else None
@@ -409,7 +424,7 @@ class RlTrainer:
         board.figures = lambda: ServiceFigures(version)
 
     def _durable(self, step: int) -> None:
-        """The checkpoint has its name: the buffer may free what it covers."""
+        """Tell the buffer that the checkpoint has its final name, so that it may free the bytes before it."""
         self._note("saved", step=step)
         failpoint("trainer.after_checkpoint")
         self._buffer.call(Checkpointed(self._policy, self._epoch, step))
@@ -428,7 +443,8 @@ class RlTrainer:
             self._note("finished", step=self._job.trainer.steps)
 
     def _wait_for_evaluation(self) -> bool:
-        """Keep serving until every pinned snapshot is evaluated; False when told to stop before."""
+        """Serve snapshots until every pinned one is evaluated, for at most `FINAL_EVALUATION_S`. Returns
+        False if asked to stop earlier."""
         publisher = self._publisher
         if not isinstance(publisher, Publisher):
             return True
@@ -443,8 +459,8 @@ class RlTrainer:
         return True
 
     def _wait_for_others(self) -> bool:
-        """Keep serving the last weights until the other policies are trained, and evaluated with these; False
-        when told to stop before."""
+        """Serve the last weights until the other policies are trained, and are evaluated with these weights.
+        Returns False if asked to stop earlier."""
 
         def served_until(done: Callable[[], bool], limit_s: float = math.inf) -> bool:
             deadline_s = time.monotonic() + limit_s
@@ -473,12 +489,12 @@ class RlTrainer:
 
 
 def was_evaluated(run_log: RunRecords, tag: VersionTag) -> bool:
-    """Whether the run log has an evaluation of what was published as `tag`."""
+    """Return whether the run log has an evaluation of the version `tag`."""
     return any(asdict(tag).items() <= record.items() for record in run_log.read("evaluation"))
 
 
 def more_effective(job: JobConfig) -> str:
-    """Return a sentence on how to make more of a job's samples effective."""
+    """Return a sentence that advises how to raise the effective share of a job's samples."""
     trainer, eta = job.trainer, job.buffer.max_staleness
     ways = [f"buffer.max_staleness ({eta})"] if eta else []
     ways.append(f"trainer.optimizer.lr ({trainer.optimizer.lr:g})")

@@ -1,7 +1,7 @@
-"""A few episodes of every few steps, decoded and with their advantages, for a person to read.
+"""Readable samples: every few steps, some episodes are decoded and written with their advantages.
 
-They are written beside the steps that follow. What goes wrong costs nothing but the samples of that step;
-only a full disk ends the trainer, as it does when a record is written.
+A thread writes them while later steps train. An error costs only the samples of that step. A full disk is the
+exception: it ends the trainer, as it does for any record of the run.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ log = get_logger("trainer")
 
 
 class StepSamples:
-    """Writes the samples of a policy's steps; on rank 0. `folder` is the policy's, below that of the run."""
+    """Writer for the samples of a policy's steps, on rank 0. `folder` is the policy's folder within the
+    run's."""
 
     def __init__(self, job: JobConfig, run_log: RunRecords, buffer: SyncClient, folder: str) -> None:
         self._job, self._run_log, self._buffer, self._folder = job, run_log, buffer, folder
         self._every, self._number = job.observe.samples_every_steps, job.observe.samples
         self.writing = Background("samples")
-        """Fails only if the disk is full."""
+        """Thread that writes the samples. It fails only if the disk is full."""
         self._tokenizer: Any = None
 
     def chosen(self, plan: StepPlan, step: int, data_rank: int) -> list[int]:
-        """Choose the episodes of `step` to write samples of, by their index: of this rank's share, and from
-        as many groups as possible. None in most steps."""
+        """Choose episodes of this rank for the samples of `step`, from as many groups as possible. Returns
+        their indices; the list is empty in most steps."""
         if not self._every or not self._number or step % self._every:
             return []
         seen: dict[int, int] = {}
@@ -63,7 +64,7 @@ class StepSamples:
         blobs: Mapping[str, Any],
         advantages: ByUnit,
     ) -> None:
-        """Begin to write those of the `chosen` episodes whose bytes are among the `blobs`."""
+        """Start to write samples of those `chosen` episodes whose bytes are in `blobs`."""
         held = [(index, blob) for index in chosen if (blob := blobs.get(plan.episodes[index].episode_id))]
 
         def work() -> None:
@@ -108,7 +109,7 @@ class StepSamples:
         log.info("sample", step=batch.step, reward=first["reward"], response=short_text(first))
 
     def _truths(self, task_ids: Sequence[str]) -> dict[str, Any]:
-        """Return the ground truths of tasks, by their ids; none if the buffer does not answer."""
+        """Return the ground truths of tasks by task id; empty if the buffer does not answer."""
         try:
             seen = self._buffer.call(SeeTasks(sorted({*task_ids})), timeout_s=TASKS_S)
         except WireError as error:

@@ -1,10 +1,10 @@
-"""One optimizer step on losses of whole sequences, and what they are measured by.
+"""One optimizer step on losses of whole sequences, and the measurements on them.
 
-A loss compares numbers of sequences that may be trained in different micro-batches or on different ranks. It
-is exact all the same, by the chain rule: where the rows of an example are apart, a pass without gradient
-gives the numbers s of all sequences, the derivatives dL/ds of these few are taken, and the pass with gradient
-adds up those of Σ dL/ds · s(θ). Where each example is whole in one micro-batch its loss is taken there, and
-no other pass is needed.
+A loss compares numbers s of sequences that may be in different micro-batches or on different ranks. The
+gradient is still exact, by the chain rule. If an example's rows are in different micro-batches, a pass
+without gradient computes s of all sequences. Then the derivatives dL/ds of these few numbers are taken. The
+pass with gradient accumulates the gradients of Σ dL/ds · s(θ). If every example is within one micro-batch,
+its loss is computed there, and no other pass is needed.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ class SequenceStep:
     """Result of a step; the same on every rank."""
 
     loss: float
-    """Before the update."""
+    """Loss before the update."""
     grad_norm: float
     tokens: int
-    """Units trained on."""
+    """Number of trained units."""
     passes: int
-    """Passes over the step's rows without gradient that it took."""
+    """Number of extra passes over the step's rows without gradient."""
 
 
 class SequenceTrainer:
-    """All ranks make the same calls. `budget` is the most tokens of a micro-batch."""
+    """Trainer for losses of whole sequences. All ranks make the same calls. `budget` is the largest number of
+    tokens in a micro-batch."""
 
     def __init__(
         self, backend: TrainingBackend, ranks: Ranks, loss: SequenceLoss, *, budget: int, cost: RowCost
@@ -52,20 +53,21 @@ class SequenceTrainer:
         self._backend, self._ranks, self._loss, self._budget, self._cost = backend, ranks, loss, budget, cost
 
     def sums(self, rows: Sequence[TrainingRow], groups: NDArray[np.int64]) -> Tensor:
-        """f64 [N]: the sum of the loss's column over the units of each row. `groups` i64 [N] says which rows
-        are of one example."""
+        """Return f64 [N]: sum of the loss's column over the units of each row. Rows with equal `groups` i64
+        [N] are of one example."""
         return self._sums(self._packed(rows, groups), len(rows))
 
     def wrong(self, rows: Sequence[TrainingRow]) -> tuple[Tensor, Tensor]:
-        """`sums` of rows that are each an example, and i64 [N]: units that are not the arg max."""
+        """Return `sums` of rows that are one example each, and i64 [N]: number of units that are not the arg
+        max."""
         wrong = torch.zeros(len(rows), dtype=torch.int64, device=self._ranks.device)
         sums = self._sums(self._packed(rows, np.arange(len(rows))), len(rows), wrong)
         self._ranks.sum(wrong)
         return sums, wrong
 
     def given(self, lessons: Sequence[Lesson], refs: Sequence[Sequence[float]] | None) -> Sequences:
-        """Return the sequences of lessons, all but their `s`, which is 0. `refs` has the reference's sums of
-        each lesson's `evaluated` rows."""
+        """Return the sequences of lessons with 0 for `s`. `refs` has the reference's sums of each lesson's
+        `evaluated` rows."""
         n = len(lessons[0].rows)
         known = [ref[:n] for ref in refs] if refs is not None else [[0.0] * n] * len(lessons)
         rows = [row for lesson in lessons for row in lesson.rows]
@@ -81,8 +83,10 @@ class SequenceTrainer:
     def train(
         self, lessons: Sequence[Lesson], names: Sequence[str], refs: Sequence[Sequence[float]] | None = None
     ) -> SequenceStep:
-        """One update on `lessons`, which errors call `names`. Raises `DivergenceError` on every rank, before
-        the update, where a number of a sequence or the loss is not finite."""
+        """Make one update on `lessons`; error messages use `names` for them.
+
+        Raises `DivergenceError` on every rank, before the update, if the loss or a number of a sequence is
+        not finite."""
         rows = [row for lesson in lessons for row in lesson.rows]
         each = len(lessons[0].rows)
         batches = self._packed(rows, np.repeat(np.arange(len(lessons)), each))
@@ -95,7 +99,7 @@ class SequenceTrainer:
             seen.add_(s.detach())
             if slopes is not None:
                 return (slopes * s).sum()
-            # The other examples' losses are constants here.
+            # The losses of examples in other micro-batches are constants here.
             return self._loss(replace(given, s=s)).mean()
 
         self._backend.train(TRAINED_MODEL, batches, loss_of, columns=(self._loss.column,))
@@ -117,7 +121,7 @@ class SequenceTrainer:
         )
 
     def _zero(self, lessons: Sequence[Lesson], refs: Sequence[Sequence[float]] | None) -> float:
-        """KTO's z₀."""
+        """Return z₀ of KTO."""
         rows = [lesson.crossed for lesson in lessons if lesson.crossed is not None]
         if not rows or refs is None:
             return 0.0
@@ -126,19 +130,19 @@ class SequenceTrainer:
         return max(0.0, float((sums - known).mean()))
 
     def _slopes(self, given: Sequences, batches: Sequence[MicroBatch]) -> Tensor:
-        """f64 [N]: dL/ds."""
+        """Return dL/ds: f64 [N]."""
         s = self._sums(batches, len(given.s)).requires_grad_()
         (slopes,) = torch.autograd.grad(self._loss(replace(given, s=s)).mean(), s)
         return slopes
 
     def _are_whole(self, batches: Sequence[MicroBatch], each: int) -> bool:
-        """Whether on no rank the rows of an example are in several micro-batches."""
+        """Return whether every example is within one micro-batch, on all ranks."""
         homes = [batch.episode.unique() for batch in batches] if self._backend.place.owns else []
         parted = any(bool((rows // each).unique(return_counts=True)[1].ne(each).any()) for rows in homes)
         return not self._ranks.largest(int(parted))
 
     def _packed(self, rows: Sequence[TrainingRow], groups: NDArray[np.int64]) -> list[MicroBatch]:
-        """This rank's micro-batches of the rows; row i is their episode i."""
+        """Return this rank's micro-batches of the rows. Row i becomes episode i in them."""
         place, groups = self._backend.place, groups.astype(np.int64)
         costs = [[self._cost.of(row.packed_length, len(row.position))] for row in rows]
         dealt = deal_rows(costs, place.data_ranks, groups.tolist())
@@ -148,8 +152,8 @@ class SequenceTrainer:
         return [build_micro_batch(part, device=self._ranks.device) for part in passes]
 
     def _sums(self, batches: Sequence[MicroBatch], n: int, wrong: Tensor | None = None) -> Tensor:
-        """f64 [n], on every rank. `wrong` i64 [n] gets this rank's counts of units that are not the arg
-        max."""
+        """Return f64 [n]: sums of the loss's column, on every rank. If given, `wrong` i64 [n] receives this
+        rank's counts of units that are not the arg max."""
         found = torch.zeros(n, dtype=torch.float64, device=self._ranks.device)
         names = (self._loss.column, *(("greedy",) if wrong is not None else ()))
 
@@ -164,6 +168,6 @@ class SequenceTrainer:
 
 
 def _summed(column: Tensor, batch: MicroBatch, n: int) -> Tensor:
-    """f64 [n]: the column's sum over each sequence."""
+    """Return f64 [n]: sum of the column over each sequence."""
     zeros = torch.zeros(n, dtype=torch.float64, device=column.device)
     return zeros.index_add(0, batch.episode, column.double())

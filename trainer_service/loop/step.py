@@ -1,10 +1,9 @@
-"""A step of training: its plan, the unit table of its rows, the optimizer updates.
+"""One training step: the plan, the unit table of its rows, and the optimizer updates.
 
-    plan the step → pack the rows → fill the table (column passes, rewards, advantages) → per minibatch:
-    gradients (`_accumulate`), update (`_apply`)
+    plan → pack the rows → fill the table → per minibatch: gradients (`_accumulate`), update (`_apply`)
 
-Losses are sums over all ranks and all micro-batches with coefficients taken over the whole optimizer update,
-so neither packing nor the number of ranks changes what is computed.
+A loss is a sum over all ranks and all micro-batches. Its coefficients are computed over the whole optimizer
+update. The result therefore depends neither on the packing nor on the number of ranks.
 """
 
 from __future__ import annotations
@@ -71,47 +70,40 @@ SOURCES = {
     "teacher": (TEACHER, "logp"),
     "process": (PROCESS, "logp"),
 }
-"""The columns that take a forward pass, each with the model that computes it and the column's name there."""
+"""Columns that need a forward pass → the model that computes it, and the model's name for it."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step as every rank sees it. E episodes, in manifest order."""
+    """A step as every rank sees it. Its E episodes are in manifest order."""
 
     episodes: list[BatchEpisode]
     groups: NDArray[np.int64]
-    """i64 [E]: index of the episode's group."""
+    """i64 [E]: index of each episode's group."""
     table: EpisodeTable
-    """Their rewards, groups and components."""
+    """Rewards, groups and reward components of the episodes."""
     shares: list[list[Share]]
-    """[minibatch][data rank] -> the rows that are trained there, each row in one of them. An episode whose
-    rows are in several is fetched by several ranks."""
+    """Shares by [minibatch][data rank]. Each row is in exactly one share. If several ranks train rows of an
+    episode, each of them fetches the episode."""
 
     def share_of(self, data_rank: int) -> Share:
-        """Return the episodes that one data rank trains in the step, in the order of training, and their
-        rows."""
+        """Return the rows that one data rank trains in the step, by episode and in training order."""
         return {index: rows for shares in self.shares for index, rows in shares[data_rank].items()}
 
 
 def plan_step(
     batch: Batch,
     *,
-    step: int,
-    max_staleness: int,
     minibatches: int,
     ranks: int,
     cost: RowCost,
     whole_episodes: bool = False,
     greedy_sample: int | None = None,
 ) -> StepPlan:
-    """Check the manifest of `step` and deal its rows out by their `cost`: to keep `whole_episodes`, all rows
-    of an episode to one rank. `greedy_sample` is the number of the sample in each group that is greedy.
-
-    Groups may differ in size: a partial group has the samples that came by its deadline. Deterministic:
-    every rank comes to the same plan. Raises `BatchError` for a manifest that is not one of
-    this step or names a group or an episode twice or an empty group, and `StalenessViolation`.
-    """
-    _check_manifest(batch, step, max_staleness)
+    """Distribute the rows of a checked manifest over the ranks by their `cost`. With `whole_episodes`, all
+    rows of an episode go to one rank. `greedy_sample` is the number of the greedy sample in each group.
+    Groups may differ in size: a partial group has only the samples that met its deadline. The plan is
+    deterministic, so every rank makes the same plan."""
     episodes = [episode for group in batch.groups for episode in group.episodes]
     sizes = [len(group.episodes) for group in batch.groups]
     groups = np.repeat(np.arange(len(batch.groups), dtype=np.int64), sizes)
@@ -127,7 +119,9 @@ def plan_step(
     return StepPlan(episodes, groups, table, [*map(dealt, deal_groups(len(batch.groups), minibatches))])
 
 
-def _check_manifest(batch: Batch, step: int, max_staleness: int) -> None:
+def check_manifest(batch: Batch, *, step: int, max_staleness: int) -> None:
+    """Check the manifest of `step`. Raises `BatchError` if the manifest belongs to another step, names a
+    group or an episode twice, or has an empty group. Raises `StalenessViolation` if one is too stale."""
     if batch.step != step:
         raise BatchError(f"asked for the batch of step {step}, got that of step {batch.step}")
     group_ids = [group.group_id for group in batch.groups]
@@ -159,45 +153,48 @@ def _check_manifest(batch: Batch, step: int, max_staleness: int) -> None:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step; the same on every rank."""
+    """Result of a step. Only `micro_batches`, `advantages` and `seconds` differ by rank."""
 
     losses: list[float]
-    """The objective's value of each minibatch, before its update; NaN where the update was left out because
-    something is not finite, and 0 in a step without anything to learn."""
+    """Value of the objective for each minibatch, before its update. NaN if the update was skipped because a
+    number is not finite. 0 if the step had nothing to learn."""
     grad_norms: list[float]
-    """Gradient norm of each minibatch before clipping; 0 of one that was skipped."""
+    """Gradient norm of each minibatch before clipping; 0 if its update was skipped."""
     statistics: dict[str, object]
     """See `algorithms.off_policy`."""
     packed_tokens: int
-    """Tokens of one pass over the step's rows."""
+    """Number of tokens in one pass over the step's rows."""
     shared_tokens: int
     """Number of tokens saved because rows of a group share a prefix."""
     replayed_tokens: int
-    """Number of the packed tokens that went to the experts of the engine, in some layer at least."""
+    """Number of packed tokens that used the engine's experts in at least one layer."""
     micro_batches: int
-    """Forward passes with gradient on this rank."""
+    """Number of forward passes with gradient on this rank."""
     critic: dict[str, float] = field(default_factory=dict)
-    """See `algorithms.critic.ValueStatistics`, with the largest gradient norm of a critic of its own; empty
-    where none is trained."""
+    """Figures of `algorithms.critic.ValueStatistics`; empty if no critic is trained. A separate critic adds
+    its largest gradient norm."""
     process: dict[str, float] = field(default_factory=dict)
-    """`loss`, `accuracy` and `grad_norm` of a process reward model, before its update; empty without one."""
+    """`loss`, `accuracy` and `grad_norm` of a process reward model, before its update; empty without a
+    model."""
     advantages: dict[int, dict[int, float]] = field(default_factory=dict)
-    """The units that this rank trained of the episodes in `StepInputs.sampled`: by the episode's index and
-    the unit's number in it."""
+    """Advantages of the units that this rank trained, for episodes in `StepInputs.sampled`. The keys are the
+    episode's index and the unit's number in the episode."""
     skipped: str = ""
-    """Reason why updates were left out; empty if none was."""
+    """Reason why updates were skipped; empty if none was."""
     not_finite: int = 0
-    """Updates that were left out because something was not finite."""
+    """Number of updates that were skipped because a number was not finite."""
     updates: int = 0
-    """Updates that were made, of as many as `losses` has."""
+    """Number of updates that were made; at most the length of `losses`."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """`columns`: rows packed, columns, rewards and advantages computed; `update`: gradients and updates."""
+    """Durations. `columns` covers packing, columns, rewards and advantages; `update` covers gradients and
+    updates."""
     groups_without_baseline: int | None = None
-    """Groups whose greedy answer did not come, which give nothing; None where none has one."""
+    """Number of groups whose greedy answer is missing. Nothing is learned from these groups. None if the
+    objective needs no greedy answers."""
 
     @property
     def loss(self) -> float:
-        """The mean over minibatches, those left out that have none."""
+        """Mean over the minibatches with a finite loss."""
         known = [loss for loss in self.losses if math.isfinite(loss)]
         return sum(known) / max(1, len(known))
 
@@ -208,52 +205,51 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Inputs of a step. All ranks have the same number of minibatches; the fields but `minibatches` are
-    alike."""
+    """Inputs of a step. The ranks have different rows in `minibatches` and may have a different `sampled`.
+    The other inputs, and the number of minibatches, are the same on every rank."""
 
     minibatches: Sequence[Sequence[TrainingRow]]
-    """This rank's rows of each minibatch."""
+    """Rows of this rank, by minibatch."""
     step: int
     max_staleness: int
     names: Sequence[str]
-    """[E]: names in errors of all episodes of the step, those of other ranks too."""
+    """[E]: names of all episodes of the step for error messages, including episodes of other ranks."""
     episodes: EpisodeTable
     micro_batch_tokens: int
     cost: RowCost
     teacher: TeacherServers | None = None
     begun: int = 0
-    """Number of minibatches to skip: the weights have seen them."""
+    """Number of minibatches to skip because the weights already include them."""
     sampled: Collection[int] = ()
-    """Indices of the episodes whose advantages the result has."""
+    """Indices of the episodes whose advantages the result must contain."""
     on_fault: Callable[[int], str | None] = lambda number: None
-    """Called on every rank with the number of a minibatch, while the weights are as before it, if an
-    advantage, the loss, a gradient, or the log-prob or value of a unit is not finite there, or if nothing is
-    to be learned and that ends the job. The process reward model is trained after the last minibatch. What it
-    returns ends the error."""
+    """Function that every rank calls with the number of a faulty minibatch, before the weights change.
+
+    A minibatch is faulty if an advantage, the loss, a gradient, or a unit's log-prob or value is not finite.
+    Every rank also calls it if nothing is to be learned and the job must stop then. The process reward model
+    counts as the minibatch after the last. The returned text is appended to the error message."""
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """This rank's part of one optimizer update."""
+    """Part of one optimizer update on this rank."""
 
     batches: list[MicroBatch]
     units: list[UnitTable]
-    """The part of the table of each micro-batch; empty on a rank that does not own its columns."""
+    """Unit table of each micro-batch; empty on a rank that does not own the columns."""
 
 
 def train_step(
     backend: TrainingBackend, objective: Objective, ranks: Ranks, inputs: StepInputs
 ) -> StepResult:
-    """Train a step; all ranks call it.
-
-    If something is not finite, the update is left out on every rank, or with `on_non_finite: stop` a
-    `NotFinite` is raised. Raises `DivergenceError` when an update makes weights that are not finite, and
-    `NothingToLearn`."""
+    """Train a step. All ranks call it. If a number is not finite, every rank skips the update; with
+    `on_non_finite: stop` every rank raises `NotFinite` instead. Raises `DivergenceError` if an update makes
+    weights that are not finite. Raises `NothingToLearn` if every advantage is 0 and the job must stop."""
     return _Step(backend, objective, ranks, inputs).run()
 
 
 class _Step:
-    """A step on one rank. It is packed, and its table filled, when it is made."""
+    """A step on one rank. The constructor packs the rows and fills the unit table."""
 
     def __init__(
         self, backend: TrainingBackend, objective: Objective, ranks: Ranks, inputs: StepInputs
@@ -276,10 +272,10 @@ class _Step:
         self._not_finite = 0
         self._made = inputs.begun
         self._critic_alone = objective.trains_critic and inputs.step < objective.critic.warmup_steps
-        """Whether the policy is left as it is."""
+        """Whether this step trains only the critic."""
         self._statistics, self._values = self._new_statistics()
         self._now, self._values_now = self._new_statistics()
-        """Statistics of the minibatch that is being trained."""
+        """Statistics of the current minibatch."""
 
     def run(self) -> StepResult:
         trained = self._has_something_to_learn()
@@ -331,7 +327,7 @@ class _Step:
         return units.with_columns(teacher=found.to(ranks.device))
 
     def _with_computed(self, units: UnitTable) -> UnitTable:
-        """Add the columns that models compute of the units before the first update, a pass for each model."""
+        """Add the columns that models compute before the first update. Each model takes one pass."""
         asked: dict[str, dict[str, str]] = {}
         for column in sorted(self._objective.columns - {*units.columns}):
             model, own = SOURCES[column]
@@ -348,7 +344,8 @@ class _Step:
         return units
 
     def _has_something_to_learn(self) -> bool:
-        """Return whether the step is trained. Raises `NothingToLearn` if the job asks to end without."""
+        """Return whether to train the step. Raises `NothingToLearn` if there is nothing to learn and the job
+        must stop then."""
         units, objective, step = self._units, self._objective, self._inputs.step
         with self._left_out(0):
             self._check_advantages()
@@ -369,7 +366,7 @@ class _Step:
         return False
 
     def _check_advantages(self) -> None:
-        """Raise `NotFinite` if an advantage is not finite; it says which of the computed columns is not."""
+        """Raise `NotFinite` if an advantage is not finite. The error names the column that caused it."""
         units, names, objective = self._units, self._inputs.names, self._objective
 
         def faulty(column: str) -> list[int]:
@@ -407,7 +404,8 @@ class _Step:
 
     @contextmanager
     def _left_out(self, number: int) -> Iterator[None]:
-        """Leave the update of minibatch `number` out if something is not finite, or raise that."""
+        """Skip the update of minibatch `number` if the block raises `NotFinite`. Raises the error again if
+        the job must stop then."""
         try:
             yield
             return
@@ -429,7 +427,7 @@ class _Step:
         self._not_finite += 1
 
     def _update(self, number: int, minibatch: Minibatch) -> None:
-        """Train one minibatch. Its figures count as those of the step only once it is trained."""
+        """Train one minibatch. The step's statistics include it only if the update succeeds."""
         totals = self._totals(minibatch)
         with self._left_out(number):
             loss, faulty = self._accumulate(minibatch, totals)
@@ -460,8 +458,8 @@ class _Step:
         return StepStatistics(step, eta, self._objective.figures), ValueStatistics()
 
     def _accumulate(self, minibatch: Minibatch, totals: Totals) -> tuple[float, dict[int, int]]:
-        """Compute the gradients of the policy, and of a critic of its own. Returns the policy's loss, and by
-        episode the number of its units whose log-prob, value or loss is not finite."""
+        """Compute the gradients of the policy and of a separate critic. Returns the policy's loss and the
+        number of faulty units by episode. A unit is faulty if its log-prob, value or loss is not finite."""
         objective, ranks = self._objective, self._ranks
         self._now, self._values_now = self._new_statistics()
         means = self._means_of_episodes(minibatch, totals) if objective.over_episodes else None
@@ -474,7 +472,7 @@ class _Step:
             terms = objective.terms(columns, units)
             coefficients = objective.coefficients(units, totals)
             loss = (terms.loss * coefficients).sum()
-            # An infinite log-prob does not show in the loss: exponents are clamped.
+            # The loss hides an infinite log-prob because exponents are clamped.
             finite = terms.loss.isfinite() & logp.isfinite()
             if "prox" in units:
                 finite &= units["prox"].isfinite()
@@ -504,9 +502,9 @@ class _Step:
         return float(total), {episode: int(faulty[episode]) for episode in faulty.nonzero()[:, 0].tolist()}
 
     def _apply(self) -> tuple[float, list[float]]:
-        """Update the policy, and a critic of its own. Returns the norms of their gradients: 0 for the policy
-        if the critic alone is trained, and none without a critic of its own. Raises `GradientNotFinite`
-        before either has changed."""
+        """Update the policy and a separate critic. Returns the gradient norm of the policy and a list with
+        the critic's norm. The policy's norm is 0 if only the critic is trained. The list is empty without a
+        separate critic. Raises `GradientNotFinite` before either model has changed."""
         if not self._objective.has_own_critic:
             return self._backend.optimizer_step(), []
         self._backend.gradient_norm(CRITIC)
@@ -522,8 +520,8 @@ class _Step:
         return terms.loss
 
     def _means_of_episodes(self, minibatch: Minibatch, totals: Totals) -> Tensor | None:
-        """Return f32 [E]: the mean of the loss's statistic over each episode, if an episode's units are in
-        several micro-batches; it takes a pass without gradient. None if each episode is in one."""
+        """Return f32 [E]: mean of the loss's statistic over each episode, from a pass without gradient.
+        Returns None if every episode is in a single micro-batch."""
         ranks, objective = self._ranks, self._objective
         held = self._per_episode(torch.int64)
         for units in minibatch.units:
@@ -544,7 +542,7 @@ class _Step:
         return (sums / totals.units_of_episode.clamp(min=1)).float()
 
     def _with_mean(self, logp: Tensor, units: UnitTable, means: Tensor | None, totals: Totals) -> UnitTable:
-        """Add `episode_mean` and `episode_units`, if the loss needs them: see `Loss.statistic`."""
+        """Add `episode_mean` and `episode_units` if the loss needs them (see `Loss.statistic`)."""
         found = self._objective.statistic(logp, units)
         if found is None:
             return units
@@ -573,8 +571,8 @@ class _Step:
         )
 
     def _train_process(self) -> dict[str, float]:
-        """Update the process reward model once. Its log-probs are in the table, so the derivatives of its
-        loss are known before the pass."""
+        """Update the process reward model once. The table already contains its log-probs, so the derivatives
+        of its loss are known before the pass."""
         units = self._units
         slopes, figures = process_slopes(units, *self._objective.process)
         starts = list(accumulate([0, *(batch.n_units for batch in self._batches)]))
@@ -587,8 +585,8 @@ class _Step:
         return figures | {"grad_norm": self._backend.optimizer_step(PROCESS)}
 
     def _sampled_advantages(self) -> dict[int, dict[int, float]]:
-        """Return the advantages of the units of sampled episodes in this rank's rows, whose order the table
-        has."""
+        """Return the advantages of the sampled episodes' units in this rank's rows. The table has the units
+        in the order of the rows."""
         found: dict[int, dict[int, float]] = {}
         end = 0
         for row in self._rows:

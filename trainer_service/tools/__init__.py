@@ -1,1 +1,1 @@
-"""Programs on recorded batches: `export` and `replay`."""
+"""Command-line tools of the trainer."""

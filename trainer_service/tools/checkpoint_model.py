@@ -1,8 +1,8 @@
-"""`areal-async export`: the weights of a checkpoint as a Hugging Face directory.
+"""`areal-async export`: write the weights of a checkpoint as a Hugging Face directory.
 
-They are in the job's dtype, under the names of the model's files, as `<run>/model` is; where adapters are
-trained they are merged, or the adapter alone is written. `best` is the checkpoint of the highest held-out
-accuracy that is known, of equal ones the newer. Of the optimizer's state nothing is read.
+The weights have the job's dtype and the names in the model's files, as in `<run>/model`. Trained adapters are
+merged, or only the adapter is written. `best` is the checkpoint with the highest known held-out accuracy;
+ties go to the newer. The optimizer's state is not read.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from trainer_service.trained_model import write_adapter, write_whole
 
 
 def write_checkpoint_model(target: str | Path, step: str, out: Path, *, adapter: bool = False) -> int:
-    """Write the model, or its `adapter` alone, of the checkpoint `step` (a number, `newest` or `best`) of the
-    run at `target`; returns its step. Raises `ConfigError` for what is not there, `CheckpointError` for a
-    damaged one."""
+    """Write the model, or only its `adapter`, of a checkpoint of the run at `target`. Returns the
+    checkpoint's step.
+
+    `step` is a number, `newest` or `best`. Raises `ConfigError` if the checkpoint does not exist, and
+    `CheckpointError` if it is damaged."""
     run = find_run(target, kinds=("rl", *FILE_KINDS))
     if adapter and not run.job.trainer.lora.rank:
         raise _mistake("--adapter", "this job trains no adapters (trainer.lora)", "Leave it out")

@@ -1,4 +1,4 @@
-"""`areal-async buffer export --batches`: recorded batches as a parquet file."""
+"""`areal-async buffer export --batches`: write recorded batches to a parquet file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer_service.errors import BatchError
 
 
 def main(request: ExportRequest) -> None:
-    """Write the file, one step in memory at a time and in the order of training, and say what is in it."""
+    """Write the file in the order of training, with one step in memory at a time, and print a summary."""
     if request.state is not None:
         mistake = Mistake("--state", "recorded batches have no states: they are trained", "Leave it out")
         raise ConfigError("the command line", [mistake])

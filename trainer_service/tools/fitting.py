@@ -1,4 +1,4 @@
-"""Changes of a job that make its trainer fit a GPU, each of them tried by computing."""
+"""Changes of a job that make its trainer fit a GPU. Each change is verified by computing the memory."""
 
 from __future__ import annotations
 
@@ -15,30 +15,33 @@ from areal_async.models.files import looks_beyond_tokens
 from trainer_service.backends.fsdp.memory import Recompute
 
 MOST_RANKS = 16
-"""All ranks are on one host."""
+"""Largest number of ranks, all on one host."""
 FEWEST_TOKENS = 256
-"""Passes of fewer would leave a GPU idle; rows of less than half a job's length are another job's."""
+"""Smallest micro-batch to suggest, because smaller passes would leave a GPU idle. Rows shorter than half of
+the job's length are not suggested either, because that would be another job."""
 LORA_RANK = 16
 COSTLY = ("trainer.ranks", "trainer.lora", "rollout.max_model_len")
-"""Fields that not everybody can change: it takes GPUs, or trains something else."""
+"""Fields that not every user can change, because they need GPUs or train something else."""
 
 Changed = Iterator[tuple[str, JobConfig]]
-"""Changes as overrides of the command line, each with the changed job; from the least to the most."""
+"""Changes as command-line overrides, each with the changed job, from the smallest to the largest."""
 Knob = Callable[[JobConfig], Changed]
 MostTokens = Callable[[JobConfig], int]
-"""Tokens of the longest pass that a job has memory for; 0 for a job that cannot be."""
+"""Function that returns the tokens of the longest pass that a job has memory for; 0 for an invalid job."""
 
 
 def longest_pass(job: JobConfig) -> int:
-    """Most tokens of one pass: a row that is longer than a micro-batch gets one of its own."""
+    """Return the largest number of tokens in one pass. A row that is longer than a micro-batch gets its own
+    pass."""
     longest_row = job.rollout.max_model_len if job.kind == "rl" else 0
     return max(job.trainer.micro_batch_tokens, longest_row)
 
 
 def changes_that_fit(job: JobConfig, most_tokens: MostTokens) -> list[str]:
-    """The fewest changes that make the job's longest pass fit, each line enough; empty where none are.
+    """Return the smallest sets of changes that make the job's longest pass fit; empty if none does.
 
-    Where each of these is `COSTLY`, lines of one change more are added."""
+    Each line is sufficient by itself. If every line changes a `COSTLY` field, lines with one more change are
+    added."""
 
     def fewer_tokens(job: JobConfig) -> Changed:
         row = job.rollout.max_model_len if job.kind == "rl" else 0
@@ -68,7 +71,8 @@ def changes_that_fit(job: JobConfig, most_tokens: MostTokens) -> list[str]:
 
 
 def _applied(job: JobConfig, knobs: Sequence[Knob]) -> Changed:
-    """The job with a change by each knob, by the first one last: tokens depend on all else."""
+    """Yield the job with a change by each knob. The first knob is applied last, because tokens depend on all
+    other settings."""
     if not knobs:
         yield "", job
         return
@@ -87,7 +91,7 @@ def _lowered(job: JobConfig, tokens: int) -> Changed:
 
 
 def _with(section: Any, field: str, value: Any) -> Any:
-    """Return a section, or a mapping, with another value of the field at a dotted path."""
+    """Return a section or mapping in which the field at a dotted path has another value."""
     name, _, rest = field.partition(".")
     mapping = isinstance(section, Mapping)
     if rest:
@@ -100,14 +104,14 @@ def _after(values: Sequence[Any], value: Any) -> Sequence[Any]:
 
 
 def _argument(job: JobConfig, name: str, *values: Any) -> Sequence[Any]:
-    """Return the values of an argument of the back end that come after the job's, the first being the
+    """Return the values of a back-end argument that come after the job's value. The first value is the
     default."""
     known = BACKENDS.arguments_of(job.trainer.backend).model_fields
     return _after(values, job.trainer.backend_args.get(name, values[0])) if name in known else ()
 
 
 def _sequence(job: JobConfig) -> Sequence[int]:
-    """More ranks of those that there are share each row, if the back end can."""
+    """Return larger numbers of ranks that share each row, without more ranks, if the back end supports it."""
     trainer, asked = job.trainer, job.trainer.parallel
     if "sequence" not in getattr(BACKENDS.known(trainer.backend), "axes", ()) or asked.shard is not None:
         return ()

@@ -1,7 +1,7 @@
-"""Well-known GPUs: memory, peak rate of bf16 products and bandwidth, from their makers' data sheets.
+"""Known GPUs: memory, peak bf16 rate and bandwidth, from the vendors' data sheets.
 
-Memory is what the driver shows (MiB, before anything runs on it), which is less than the name says where a
-part holds error-correcting codes. Rates are of dense bf16 with fp32 sums, without sparsity.
+Memory is the driver's figure in MiB before anything runs. It is smaller than the name suggests if a part of
+the memory stores error-correcting codes. Rates are for dense bf16 products with fp32 sums, without sparsity.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Gpu:
-    """One model of GPU. `bf16_flops` and `bytes_per_s` are the data sheet's peaks; None where unknown."""
+    """One model of GPU. `bf16_flops` and `bytes_per_s` are peaks from the data sheet; None if unknown."""
 
     name: str
     memory_bytes: int
@@ -37,21 +37,21 @@ GPUS = (
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """The GPU that a person calls so: `H100`, `h100`, `rtx 4090`, `A100-80`."""
+    """Return the GPU with a user's spelling of its name: `H100`, `h100`, `rtx 4090`, `A100-80`."""
     wanted = _plain(name)
     return next((gpu for gpu in GPUS if _plain(gpu.name) == wanted), None)
 
 
 def similar_names(name: str) -> list[str]:
-    """Known GPUs whose names begin so, or else are close to it."""
+    """Return known GPUs whose names begin with `name`, or otherwise similar names."""
     wanted, known = _plain(name), {_plain(gpu.name): gpu.name for gpu in GPUS}
     begin = [full for plain, full in known.items() if wanted and plain.startswith(wanted)]
     return begin or [known[plain] for plain in difflib.get_close_matches(wanted, known)]
 
 
 def gpu_of_device(name: str, memory_bytes: int) -> Gpu:
-    """The GPU of a device that the driver calls `name`, such as `NVIDIA A100-SXM4-80GB`, with the memory that
-    this one has. Unknown names have no rates."""
+    """Return the GPU of a device with the driver's name, such as `NVIDIA A100-SXM4-80GB`, and its own memory.
+    An unknown name has no rates."""
     found = _plain(name)
     similar = [gpu for gpu in GPUS if all(_plain(word) in found for word in gpu.name.split("-"))]
     known = max(similar, key=lambda gpu: len(gpu.name), default=Gpu(name, memory_bytes))

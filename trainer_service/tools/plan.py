@@ -1,8 +1,8 @@
-"""`areal-async plan`: the memory that a job's trainer needs on each rank, and what fits.
+"""`areal-async plan`: the memory that a job's trainer needs on each rank, and the micro-batches that fit.
 
-Reads the job file, the model's `config.json` and the headers of its safetensors files, no weights; without
-these files transformers says what they would hold. Else torch is imported only to ask which GPU is visible,
-where there is one.
+It reads the job file, the model's `config.json` and the headers of its safetensors files, but no weights.
+Without these files, transformers computes their shapes. Otherwise torch is only imported to find a visible
+GPU, if there is one.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from trainer_service.tools.fitting import MOST_RANKS, changes_that_fit, longest_
 from trainer_service.tools.gpus import GPUS, Gpu, gpu_named, gpu_of_device, similar_names
 
 RESERVED_BYTES = 3 << 29  # The CUDA context, and workspaces of cuBLAS and NCCL
-FRAGMENTED_SHARE = 0.05  # What the caching allocator cannot give out
+FRAGMENTED_SHARE = 0.05  # Share of memory that the caching allocator cannot use
 NCCL_COPY = "copy of the weights that nccl sends"
 GIB = 1 << 30
 MIB = 1 << 20
 
 
 def main(request: PlanRequest) -> None:
-    """Print the plan. Raises `ConfigError` for a job or a model that cannot be read."""
+    """Print the plan. Raises `ConfigError` if a job or a model cannot be read."""
     job = load_job(Path(request.job_file), request.overrides or (), memory=True)
     gpu = _gpu(request.gpu, job)
     shapes, rank = _planned(job, request.job_file)
@@ -64,8 +64,8 @@ def main(request: PlanRequest) -> None:
 
 
 def job_memory(job: JobConfig, source: str = "job") -> tuple[ModelShape, RankMemory]:
-    """The policy of `job`, and the bytes that each rank needs for it and the job's further models. Raises
-    `ConfigError`."""
+    """Return the shape of the job's policy, and the bytes that each rank needs for it and the job's other
+    models. Raises `ConfigError`."""
     shapes, rank = _planned(job, source)
     return shapes[TRAINED_MODEL], rank
 
@@ -97,8 +97,8 @@ def _planned(job: JobConfig, source: str) -> tuple[Mapping[str, ModelShape], Ran
 
 @cache
 def tensor_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
-    """Shapes of all tensors in the safetensors files of a model directory, from the headers alone, or those
-    that they would hold by its `config.json`. Raises `OSError` and ValueError."""
+    """Return the shapes of all tensors in a model directory, from the safetensors headers or else from
+    `config.json`. Raises `OSError` and `ValueError`."""
     if _has_weights(folder):
         return {name: stored.shape for name, stored in stored_tensors(folder).items()}
     import torch
@@ -110,11 +110,11 @@ def tensor_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
-        model.tie_weights()  # which early versions of transformers 5 leave to the loading of weights
+        model.tie_weights()  # early versions of transformers 5 only tie weights while loading them
         state = model.state_dict(keep_vars=True)
-        first = {id(tensor): name for name, tensor in reversed(state.items())}  # of tied names
+        first = {id(tensor): name for name, tensor in reversed(state.items())}  # the first of tied names
         return names_in_files(model, {name: state[name] for name in first.values()})
-    except Exception as error:  # it raises whatever a configuration that it does not know leads to
+    except Exception as error:  # an unknown configuration can cause any error
         raise ValueError(f"transformers makes no model of its config.json: {error}") from error
 
 
@@ -124,14 +124,14 @@ def _has_weights(folder: Path) -> bool:
 
 
 def usable_bytes(gpu: Gpu) -> int:
-    """Bytes of a GPU that tensors can have."""
+    """Return the bytes of a GPU that are available for tensors."""
     return int((gpu.memory_bytes - RESERVED_BYTES) * (1 - FRAGMENTED_SHARE))
 
 
 def host_bytes(job: JobConfig, model: ModelShape, rank: RankMemory) -> dict[str, int]:
-    """Bytes of a host's memory with all ranks of the job on it; only what there is any of."""
+    """Return the bytes of host memory with all ranks of the job on one host, without entries of 0."""
     published = _published_bytes(job, model)
-    # Copies of the model are equal: the first alone writes checkpoints.
+    # Copies of the model are equal, so only the first one writes checkpoints.
     found = {
         "copy for checkpoints, all ranks": rank.saved * options_of(job.trainer).shards,
         "offloaded AdamW moments, all ranks": rank.host_optimizer * job.trainer.ranks,
@@ -139,7 +139,7 @@ def host_bytes(job: JobConfig, model: ModelShape, rank: RankMemory) -> dict[str,
     try:
         shared = shared_copies(job) if job.kind == "rl" else None
     except PartError:
-        shared = None  # What an engine needs that is not there is not known
+        shared = None  # the needs of an engine that is not installed are unknown
     if shared is not None:
         found |= {
             "published snapshots (shared memory)": shared.snapshots * published,
@@ -164,19 +164,19 @@ def _sent_bytes(job: JobConfig, model: ModelShape) -> int:
 
 def _tokens_that_fit(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu) -> int:
     room, sent = usable_bytes(gpu), _sent_bytes(job, model)
-    # A version is exported whole, beside the copy that it becomes, before the next pass.
+    # Before the next pass, a version is exported completely, next to the copy that is sent.
     return rank.tokens_that_fit(room - sent) if rank.state + 2 * sent <= room else 0
 
 
 def _most_tokens(changed: JobConfig, job: JobConfig, gpu: Gpu) -> int:
-    """Tokens that fit after a change of `job`; 0 where that breaks a rule."""
+    """Return the number of tokens that fit after a change of `job`; 0 if the change breaks a rule."""
     if set(memory_mistakes(changed)) - set(memory_mistakes(job)):
         return 0
     return _tokens_that_fit(changed, *job_memory(changed), gpu)
 
 
 def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None) -> dict[str, Any]:
-    """Everything that is printed, in bytes."""
+    """Return all printed figures, in bytes."""
     trainer, tokens = job.trainer, longest_pass(job)
     sent = _sent_bytes(job, model)
     found: dict[str, Any] = {
@@ -220,7 +220,7 @@ def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None
 
 
 def _gpu(name: str | None, job: JobConfig) -> Gpu | None:
-    """The named GPU, else the visible one of the trainer, if there is one."""
+    """Return the named GPU, or otherwise the visible one of the trainer, if there is one."""
     if name is not None:
         if found := gpu_named(name):
             return found

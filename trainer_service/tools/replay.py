@@ -1,8 +1,8 @@
-"""`areal-async buffer replay`: recorded batches through the trainer's own step again, with no generation.
+"""`areal-async buffer replay`: train recorded batches again with the trainer's own step, without generation.
 
-As long as nothing is overridden each step must come out bit by bit as recorded, and the first that does not
-ends the replay with an error. With overrides the differences are what is wanted. Several ranks add up in
-another order than this process, which is one: what they recorded is compared within `NEAR`.
+Without overrides, each step must equal the recording bit by bit, and the first difference ends the replay
+with an error. With overrides, differences are expected. Several ranks sum in another order than the replay's
+single process, so their recordings are compared within `NEAR`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainer_service.ranks import join_ranks
 from trainer_service.trained_model import companions_of, write_trained
 
 NEAR = 1e-6
-"""Largest difference, absolute or relative, of losses and norms of one rank from those of several."""
+"""Largest difference, absolute or relative, between losses and norms of one rank and of several."""
 
 
 def main(request: ReplayRequest) -> None:
@@ -66,8 +66,10 @@ def main(request: ReplayRequest) -> None:
 
 
 def start_of(run: Run, recording: Recording, steps: Sequence[int]) -> Checkpoint | None:
-    """The newest checkpoint from which `steps` can be reached; None to begin with the model. Raises
-    `BatchError` when a step on the way is not recorded, `CheckpointError` for a damaged checkpoint."""
+    """Return the newest checkpoint from which `steps` can be reached; None to start with the model.
+
+    Raises `BatchError` if a step on the way is not recorded, and `CheckpointError` for a damaged
+    checkpoint."""
     roots = (states_folder(run.folder), run.folder / "checkpoints")
     usable = [path for root in roots for path in named_checkpoints(root) if step_of(path) <= steps[0]]
     newest = max(usable, key=step_of, default=None)
@@ -92,9 +94,10 @@ def replay(
     out: Path | None,
     console: Console,
 ) -> list[int]:
-    """Train from `start` (None: from the model) to step `last`, print each step, and leave the model in the
-    folder `out`; returns the steps that differ. Raises what training raises, and where `exact` `TrainerError`
-    at the first difference."""
+    """Train from `start` (None: the model) to step `last`, print each step, and write the model to `out`.
+
+    Returns the steps that differ. Raises the errors of training. With `exact`, raises `TrainerError` at the
+    first difference."""
     section = run.job.trainer
     torch.set_num_threads(first_threads(section.torch_threads))
     torch.manual_seed(run.job.seed)
@@ -105,10 +108,10 @@ def replay(
     if start is not None:
         learner.load(start.folder, start.manifest.updates)
     known, differing, states = 0, [], states_folder(run.folder)
-    most = 1  # ranks that recorded a step
+    most = 1  # largest number of ranks that recorded a step
     for step in range(first, last + 1):
         found = recording.read(step)
-        # A state that was kept for a faulty step has seen the minibatches before it.
+        # The kept state of a faulty step includes the minibatches before the fault.
         begun = found.begun if start is not None and start.folder == states / name_of(step) else 0
         blobs, routes = (
             {name: memoryview(blob) for name, blob in kept.items()} for kept in (found.blobs, found.routes)
@@ -157,7 +160,7 @@ def _not_the_recording(step: int, text: str, ranks: int) -> TrainerError:
 
 
 def hash_of_weights(job: JobConfig, backend: TrainingBackend) -> str:
-    """The hash that a job publishes these weights with."""
+    """Return the hash with which a job publishes these weights."""
     with tempfile.TemporaryDirectory(prefix="areal-replay-") as folder:
         tensors = whole_tensors(backend.export(TRAINED_MODEL))
         tag, files = VersionTag(POLICY, 1, 0), companions_of(job, backend, {})
@@ -167,12 +170,14 @@ def hash_of_weights(job: JobConfig, backend: TrainingBackend) -> str:
 def difference(
     recorded: RecordedStep, losses: Sequence[float], grad_norms: Sequence[float], weights_hash: str
 ) -> str:
-    """The first figure of a replayed step that differs, in words; empty when all that is recorded is the
-    same, or of a recording of several ranks within `NEAR`, the weights left out."""
+    """Return a text on the first figure of a replayed step that differs; empty if all recorded figures are
+    equal.
+
+    For a recording of several ranks, figures are compared within `NEAR`, and weights are not compared."""
     several = recorded.ranks > 1
     for field, now in (("losses", losses), ("grad_norms", grad_norms)):
         before: Sequence[float] = getattr(recorded, field)
-        if before and len(before) != len(now):  # of a step that ended the job none is recorded
+        if before and len(before) != len(now):  # nothing is recorded for a step that ended the job
             return f"{field}: {len(before)} minibatches are recorded, {len(now)} were trained"
         for number, (old, new) in enumerate(zip(before, now)):  # noqa: B905
             near = several and math.isclose(old, new, rel_tol=NEAR, abs_tol=NEAR)

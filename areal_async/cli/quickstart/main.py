@@ -1,8 +1,8 @@
-"""`areal-async quickstart`: from nothing to a policy that got better, in two jobs.
+"""`areal-async quickstart`: train a policy from nothing, in two jobs.
 
-Makes the task set, the tokenizer and a random model; warms the model up by SFT (first job), then trains it
-by asynchronous RL (second job). Both job files are left beside the data, to be read and run again.
-"""
+It creates the task set, the tokenizer and a random model. The first job warms the model up by SFT. The second
+job trains it by asynchronous RL. Both job files stay beside the data, so users can read them and run them
+again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JOB_FILES = ("warm_start.yaml", "train.yaml")
 
 
 def prepare(directory: Path, seed: int) -> None:
-    """Write data, random model and the two job files into `directory`; a function of `seed` alone."""
+    """Write data, random model and the two job files into `directory`. The files depend only on `seed`."""
     directory.mkdir(parents=True, exist_ok=True)
     train, held_out = split_problems(seed, N_HELD_OUT)
     write_tasks(train, directory / "train.jsonl", "train")
@@ -42,10 +42,8 @@ def quickstart(
     overrides: Sequence[str] = (),
     console: Console | None = None,
 ) -> RunResult:
-    """Run both jobs under `out`, replacing an earlier quickstart there; returns the result of the RL job.
-
-    `overrides` are `key=value` for the RL job. Raises what `run_job` raises.
-    """
+    """Run both jobs under `out`, and return the result of the RL job. An earlier quickstart there is
+    replaced. `overrides` are `key=value` for the RL job. Raises the errors of `run_job`."""
     console = console or Console()
     _warm_up(out, seed, plain=plain, console=console)
     console.print("[bold]3/3[/] asynchronous RL: buffer, rollout, reward, trainer and evaluation as services")
@@ -54,8 +52,9 @@ def quickstart(
 
 
 def quickstart_job(overrides: Sequence[str] = (), *, out: str | Path = "runs", seed: int = 1) -> JobConfig:
-    """Return the quickstart's RL job with these `key=value`, for experiments. Its files and its warmed-up
-    model are made below `out` unless they exist (about 20 s). Raises as `run_job` and `load_job` do."""
+    """Return the quickstart's RL job with these `key=value`, for experiments. If its files and its warmed-up
+    model do not exist below `out`, they are created (about 20 s). Raises the errors of `run_job` and
+    `load_job`."""
     out = Path(out)
     if not (out / WARM_MODEL / "config.json").exists():
         _warm_up(out, seed, plain=True, console=Console())

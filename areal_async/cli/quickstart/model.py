@@ -1,4 +1,4 @@
-"""The model of the quickstart, tiny and with a character tokenizer, and its tasks, two-digit sums."""
+"""The tiny model of the quickstart, its character tokenizer, and its tasks, two-digit sums."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 
 def make_tokenizer(characters: str = CHARACTERS, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character, by default those of arithmetic, and one for each of
-    `words` (letters alone). It adds no special token to a prompt.
+    """Return a tokenizer with one token per character and one for each of `words` (only letters). The default
+    characters are those of arithmetic. It adds no special token to a prompt.
 
-    BPE, and words as merges: `AutoTokenizer` gives a Qwen2 model the pre-tokenizer of Qwen2 whatever the file
-    says, and this is cut the same way under it."""
+    The tokenizer is a BPE tokenizer whose merges produce the words. `AutoTokenizer` always uses the
+    pre-tokenizer of Qwen2 for a Qwen2 model, and BPE with merges gives the same tokens with it."""
     merges = [(word[:end], word[end]) for word in words for end in range(1, len(word))]
     pieces = dict.fromkeys([PAD, EOS, UNKNOWN, *characters, *(a + b for a, b in merges)])
     vocabulary = {token: index for index, token in enumerate(pieces)}
@@ -36,8 +36,8 @@ def make_tokenizer(characters: str = CHARACTERS, words: Sequence[str] = ()) -> P
 def write_model(
     directory: Path, seed: int, tokenizer: PreTrainedTokenizerFast | None = None, positions: int = 64
 ) -> None:
-    """Write the randomly initialised model, which takes up to `positions` tokens, and its tokenizer as a
-    Hugging Face directory."""
+    """Write the randomly initialised model and its tokenizer as a Hugging Face directory. The model accepts
+    up to `positions` tokens."""
     transformers_logging.disable_progress_bar()
     tokenizer = tokenizer or make_tokenizer()
     config = Qwen2Config(
@@ -77,14 +77,14 @@ class Sum(NamedTuple):
 
 
 def split_problems(seed: int, n_held_out: int) -> tuple[list[Sum], list[Sum]]:
-    """Return all problems, shuffled by `seed`, as (train, held out), which share none."""
+    """Return all problems, shuffled by `seed`, as (train, held out) without overlap."""
     problems = [Sum(a, b) for a in OPERANDS for b in OPERANDS]
     random.Random(seed).shuffle(problems)
     return problems[n_held_out:], problems[:n_held_out]
 
 
 def write_tasks(problems: Sequence[Sum], path: Path, split: str) -> None:
-    """Write one line of JSON for each problem: `data_source, prompt, ability, extra_info` and
+    """Write one line of JSON per problem, with `data_source, prompt, ability, extra_info` and
     `reward_model{style, ground_truth}`."""
     rows = [
         {

@@ -1,5 +1,7 @@
-"""The actor that hosts one process in a Ray cluster. Ray chooses its node, and notices when that is gone;
-`process_host.py` does the work there. Requests and answers are bytes: nothing of ours is pickled."""
+"""The actor that hosts one process in a Ray cluster.
+
+Ray chooses the node of the actor and detects the loss of the node. `process_host.py` does the work on the
+node. Requests and answers are bytes, so none of our objects is pickled."""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ from areal_async.base.errors import RunError
 from areal_async.base.own_files import PRIVATE_UMASK
 from areal_async.launch.ray.process_host import ProcessHost
 
-NODE_ID_DIGITS = 12  # Of Ray's 56: as many as tell the nodes of a cluster apart
-AT_ONCE = 4  # Calls that are carried out at once: one of them waits for news
+NODE_ID_DIGITS = 12  # Of 56 digits: enough to distinguish the nodes of a cluster
+AT_ONCE = 4  # Concurrent calls of an actor; one of them waits for news
 
 
 DONE, FAILED = b"\0", b"\1"
-"""First byte of an answer: it is followed by the result, or by the text of the error."""
+"""First byte of an answer. The result follows `DONE`, the text of the error follows `FAILED`."""
 
 T = TypeVar("T")
 
@@ -36,8 +38,10 @@ class HostActor:
         return ray.util.get_node_ip_address()
 
     def call(self, name: str, given: bytes) -> bytes:
-        """Call a method of the host. Its arguments are decoded as its annotations say; its error is returned
-        as text, since not every exception survives the way through Ray."""
+        """Call a method of the host.
+
+        The arguments are decoded according to the method's annotations. An error is returned as text, because
+        Ray cannot transport every exception."""
         try:
             method = getattr(self._host, name)
             kinds = [kind for argument, kind in get_type_hints(method).items() if argument != "return"]
@@ -48,7 +52,7 @@ class HostActor:
 
 
 def call(actor: Any, name: str, *arguments: object) -> Any:
-    """Have an actor call this method of its `ProcessHost`, and return a reference to the answer."""
+    """Call a method of the actor's `ProcessHost`, and return a reference to the answer."""
     return actor.call.remote(name, msgspec.msgpack.encode(arguments))
 
 
@@ -60,6 +64,6 @@ def answer_of(data: bytes, kind: type[T]) -> T:
 
 
 def new_actor(name: str, options: dict[str, Any]) -> Any:
-    """Return a handle of a new actor that is placed as `options` say; it may wait for room."""
+    """Return a handle of a new actor with these placement `options`. The actor may wait for room."""
     fixed = {"max_concurrency": AT_ONCE, "max_restarts": 0, "max_task_retries": 0}
     return ray.remote(HostActor).options(name=name, **fixed, **options).remote()

@@ -1,4 +1,4 @@
-"""Whether a Ray head answers. Ray itself, when it connects, may wait for ever and not say for what."""
+"""Check that a Ray head answers. A connection by Ray itself may wait forever and give no reason."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ ASK = (sys.executable, "-P", "-m", "ray.scripts.scripts", "health-check", "--add
 def check_head(
     address: str, *, connect_s: float = 10.0, answer_s: float = 60.0, ask: tuple[str, ...] = ASK
 ) -> None:
-    """Raise `RunError` unless a Ray head answers at `address`: `HOST:PORT`, or `auto` for this machine's."""
+    """Raise `RunError` unless a Ray head answers at `address`: `HOST:PORT`, or `auto` for this machine's
+    head."""
     host, _, port = address.rpartition(":")
     started = "start the cluster (`ray start --head`), or correct ray.address in the cluster file"
-    deadline_s = time.monotonic() + connect_s  # it may be just coming up
+    deadline_s = time.monotonic() + connect_s  # the head may be starting
     while port.isdecimal() and not _listens(host.strip("[]"), int(port)):
         if time.monotonic() > deadline_s:
             raise RunError(f"nobody listens at {address}: {started}")
         time.sleep(0.5)
-    try:  # Ray gives a head that is silent up to 45 s
+    try:  # Ray waits up to 45 s for a silent head
         asked = subprocess.run([*ask, address], capture_output=True, text=True, timeout=answer_s, check=False)
         said = (asked.stderr.strip() or asked.stdout.strip() or "no reason given").splitlines()[-1][:200]
         if asked.returncode == 0:

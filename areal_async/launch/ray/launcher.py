@@ -1,13 +1,16 @@
-"""The launcher of a Ray cluster: Ray decides where each process goes, and notices when a node is gone.
+"""The launcher of a Ray cluster. Ray chooses the node of each process, and detects the loss of a node.
 
-Promises: nothing is started before the whole job has its places; a process whose node is gone is reported as
-lost, and its next start asks Ray for another place; lines that processes append to their logs and events are
-on the home host a second later; when `close` has returned, the files of the buffer's own Redis are there too,
-for a resume, or stay on their node, where the resume finds them; then, or when this process has died, nothing
-of the run is left running on any node.
+Promises:
 
-One thread for each process of the run talks to its actor; the supervisor's never waits for one.
-"""
+- Nothing starts before the whole job has its places.
+- A process whose node is lost is reported as lost. Its next start asks Ray for another place.
+- Lines that processes append to their logs and events arrive on the home host within a second.
+- When `close` has returned, the files of the buffer's own Redis are on the home host for a resume.
+  Otherwise they stay on their node, and the resume fetches them.
+- After `close`, or after the death of this process, no process of the run is left on any node.
+
+One thread for each process of the run talks to its actor. The supervisor's thread never waits for an
+actor."""
 
 from __future__ import annotations
 
@@ -66,30 +69,30 @@ from areal_async.launch.ray.process_host import listen_in, shipped_by
 from areal_async.rpc.endpoints import HELD_VARIABLE
 from areal_async.service.context import SERVED_VARIABLE
 
-LEAST_CPUS = 0.01  # A place in a group must reserve something
+LEAST_CPUS = 0.01  # Every place in a group must reserve at least this
 NEWS_S = 1.0
-UNHEARD_S = 3 * NEWS_S  # Without an answer of its host for so long, a process may live and not be heard
-MEETING_S = 3600.0  # Longest wait of a rank for the first one to have its files and its place
+UNHEARD_S = 3 * NEWS_S  # Seconds without an answer of its host after which a process counts as unheard
+MEETING_S = 3600.0  # Longest wait of a rank until rank 0 has its place and its files
 LOOK_S = 0.2
-TELL_S = 30.0  # Between two lines that say that a run waits for room
+TELL_S = 30.0  # Interval of the lines that report a wait for room
 CLOSE_S = 8.0
 PUBLISHED_S = 60.0
 LOST_STATUS = -9
 FORWARDED = ("HF_", "TRANSFORMERS_", "AREAL_ASYNC_", "TOKENIZERS_")
-"""Prefixes of the names of variables that are copied to processes on other hosts."""
+"""Prefixes of environment variables that are copied to processes on other hosts."""
 OWN_VARIABLES = frozenset({HELD_VARIABLE, SERVED_VARIABLE, CACHE_VARIABLE})
-"""Variables that concern one host alone."""
+"""Environment variables that are valid on one host only."""
 
 log = get_logger("launcher")
 
 
 class Cancelled(Exception):
-    """The process is to end before it has begun."""
+    """The process must end before it has started."""
 
 
 @dataclass
 class RemoteChild:
-    """A process on a node, as its thread sees it. The supervisor's thread reads."""
+    """A process on a node. Its own thread writes the fields, and the supervisor's thread reads them."""
 
     pid: int = 0
     report: dict[str, Any] | None = None
@@ -97,7 +100,7 @@ class RemoteChild:
     how_lost: str = ""
     said: bytearray = field(default_factory=bytearray)
     answered_s: float = -UNHEARD_S
-    """Time of its host's last answer with news."""
+    """Time of the host's last answer with news."""
     kills: int = 0
     actor: Any = None
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -130,7 +133,7 @@ class RemoteChild:
         self._end("kill")
 
     def close(self) -> None:
-        """Nothing is kept here."""
+        """Do nothing: there are no local descriptors."""
 
     def _end(self, how: str) -> None:
         self.cancelled.set()
@@ -148,15 +151,15 @@ class RayPlace:
         self.endpoints: dict[str, str] = {}
         self.actor: Any = None
         self.keeps_files = place.role == "buffer" and launcher.job.buffer.redis == "embedded"
-        """Whether files that the process needs lie on its node alone."""
-        self._confirmed = 0  # Newest revision that the Redis of a buffer is known to have confirmed
+        """Whether the process needs files that are only on its node."""
+        self._confirmed = 0  # Newest known revision that the buffer's Redis has confirmed
         self._launcher = launcher
         self._run_dir = launcher.folders.run_dir
         self._have: dict[str, int] = {}
         self._lives = 0
 
     def take(self, cancelled: threading.Event) -> None:
-        """Have an actor made, wait until it has a place, and let that be prepared. Raises `Cancelled`."""
+        """Create an actor, wait for its place, and prepare the place. Raises `Cancelled`."""
         self._lives += 1
         actor = new_actor(f"{self.place.name}.{self._lives}", dict(self.options))
         try:
@@ -182,7 +185,7 @@ class RayPlace:
         log.info("placed", service=self.place.name, node=placed.host.node_id, address=placed.host.address)
 
     def live(self, child: RemoteChild, served_before: bool, meeting: Future[str] | None) -> None:
-        """Follow one life of the process, from its start to its end; on a thread of its own."""
+        """Follow one life of the process, from its start to its end. Runs on a separate thread."""
         try:
             if self.actor is None:
                 self.take(child.cancelled)
@@ -202,7 +205,7 @@ class RayPlace:
                 meeting.cancel()
 
     def close(self, *, keep_buffer: bool = False) -> Any:
-        """Return the reference of the last call to the actor; None if there is no actor."""
+        """Close the actor's host. Return the reference of this call; None if there is no actor."""
         return call(self.actor, "close", keep_buffer) if self.actor is not None else None
 
     def _start(self, child: RemoteChild, served_before: bool, meeting: Future[str] | None) -> None:
@@ -215,7 +218,7 @@ class RayPlace:
         )
         if self.keeps_files:
             self._note_buffer()
-        # It may take long: the files of a model come first.
+        # The start may take long, because the host first fetches the model's files.
         started = _answer(call(self.actor, "start", order), ProcessStarted, child.cancelled)
         if self.keeps_files:
             forget_at_home(self._run_dir)
@@ -224,13 +227,14 @@ class RayPlace:
             meeting.set_result(started.meeting)
 
     def _follow(self, child: RemoteChild) -> None:
-        """Take in the news of the process until it has ended, however long the link to its node is cut: Ray
-        decides when that is dead."""
+        """Process the news of the process until it has ended.
+
+        The link to its node may be cut for any time: Ray decides when the node is dead."""
         while True:
             try:
                 asked = call(self.actor, "news", self._have, NEWS_S, child.report is not None)
                 news = _answer(asked, ProcessNews)
-            except ActorUnavailableError:  # what was heard meanwhile comes again, but for a rank's line
+            except ActorUnavailableError:  # files are sent again; bytes of the line are lost
                 time.sleep(LOOK_S)
                 continue
             brought = self._bring_home(news.files)
@@ -239,7 +243,7 @@ class RayPlace:
             child.answered_s = time.monotonic()
             if news.confirmed > self._confirmed:
                 self._confirmed = news.confirmed
-                with suppress(OSError):  # it is written with the next one
+                with suppress(OSError):  # the next revision is written instead
                     self._note_buffer()
             child.kills, child.report = news.memory_kills, news.ready or child.report
             if news.status is not None and not brought:
@@ -247,8 +251,9 @@ class RayPlace:
                 return
 
     def _bring_home(self, files: Sequence[FileNews]) -> bool:
-        """Append these pieces to the run's files, and return whether any came. Pieces that the disk at home
-        does not take are asked for again."""
+        """Append these pieces to the run's files, and return whether there were any.
+
+        If the disk at home is full, the pieces are requested again later."""
         for piece in files:
             try:
                 self._launcher.bring_home(self.place.name, piece)
@@ -260,7 +265,8 @@ class RayPlace:
         return bool(files)
 
     def _note_buffer(self) -> None:
-        """Record how much the buffer's Redis has confirmed and, for its own Redis, where its files are."""
+        """Record the newest confirmed revision of the buffer's Redis. For the buffer's own Redis, also record
+        its node and folder."""
         if not self.keeps_files:
             write_confirmed(self._run_dir, self._confirmed)
         elif (host := self.host) is not None:
@@ -282,8 +288,8 @@ class RayPlace:
 
 
 class RayLauncher:
-    """Starts the processes of one run on the nodes of the cluster that `section` names. `tell` shows a
-    person a line of text."""
+    """Starts the processes of one run on the nodes of the cluster in `section`. `tell` shows a line of text
+    to the user."""
 
     def __init__(self, section: RaySection, folders: RunFolders, tell: Callable[[str], None]) -> None:
         self.section = section
@@ -325,7 +331,7 @@ class RayLauncher:
             problem = f"the Ray cluster at {section.address} cannot be reached: {first_line(error)}"
             raise RunError(f"{problem}. Is this machine a node of it (`ray start`)?") from error
         finally:
-            signal.signal(signal.SIGTERM, handler)  # Ray's would end this process at once, with a trace
+            signal.signal(signal.SIGTERM, handler)  # Ray's handler would end this process with a trace
         self._node = ray.util.get_node_ip_address()
         address = section.home_address or self._node
         self._control = listen_in(address, section.ports)
@@ -334,7 +340,7 @@ class RayLauncher:
         self._home = msgspec.structs.replace(self.folders.host, node_id=HOME, address=address)
 
     def _take_places(self, services: Sequence[ServicePlace]) -> list[ServicePlace]:
-        """Have an actor made for each of the services at once. Raises `RunError`."""
+        """Create actors for all services at the same time. Raises `RunError`."""
         cancelled = threading.Event()
         with ThreadPoolExecutor(max(1, len(services)), "place") as pool:
             try:
@@ -424,7 +430,7 @@ class RayLauncher:
     # --- used by the threads of places ---------------------------------------------------------------
 
     def refuse_listeners(self, address: str) -> None:
-        """Raise `RunError` if the keys of the run would go to a node at `address` unencrypted."""
+        """Raise `RunError` if the run's keys would be sent unencrypted to a node at `address`."""
         encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
         if address != self._node and not encrypted and not self.section.trust_network:
             raise RunError(
@@ -434,7 +440,7 @@ class RayLauncher:
             )
 
     def moved(self, place: RayPlace) -> None:
-        """Note a new place for the supervisor."""
+        """Record a new place, for the supervisor."""
         with self._changed:
             self._moved.append(place.place)
 
@@ -456,15 +462,17 @@ class RayLauncher:
             if name.startswith(FORWARDED) and name not in OWN_VARIABLES
         }
         if place.role == "buffer" and (password := self.job.buffer.redis_login.password_env):
-            # Reward and workflow code is a user's: it has no business with the buffer's passwords.
+            # Reward and workflow code is the user's, so it must not see the buffer's passwords.
             given[password] = os.environ.get(password, "")
         if served_before:
             given[SERVED_VARIABLE] = "1"
         return given | {"OMP_NUM_THREADS": str(thread_count(self.job, place.role))}
 
     def bring_home(self, sender: str, piece: FileNews) -> None:
-        """Append to a file of the run's folder. Raises OSError, and ValueError unless it is a log of the
-        process `sender`, or its events."""
+        """Append to a file of the run's folder.
+
+        The file must be a log or the events of the process `sender`; otherwise raises ValueError. Raises
+        OSError if it cannot be written."""
         if not shipped_by(sender).fullmatch(piece.name):
             raise ValueError(f"the node of {sender} sent {piece.name[:200]!r}, no file of that process")
         with self._files:
@@ -473,7 +481,7 @@ class RayLauncher:
     # --- placing --------------------------------------------------------------------------------------
 
     def _reserve(self, group: PlacedTogether, needed: str) -> None:
-        """Reserve the places of a group, all or none, waiting for room. Raises `RunError`."""
+        """Reserve the places of a group, all or none, and wait for room. Raises `RunError`."""
         needs = [need_of(self.job, place.role) for place in group.places]
         needs = [need if need.resources else Need({"CPU": LEAST_CPUS}, need.labels) for need in needs]
         labels = [dict(need.labels) for need in needs]
@@ -507,7 +515,7 @@ class RayLauncher:
             self._place(place, need, scheduling_strategy=strategy)
 
     def _place(self, place: ServicePlace, need: Need, **options: Any) -> None:
-        """Take in a place that is still to be taken by an actor with these options and needs."""
+        """Add a place with these options and needs. An actor takes the place later."""
         own = need.resources
         options |= {"num_cpus": own.get("CPU", 0), "num_gpus": own.get("GPU", 0), "memory": own.get("memory")}
         options["resources"] = {name: amount for name, amount in own.items() if name not in BUILT_IN}
@@ -519,13 +527,15 @@ class RayLauncher:
 
 
 def _answer(reference: Any, kind: type[T], cancelled: threading.Event | None = None) -> T:
-    """Return the result of a call to an actor. Raises `Cancelled`, `RayError`, and `RunError` with the error
-    of the call."""
+    """Return the result of a call to an actor.
+
+    Raises `Cancelled`, `RayError`, and `RunError` with the error of the call."""
     return answer_of(_wait_for(reference, cancelled), kind)
 
 
 def _wait_for(reference: Any, cancelled: threading.Event | None) -> Any:
-    """Return the referenced value, however long the link is cut, as long as Ray takes the actor for alive.
+    """Return the referenced value. Waits as long as Ray considers the actor alive, even if the link is cut.
+
     Raises `Cancelled` and `RayError`."""
     while cancelled is None or not cancelled.is_set():
         done, _ = ray.wait([reference], timeout=LOOK_S)

@@ -1,5 +1,7 @@
-"""Files of a run that come home from the nodes of its Ray cluster: those of the buffer at an orderly end, and
-before a resume those that a killed supervisor has left there (`buffer_files.py`)."""
+"""Files of a run that are copied home from the nodes of its Ray cluster (`buffer_files.py`).
+
+At an orderly end, these are the files of the buffer. If the supervisor was killed, a resume first copies the
+files that the run left on its nodes."""
 
 from __future__ import annotations
 
@@ -30,16 +32,18 @@ from areal_async.launch.ray.orders import FileNews
 
 HOME = "home"
 """Node id of the supervisor's host. No process of the run shares its memory."""
-KEEP_S = 40.0  # In which what a buffer holds must have come home; beyond, it stays on its node for a resume
-PIECE_S = 120.0  # Longest wait for one piece of what a run has left on a node
+KEEP_S = 40.0  # Longest time to copy the buffer's files home; later they stay on their node for a resume
+PIECE_S = 120.0  # Longest wait for one piece of a file that a run left on a node
 REMOVE_S = 8.0
 
 log = get_logger("launcher")
 
 
 class NodeFiles:
-    """`recover` before a run is placed, `keep` at its end. `tell` shows a person a line of text; `may_carry`
-    raises `RunError` if Ray must not carry what belongs to the run between here and an address."""
+    """Copies files home: `recover` before a run is placed, `keep` at its end.
+
+    `tell` shows a line of text to the user. `may_carry` raises `RunError` if Ray must not transport the run's
+    data between this host and an address."""
 
     def __init__(self, run_dir: Path, tell: Callable[[str], None], may_carry: Callable[[str], None]) -> None:
         self._run_dir = run_dir
@@ -47,7 +51,7 @@ class NodeFiles:
         self._may_carry = may_carry
 
     def keep(self, actor: Any) -> bool:
-        """Bring the files of the buffer home from its actor, and return whether they came."""
+        """Copy the files of the buffer home from its actor, and return whether this succeeded."""
         deadline_s = time.monotonic() + KEEP_S
 
         def pull(have: dict[str, int]) -> list[FileNews]:
@@ -61,8 +65,11 @@ class NodeFiles:
         return True
 
     def recover(self, topology: Path | None) -> None:
-        """Bring home what the run before, whose supervisor was killed, has left on its nodes: the files of
-        its buffer and, given its topology, the end of its event logs. Raises `RunError`."""
+        """Copy the files home that the earlier life of the run left on its nodes, after its supervisor was
+        killed.
+
+        These are the files of its buffer and, if its topology is given, the end of its event logs. Raises
+        `RunError`."""
         node = BufferNode.read(self._run_dir)
         if (
             node is not None
@@ -81,8 +88,9 @@ class NodeFiles:
                     self._take(host.node_id, host.address, host.run_dir, "events")
 
     def _take(self, node_id: str, address: str, folder: str, part: Part) -> bool:
-        """Return whether files of this part were there, and are at home now. A node that was started anew has
-        another id and the same address."""
+        """Copy the files of a part home from a node. Return whether there were any.
+
+        A node that was restarted has another id and the same address."""
         alive = alive_nodes()
         there = [each for each in alive if each["NodeID"].startswith(node_id)] or [
             each for each in alive if each["NodeManagerAddress"] == address
@@ -111,7 +119,7 @@ class NodeFiles:
 
 
 def alive_nodes() -> list[Mapping[str, Any]]:
-    """Return the nodes that Ray takes for alive."""
+    """Return the nodes that Ray considers alive."""
     return [node for node in ray.nodes() if node["Alive"]]
 
 

@@ -1,4 +1,5 @@
-"""Messages between the launcher and its actors on the nodes of a Ray cluster: msgpack, carried by Ray."""
+"""Messages between the launcher and its actors on the nodes of a Ray cluster. Ray transports them as
+msgpack."""
 
 from __future__ import annotations
 
@@ -18,25 +19,25 @@ class PlaceOrder(msgspec.Struct, frozen=True):
     place: ServicePlace
     keys: RoleKeys
     ports: tuple[int, int] | None
-    """First and last port that the host may listen on; None: any."""
+    """First and last port that the host may listen on. None: any port."""
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """The actor's host, and the endpoints that it holds for its process, by the name of the server."""
+    """The actor's host, and the endpoints that it reserves for its process, by the name of the server."""
 
     host: RunHost
     endpoints: dict[str, str]
 
 
 class StartOrder(msgspec.Struct, frozen=True):
-    """A request to start the process; `topology` is written to its host before."""
+    """A request to start the process. The host writes `topology` to a file before the start."""
 
     topology: bytes
     environment: dict[str, str]
     meets: bool
-    """True for a rank of a trainer that has several."""
+    """True for a rank of a trainer with several ranks."""
     meeting: str
-    """Address at which these meet; empty for rank 0, which makes one."""
+    """Address at which these ranks meet. Empty for rank 0, which creates the meeting."""
 
 
 class ProcessStarted(msgspec.Struct, frozen=True):
@@ -45,7 +46,7 @@ class ProcessStarted(msgspec.Struct, frozen=True):
 
 
 class FileNews(msgspec.Struct, frozen=True):
-    """Bytes that were appended to a file of the run at `offset`. `name` is a path within the run's folder."""
+    """Bytes appended to a file of the run at `offset`. `name` is a path within the run's folder."""
 
     name: str
     offset: int
@@ -56,7 +57,7 @@ class FileNews(msgspec.Struct, frozen=True):
 
 
 class ProcessNews(msgspec.Struct, frozen=True):
-    """State of the process. `heard` has the bytes from its line since the last answer."""
+    """State of the process. `heard` has the bytes that its line has received since the last answer."""
 
     ready: dict[str, Any] | None
     status: int | None

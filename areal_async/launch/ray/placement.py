@@ -1,9 +1,8 @@
 """Needs of each process of a job, and the placement of its processes relative to each other. Pure.
 
-The ranks of a trainer are one placement group, packed: as few nodes as they fit on. The workers that a job
-begins with, and its evaluation, are another, spread. Buffer and reward service are a third; a buffer that has
-its own Redis stays on the node where its files are. Ray reserves each group as a whole or not at all.
-"""
+Three placement groups exist. The ranks of a trainer are packed on as few nodes as possible. The first workers
+of a job and its evaluator are spread. Buffer and reward service are the third group. A buffer with its own
+Redis stays on the node with its files. Ray reserves each group completely or not at all."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ from areal_async.config.devices import evaluation_rollout, first_threads, width_
 from areal_async.config.job import JobConfig, ShapeSection
 
 Strategy = Literal["PACK", "SPREAD"]
-BUILT_IN = ("CPU", "GPU", "memory")  # Ray's own resources
+BUILT_IN = ("CPU", "GPU", "memory")  # Resources that Ray defines itself
 LIGHT_CPUS = 0.0
-"""Cores that buffer and reward service reserve by default: they share the cores of their node."""
+"""Cores that buffer and reward service reserve by default. The two services share the cores of their node."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +26,14 @@ class Need:
     """Resources and labels that one process needs."""
 
     resources: Mapping[str, float]
-    """Amounts by Ray's names: CPU, GPU, memory in bytes, and custom ones."""
+    """Amounts by the names that Ray uses: CPU, GPU, memory in bytes, and custom resources."""
     labels: Mapping[str, str]
-    """Labels required of its node."""
+    """Labels that its node must have."""
 
 
 @dataclass(frozen=True)
 class PlacedTogether:
-    """A group of processes: Ray reserves their places as one."""
+    """A group of processes. Ray reserves their places together."""
 
     name: str
     places: Sequence[ServicePlace]
@@ -42,7 +41,7 @@ class PlacedTogether:
 
 
 def together(services: Sequence[ServicePlace]) -> list[PlacedTogether]:
-    """Return the groups of the processes that a job begins with, in the order of reservation."""
+    """Return the groups of the first processes of a job, in the order of reservation."""
     groups: Mapping[str, tuple[Strategy, tuple[Role, ...]]] = {
         "services": ("PACK", ("buffer", "reward")),
         "trainer": ("PACK", ("trainer",)),
@@ -56,7 +55,8 @@ def together(services: Sequence[ServicePlace]) -> list[PlacedTogether]:
 
 
 def need_of(job: JobConfig, role: Role) -> Need:
-    """Return the needs of a process: those in `placement`, else those of its devices and threads."""
+    """Return the needs of a process: the needs in `placement`, or else the needs of its devices and
+    threads."""
     shape: ShapeSection = getattr(job.placement, role)
     cpus, gpus = LIGHT_CPUS, 0
     if role == "trainer":
@@ -96,8 +96,9 @@ def in_words(amounts: Mapping[str, float]) -> str:
 
 
 def lacking(needs: Sequence[Need], nodes: Sequence[Mapping[str, str]]) -> str:
-    """Return the needed labels that none of `nodes` has, as the end of a sentence; empty if there is none.
-    Expressions such as `in(a,b)` are left to Ray."""
+    """Return the needed labels that none of `nodes` has, as the end of a sentence; empty if there are none.
+
+    Ray itself checks expressions such as `in(a,b)`."""
     wanted = {label for need in needs for label in need.labels.items() if not set(label[1]) & set("!(")}
     nowhere = sorted(wanted - {label for node in nodes for label in node.items()})
     shown = ", ".join(f"{name}={value}" for name, value in nowhere)

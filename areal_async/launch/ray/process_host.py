@@ -1,13 +1,16 @@
 """The host of one process, on a node of a cluster: its folders, its ports, its start and its end.
 
-Promises: a port that was promised to the process stays its own while this host lives, through all its deaths;
-bytes that the process appends to its logs and events are sent from where the reader has them, so none is lost
-or comes twice; after `close`, or the death of this host, nothing of the process is left running, and once the
-last host of the run on a node is gone its folders there are removed, by it or by the next run's. The files of
-a buffer stay until they are at home (`buffer_files.py`).
+Promises:
 
-It knows nothing of Ray: an actor (`actor.py`) passes its requests on.
-"""
+- A port that is reserved for the process stays reserved while this host lives, also after a death of the
+  process.
+- Bytes that the process appends to its logs and events are sent from the reader's position. So no byte is
+  lost or repeated.
+- After `close`, or after the death of this host, nothing of the process is left running.
+- After the last host of a run on a node has ended, the run's folders there are removed. The last host or the
+  next run removes them. The files of a buffer stay until they have been copied home (`buffer_files.py`).
+
+This module does not depend on Ray. An actor (`actor.py`) passes requests to it."""
 
 from __future__ import annotations
 
@@ -48,34 +51,37 @@ from areal_async.service.context import keys_file
 from areal_async.storage.home import HomeFileSystem
 
 TOPOLOGY = "topology.json"
-IN_USE = "in-use"  # File that each host of a run on this node holds a shared lock on
+IN_USE = "in-use"  # Each host of a run on this node holds a shared lock on this file
 LOOK_S = 0.05
 SWEEP_S = 2.0
 BACKLOG = 512
 
 
 class ProcessHost:
-    """Call `place`, then `start` and `news` as often as the process is to run, then `close`. Any thread may
-    call. The names and annotations of its methods are those of an actor's calls (`actor.py`)."""
+    """The host of one process. Call `place`, then `start` and `news` for each life of the process, then
+    `close`.
+
+    Any thread may call the methods. Their names and annotations define an actor's calls (`actor.py`)."""
 
     def __init__(self, node_id: str, address: str) -> None:
         self._node_id = node_id
         self._address = address
-        self._held: dict[str, socket.socket] = {}  # By endpoint
+        self._held: dict[str, socket.socket] = {}  # Reserved sockets by endpoint
         self._child: LocalChild | None = None
-        # The kernel ends a child with the thread that started it: this one lives as long as the actor.
+        # The kernel ends a child with the thread that started it, so this thread lives as long as the actor.
         self._starter = ThreadPoolExecutor(1, "starter")
         self._lock_fd: int | None = None
         self._left: LeftFiles | None = None
 
     def place(self, order: PlaceOrder) -> Placed:
-        """Make the folders, lay out the keys, and take the ports. Raises OSError or `RunError`."""
+        """Make the folders, write the keys, and reserve the ports. Raises OSError or `RunError`."""
         self._order = order
         sweep(order.run_id)
         self.host = make_folders(order.run_id, self._node_id, self._address)
         self._run_dir = Path(self.host.run_dir)
         self._buffer = self._run_dir / BUFFER if order.place.role == "buffer" else None
-        # Not beside the sockets: whoever cleans up after a dead supervisor on this host removes those.
+        # Not beside the sockets, because a clean-up after a dead supervisor on this host removes their
+        # folder.
         self._lock_fd = os.open(self._run_dir / IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock_fd, fcntl.LOCK_SH)
         own = InUse(order.run_id, [str(folder) for folder in folders_of(self.host)])
@@ -96,8 +102,10 @@ class ProcessHost:
         return self._starter.submit(self._start, order).result()
 
     def news(self, have: dict[str, int], wait_s: float, serves: bool) -> ProcessNews:
-        """Return what is new, at the latest after `wait_s`. `have` are the sizes of the files that the reader
-        has already; `serves` is true once the reader knows that the process is ready."""
+        """Return the news of the process, after at most `wait_s`.
+
+        `have` has the sizes of the files at the reader. `serves` is true if the reader knows that the process
+        is ready."""
         deadline_s = time.monotonic() + wait_s
         while True:
             status = ready = None
@@ -123,8 +131,10 @@ class ProcessHost:
             self._child.kill()
 
     def close(self, keep_buffer: bool = False) -> None:
-        """End the process and everything that it has detached, give up the ports, and remove the folders if
-        no other process of the run is on this node. `keep_buffer`: its files are not at home."""
+        """End the process and its detached processes, and release the ports.
+
+        The folders are removed if no other process of the run is on this node. With `keep_buffer`, the
+        buffer's files are kept, because they are not at home."""
         self._end()
         if self._buffer is not None and not keep_buffer:
             shutil.rmtree(self._buffer, ignore_errors=True)
@@ -145,7 +155,7 @@ class ProcessHost:
         return list(pieces_of(self._run_dir, (self._run_dir / BUFFER).rglob("*"), have))
 
     def left(self, folder: str, part: Part, have: dict[str, int]) -> list[FileNews]:
-        """Return pieces of the files that a dead run has left in `folder` (`LeftFiles`)."""
+        """Return pieces of the files that a dead run left in `folder` (`LeftFiles`)."""
         self._left = self._left or LeftFiles(folder)
         return self._left.read(part, have)
 
@@ -154,7 +164,7 @@ class ProcessHost:
             self._left.remove()
 
     def _end(self) -> None:
-        """Kill the process and all that it has started. Others of the run on this node have other marks."""
+        """Kill the process and all processes that it started. Other processes of the run have other marks."""
         self.kill()
         child = self._child
         sweep_processes(self._mark, SWEEP_S, lambda: child is None or child.poll() is not None)
@@ -180,8 +190,9 @@ class ProcessHost:
         return ProcessStarted(self._child.pid, lines.meeting)
 
     def _bring(self, order: StartOrder) -> Topology:
-        """Copy what the job names to this host, from the home host or from stores, and return the topology
-        with the job's paths on this host. Raises `ArealError`."""
+        """Copy the files that the job names to this host, from the home host or from stores.
+
+        Returns the topology with the job's paths on this host. Raises `ArealError`."""
         topology = msgspec.json.decode(order.topology, type=Topology)
         address = Address(topology.control, "supervisor")
         keys, name = self._order.keys, self._order.place.name
@@ -196,22 +207,26 @@ class ProcessHost:
 
 
 def shipped_by(name: str) -> re.Pattern[str]:
-    """Return a pattern for the files of the process `name` that are copied to the run's folder at home: its
-    log, those of its engines' servers, its events. `trainer-1` and `rollout-10` are others' names."""
+    """Return a pattern for the files of the process `name` that are copied to the run's folder at home.
+
+    These are its log, the logs of its engines' servers, and its events. The pattern for `trainer` does not
+    match files of `trainer-1`."""
     name = re.escape(name)
     return re.compile(rf"logs/{name}\.log|logs/{name}-[a-z]\w*-\d+\.log|events/{name}-\d+\.jsonl")
 
 
 def is_secret(variable: str, role: Role) -> bool:
-    """Return whether a variable of the node is kept from processes of this role. Ray's secrets let a process
-    start programs anywhere on the cluster. `AWS_…` opens the stores of all jobs, and workers and rewards run
-    code of others."""
+    """Return whether a variable of the node is hidden from processes of this role.
+
+    With Ray's secrets, a process could start programs anywhere on the cluster. `AWS_…` variables open the
+    stores of all jobs, and workers and rewards run foreign code."""
     runs_code_of_others = role in ("rollout", "evaluator", "reward")
     return variable.startswith(("RAY_AUTH_TOKEN", "RAY_TLS_", *(("AWS_",) if runs_code_of_others else ())))
 
 
 def served_by(place: ServicePlace) -> list[str]:
-    """Return the names of the servers of a process whose ports others must know before it runs."""
+    """Return the names of the process's servers. Other processes need the ports of these servers before the
+    process runs."""
     if place.role == "trainer" and not place.is_first:
         return ["status"]
     served: Mapping[Role, list[str]] = {
@@ -238,7 +253,7 @@ def listen_in(address: str, ports: tuple[int, int] | None) -> socket.socket:
 
 
 def make_folders(run_id: str, node_id: str, address: str) -> RunHost:
-    """Make the folders of a run on this node, which all its processes here share."""
+    """Make the folders of a run on this node. All processes of the run on this node share them."""
     host = volatile_host(node_id, run_id, SHM_ROOT, address=address)
     for folder in (host.socket_dir, host.run_dir, host.shm_dir, f"{host.run_dir}/logs"):
         with suppress(FileExistsError):
@@ -253,8 +268,9 @@ def folders_of(host: RunHost) -> list[Path]:
 
 
 def remove_folders(folders: Iterable[Path]) -> None:
-    """Remove the folders that are this user's and have the name of a run's, except for the files of a buffer
-    that a resume may need."""
+    """Remove folders that belong to this user and are named like a run's folder.
+
+    Files of a buffer that a resume may need are kept."""
     for folder in folders:
         if not folder.name.startswith(f"areal-{os.getuid()}-") or not is_own_folder(folder):
             continue
@@ -269,7 +285,7 @@ def remove_folders(folders: Iterable[Path]) -> None:
 
 
 def sweep(run_id: str) -> None:
-    """Remove the folders of other runs on this node that no process holds any more: their hosts were
+    """Remove the folders of other runs on this node that no process uses any more, because their hosts were
     killed."""
     locks = (root.glob(f"areal-{os.getuid()}-*/{IN_USE}") for root in volatile_roots())
     for lock in itertools.chain.from_iterable(locks):
@@ -283,7 +299,7 @@ def sweep(run_id: str) -> None:
 
 
 class InUse(msgspec.Struct, frozen=True):
-    """Content of the file that each host of a run on a node holds a lock on."""
+    """Content of the file on which each host of a run on a node holds a lock."""
 
     run_id: str
     folders: list[str]

@@ -1,4 +1,4 @@
-"""Dashboards, rules and alerts for Prometheus and Grafana, as files that come with the package.
+"""Dashboards, rules and alerts for Prometheus and Grafana, as files of this package.
 
-`grafana/` is made by `deploy/grafana/build.py`; the rest is written by hand. `files.py` gives them to a user,
-and `serving.py` starts the two programs with them."""
+`deploy/grafana/build.py` generates `grafana/`; the other files are written by hand. `files.py` writes the
+files for a user. `serving.py` starts the two programs with them."""

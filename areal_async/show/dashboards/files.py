@@ -1,8 +1,7 @@
-"""The files that Prometheus and Grafana need, written for a place and for the runs that they are to show.
+"""Writer of the files that Prometheus and Grafana need, for one folder and the runs to show.
 
-Promises: what is written is complete, so that both programs start with it and find each other; written again,
-it replaces what it wrote and touches nothing else.
-"""
+The files are complete: both programs start with them and find each other. Writing again replaces only files
+of an earlier call."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ SCRAPE_S, EVALUATE_S = 2, 5
 
 
 class ListedJobs(NamedTuple):
-    """A controller that lists its jobs' processes for Prometheus, and a token with which it answers."""
+    """A controller that lists its jobs' processes for Prometheus, and a token for requests to it."""
 
     url: str
     token_file: Path
@@ -31,9 +30,9 @@ class ListedJobs(NamedTuple):
 def write_files(
     folder: Path, run_dirs: Sequence[Path], prometheus_url: str, listed: ListedJobs | None = None
 ) -> list[Path]:
-    """Write into `folder` dashboards, rules, provisioning and `prometheus.yaml`, which scrapes the jobs whose
-    `run_dir` is one of `run_dirs` and those of a controller. Returns the files, in order. Raises
-    `ConfigError` where it cannot."""
+    """Write dashboards, rules, provisioning and `prometheus.yaml` into `folder`, and return all files in
+    order. Prometheus scrapes the jobs with a `run_dir` in `run_dirs` and the jobs of a controller. Raises
+    `ConfigError` if writing fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for part in PARTS:
@@ -62,8 +61,9 @@ def _change(path: Path, section: str, values: Mapping[str, object]) -> None:
 
 
 def _prometheus(run_dirs: Sequence[Path], listed: ListedJobs | None) -> str:
-    """Return prometheus.yaml. A running job lists its processes in `<run_dir>/prometheus/<job>.json` and
-    removes that file at its end; a controller serves the lists of its jobs."""
+    """Return the text of prometheus.yaml. A running job lists its processes in
+    `<run_dir>/prometheus/<job>.json`, and removes that file at its end. A controller serves the lists of its
+    jobs."""
     lists = [str(folder.absolute() / "prometheus" / "*.json") for folder in run_dirs]
     scrapes: list[dict[str, object]] = [
         {"job_name": "areal", "file_sd_configs": [{"files": lists, "refresh_interval": "5s"}]}

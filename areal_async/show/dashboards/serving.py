@@ -1,8 +1,8 @@
-"""Prometheus and Grafana as child processes, with everything found, until Ctrl-C.
+"""Prometheus and Grafana as child processes, configured for this project, until Ctrl-C.
 
-Promises: both listen on loopback alone; neither outlives this process; where one ends by itself the other is
-ended too and its log is named. What is not installed is said with what to do, and what can be started is.
-"""
+Both listen only on loopback. Neither outlives this process. If one exits by itself, the other is ended too,
+and an error names the log. If Grafana is not installed, Prometheus starts without it, and a message tells the
+user how to install it. Without Prometheus nothing starts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NO_GRAFANA = (
 
 
 class DashboardsError(ArealError):
-    """Prometheus or Grafana cannot be started, or ended by itself."""
+    """Error if Prometheus or Grafana cannot be started, or exits by itself."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def serve(
     listed: ListedJobs | None = None,
     jobs: int = 0,
 ) -> None:
-    """Write the files into `folder`, start what is installed, `tell` where it is, and return after a signal.
-    `listed` is the controller whose jobs are shown too, `jobs` how many of them run. Raises
-    `DashboardsError`."""
+    """Write the files into `folder`, start the installed programs, report their URLs with `tell`, and return
+    after a signal. `listed` is the controller whose jobs are shown too; `jobs` is the number of its running
+    jobs. Raises `DashboardsError`."""
     prometheus = shutil.which("prometheus")
     if prometheus is None:
         raise DashboardsError(NO_PROMETHEUS)
@@ -91,7 +91,7 @@ def serve(
 
 
 def told_of(run_dirs: Sequence[Path], listed: ListedJobs | None = None, jobs: int = 0) -> str:
-    """Return a line that names the jobs with figures, so that a wrong folder is noticed at once."""
+    """Return a line that names the jobs with figures. The user notices a wrong folder in it."""
     n = sum(len([*folder.glob("prometheus/*.json")]) for folder in run_dirs)
     where = ", ".join(str(folder.resolve()) for folder in run_dirs)
     running = f"{n} now" if n else "none now; --runs names the run_dir of your job files"
@@ -100,7 +100,7 @@ def told_of(run_dirs: Sequence[Path], listed: ListedJobs | None = None, jobs: in
 
 
 def _check_free(port: int, option: str) -> None:
-    """Raise `DashboardsError` if the port is in use: its server would be mistaken for the new one."""
+    """Raise `DashboardsError` if the port is in use, because its server would be mistaken for the new one."""
     try:
         socket.create_server((LOOPBACK, port)).close()
     except OSError as error:
@@ -119,9 +119,9 @@ def prometheus_command(program: str, folder: Path, port: int) -> list[str]:
 
 
 def grafana_command(folder: Path) -> list[str] | None:
-    """Return the command that starts Grafana with the files in `folder`; None if it is not installed."""
+    """Return the command that starts Grafana with the files in `folder`, or None if it is not installed."""
     program, words = shutil.which("grafana"), ["server"]
-    if program is None:  # the name until version 10
+    if program is None:  # The name until version 10
         program, words = shutil.which("grafana-server"), []
     if program is None:
         return None
@@ -131,7 +131,7 @@ def grafana_command(folder: Path) -> list[str] | None:
 
 
 def grafana_environment(folder: Path, port: int) -> dict[str, str]:
-    """Return the settings that grafana.ini leaves open: GF_<SECTION>_<KEY> replaces a line of the file."""
+    """Return the settings that grafana.ini leaves open. GF_<SECTION>_<KEY> replaces a line of the file."""
     folder = folder.absolute()
     return {
         "GF_SERVER_HTTP_ADDR": LOOPBACK,
@@ -150,8 +150,8 @@ def _await(
     signals: int,
     limit_s: float | None = READY_S,
 ) -> None:
-    """Return when `done` is true or a signal came, which the next caller still reads. Raises
-    `DashboardsError` if a process ends first, or the time is over."""
+    """Return when `done()` is true or a signal has arrived. The next caller can still read the signal. Raises
+    `DashboardsError` if a process exits first, or after `limit_s`."""
     deadline_s = time.monotonic() + limit_s if limit_s is not None else float("inf")
     while not done():
         for name, child in running.items():

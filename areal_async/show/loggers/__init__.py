@@ -1,15 +1,15 @@
-"""Loggers: a run's figures and samples for TensorBoard, Weights & Biases, MLflow, or a logger of the user's.
+"""Loggers: a run's figures and samples for TensorBoard, Weights & Biases, MLflow, or a user's logger.
 
-They watch what the supervisor writes: each one, in a thread of its own, reads `metrics.jsonl` and the files
-of samples beside it. So they hold up nobody, and what one has not told yet stays in the file until it has:
-an outage of its server, a hang or a slow network costs no memory and loses nothing while the run lasts. What
-a logger refuses (it raises) is left out, counted and logged. At the end of a run they have `CLOSE_S`.
+Each logger runs in its own thread and reads the files that the supervisor writes: `metrics.jsonl`, and the
+sample files beside it. Therefore a logger delays nothing, and unlogged values stay in the files. A server
+outage, a hang or a slow network costs no memory and loses nothing during the run. If a logger raises an
+error, the values of that call are skipped, counted and logged. At the end of a run the loggers have `CLOSE_S`
+to finish.
 
 `observe.loggers` names parts of the kind "logger". A part is called with a `LoggedRun` and its arguments, and
-has the methods of `RunLogger`. How far each one is, is in `<run>/loggers/<name>.json`: a resumed run goes on
-with the same run of its logger, tells what an earlier life could not, and leaves out steps that are done
-again.
-"""
+has the methods of `RunLogger`. `<run>/loggers/<name>.json` records the progress of each logger. A resumed run
+continues the same run of the logger. It logs values that an earlier process did not log, and skips repeated
+steps."""
 
 from __future__ import annotations
 
@@ -42,44 +42,45 @@ BUILT_IN = {
 }
 FOLDER = "loggers"
 LOOK_S = 1.0
-RETRY_S = 30.0  # Between two tries to open a logger
+RETRY_S = 30.0  # Seconds between attempts to open a logger
 CLOSE_S = 60.0
-ENDING = "failed"  # Of a run that does not say how it ended
+ENDING = "failed"  # State for a run whose records have no ending
 
 log = get_logger("loggers")
 
 
 @dataclass
 class LoggedRun:
-    """Description of a run for a logger. `state` is kept across resumes: the id of the logger's own run."""
+    """Description of a run for a logger. `state` is kept across resumes, for example the id of the logger's
+    run."""
 
     job: str
     folder: Path
-    """`<run>/loggers`, which is there."""
+    """`<run>/loggers`, an existing folder."""
     config: dict[str, Any]
     """The job, without text that may be a secret (`areal_async/base/secrecy.py`)."""
     state: dict[str, Any] = field(default_factory=dict)
 
 
 class RunLogger(Protocol):
-    """Methods of a logger, called in one thread. An exception loses only the values of that call."""
+    """Methods of a logger, all called in one thread. If a call raises an error, only its values are lost."""
 
     def figures(self, steps: int, values: Mapping[str, float]) -> None:
-        """Log figures after `steps` steps of training, by name; several calls may have equal `steps`."""
+        """Log figures, by name, after `steps` training steps. Several calls may have equal `steps`."""
 
     def samples(self, steps: int, kind: SampleKind, samples: Sequence[Mapping[str, Any]]) -> None:
         """Log episodes in the form of `areal_async/service/samples.py`."""
 
     def flush(self) -> None:
-        """Make everything logged so far survive the end of this process."""
+        """Make all logged values survive the end of this process."""
 
     def close(self, ending: str) -> None:
-        """Handle the end of the run: `finished`, `failed` or `interrupted`."""
+        """Close the logger at the end of the run, which is `finished`, `failed` or `interrupted`."""
 
 
 def figures_of(record: Mapping[str, Any], prefix: str = "") -> tuple[int, dict[str, float]]:
-    """Return the steps that were done by a record, and its figures under the names of loggers; no figures for
-    a record of another kind."""
+    """Return the number of finished steps at a record, and its figures by their names in loggers. A record of
+    another kind has no figures."""
     is_evaluation = record["kind"] == "evaluation"
     if not is_evaluation and record["kind"] not in STEPS:
         return 0, {}
@@ -98,7 +99,7 @@ def figures_of(record: Mapping[str, Any], prefix: str = "") -> tuple[int, dict[s
 def missing_package(
     package: str, job: JobConfig, arguments: Mapping[str, Any], field: str
 ) -> Iterator[Mistake]:
-    """Yield a mistake if the package of a logger, which has the same name, is not installed."""
+    """Yield a mistake if the package of a logger, which has the logger's name, is not installed."""
     if importlib.util.find_spec(package) is None:
         yield Mistake(
             field.rpartition(".")[0] + ".name",
@@ -108,16 +109,16 @@ def missing_package(
 
 
 class _Kept(msgspec.Struct):
-    """State of a logger that outlives a process of the run."""
+    """State of a logger that outlives the processes of the run."""
 
     state: dict[str, Any] = {}
     done: dict[str, int] = {}
-    """The largest logged number of each kind of record and samples, by policy."""
+    """The largest logged number for each kind of record and samples, by policy."""
     lost: int = 0
 
 
 class LoggerThread:
-    """One logger of a run, in a thread of its own."""
+    """One logger of a run, in its own thread."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class LoggerThread:
     ) -> None:
         self.name = name
         self.lost = 0
-        """Number of calls that the logger refused."""
+        """Number of failed calls of the logger."""
         self._make, self._run, self._run_dir, self._several = make, run, run_dir, several
         self._path = run.folder / f"{name}.json"
         self._kept = _Kept()
@@ -148,11 +149,12 @@ class LoggerThread:
         self._thread.start()
 
     def end(self) -> None:
-        """Make it log the rest and close, without waiting."""
+        """Make the logger log the remaining values and close. Do not wait."""
         self._stop.set()
 
     def wait(self, deadline_s: float) -> bool:
-        """Return whether it has ended by then, on the monotonic clock."""
+        """Wait until `deadline_s` on the monotonic clock at the latest. Return whether the logger has
+        ended."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         return not self._thread.is_alive()
 
@@ -164,7 +166,7 @@ class LoggerThread:
             self._look()
             if last and self._logger is not None:
                 self._logger.close(self._ending)
-        except Exception as error:  # a logger is other people's code, and no reason to end a run
+        except Exception as error:  # A logger is foreign code, so its error must not end a run
             log.warning("a logger has failed", name=self.name, error=f"{type(error).__name__}: {error}")
 
     def _look(self) -> None:
@@ -205,7 +207,7 @@ class LoggerThread:
         return True
 
     def _is_new(self, what: str, number: int) -> bool:
-        """Return whether the number was not logged yet, and count it as logged."""
+        """Return whether the number has not been logged yet, and count it as logged."""
         if number <= self._kept.done.get(what, -1):
             return False
         self._kept.done[what] = number
@@ -239,7 +241,8 @@ class LoggerThread:
 
 @contextmanager
 def watched_by_loggers(job: JobConfig, run_dir: Path) -> Iterator[list[LoggerThread]]:
-    """Run the loggers of a job, which watch its run in `run_dir` meanwhile. Raises none of their errors."""
+    """Run the loggers of a job, which read its run in `run_dir` while the block runs. Their errors are not
+    raised."""
     threads: list[LoggerThread] = []
     for number, section in enumerate(job.observe.loggers):
         name = Path(section.name.rpartition(":")[0]).stem if ".py:" in section.name else section.name

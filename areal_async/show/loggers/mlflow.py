@@ -13,15 +13,16 @@ from areal_async.service.samples import SampleKind
 from areal_async.show.loggers import LoggedRun, missing_package
 from areal_async.show.loggers.tables import COLUMNS, row
 
-MOST_PARAMETERS = 100  # Of one request
-MOST_CHARACTERS = 500  # Of a parameter's value
-MOST_TABLES = 60  # Named in the tag, whose length MLflow limits
+MOST_PARAMETERS = 100  # Limit for one request
+MOST_CHARACTERS = 500  # Limit for a parameter's value
+MOST_TABLES = 60  # Limit for the names in the tag, because MLflow limits its length
 ENDINGS = {"finished": "FINISHED", "interrupted": "KILLED"}
-TABLES = "mlflow.loggedArtifacts"  # The tag by which the page of a run finds its tables
+TABLES = "mlflow.loggedArtifacts"  # MLflow's run page finds the tables by this tag
 
 
 class MLflow:
-    """`tracking_uri` is that of a server or a database; else MLFLOW_TRACKING_URI, else one of the run."""
+    """`tracking_uri` is the URI of a server or a database. By default it is MLFLOW_TRACKING_URI, or a
+    database in the run's folder."""
 
     def __init__(self, run: LoggedRun, *, tracking_uri: str = "", experiment: str = "areal-async") -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -63,7 +64,7 @@ class MLflow:
         self._client.set_tag(self._id, TABLES, json.dumps(tables))
 
     def flush(self) -> None:
-        """Every call is a request that was answered."""
+        """Do nothing, because each call waits for the answer to its request."""
 
     def close(self, ending: str) -> None:
         self._client.set_terminated(self._id, ENDINGS.get(ending, "FAILED"))

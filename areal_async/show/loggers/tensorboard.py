@@ -14,8 +14,8 @@ from areal_async.show.loggers.tables import markdown
 
 
 class TensorBoard:
-    """`log_dir` is the folder of the event files, in which one of the job's name is made; by default they are
-    in the run's own."""
+    """`log_dir` is the parent folder; the event files are in its subfolder with the job's name. By default
+    they are in the run's folder."""
 
     def __init__(self, run: LoggedRun, *, log_dir: str = "") -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2

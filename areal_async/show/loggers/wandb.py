@@ -1,4 +1,4 @@
-"""Weights & Biases. `mode: offline` (or WANDB_MODE=offline) leaves all in `<run>/loggers/wandb`, for
+"""Weights & Biases. `mode: offline` (or WANDB_MODE=offline) stores everything in `<run>/loggers/wandb`, for
 `wandb sync`."""
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from areal_async.show.loggers import LoggedRun, missing_package
 from areal_async.show.loggers.tables import COLUMNS, row
 
 _open: set[str] = set()
-"""Ids of the runs of this process that are not closed. They share wandb's service process."""
+"""Ids of the open runs of this process. They share wandb's service process."""
 
 
 class WeightsAndBiases:
-    """Its environment variables (WANDB_API_KEY, WANDB_BASE_URL, WANDB_MODE …) hold where nothing is given."""
+    """Unset arguments have the values of wandb's environment variables (WANDB_API_KEY, WANDB_BASE_URL,
+    WANDB_MODE …)."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class WeightsAndBiases:
             name=run.job,
             dir=str(run.folder),
             config=run.config,
-            resume=None if offline else "allow",  # offline it is the sync that puts the lives together
+            resume=None if offline else "allow",  # Offline, `wandb sync` joins the parts of a run
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True
             ),
@@ -66,12 +67,12 @@ class WeightsAndBiases:
         self._run.log({"steps": steps, f"samples/{kind}": table})
 
     def flush(self) -> None:
-        """Its own process has what `log` was given."""
+        """Do nothing, because wandb's own process has already received the values."""
 
     def close(self, ending: str) -> None:
-        """Return once every figure is in the files. `finish` alone returns before wandb's service process has
-        written the end of an offline run, so the last of them to close waits until that process has exited,
-        unless a run that is not ours uses it."""
+        """Return when all figures are in the files. `finish` returns before wandb's service process has
+        written the end of an offline run. Therefore the last closing run waits until that process has exited,
+        unless a run of other code uses it."""
         import wandb
 
         self._run.finish(exit_code=0 if ending == "finished" else 1)

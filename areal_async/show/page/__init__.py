@@ -1,1 +1,1 @@
-"""A run in the browser: a page that is served, and one file to send to someone."""
+"""Runs in the browser: a served page, and a single file to send to others."""

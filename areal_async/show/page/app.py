@@ -1,11 +1,9 @@
-"""The routes of the page: its files, which anybody who reaches the server may have, and the data of runs,
-which takes what `guard` asks for.
+"""The HTTP routes of the page. The files of the page are public. The data of runs is protected by `guard`.
 
     routes = page_routes(source, guard)
 
-Promises: a browser runs nothing but the page's own scripts, whatever a model wrote (`POLICY`); nothing is
-written; no path is made of what a client names. The token of a reader is in a header, never in an address.
-"""
+A browser runs only the page's own scripts, even if a model wrote other scripts (`POLICY`). The routes write
+nothing. They build no path from names in requests. The client's token is in a header, never in a URL."""
 
 from __future__ import annotations
 
@@ -56,22 +54,22 @@ TOKEN_BYTES = 24
 LONGEST_SEARCH = 200
 
 Guard = Callable[[Request], None]
-"""Raises whatever the server answers a request with that is not let in."""
+"""Raises an error for a refused request. `refusal` turns the error into the response."""
 
 
 class RunSource(Protocol):
-    """Source of the runs that the page shows."""
+    """Source of the runs on the page."""
 
     async def jobs(self) -> list[dict[str, Any]]:
-        """Return one row for each run, in the form of `told_of`; its `key` identifies the run in requests."""
+        """Return one row per run, in the form of `told_of`. Its `key` identifies the run in requests."""
 
     async def find(self, key: str) -> tuple[Path, dict[str, Any]]:
-        """Return the folder of a run, and values that replace those read from the folder. Raises an error
-        that `page_routes` answers with 404."""
+        """Return the folder of a run, and values that replace the values from the folder. If there is no such
+        run, raises an error that `page_routes` answers with 404."""
 
 
 class FolderOfRuns:
-    """The runs at a path, a run folder or a folder of them, listed at each request."""
+    """The runs at a path, which is a run folder or a folder of runs. They are listed at each request."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -90,8 +88,8 @@ def static_text(name: str) -> str:
 def page_routes(
     source: RunSource, guard: Guard, refusal: Callable[[Exception], Response | None]
 ) -> list[Route]:
-    """Return the routes of the page. `refusal` makes the response to an error; unknown names get 404 if it
-    makes none."""
+    """Return the routes of the page. `refusal` returns the response to an error, or None. If it returns None,
+    the response to an unknown name is 404."""
 
     async def jobs(request: Request) -> Any:
         return await source.jobs()
@@ -160,7 +158,8 @@ def _json(answer: Any, status: int = 200) -> Response:
 
 
 def _unless_known(answer: Response, request: Request) -> Response:
-    """Return 304 without a body if the reader already has this answer: the page asks every two seconds."""
+    """Return 304 without a body if the client already has this answer, because the page sends requests every
+    two seconds."""
     tag = f'"{hashlib.blake2b(answer.body, digest_size=12).hexdigest()}"'
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=HEADERS | {"etag": tag})
@@ -169,12 +168,12 @@ def _unless_known(answer: Response, request: Request) -> Response:
 
 
 class StrangerRefused(ArealError):
-    """A request without the right token."""
+    """Error if a request does not have the right token."""
 
 
 def view_app(path: Path, token: str) -> Starlette:
-    """Return the page for the runs at `path`, for readers with this token on this machine. A request for
-    another host name is refused, which stops DNS rebinding."""
+    """Return the page for the runs at `path`, for clients with this token on this machine. A request for
+    another host name is refused, which prevents DNS rebinding."""
 
     def guard(request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")

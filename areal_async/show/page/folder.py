@@ -1,8 +1,7 @@
-"""Run folders as the page reads them: status, new records, samples. Nothing is written.
+"""Reader of run folders for the page: status, new records, samples. It writes nothing.
 
-Whatever a reader names is looked up among what is there, so that no path is ever made of it; each answer is
-bounded, and goes on from where the last one ended.
-"""
+Names from a client are compared with existing names, so no path is built from them. Each answer has a size
+limit. The next answer continues at its end."""
 
 from __future__ import annotations
 
@@ -31,11 +30,11 @@ from areal_async.show.figures import PANELS, rows_of, thinned, work_between
 
 Json = dict[str, Any]
 
-CHUNK_BYTES = 4 << 20  # Most of `metrics.jsonl` that is read for one answer
-MOST_ROWS, LEAST_ROWS = 1000, 50  # Of a kind, of a whole history and of one answer
-LOOKED_AT = 2  # Records of a long history that are read, for each row that is told
-LAST_BYTES = 256 << 10  # Of its end, where the last records are looked for
-SAMPLE_BYTES = 64 << 20  # Largest file of samples that is read
+CHUNK_BYTES = 4 << 20  # Largest part of `metrics.jsonl` that is read for one answer
+MOST_ROWS, LEAST_ROWS = 1000, 50  # Rows per kind, of a whole history and of one answer
+LOOKED_AT = 2  # Number of records read per returned row of a long history
+LAST_BYTES = 256 << 10  # Bytes at the end of the file that are searched for the last records
+SAMPLE_BYTES = 64 << 20  # Largest sample file that is read
 SEARCHED_BYTES = 256 << 20
 MOST_FILES, MOST_FOUND, MOST_RUNS = 2000, 200, 1000
 HEAD_CHARS = 160
@@ -57,7 +56,8 @@ class UnknownName(ArealError):
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the run folders at `folder`: itself, or those in it, newest first."""
+    """Return the run folders at `folder`, newest first. They are `folder` itself, or the run folders in
+    it."""
     if (folder / LOCK).exists():
         return [folder]
     found = {folder / name: _lock_time(folder / name) for name in _names_in(folder) if name.isprintable()}
@@ -66,7 +66,7 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def run_in(folder: Path, name: str) -> Path:
-    """Return the run folder `name` among those at `folder`. Raises `UnknownName`."""
+    """Return the run folder `name` among the run folders at `folder`. Raises `UnknownName`."""
     if (folder / LOCK).exists():
         found = folder if name == folder.name else None
     else:
@@ -78,14 +78,15 @@ def run_in(folder: Path, name: str) -> Path:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Return the names in a folder, which need not be text; none if it was deleted meanwhile."""
+    """Return the names in a folder, which may be non-printable. Return [] if the folder has been deleted."""
     with suppress(OSError):
         return os.listdir(folder)
     return []
 
 
 def _lock_time(folder: Path) -> float | None:
-    """Return when the lock of a run folder of ours was last changed; None if it is none."""
+    """Return the modification time of a run folder's lock. Return None if it is not a run folder of this
+    user."""
     if not is_own_folder(folder):
         return None
     with suppress(OSError):
@@ -94,14 +95,15 @@ def _lock_time(folder: Path) -> float | None:
 
 
 def told_of(folder: Path) -> Json:
-    """Return one row of a list, cheaply: name, state, finished steps and the time of the last change."""
+    """Return one row of a list: name, state, finished steps and the time of the last change. This is a cheap
+    operation."""
     size, changed_ns = _stamp(folder / RECORDS)
     last = _last(folder, size, changed_ns) if size else {}
     if not changed_ns:
         changed_ns = _stamp(folder / LOCK)[1]
     ending = str(last.get("end", {}).get("ending", ""))
     step = last.get("step", {}).get("step")
-    counted_from_0 = last.get("step", {}).get("kind") == "step"  # other trainings count from 1
+    counted_from_0 = last.get("step", {}).get("kind") == "step"  # Other trainings count from 1
     return {
         "key": folder.name,
         "name": folder.name,
@@ -115,8 +117,8 @@ def told_of(folder: Path) -> Json:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Return size and modification time of a file, in nanoseconds, as a cache key. Zeros if it does not
-    exist."""
+    """Return size and modification time (in nanoseconds) of a file, as a cache key. Return zeros if it does
+    not exist."""
     with suppress(OSError):
         found = path.stat()
         return found.st_size, found.st_mtime_ns
@@ -124,7 +126,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _records_file(folder: Path) -> BinaryIO:
-    """Open the records of a run. Raises OSError, and `NotOurs` for a link, for example."""
+    """Open the records of a run. Raises OSError, or `NotOurs`, for example for a link."""
     if not is_own_folder(folder):
         raise NotOurs(f"{folder} is no folder of this user's")
     return os.fdopen(open_own(folder / RECORDS), "rb")
@@ -132,7 +134,7 @@ def _records_file(folder: Path) -> BinaryIO:
 
 @lru_cache(maxsize=2 * MOST_RUNS)
 def _last(folder: Path, size: int, changed_ns: int) -> Mapping[str, Json]:
-    """Return the last record of a step, an evaluation and an end among the last bytes of a run's records.
+    """Return the last records of a step, an evaluation and an end from the last bytes of a run's records.
     Other records are not decoded."""
     found: dict[str, Json] = {}
     with suppress(OSError, NotOurs), _records_file(folder) as file:
@@ -145,7 +147,7 @@ def _last(folder: Path, size: int, changed_ns: int) -> Mapping[str, Json]:
             elif name in LAST_KINDS and name not in found:
                 found[name] = _decoder.decode(line)
             if kind in FILE_KINDS and b'"accuracy"' in line and "evaluation" not in found:
-                # Its evaluations are in the records of its steps.
+                # The records of steps contain the evaluations.
                 record = _decoder.decode(line)
                 found |= {"evaluation": record} if record.get("accuracy") is not None else {}
             if len(found) == len(LAST_KINDS):
@@ -160,8 +162,8 @@ def _kind_of(line: bytes) -> str:
 
 
 def overview(folder: Path, job: JobConfig | None = None) -> Json:
-    """Return the status of one run: its job, its processes and their waits, its ending, and the panels. A run
-    that waits for its turn has no folder yet."""
+    """Return the status of one run: its job, its processes and their waits, its ending, and the panels. A
+    queued run has no folder yet."""
     begun = (folder / LOCK).exists()
     told = told_of(folder)
     alive = told["state"] == "RUNNING"
@@ -194,7 +196,7 @@ def overview(folder: Path, job: JobConfig | None = None) -> Json:
 
 
 def _why_it_stopped(folder: Path) -> str:
-    """Return why a finished run lacks some of its steps; empty if it has all."""
+    """Return the reason why a finished run lacks some of its steps, or "" if it has all steps."""
     with suppress(OSError, msgspec.DecodeError):
         summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=dict)
         return str(summary.get("stopped") or "")
@@ -210,7 +212,7 @@ def job_of(folder: Path) -> JobConfig:
 @lru_cache(maxsize=64)
 def _job_of(folder: Path, size: int, changed_ns: int) -> JobConfig:
     try:
-        os.close(open_own(folder / "job.yaml"))  # not by a link, whose target a mistake in it would quote
+        os.close(open_own(folder / "job.yaml"))  # Refuse a link, because errors would quote its target
         return load_job(folder / "job.yaml", [f"run_dir={folder.parent}"], files=False)
     except (OSError, ConfigError, NotOurs) as error:
         raise RunFolderError(f"the job of the run in {folder} cannot be read: {error}") from error
@@ -218,7 +220,7 @@ def _job_of(folder: Path, size: int, changed_ns: int) -> JobConfig:
 
 @lru_cache(maxsize=64)
 def _workers_at_the_end(folder: Path, size: int, changed_ns: int) -> list[Json]:
-    """Return the processes of a finished run, with the busy share of each over its life."""
+    """Return the processes of a finished run, with their busy shares over the whole run."""
     loads: list[bytes] = []
     with suppress(OSError, NotOurs), _records_file(folder) as file:
         for line in file:
@@ -245,9 +247,9 @@ def _workers_at_the_end(folder: Path, size: int, changed_ns: int) -> list[Json]:
 
 
 def records_from(folder: Path, offset: int) -> Json:
-    """Return the rows of the records from a byte of `metrics.jsonl` on; the next call starts at `offset` of
-    the answer. A long history is sampled evenly and thinned to about `MOST_ROWS` of each kind in all. `reset`
-    means that the file was replaced, so that the reader starts over."""
+    """Return the rows of the records after byte `offset` of `metrics.jsonl`. The answer has the `offset` for
+    the next call. A long history is sampled evenly and thinned to about `MOST_ROWS` per kind. `reset` means
+    that the file was replaced, so the client must start again."""
     content, size = b"", 0
     with suppress(OSError, NotOurs), _records_file(folder) as file:
         size = os.fstat(file.fileno()).st_size
@@ -258,7 +260,7 @@ def records_from(folder: Path, offset: int) -> Json:
         return {"offset": 0, "rows": [], "more": size > 0, "reset": True}
     whole = content.rfind(b"\n") + 1
     if not whole and len(content) == CHUNK_BYTES:
-        whole = len(content)  # no record is as long: it is passed over
+        whole = len(content)  # A record of this length does not exist, so it is skipped
     following = offset + whole
     most = max(LEAST_ROWS, MOST_ROWS * whole // max(1, size))
     rows, _ = rows_of(_some(content[:whole], LOOKED_AT * most), _load_before(folder, offset))
@@ -268,9 +270,9 @@ def records_from(folder: Path, offset: int) -> Json:
 
 
 def _some(content: bytes, most: int) -> Iterable[Json]:
-    """Return about `most` records of each kind that comes with every step, evenly chosen, the last among
-    them, and all others. The work of processes up to a `load` record counts from the previous one that is
-    kept, so nothing is lost."""
+    """Return about `most` records of each kind that is written at every step, and all records of other kinds.
+    They are evenly chosen and include the last. The work in a `load` record counts from the previous kept
+    record, so nothing is lost."""
     lines = content.split(b"\n")
     every, seen, kept = max(1, len(lines) // most), Counter[str](), []
     if every == 1:
@@ -285,7 +287,7 @@ def _some(content: bytes, most: int) -> Iterable[Json]:
 
 @lru_cache(maxsize=256)
 def _load_before(folder: Path, offset: int) -> Json | None:
-    """Return the last `load` record that ends before a byte, from which the next one's row is computed."""
+    """Return the last `load` record that ends before a byte. The next row is computed from it."""
     low = max(0, offset - LAST_BYTES)
     with suppress(OSError, NotOurs), _records_file(folder) as file:
         file.seek(low)
@@ -305,11 +307,11 @@ def _whole(content: bytes) -> Iterator[Json]:
 
 
 class SampleFile(NamedTuple):
-    """One file of samples of a run."""
+    """One sample file of a run."""
 
-    policy: str  # Empty in a run of one policy
+    policy: str  # Empty in a run with one policy
     kind: SampleKind
-    step: int  # Or the version that was evaluated
+    step: int  # Step, or the evaluated version
     path: Path
 
     @property
@@ -318,7 +320,7 @@ class SampleFile(NamedTuple):
 
 
 def samples_of(folder: Path) -> dict[str, SampleFile]:
-    """Return the files of samples of a run by their keys, newest first."""
+    """Return the sample files of a run by their keys, newest first."""
     folders = {"": folder}
     if is_own_folder(folder) and is_own_folder(folder / "policies"):
         folders |= {name: folder / "policies" / name for name in sorted(_names_in(folder / "policies"))}
@@ -340,7 +342,7 @@ def list_samples(folder: Path) -> list[Json]:
 
 
 def episodes_in(folder: Path, key: str) -> list[Json]:
-    """Return the episodes of one file of samples. Raises `UnknownName`."""
+    """Return the episodes of one sample file. Raises `UnknownName`."""
     file = samples_of(folder).get(key)
     if file is None:
         raise UnknownName(f"there are no samples {key!r}")
@@ -373,8 +375,8 @@ def text_of(segment: Mapping[str, Any]) -> str:
 
 
 def search_samples(folder: Path, wanted: str) -> list[Json]:
-    """Return episodes with a text or a name that contains `wanted`, ignoring case, newest first, with the
-    place."""
+    """Return episodes with a text or a name that contains `wanted`, newest first. Case is ignored. Each
+    result has the text around the match."""
     found: list[Json] = []
     left = SEARCHED_BYTES
     wanted = wanted.lower()
@@ -384,7 +386,7 @@ def search_samples(folder: Path, wanted: str) -> list[Json]:
             content = _read(file.path)
             left -= len(content)
             if plain and wanted.encode() not in content.lower():
-                continue  # JSON writes such words as they are
+                continue  # JSON writes such words unchanged
             for index, episode in enumerate(_whole(content)):
                 place = _place(episode, wanted)
                 if place:

@@ -1,8 +1,8 @@
-"""`report.html`: the page of one run, or of several over each other, as one file to send to someone.
+"""`report.html`: a single file that shows one run, or compares several runs.
 
-Everything is inside, and nothing is fetched. Its size is bounded: long series are thinned, and a few episodes
-are kept. What a model wrote cannot become a script: the file's own policy runs none but the page's, by hash.
-"""
+The file contains everything, so nothing is fetched. Its size is limited: long series are thinned, and only a
+few episodes are kept. Text of a model cannot run as a script. The file's content security policy allows only
+the page's scripts, by hash."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from areal_async.show.page.app import STATIC, static_text
 from areal_async.show.page.folder import Json, UnknownName
 
 REPORT = "report.html"
-MOST_ROWS = 500  # Of each kind of row of each policy
-MOST_FILES, MOST_EPISODES = 6, 3  # Of samples: the newest files, some evenly taken, and of each a few
-SAMPLE_BYTES = 2 << 20  # Of all episodes of a run in a report
+MOST_ROWS = 500  # Limit per policy and kind of row
+MOST_FILES, MOST_EPISODES = 6, 3  # Sample files per run, and episodes per file
+SAMPLE_BYTES = 2 << 20  # Bytes of all episodes of a run in a report
 
 LINKED = re.compile(
     r'<link rel="stylesheet" href="page/(?P<css>[^"]+)">|<script src="page/(?P<js>[^"]+)"></script>'
@@ -39,14 +39,14 @@ LINKED = re.compile(
 
 
 def run_report(folder: Path, job: JobConfig | None = None) -> Path:
-    """Write the report of the run in `folder` into it, and return its path."""
+    """Write the report of the run in `folder` into that folder, and return its path."""
     path = folder / REPORT
     write_report([folder], path, jobs=[job] if job is not None else None)
     return path
 
 
 def write_report(folders: Sequence[Path], path: Path, jobs: Sequence[JobConfig] | None = None) -> None:
-    """Write the report of one run, or of several over each other, to `path`. Raises `RunFolderError` and
+    """Write the report of one run, or a comparison of several runs, to `path`. Raises `RunFolderError` and
     OSError."""
     html = report_html(folders, jobs or [*map(reading.job_of, folders)])
     write_whole(path, html.encode())
@@ -65,7 +65,8 @@ def report_html(folders: Sequence[Path], jobs: Sequence[JobConfig]) -> str:
 
 
 def differences(contents: Sequence[Json]) -> list[Json]:
-    """The fields in which jobs differ, each with its values as YAML has them; names are left out."""
+    """Return the fields in which jobs differ, each with its values as YAML. `job` and `run_dir` are
+    omitted."""
     leaves = [dict(leaves_of(JobConfig, content)) for content in contents]
     told = [dict(leaves_of(JobConfig, shown(content, JobConfig))) for content in contents]
     fields = sorted({name for each in leaves for name in each} - {"job", "run_dir"})
@@ -80,7 +81,7 @@ def differences(contents: Sequence[Json]) -> list[Json]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return names that distinguish runs: their own, or with the folder of each."""
+    """Return names that distinguish runs: the folder names, with their parent folders if needed."""
     names = [folder.name for folder in folders]
     if len(set(names)) < len(names):
         names = [f"{folder.parent.name}/{folder.name}" for folder in folders]
@@ -115,7 +116,7 @@ def _samples(folder: Path) -> list[Json]:
 
 
 def _one_file(data: Any) -> str:
-    """Return the page with its files and the data inside."""
+    """Return the page as one file that contains its scripts, styles and data."""
     hashes: dict[str, list[str]] = {"script": [], "style": []}
 
     def inside(match: re.Match[str]) -> str:
@@ -126,7 +127,7 @@ def _one_file(data: Any) -> str:
         hashes[kind].append(f"'sha256-{digest}'")
         return f"<{kind}>{content}</{kind}>"
 
-    # What closes a script's element, or begins a comment in it, is written in another way.
+    # `<` is escaped, because it could close the script element or begin a comment in it.
     encoded = msgspec.json.encode(data).decode()
     encoded = encoded.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     block = f'<script id="data" type="application/json">{encoded}</script>'

@@ -141,16 +141,16 @@ class Zmq(Channel):
     @staticmethod
     def receiving_end(ctx: ServiceContext, name: str) -> ReceivingEnd:
         """Return the end of receiver `name`. Raises `EndpointError`."""
+        from areal_async.rpc.client import Client
         from areal_async.weights.channels.fetching import SnapshotFetcher
+        from areal_async.weights.channels.serving import ChunkServer
 
         arguments = Zmq.Arguments.model_validate(ctx.job.weights.channel_args)
         return SnapshotFetcher(
             ctx.shm_dir / "weights" / ctx.node_id,
             node_id=ctx.node_id,
-            name=name,
-            job=ctx.job.job,
-            listen=_listen(ctx),
-            access=ctx.keys,
+            server=ChunkServer(_listen(ctx), job=ctx.job.job, source="peer", access=ctx.keys),
+            client=partial(Client, job=ctx.job.job, role="peer", name=name, access=ctx.keys),
             patience_s=arguments.patience_s,
             give_up_s=arguments.give_up_s,
         )

@@ -32,7 +32,7 @@ from areal_async.base.log import get_logger
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.board import board
 from areal_async.rpc.client import Client
-from areal_async.rpc.secret import CHUNKS, Access
+from areal_async.rpc.secret import CHUNKS
 from areal_async.rpc.weights_messages import FindSources, GetChunk, SnapshotNotice
 from areal_async.weights import metrics
 from areal_async.weights.channels.channel import ReceivingEnd
@@ -197,11 +197,8 @@ class Download:
 
 
 class SnapshotFetcher(ReceivingEnd):
-    """Brings snapshots to host `node_id`, into `root`, for the receiver `name`.
-
-    It serves the chunks to other receivers at `listen`. `patience_s` and `give_up_s` apply to each
-    `Download`.
-    """
+    """Brings snapshots to host `node_id`, into `root`, and has their chunks served to others by `server`.
+    `client(address)` makes the clients that ask, `patience_s` and `give_up_s` are those of a `Download`."""
 
     makes_deltas = False
 
@@ -210,27 +207,21 @@ class SnapshotFetcher(ReceivingEnd):
         root: Path,
         *,
         node_id: str,
-        name: str,
-        job: str,
-        listen: str,
-        access: Access,
+        server: ChunkServer,
+        client: Callable[[Address], Client],
         patience_s: float,
         give_up_s: float,
     ) -> None:
-        self.server = ChunkServer(listen, job=job, source="peer", access=access)
+        self.server = server
         self.bytes_received = 0
         self._cache = HostCache(root)
         self._node_id = node_id
-        self._job, self._name, self._access = job, name, access
+        self._client = client
         self._patience_s = patience_s
         self._give_up_s = give_up_s
         self._serving = False
         self._shared: dict[str, str] = {}
         """Directories whose chunks are served, and the hashes of their manifests."""
-
-    def _client(self, endpoint: str) -> Client:
-        address = Address(endpoint, CHUNKS)
-        return Client(address, job=self._job, role="peer", name=self._name, access=self._access)
 
     async def bring(self, notice: SnapshotNotice, publisher: Client) -> Path:
         self.makes_deltas = False
@@ -308,7 +299,7 @@ class SnapshotFetcher(ReceivingEnd):
             store,
             found.endpoints,
             origin=found.origin,
-            client=self._client,
+            client=lambda endpoint: self._client(Address(endpoint, CHUNKS)),
             patience_s=self._patience_s,
             give_up_s=self._give_up_s,
         )

@@ -1,1 +1,2 @@
-"""Engines behind a server: one life (`engine.py`), and what each server says differently (`adapter.py`)."""
+"""Engines behind a server: the shared life cycle (`engine.py`) and the differences of each server
+(`adapter.py`)."""

@@ -1,14 +1,14 @@
-"""The differences between kinds of inference servers, behind `HttpEngine`.
+"""Differences between kinds of inference servers, behind `HttpEngine`.
 
-A new kind is a `ServerAdapter` and an `EnginePart` that makes an `HttpEngine` of it: `vllm/__init__.py`
-is the shortest example. `sglang/` and `vllm/` have one layout: `adapter.py` has the command line too,
-`messages.py` has requests, answers and what the server must offer, `weights.py` says how new weights are
-taken. Which requests are in flight, who is told of a loss and what must hold before a request or a load
-is sent is the engine's, and the same for all.
+A new kind of server needs a `ServerAdapter`, and an `EnginePart` that makes an `HttpEngine` with it.
+`vllm/__init__.py` is the shortest example. `sglang/` and `vllm/` have the same layout. `adapter.py` also has
+the command line. `messages.py` has requests, answers and the features that the server must have. `weights.py`
+has the loading of new weights. `HttpEngine` does the rest for all servers: it tracks requests in flight,
+reports a loss, and checks conditions before a request or a load.
 
-A server loads what it finds: a tensor that is missing keeps its old weights, one too many or a file that is
-cut short may be the server's end. So a folder is compared with the first one (`check_folder`) before a server
-sees it.
+A server loads whatever a folder contains. If a tensor is missing, it keeps the old one. A surplus tensor or a
+truncated file may crash it. So each folder is compared with the first one (`check_folder`) before a server
+reads it.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.keyed import VARIABLE as KEY_VARIABLE
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Dtype (safetensors' word) and shape of each tensor."""
+"""Dtype (in safetensors' notation) and shape of each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     vocab_size: int
-    """Ids below it have a row in the embedding; a server may die of others."""
+    """Ids below it have a row in the embedding. Other ids may crash a server."""
     positions: int | None
-    """Most tokens that the model can place; None when its configuration sets no limit."""
+    """Most positions of the model. None: its configuration sets no limit."""
     layers: int = 0
-    """Blocks of the model; 0 where its configuration does not say."""
+    """Number of blocks of the model. 0: its configuration does not say."""
 
 
 def read_model(folder: Path) -> ModelFacts:
@@ -90,8 +90,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_layout(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the tensors of all safetensors files. Raises `EngineError`, also for a file that is cut
-    short."""
+    """Return the tensors of all safetensors files. Raises `EngineError`, also for a truncated file."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -107,8 +106,8 @@ def read_layout(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def check_folder(expected: Layout, folder: Path) -> None:
-    """Raises `EngineError` unless a server that serves the tensors `expected` can load `folder`: it is a
-    model with the same tensors, of the same shapes and dtypes, in whole files."""
+    """Raise `EngineError` unless a server that serves the tensors `expected` can load `folder`. It must be a
+    model with the same tensors, shapes and dtypes, in complete files."""
     read_config(folder)
     found = read_layout(folder)
     missing, foreign = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
@@ -122,23 +121,23 @@ def check_folder(expected: Layout, folder: Path) -> None:
 
 
 Flag = str | int | float | bool | None
-"""The value of a flag in rollout.server.arguments."""
+"""Value of a flag in rollout.server.arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Conditions for taking a server for dead that may only be slow."""
+    """Rule for giving up a server that may only be slow."""
 
     misses: int = 3
     """Probes in a row without an answer."""
     span_s: float = 20.0
-    """Least time from the first of these probes to the end of the last."""
+    """Least seconds from the first of these probes to the end of the last."""
     pause_s: float = 0.25
     """Seconds between two probes."""
 
     def is_over(self, misses: int, silent_s: float) -> bool:
-        """Return whether a server is given up after `misses` probes without an answer, the first `silent_s`
-        ago."""
+        """Return whether to give up a server after `misses` probes without an answer, the first `silent_s`
+        seconds ago."""
         return misses >= self.misses and silent_s >= self.span_s
 
 
@@ -147,7 +146,8 @@ PATIENCE = Patience()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Either `url` or `python` is given. Raises `ValueError` otherwise."""
+    """Settings of one server. Exactly one of `url` and `python` must be given. Raises `ValueError`
+    otherwise."""
 
     slots: int
     """Most requests computed at once."""
@@ -156,32 +156,33 @@ class ServerSettings:
     update_mode: UpdateMode = "recompute"
     device: str = "cpu"
     gpus: tuple[str, ...] = ()
-    """GPUs that a server started here sees, as `CUDA_VISIBLE_DEVICES` names them; none: all that this process
-    sees."""
+    """Visible GPUs of a server started here, as `CUDA_VISIBLE_DEVICES` names them. Empty: all GPUs that this
+    process sees."""
     dtype: str = "float32"
     torch_threads: int = 1
-    """CPU threads of a server that is started here, where it has a setting for them."""
+    """CPU threads of a server started here, if it has a setting for them."""
     activity: str = "rollout"
     """Name under which the engine's busy time is counted."""
     url: str | None = None
-    """Address of a server that runs already, to attach to."""
+    """Address of a running server to attach to."""
     key: str = field(default_factory=lambda: os.environ.get(KEY_VARIABLE, ""), repr=False)
-    """Key of the server. Empty: a server that is started here gets a key of its own, any other has none."""
+    """API key of the server. If it is empty, a server started here gets a new key, and an attached server has
+    none."""
     python: Path | None = None
-    """Interpreter of the environment in which to start a server."""
+    """Python interpreter of the environment for a server to start."""
     arguments: Mapping[str, Flag] = field(default_factory=dict)
-    """Further flags of a server that is started here."""
+    """More flags for a server started here."""
     ready_s: float = 900.0
-    """Seconds until it must serve."""
+    """Most seconds until the server is ready."""
     mixture: Mixture | None = None
-    """The mixture of experts of the server's model, if the server is to tell routes."""
+    """The model's mixture of experts, if the server must report routes."""
     must_route: bool = False
-    """Whether one that runs already and tells no routes is refused."""
+    """Whether an attached server that reports no routes is refused."""
     interface: str = ""
-    """Network interface on which a server that is started here is in a process group with the trainer; empty:
-    it is in none."""
+    """Network interface of the process group that a server started here shares with the trainer. Empty: it is
+    in no group."""
     log_path: Path = Path("server.log")
-    """File to which a server that is started here writes."""
+    """Log file of a server started here."""
     patience: Patience = PATIENCE
 
     def __post_init__(self) -> None:
@@ -192,11 +193,11 @@ class ServerSettings:
 def settings_of(
     job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int
 ) -> ServerSettings:
-    """Return the settings of the engine that the job names, which is a server. The arguments are those of
+    """Return the settings of the job's server engine. The arguments are the same as for
     `engines.make_engine`.
 
-    Raises `EngineError` when the server's environment or GPU is not there, or none is named to attach to, and
-    `EndpointError` where no network interface has the address of this host."""
+    Raises `EngineError` if the server's environment or GPU is missing, or if no URL to attach to is given.
+    Raises `EndpointError` if no network interface has this host's address."""
     rollout = job.rollout
     url = attached_url(job, place, replica)
     try:
@@ -226,13 +227,14 @@ def settings_of(
 
 
 def attached_url(job: JobConfig, place: ServiceContext | None, replica: int) -> str | None:
-    """Return the server to attach to; None when one is to be started. Raises `EngineError` when the job names
-    too few, or the worker's name does not say which."""
+    """Return the URL of the server to attach to, or None to start a server. Raises `EngineError` if the job
+    names too few URLs, or if the worker's name does not select one."""
     urls = job.rollout.server.urls
     if not urls:
         return None
     if place is not None and place.role == "rollout" and place.name != f"rollout-{place.index}":
-        # Its index is no place among the workers: it would swap the weights of another worker's server.
+        # The evaluator's index does not count among the workers: it would swap the weights of another
+        # worker's server.
         raise EngineError(
             f"rollout.server.urls are given to workers by number, and {place.name} has none: start it with "
             "--name rollout-N, where N is a free number with servers of its own in the list"
@@ -247,13 +249,13 @@ def attached_url(job: JobConfig, place: ServiceContext | None, replica: int) -> 
 
 
 FOREIGN_VARIABLES = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSAFEPATH"})
-"""Variables of this process's Python, which are wrong for the server's."""
+"""Variables of this process's Python, which are wrong for the server's Python."""
 
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """A snapshot's place: all that is kept of one. Its tensors are not asked for: they would be read, while
-    the engine is paused, into memory of this process."""
+    """Place of a snapshot, without its tensors. Reading the tensors would take memory in this process while
+    the engine is paused."""
 
     tag: VersionTag
     path: Path
@@ -261,15 +263,15 @@ class Directory:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The start of a server."""
+    """Parameters for the start of a server."""
 
     settings: ServerSettings
     model: Path
     """Directory of the tokenizer."""
     weights: Directory
-    """The first weights."""
+    """First weights."""
     max_model_len: int
-    """Most tokens of prompt and answer together: those of the settings, as far as the model has positions."""
+    """Most tokens of prompt and answer together, limited by the model's positions."""
     port: int = 0
 
 
@@ -280,14 +282,14 @@ class ServerLoad:
     waiting: int = 0
     """Requests in the server's queue."""
     kv_used: float = 0.0
-    """Share of its KV room in use, 0 to 1; the fullest one's where it has several."""
+    """Used share of its KV cache, 0 to 1. If the server has several caches, that of the fullest."""
     decoded: int = 0
-    """Units sampled since the server started, as far as it counts them on the way."""
+    """Units sampled since the server started, as far as the server counts them before an answer ends."""
 
 
 class AnswerReader:
-    """The ends of a model's answers, and their text: a server is told the one, and its own text is not
-    read."""
+    """Reader of a model's answers: their end ids and their text. A server gets the end ids. The text that a
+    server returns is not used."""
 
     def __init__(self, model: Path, vocab_size: int) -> None:
         tokenizer = load_tokenizer(model)
@@ -300,8 +302,8 @@ class AnswerReader:
         return trim(text, stop) if stop else text
 
     def n_until_stop(self, ids: Sequence[int], stop: Sequence[str]) -> int:
-        """Return how many of `ids` there are up to the end of the first stop string; all of them without one.
-        A server may have sampled on by the time it finds it."""
+        """Return how many of `ids` come up to the end of the first stop string, or all without a stop string.
+        A server may sample more before it finds the stop string."""
 
         def stopped(n: int) -> bool:
             text = self._text.text(ids[:n])
@@ -313,25 +315,25 @@ class AnswerReader:
 
 
 class ServerAdapter(ABC):
-    """One replica's way of talking to one kind of server. Calls raise `EngineLost` when the server cannot be
-    reached, and `EngineError` when it refuses."""
+    """Communication of one replica with one kind of server. Calls raise `EngineLost` if the server cannot be
+    reached, and `EngineError` if it refuses."""
 
     name: ClassVar[str]
-    """The engine's name in `rollout.engine`."""
+    """Name of the engine in `rollout.engine`."""
     title: ClassVar[str]
-    """The server's name in messages."""
+    """Name of the server in messages."""
     ready_path: ClassVar[str]
-    """Answers 200 once a server that was started can be used."""
+    """Path that answers 200 once a started server can be used."""
     alive_path: ClassVar[str]
-    """Answers 200 at once on a server that lives, a paused one too."""
+    """Path that answers 200 immediately on a live server, even if it is paused."""
     generate_path: ClassVar[str]
     answer_type: ClassVar[type]
-    """Type to which an answer, or a part of a streamed one, is decoded."""
+    """Type of a decoded answer, or of a part of a streamed answer."""
     watch_s: ClassVar[float]
     """Seconds between two readings of the load."""
 
     def __init__(self, model: Path, settings: ServerSettings) -> None:
-        """`model` gives tokenizer and sizes, snapshots give the weights. Raises `EngineError`."""
+        """`model` provides tokenizer and sizes, and snapshots provide the weights. Raises `EngineError`."""
         self.model = model
         self.settings = settings
         self.facts = read_model(model)
@@ -339,7 +341,7 @@ class ServerAdapter(ABC):
 
     @cached_property
     def reader(self) -> AnswerReader:
-        """Reads the tokenizer of the model, once. Raises `TokenizerError`."""
+        """Reader with the model's tokenizer, loaded once. Raises `TokenizerError`."""
         return AnswerReader(self.model, self.facts.vocab_size)
 
     @property
@@ -351,18 +353,18 @@ class ServerAdapter(ABC):
 
     @abstractmethod
     def command(self, launch: Launch) -> list[str]:
-        """Return the argument vector, `python … -m MODULE …`. Raises `EngineError` for a flag of the job file
-        that is not the job's to give."""
+        """Return the argument vector, `python … -m MODULE …`. Raises `EngineError` for a flag that a job file
+        may not set."""
 
     @abstractmethod
     def environment(self, launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return the server's whole environment; `inherited` is this process's."""
+        """Return the server's whole environment. `inherited` is the environment of this process."""
 
     @abstractmethod
     async def open(self, client: ServerClient, weights: Directory) -> str:
-        """Check a server that serves, and have it serve `weights`: one that was started does already, one
-        that is attached may hold any weights, and be paused. Returns its release. Raises `EngineError`,
-        naming what is missing."""
+        """Check a running server, make it serve `weights`, and return its release. A started server already
+        has these weights. An attached server may have other weights, and may be paused. Raises `EngineError`
+        with the missing feature."""
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -370,69 +372,70 @@ class ServerAdapter(ABC):
     def body(
         self, rid: str, prompt: list[int], request: GenerateRequest, room: int, tag: VersionTag
     ) -> dict[str, Any]:
-        """Return what is posted for at most `room` units after `prompt`, whose prefixes are shared with
-        requests of the same `tag` alone. The server knows the request as `rid`. Raises `RequestError` for
-        sampling values that this server alone cannot take."""
+        """Return the request body for at most `room` units after `prompt`. Only requests with the same `tag`
+        share its prefixes. `rid` is the request's id in the server. Raises `RequestError` for sampling values
+        that this kind of server does not support."""
 
     @abstractmethod
     def heard(self, tell: Tell) -> Any:
-        """Return an empty streamed answer: `take(part)` adds its next part and tells its units, raising
-        `RequestError` or `EngineError` for a refusal; `answer()` returns the whole or raises
-        `EngineError`."""
+        """Return an empty streamed answer. Its `take(part)` adds the next part and passes its units to
+        `tell`. It raises `RequestError` or `EngineError` if the server refused. Its `answer()` returns the
+        whole answer, or raises `EngineError`."""
 
     @abstractmethod
     def parse(self, answer: Any, sampling: Sampling) -> GenerateResult:
-        """Return what was sampled, without its text. Raises `EngineError` for an answer that does not account
-        for each of its units, and `EngineLost` where the weights are nobody knows whose."""
+        """Return the sampled units, without text. Raises `EngineError` if an answer does not account for each
+        unit, and `EngineLost` if the weights' owner is unknown."""
 
     def expert_ids(self, answer: Any) -> NDArray[np.integer] | None:
-        """Return the experts of the tokens from `GenerateRequest.routes_from` on, of any integer type
-        [tokens, layers of the model, experts], with an id below 0 where there is none; None where the answer
-        has none. Raises `EngineError` for what is not of that form."""
+        """Return the experts of the tokens from `GenerateRequest.routes_from` on, as integers [tokens, layers
+        of the model, experts]. An id below 0 means no expert. None: the answer has no experts. Raises
+        `EngineError` for another format."""
         return None
 
     @abstractmethod
     async def abort(self, client: ServerClient, rid: str) -> None:
-        """End a request now, with what it has."""
+        """End a request now, with its units so far."""
 
     # --- weights -------------------------------------------------------------------------------------
 
     @abstractmethod
     async def pause(self, client: ServerClient) -> None:
-        """Return when no unit will be sampled until `resume`, with requests in flight held as
+        """Return when no unit will be sampled until `resume`. Requests in flight are kept as
         `rollout.update_mode` says."""
 
     @abstractmethod
     async def resume(self, client: ServerClient) -> None: ...
 
     async def prepare(self, client: ServerClient | None, weights: Directory) -> Directory:
-        """Return the directory that the server is to load. Nothing has changed if this raises `EngineError`.
-        Without a `client` the server is yet to be started."""
+        """Return the directory that the server must load. If this raises `EngineError`, nothing has changed.
+        `client` is None before the server is started."""
         return weights
 
     @abstractmethod
     async def load(self, client: ServerClient, weights: Directory) -> None:
-        """Have the paused server serve `weights`, as `prepare` returned it, and name its version. Raises
-        `EngineError`, after which nobody knows what the server holds."""
+        """Make the paused server serve `weights`, as returned by `prepare`, under their version. After
+        `EngineError`, the server's weights are unknown."""
 
     async def restore(self, client: ServerClient, weights: Directory) -> None:
-        """Load old weights again after a load that failed. Raises `EngineError`."""
+        """Load the old weights again after a failed load. Raises `EngineError`."""
         raise EngineError(f"{self.title} cannot go back to them")
 
-    # --- watching and ending -------------------------------------------------------------------------
+    # --- watching and closing -----------------------------------------------------------------------------
 
     @abstractmethod
     async def read_load(self, client: ServerClient) -> ServerLoad: ...
 
     async def close(self) -> None:  # noqa: B027 - there may be nothing
-        """Let go of what this replica has beside the server."""
+        """Release what this replica has besides the server."""
 
 
 def command_line(
     launch: Launch, start: Sequence[str], flags: Mapping[str, Flag], reserved: Mapping[str, str]
 ) -> list[str]:
-    """Return `start` and the flags, those of the job file in place of ours. `reserved` has the flags that a
-    job file may not give, each with why or what to do instead: `EngineError` for one of them."""
+    """Return `start` and the flags. Flags of the job file replace the defaults. `reserved` has the flags
+    that a job file may not set, each with the reason or an alternative. Raises `EngineError` for a
+    reserved flag."""
     merged = dict(flags)
     for given, value in launch.settings.arguments.items():
         name = flag_name(given)
@@ -454,8 +457,8 @@ def command_line(
 def server_variables(
     launch: Launch, inherited: Mapping[str, str], dropped: frozenset[str] = frozenset()
 ) -> dict[str, str]:
-    """Return `inherited` without what is of our Python or `dropped`, with what every server needs. It sees
-    the settings' GPUs alone."""
+    """Return `inherited` without variables of our Python and `dropped`, plus variables that every server
+    needs. The server sees only the GPUs in its settings."""
     variables = {
         name: value for name, value in inherited.items() if name not in FOREIGN_VARIABLES | dropped
     } | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,8 +1,9 @@
-"""The client of an engine's server: JSON in and out, one session, typed errors; and the parts of an answer.
+"""HTTP client of an engine's server (JSON, one session, typed errors), and the parsing of answers.
 
-Each call ends in an answer or in one of three errors: `EngineLost` (no connection, or it broke, or no answer
-in time), `RequestError` (the server refused the request, in its own words), `EngineError` (it failed on it).
-An answer may be made under several versions of the weights: the server says which units are whose.
+Each call returns an answer or raises one of three errors. `EngineLost`: no connection, a broken connection,
+or no answer in time. `RequestError`: the server refused the request, with its message. `EngineError`: the
+server failed on the request. An answer may be sampled under several versions of the weights. The server
+reports the version of each unit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rollout_service.engines.base import EngineError, EngineLost, GenerateResult
 
 
 class VersionSpan(msgspec.Struct):
-    """Units `start` to `end` (not included) were sampled by the weights that the server calls `version`."""
+    """Units `start` to `end` (exclusive), sampled by the weights that the server calls `version`."""
 
     version: str
     start: int
@@ -31,7 +32,7 @@ class VersionSpan(msgspec.Struct):
 
 
 def parse_tag(text: str) -> VersionTag:
-    """Return the tag that a server carries. Raises `EngineError` for a text that is no tag of ours."""
+    """Return the version tag in a server's label. Raises `EngineError` if the text is not a tag."""
     try:
         return VersionTag.parse(text)
     except ValueError:
@@ -43,8 +44,9 @@ def parse_tag(text: str) -> VersionTag:
 def stamp(
     n_units: int, spans: Sequence[VersionSpan], tag_of: Callable[[str], VersionTag] = parse_tag
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return versions and epochs of the units, i32[n] each. Raises `EngineError` unless the spans, in order,
-    cover each unit exactly once: a unit without a version could be trained at a wrong staleness."""
+    """Return versions and epochs of the units, i32[n] each. The spans, in order, must cover each unit exactly
+    once. Otherwise raises `EngineError`, because a unit without a version could be trained at a wrong
+    staleness."""
     versions, epochs = np.empty(n_units, np.int32), np.empty(n_units, np.int32)
     at = 0
     for span in spans:
@@ -68,9 +70,9 @@ def result_of(
     tag_of: Callable[[str], VersionTag] = parse_tag,
     cached_tokens: int | None = None,
 ) -> GenerateResult:
-    """Return what was sampled, without its text. `units` has each id with its log-prob in nats, NaN for one
-    that is not finite; `spans` are the versions. Raises `EngineError` where the three do not agree, and what
-    `tag_of` raises."""
+    """Return the sampled units, without text. `units` has each id with its log-prob in nats, or NaN if it is
+    not finite. `spans` has the versions. Raises `EngineError` if ids, units and spans do not agree. Also
+    raises errors of `tag_of`."""
     if reason not in ("stop", "length", "abort"):
         raise EngineError(f"the server ended a request by {reason!r}")
     if [i for i, _ in units] != ids:
@@ -84,15 +86,15 @@ def result_of(
 
 T = TypeVar("T")
 
-CONTROL_TIMEOUT_S = 60.0  # Limit for a call that computes nothing long
+CONTROL_TIMEOUT_S = 60.0  # Limit for calls without long computations
 CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 2.0
-"""An idle connection is closed from this side. The servers close theirs after 5 s, and a POST on one that is
-just being closed would look like the server's death."""
-WORDS = 500  # Characters of a server's answer that an error repeats
+"""Seconds after which this side closes an idle connection. The servers close theirs after 5 s. A POST on a
+connection that is just being closed would look like the server's death."""
+WORDS = 500  # Most characters of a server's answer in an error
 
 EVENT = b"data: "
-END = b"[DONE]"  # What a server sends as the last event of a stream
+END = b"[DONE]"  # Last event of a stream
 
 _encoder = msgspec.json.Encoder()
 
@@ -102,19 +104,19 @@ class ServerProblem(msgspec.Struct):
 
 
 class StreamFailure(msgspec.Struct):
-    """An error in the middle of a stream that began with status 200."""
+    """An error in a stream that started with status 200."""
 
     error: ServerProblem
 
 
 class ServerClient:
-    """The server at `url`, which is shown `key` where one is given. Made and closed inside an event loop."""
+    """Client of the server at `url`, with `key` if there is one. Created and closed inside an event loop."""
 
     def __init__(self, name: str, url: str, *, key: str = "", keepalive_s: float = KEEPALIVE_S) -> None:
         self.name = name
         shown = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = url.rstrip("/")
-        # The worker bounds what is in flight; a pool's limit would only hide requests from the server's
+        # The worker limits the requests in flight. A pool's limit would only hide requests from the server's
         # queue.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=keepalive_s, use_dns_cache=True)
         self._session = aiohttp.ClientSession(
@@ -127,7 +129,7 @@ class ServerClient:
     async def request(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = CONTROL_TIMEOUT_S
     ) -> tuple[int, bytes]:
-        """Return status and body, whatever the status. `timeout_s` None waits as long as the connection
+        """Return status and body of any response. If `timeout_s` is None, wait as long as the connection
         lives.
 
         Raises `EngineLost`."""
@@ -137,26 +139,27 @@ class ServerClient:
     async def post(
         self, path: str, body: Any, answer: type[T], *, timeout_s: float | None = CONTROL_TIMEOUT_S
     ) -> T:
-        """POST `body` and return the answer, decoded. Raises `EngineLost`, `RequestError` for 4xx,
-        `EngineError` for the rest."""
+        """POST `body` and return the decoded answer. Raises `EngineLost`, `RequestError` for 4xx, and
+        `EngineError` for other statuses."""
         status, content = await self.request("POST", path, body, timeout_s=timeout_s)
         return self._decoded(path, status, content, answer)
 
     async def get(self, path: str, answer: type[T], *, timeout_s: float | None = CONTROL_TIMEOUT_S) -> T:
-        """GET `path` and return the answer, decoded. Raises as `post`."""
+        """GET `path` and return the decoded answer. Raises the same errors as `post`."""
         status, content = await self.request("GET", path, timeout_s=timeout_s)
         return self._decoded(path, status, content, answer)
 
     async def stream(self, path: str, body: Any, part: type[T], take: Callable[[T], None]) -> None:
-        """POST `body` and give `take` each event of the answer, decoded, as it comes; returns after the last
-        one. Waits as long as the connection lives.
+        """POST `body` and pass each event of the answer, decoded, to `take` as it arrives. Return after the
+        last event. Wait as long as the connection lives.
 
-        Raises as `post`, for an event that is an error too, and `EngineLost` for a stream that breaks off."""
+        Raises the same errors as `post`, also for an error event, and `EngineLost` if the stream breaks off.
+        """
         ended = False
         async with self._asked("POST", path, body, None) as answer:
             if answer.status != 200:
                 self._refuse(path, answer.status, await answer.read())
-            # Read to its end, or the connection could not be used again.
+            # Read to the end, so that the connection can be reused.
             async for event in events(answer.content.iter_any()):
                 if event == END:
                     ended = True
@@ -173,7 +176,7 @@ class ServerClient:
 
     async def close(self) -> None:
         await self._session.close()
-        await asyncio.sleep(0)  # lets the transports of closed connections go
+        await asyncio.sleep(0)  # lets the transports of closed connections finish
 
     @asynccontextmanager
     async def _asked(
@@ -188,7 +191,7 @@ class ServerClient:
             raise EngineLost(f"{self.name} did not answer {path} within {timeout_s} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineLost(f"{self.name} is not to be reached ({path}: {error or repr(error)})") from error
-        except RuntimeError as error:  # the session was closed under the call
+        except RuntimeError as error:  # the session was closed during the call
             raise EngineLost(f"the connection to {self.name} is closed") from error
 
     def _refuse(self, path: str, status: int, content: bytes) -> NoReturn:
@@ -214,7 +217,7 @@ class ServerClient:
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the data of each server-sent event in a body that comes in pieces of any size."""
+    """Yield the data of each server-sent event. The chunks of the body may have any size."""
     rest = b""
     async for chunk in chunks:
         *whole, rest = (rest + chunk).split(b"\n\n")
@@ -223,7 +226,7 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def words(content: bytes) -> str:
-    """Return the message in an error body of a server, else its beginning."""
+    """Return the message in a server's error body, or else the body's beginning."""
     text = content.decode(errors="replace")
     try:
         value = msgspec.json.decode(content)

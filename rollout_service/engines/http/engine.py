@@ -1,12 +1,13 @@
-"""A real inference server as an engine, whichever kind it is (`adapter.py`).
+"""An engine that uses an inference server of any kind (`adapter.py`).
 
-Promises what `engines/base.py` asks. The server is a child of this process, in an environment of its own, or
-one that runs already and is attached by URL; either way it is an unpatched release. In particular:
+It keeps the promises of `engines/base.py`. The server is a child of this process with its own environment, or
+a running server that is attached by URL. Either way, it is an unpatched release. In particular:
 
-- Nothing that the server would die of is sent to it: ids, lengths and directories are checked here.
-- A unit's version is what the server says of that unit. After a load that failed the old weights are loaded
-  again where the server can do that, or the engine is lost: no unit carries a version that did not sample it.
-- Once lost the engine stays lost until `start`: its process is killed, and every call ends in `EngineLost`.
+- Inputs that would crash the server are never sent: ids, lengths and directories are checked here.
+- A unit's version is the version that the server reports for it. After a failed load, the old weights are
+  loaded again if the server can do that. Otherwise the engine is lost. So no unit has the version of other
+  weights.
+- A lost engine stays lost until `start`. Its process is killed, and every call raises `EngineLost`.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ from rollout_service.engines.http.process import Liveness, ServerProcess, attach
 log = get_logger("engine")
 
 MAX_CACHED_VERSIONS = 1024
-"""Versions whose sessions find their cache in mode `session`."""
+"""Most versions whose sessions can still use their cache in mode `session`."""
 
 
-ABORT_AGAIN_S = 0.25  # An abort that found no request in the server is sent again after this time
+ABORT_AGAIN_S = 0.25  # Pause before an abort that found no request in the server is repeated
 SETTLE_S = 5.0
 _HELD_BACK = EngineError("aborted before it was sent")
 
@@ -73,16 +74,16 @@ Answering = Callable[[], Coroutine[Any, Any, GenerateResult]]
 
 
 class Calls:
-    """The requests of a server engine that are in flight: counted, held, aborted, failed together.
+    """Requests of a server engine in flight. They are counted, held, aborted and failed together.
 
-    Promises: each `run` ends, with the answer or in a typed error; a request is aborted whenever the abort
-    comes: held back here, on its way, or in the server (where an abort that overtakes its request is
-    forgotten: it is sent until the request ends). A caller that is cancelled leaves nothing running. While
-    requests are held the engine computes nothing, and is not busy. Counters never fall."""
+    Promises: each `run` ends with the answer or a typed error. A request can be aborted at any time: while it
+    is held here, on its way, or in the server. A server ignores an abort that arrives before its request, so
+    the abort is repeated until the request ends. A cancelled caller leaves nothing running. While requests
+    are held, the engine computes nothing and does not count as busy. Counters never decrease."""
 
     def __init__(self, abort_rid: Callable[[str], Awaitable[None]], activity: str = "rollout") -> None:
-        """`abort_rid` asks the server to end a request, known there by its `rid`; the metrics have the busy
-        time under `activity`."""
+        """`abort_rid` asks the server to end a request by its `rid`. `activity` is the name of the busy time
+        in the metrics."""
         self.tokens_total = self.requests_total = 0
         self._abort_rid, self._activity, self._computing = abort_rid, activity, False
         self._calls: dict[str, _Call] = {}
@@ -94,10 +95,10 @@ class Calls:
         return len(self._calls)
 
     async def run(self, request: GenerateRequest, rid: str, answer: Answering) -> GenerateResult:
-        """Return the outcome of `answer()`, which asks the server; while held, it is not begun.
+        """Return the result of `answer()`, which asks the server. It does not start while requests are held.
 
-        A request that was aborted before it was begun has sampled nothing. Raises what `answer` raises, and
-        what `fail` was given."""
+        A request aborted before its start returns no units. Raises errors of `answer` and errors passed to
+        `fail`."""
         if request.request_id in self._calls:
             raise EngineError(f"request {request.request_id!r} is in flight already")
         call = _Call(rid)
@@ -108,7 +109,7 @@ class Calls:
             result = await asyncio.shield(call.task)
         except asyncio.CancelledError:
             if not call.task.cancelled() or call.error is None:
-                # The caller was cancelled: what it asked for is ended behind its back.
+                # The caller was cancelled, so its request is ended in the background.
                 self._end(call)
                 raise
             if call.error is _HELD_BACK:
@@ -123,7 +124,7 @@ class Calls:
         return result
 
     def hold(self) -> None:
-        """Begin no request until `let_go`."""
+        """Start no request until `let_go`."""
         self._open.clear()
         self._keep_time()
 
@@ -132,20 +133,20 @@ class Calls:
         self._keep_time()
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End these requests. Unknown ids have finished already."""
+        """End these requests. Unknown ids have already finished."""
         for request_id in request_ids:
             if call := self._calls.get(request_id):
                 self._end(call)
 
     def fail(self, error: EngineError) -> None:
-        """End everything in flight with `error`; nothing is held any more."""
+        """End all requests in flight with `error`, and hold none any more."""
         for call in list(self._calls.values()):
             call.error = error
             call.task.cancel()
         self.let_go()
 
     async def settle(self) -> None:
-        """Wait for the aborts that run behind the callers' backs."""
+        """Wait for the aborts that run in the background."""
         for task in self._background:
             task.cancel()
         if self._background:
@@ -176,12 +177,12 @@ class Calls:
 
     async def _abort_until_done(self, call: _Call) -> None:
         while not call.task.done():
-            # A lost connection is found by the request's own, or by the watch over the server.
+            # The request itself, or the watch over the server, detects a lost connection.
             with suppress(EngineLost):
                 await self._abort_rid(call.rid)
             await asyncio.wait({call.task}, timeout=ABORT_AGAIN_S)
         if not call.task.cancelled():
-            call.task.exception()  # looked at: its caller may be gone
+            call.task.exception()  # marks it as retrieved: its caller may be gone
 
 
 # --- the engine --------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ class Calls:
 @dataclass(frozen=True, slots=True)
 class _Server:
     client: ServerClient
-    process: ServerProcess | None  # None for one that is attached
+    process: ServerProcess | None  # None for an attached server
     liveness: Liveness
 
 
@@ -209,7 +210,7 @@ class HttpEngine:
         self._layout: Layout = {}
         self._served: Directory | None = None
         self._was_served: deque[VersionTag] = deque(maxlen=MAX_CACHED_VERSIONS)
-        """Versions that this start of the server has served, the newest last."""
+        """Versions that the server has served since this start, newest last."""
         self._paused = self._stopping = False
         self._lost: EngineLost | None = None
         self._load = ServerLoad()
@@ -225,17 +226,17 @@ class HttpEngine:
 
     @property
     def url(self) -> str:
-        """The server's address."""
+        """Address of the server."""
         return self._client().url
 
     def alive(self) -> bool:
-        """False once the server was lost; true while it starts."""
+        """False once the server is lost, true while it starts."""
         if self._stopping or self._lost is not None:
             return False
         return self._server is None or not self._server.liveness.ended()
 
     async def start(self, snapshot: Weights) -> None:
-        """Start or attach the server. May be called again after the engine was lost."""
+        """Start or attach the server. May be called again after a loss."""
         await self._close_server()
         self._lost, self._paused, self._stopping = None, False, False
         self._prefix = secrets.token_hex(4)
@@ -261,11 +262,12 @@ class HttpEngine:
         ids, room = checked_request(
             request, vocab_size=adapter.facts.vocab_size, max_model_len=adapter.max_model_len
         )
-        # A server may abort by prefix: of equal length, no id begins another.
+        # A server may abort by prefix. Ids of equal length are never prefixes of each other.
         rid = f"{self._prefix}-{next(self._numbers):012d}"
 
         async def answer() -> GenerateResult:
-            # Called under this version; a request that waited for the update is of the version after it.
+            # The request counts from this version. A request that waited for the update counts from the
+            # version after it.
             body = adapter.body(rid, ids.tolist(), request, room, self._cache_of(request))
             said = await self._ask(body, tell)
             try:
@@ -289,8 +291,8 @@ class HttpEngine:
         return await self._calls.run(request, rid, answer)
 
     async def pause(self) -> None:
-        """The server stops between two steps: units of a step under way are still the old version's, and are
-        told so."""
+        """Pause the server, which stops between two steps. Units of a running step still belong to the old
+        version, and are reported so."""
         self._check_serving()
         self._calls.hold()
         self._paused = True
@@ -348,9 +350,10 @@ class HttpEngine:
     # --- requests ------------------------------------------------------------------------------------
 
     def _cache_of(self, request: GenerateRequest) -> VersionTag:
-        """Return the version under which the prefixes of a request are cached: the one served, or in mode
-        `session` the one that its session began under. Where this start of the server has not served that, it
-        is the first one after it: the session's prefix is computed once more, not again at each update."""
+        """Return the version under which the request's prefixes are cached. Normally it is the served
+        version. In mode `session` it is the version at which the session began. If this start of the server
+        has not served that version, it is the first later one. Then the session's prefix is computed once
+        more, but not at each update."""
         if self._settings.update_mode == "session" and request.began is not None:
             epoch, version = request.began
             began = VersionTag(self.version.policy, epoch, version)
@@ -360,19 +363,19 @@ class HttpEngine:
     def _routed(
         self, result: GenerateResult, said: Any, request: GenerateRequest, prompt: int
     ) -> GenerateResult:
-        """Return the result with its routes, if they are wanted and the answer has them."""
+        """Return the result with its routes, if they are requested and the answer has them."""
         mixture, start = self._settings.mixture, request.routes_from
         found = None if mixture is None or start is None else self._adapter.expert_ids(said)
         if found is None or mixture is None or start is None:
             return result
         if found.shape[1] <= mixture.layers[-1]:
             raise EngineError(f"the server gave experts of {found.shape[1]} layers, of a model that has more")
-        # An answer that was aborted may have been cut since.
+        # An aborted answer may have been truncated since.
         fed = prompt + max(0, result.token_ids.size - 1) - start
         return replace(result, routes=stored_routes(found[:fed, mixture.layers], mixture.experts))
 
     async def _ask(self, body: dict[str, Any], tell: Tell | None) -> Any:
-        """Post a request and return its answer; `tell` is given its units as they come."""
+        """Post a request and return its answer. `tell` gets its units as they arrive."""
         adapter, client = self._adapter, self._client()
         try:
             if tell is None:
@@ -383,7 +386,7 @@ class HttpEngine:
             )
             return heard.answer()
         except EngineError as error:
-            # Was it this request, its connection, or the server?
+            # Find out what failed: this request, its connection, or the server.
             if self._lost is None and self._server is not None and await self._server.liveness.confirmed():
                 raise
             raise self._lose(str(error)) from error
@@ -391,10 +394,10 @@ class HttpEngine:
     # --- the server ----------------------------------------------------------------------------------
 
     async def _connect(self, weights: Directory) -> _Server:
-        """Return a server that answers: the attached one, or one that is started."""
+        """Return a server that answers: the attached one, or a new one."""
         adapter, settings, process = self._adapter, self._settings, None
         if settings.python is None:
-            # Another client may have left it paused: then it is not ready, but it is there.
+            # Another client may have left it paused. It is then not ready, but alive.
             client = await attached(adapter.title, settings, path=adapter.alive_path)
         else:
             folder = await adapter.prepare(None, weights)
@@ -410,22 +413,22 @@ class HttpEngine:
         return _Server(client, process, Liveness(lambda: client.serves(alive), process, settings.patience))
 
     async def _command(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what changes the server's state. Its failure leaves that state unknown: the engine is lost."""
+        """Run a change of the server's state. If it fails, that state is unknown, so the engine is lost."""
         try:
             await work
         except EngineError as error:
             raise self._lose(str(error)) from error
 
     async def _restore(self, error: EngineError) -> None:
-        """After a failed load nobody knows which tensors the server holds, so the old ones are loaded again.
-        Raises `EngineLost` where that fails too."""
+        """Load the old weights again after a failed load, because the server's tensors are unknown. Raises
+        `EngineLost` if this fails too."""
         assert self._served is not None
         try:
             if isinstance(error, EngineLost):
                 raise error
             await self._adapter.restore(self._client(), self._served)
             if not await asyncio.to_thread(self._served.path.is_dir):
-                # Nobody holds it any more: it went while it was read, and its memory may have been refilled.
+                # The snapshot was released while it was read, so its memory may have new content.
                 raise EngineError(f"{self._served.path} was removed meanwhile")
         except EngineError as second:
             raise self._lose(
@@ -434,7 +437,7 @@ class HttpEngine:
             ) from error
 
     async def _watch(self, server: _Server) -> None:
-        """Keep the load known; when the server is gone, end what is in flight."""
+        """Update the load regularly. If the server is lost, end the requests in flight."""
         while True:
             await asyncio.sleep(self._adapter.watch_s)
             if server.liveness.ended():
@@ -442,13 +445,13 @@ class HttpEngine:
             try:
                 self._load = await self._adapter.read_load(server.client)
             except EngineError:
-                # No reading is not yet no server.
+                # A missing reading does not yet mean a lost server.
                 if not await server.liveness.confirmed():
                     break
         self._lose(f"{server.client.name} ended or does not answer any more")
 
     def _lose(self, why: str) -> EngineLost:
-        """Give the server up. Returns the error to raise."""
+        """Give up the server. Return the error to raise."""
         if self._lost is None and not self._stopping:
             process = self._server.process if self._server is not None else None
             if process is not None:

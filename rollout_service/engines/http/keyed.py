@@ -1,9 +1,10 @@
-"""Runs a server so that it answers nobody without its key: `python keyed.py MODULE ARGUMENTS…`.
+"""Start of a server that requires a key for every request: `python keyed.py MODULE ARGUMENTS…`.
 
-Only the standard library and the uvicorn of the server's own environment. The key is in an environment
-variable, which only this user may read (a command line is everybody's), and which the server's children
-do not get. It is asked for before a request reaches any route: the servers' own keys leave routes open
-(health and metrics of SGLang; everything but `/v1` of vLLM, its developer endpoints too).
+Uses only the standard library and the uvicorn in the server's environment. The key is in an environment
+variable, which only this user can read and which the server's children do not get. A command line would be
+readable by everybody. The key is checked before a request reaches any route, because the servers' own keys
+leave routes open. SGLang leaves health and metrics open. vLLM leaves everything but `/v1` open, including its
+developer endpoints.
 """
 
 import hmac
@@ -17,7 +18,7 @@ PREFIX = b"Bearer "
 
 
 class AskForKey:
-    """An ASGI application that hands on what shows the key, and refuses the rest with 401."""
+    """ASGI application that passes on requests with the key, and answers all others with 401."""
 
     def __init__(self, app: Any, key: str) -> None:
         self._app = app
@@ -54,7 +55,7 @@ def main(module: str) -> None:
 
     setattr(uvicorn.Config, "load", load_keyed)  # noqa: B010
     sys.argv = sys.argv[1:]
-    # As `python -m` would: processes that the server spawns find their main module by its name.
+    # As with `python -m`: processes that the server spawns find their main module by its name.
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -1,10 +1,9 @@
-"""The server of an engine: started or found, waited for, watched and ended, with everything it starts.
+"""The server of an engine: start or attach, wait, watch, and end it with all its child processes.
 
-Promises: the process group of the server is gone after `stop`, and after the death of this process in
-whatever way (see `runtime/process.py`); a server that ends before it serves, or does not serve in time, is an
-`EngineError` that shows the last lines of its log. A server whose process has ended is dead at once. One that
-is there, or was attached, may only be slow: it is taken for dead when it has left several probes without an
-answer over a stated time.
+Promises: the server's process group is gone after `stop`, and after the death of this process for any reason
+(see `runtime/process.py`). If a server ends before it serves, or is not ready in time, `EngineError` shows
+the last lines of its log. A server whose process has ended is dead immediately. A server that still runs, or
+is attached, may only be slow. It is treated as dead after several unanswered probes over a stated time.
 """
 
 from __future__ import annotations
@@ -31,30 +30,30 @@ from rollout_service.engines.http.client import ServerClient
 log = get_logger("engine")
 
 Variables = Mapping[str, str]
-Argv = Callable[[int], Sequence[str]]  # The argument vector of a server on a port
+Argv = Callable[[int], Sequence[str]]  # Return the argument vector of a server on a port
 
 POLL_S = 0.1
 TAIL_LINES = 15
-LOG_BYTES = 256 << 10  # What is read of its log, from the end
-STARTS = 2  # Attempts to start a server, for the port may be taken between its choice and its use
+LOG_BYTES = 256 << 10  # Bytes read from the end of its log
+STARTS = 2  # Attempts to start a server, because the port may be taken before the server binds it
 PORT_TAKEN = "ddress already in use"
 ATTACH_PAUSE_S = 0.2
 UNAUTHORIZED = 401
 
 
 def free_port() -> int:
-    """Return a loopback port that nobody listens on now. The server binds it some seconds later: should
-    another be faster, it ends, and is started again with another port."""
+    """Return a free loopback port. The server binds it seconds later. If another process takes the port
+    first, the server ends and is started again with another port."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
 class ServerProcess(ChildProcess):
-    """A started server, whose process group does not outlive this process. `name` is for messages."""
+    """A started server. Its process group does not outlive this process. `name` is for messages."""
 
     def __init__(self, name: str, argv: Sequence[str], environment: Variables, log_path: Path) -> None:
-        """Start `argv` with exactly `environment`; its output is appended to `log_path`."""
+        """Start `argv` with exactly `environment`. The output is appended to `log_path`."""
         self.name = name
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,8 +75,8 @@ class ServerProcess(ChildProcess):
             return log.read().decode(errors="replace")
 
     async def wait_ready(self, serves: Callable[[], Awaitable[bool]], ready_s: float) -> None:
-        """Return once `serves()` is true. Raises `EngineError` when the server ends or `ready_s` passes
-        first; what is left of it is killed then."""
+        """Return once `serves()` is true. Raises `EngineError` if the server ends or `ready_s` passes first.
+        The rest of the server is then killed."""
         until_s = time.monotonic() + ready_s
         server = self.name.removeprefix("the ")
         log.info("engine server loads", server=server)
@@ -99,8 +98,8 @@ class ServerProcess(ChildProcess):
 
 @dataclass(eq=False)
 class Liveness:
-    """Tells whether one server lives, asked after something went wrong with it. `answers` probes it once, in
-    bounded time; `process` is None for an attached one."""
+    """Check whether one server is alive, after an error with it. `answers` probes it once, in bounded time.
+    `process` is None for an attached server."""
 
     answers: Callable[[], Awaitable[bool]]
     process: ServerProcess | None
@@ -113,13 +112,13 @@ class Liveness:
         return self.process is not None and not self.process.alive
 
     async def confirmed(self) -> bool:
-        """Return whether the server lives. One examination serves all who ask while it is under way."""
+        """Return whether the server is alive. All callers share one running check."""
         if self._examination is None or self._examination.done():
             self._examination = asyncio.create_task(self._examine())
         return await asyncio.shield(self._examination)
 
     def close(self) -> None:
-        """Nobody needs to know any more: an examination that is under way ends with its next probe."""
+        """Stop a running check after its next probe."""
         self._closed = True
 
     async def _examine(self) -> bool:
@@ -138,13 +137,13 @@ class Liveness:
 async def started(
     name: str, argv: Argv, environment: Variables, settings: ServerSettings, path: str
 ) -> tuple[ServerProcess, ServerClient]:
-    """Return a server that was started with `argv(port)` (`python … -m MODULE …`) and answers `path` with
-    200, but nobody without the key that it was given. Raises `EngineError` for one that ends before it
-    serves, does not serve in time or answers strangers; nothing is left of it then."""
+    """Start a server with `argv(port)` (`python … -m MODULE …`) and a new key. Return it once it answers
+    `path` with 200, only with the key. Raises `EngineError` if it ends early, is not ready in time, or
+    answers without the key. No process is left then."""
     for attempt in range(1, STARTS + 1):
         port, key = free_port(), settings.key or secrets.token_hex(32)
         command = list(argv(port))
-        # `keyed.py` runs the module instead, and asks for the key.
+        # `keyed.py` runs the module instead, and checks the key.
         command[command.index("-m")] = keyed.__file__
         process = ServerProcess(name, command, {**environment, keyed.VARIABLE: key}, settings.log_path)
         url = f"http://{LOOPBACK}:{port}"
@@ -172,7 +171,7 @@ async def started(
 
 
 async def attached(name: str, settings: ServerSettings, *, path: str) -> ServerClient:
-    """Return the server at `settings.url`, once it answers `path` with 200. Raises `EngineError` when it does
+    """Return the server at `settings.url` once it answers `path` with 200. Raises `EngineError` if it does
     not in time."""
     assert settings.url is not None
     client = ServerClient(f"{name} at {settings.url}", settings.url, key=settings.key)

@@ -19,13 +19,16 @@ class Local(EnginePart):
         self, job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int
     ) -> Any:
         from rollout_service.engines.devices import own_device
-        from rollout_service.engines.local import engine  # torch, which checking a job does not pay for
+
+        # loads torch only here
+        from rollout_service.engines.local import engine
 
         return engine.LocalEngine(
             job.model,
             slots=slots,
             max_model_len=job.rollout.max_model_len,
-            # `session` is another engine's; then this one is the evaluation's, with nothing in flight.
+            # Mode `session` belongs to another engine. This engine is then the evaluation's, without requests
+            # in flight.
             update_mode="keep" if job.rollout.update_mode == "keep" else "recompute",
             device=own_device(job, place, replica),
             dtype=job.rollout.dtype,

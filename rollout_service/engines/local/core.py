@@ -1,12 +1,12 @@
 """Continuous batching, one step at a time, without threads or clocks.
 
-Promises: every request that was submitted comes out of `step`, `abort` or `fail` exactly once; what one
-request asks for changes no unit of another; `swap` keeps every request in flight, and each unit carries the
-tag of the weights whose logits it was drawn from.
+Promises: every submitted request comes out of `step`, `abort` or `fail` exactly once. A request changes no
+unit of another request. `swap` keeps every request in flight. Each unit has the tag of the weights whose
+logits it was sampled from.
 
-A row of the KV cache is a prefix, and the requests that begin with it share it: the samples of a group are
-one row, computed once, until they have sampled different units. Then each gets a row of its own, a copy.
-Before a decode the rows in use are made dense, 0 … n-1.
+A row of the KV cache is a prefix, shared by all requests that begin with it. The samples of a group use one
+row, computed once, until they have sampled different units. Then each gets its own copy of the row. Before a
+decode, the used rows are made dense, 0 … n-1.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Finished:
 
 @dataclass(eq=False)
 class EngineCore:
-    """`prefill_tokens`: most tokens, padding included, in one prefill pass; a longer prompt goes alone."""
+    """Core of the local engine. `prefill_tokens` is the most tokens, including padding, in one prefill pass.
+    A longer prompt gets a pass of its own."""
 
     model: LocalModel
     _: KW_ONLY
@@ -67,11 +68,11 @@ class EngineCore:
             )
         self.tag = VersionTag(POLICY, 0, 0)
         self.tokens_total = self.requests_total = 0
-        self.prompt_tokens_total = 0  # Computed for those that began, equal prompts once
+        self.prompt_tokens_total = 0  # Computed for started requests; equal prompts count once
         self.waiting: deque[GenerateRequest] = deque()
-        """Smallest priority first, among equals in the order they came."""
+        """Waiting requests: smallest priority first, then in order of arrival."""
         self._checked: Ids | None = None
-        """The last prompt that holds and that nobody writes to."""
+        """The last valid, read-only prompt."""
         self._text = Detokenizer(self.model.tokenizer, self.model.eos_ids)
         self._eos = np.zeros(self.model.vocab_size, np.bool_)
         self._eos[[i for i in self.model.eos_ids if i < self.model.vocab_size]] = True
@@ -84,13 +85,13 @@ class EngineCore:
         self._graphs = DecodeGraphs(self.model, self._kv) if self.model.device.type == "cuda" else None
         self._active = np.empty(0, np.int64)  # Slots of the requests being computed
         self._row = np.zeros(self.slots, np.int64)
-        """The row of each slot: in it is all that its request has, but for the newest token."""
+        """Row of each slot. It has all tokens of the slot's request except the newest."""
 
     # --- requests ------------------------------------------------------------------------------------
 
     def checked(self, request: GenerateRequest) -> GenerateRequest:
-        """Return the request with its prompt as an int32 array. Raises `RequestError` for one that cannot be
-        served. Safe on any thread."""
+        """Return the request with its prompt as an int32 array. Raises `RequestError` if it cannot be served.
+        Safe on any thread."""
         check_sampling(request.sampling)
         prompt = request.prompt_ids
         if prompt is self._checked:  # the samples of a group share it
@@ -118,11 +119,11 @@ class EngineCore:
 
     @property
     def kv_used(self) -> float:
-        """Share of the positions that the cache may grow to which hold something."""
+        """Share of the cache's maximum positions that are in use."""
         return float(self._table.length[self._active].sum()) / (self.slots * self.max_model_len)
 
     def abort(self, request_ids: Iterable[str]) -> list[Finished]:
-        """End requests now, with what they have. Unknown ids have finished already."""
+        """End requests now, and return them with their units so far. Unknown ids have already finished."""
         wanted = set(request_ids)
         done = []
         for request in [r for r in self.waiting if r.request_id in wanted]:
@@ -134,15 +135,15 @@ class EngineCore:
         return done + self._finish(slots, ["abort"] * len(slots))
 
     def fail(self, error: EngineError) -> list[Finished]:
-        """Give up what is being computed, and start over with an empty cache; what waits goes on waiting."""
+        """Give up all running requests, and restart with an empty cache. Waiting requests stay in the
+        queue."""
         active = [self._table.requests[slot] for slot in self._active.tolist()]
         self._reset()
         self.requests_total += len(active)
         return [Finished(request.request_id, error) for request in active if request is not None]
 
     def grown(self, told: dict[str, int]) -> list[tuple[str, Ids]]:
-        """Return the units that requests have sampled beyond those counted in `told`, by request id, and
-        count them there."""
+        """Return the new units of requests, by request id, beyond the counts in `told`. Update the counts."""
         pieces = []
         for slot in self._active.tolist():
             request = self._table.requests[slot]
@@ -159,20 +160,22 @@ class EngineCore:
     # --- weights -------------------------------------------------------------------------------------
 
     def swap(self, snapshot: Weights) -> None:
-        """Take new weights between two steps. Raises `EngineError`, with the old ones in place."""
+        """Take new weights between two steps. After `EngineError`, the old weights are in place."""
         self.model.load(snapshot.tensors)
         self.tag = snapshot.tag
         self._stale_kv = True
 
     def rebuild(self) -> None:
-        """Compute the KV of everything in flight under the weights of the last `swap` (mode `recompute`)."""
+        """Recompute the KV of everything in flight under the weights of the last `swap` (mode
+        `recompute`)."""
         if not self._stale_kv:
             return
         self._stale_kv = False
         if self.update_mode == "keep":
             return
         rows, first = np.unique(self._row[self._active], return_index=True)
-        # The newest token is in no cache yet: the next decode step computes it, under the new weights too.
+        # The newest token is not in the cache yet. The next decode step computes it, under the new weights
+        # too.
         sequences = [self._table.ids[slot, : self._table.length[slot] - 1] for slot in self._active[first]]
         order = sorted(range(len(rows)), key=lambda i: len(sequences[i]))
         while order:
@@ -183,13 +186,14 @@ class EngineCore:
     # --- steps ---------------------------------------------------------------------------------------
 
     def step(self) -> list[Finished]:
-        """Begin what fits, then sample one unit for everything that has begun. Returns what finished."""
+        """Start requests that fit, then sample one unit for each started request. Return the finished
+        requests."""
         done = self._admit() if self.waiting and self._table.free else []
         return done + (self._decode() if self.running else [])
 
     def _admit(self) -> list[Finished]:
-        """Prefill the first waiting requests in one pass and sample their first units. The samples of a
-        group arrive together: one prompt is computed once, whatever number of requests begin with it."""
+        """Prefill the first waiting requests in one pass and sample their first units. The samples of a group
+        arrive together, so their prompt is computed once for all of them."""
         count = min(len(self.waiting), len(self._table.free))
         count = _budget([self.waiting[i].prompt_ids for i in range(count)], self.prefill_tokens)
         used = np.zeros(self.slots, np.bool_)
@@ -208,8 +212,8 @@ class EngineCore:
         return self._sample(slots, self.model.logits(last_UE), source)
 
     def _prefill(self, sequences: Sequence[Ids], rows: Slots) -> Tensor:
-        """Compute sequences into rows of the cache, equal ones once. Hidden states of the U distinct ones, in
-        the order in which they first occur, `[U, T, E]`."""
+        """Compute sequences into rows of the cache, equal sequences once. Return the hidden states of the U
+        distinct sequences, in order of first occurrence, `[U, T, E]`."""
         distinct, source = _distinct(sequences)
         length = max(len(ids) for ids in distinct)
         self._kv.reserve(length)
@@ -231,9 +235,9 @@ class EngineCore:
         return self._sample(slots, self.model.logits(hidden[:, 0]), self._row[slots])
 
     def _went(self, slots: Slots, start: Slots, n: Slots, source: Slots, length: int) -> None:
-        """Note where the last pass, over rows of `length` tokens, sent the `n` tokens of each slot from
-        `start` on, which row `source` begins with. What is computed anew under other weights keeps the routes
-        that it was sampled under."""
+        """Record the experts of the last pass, over rows of `length` tokens. They are for the `n` tokens of
+        each slot from `start` on, at the beginning of row `source`. Tokens that are recomputed under other
+        weights keep the routes under which they were sampled."""
         if self.model.experts:
             by_row = torch.stack(self.model.experts, 1).unflatten(0, (-1, length))
             self._table.went(slots, start, n, by_row.cpu().numpy()[source])
@@ -248,13 +252,13 @@ class EngineCore:
         return self.model.hidden(torch.from_numpy(ids).to(device)[:, None], position_t[:, None], plan)
 
     def _split(self, ids: Slots, position: Slots) -> Slots:
-        """Give each prefix among the active requests a row of its own, rows 0 … n-1; `ids` and `position` are
-        their newest tokens. Returns for each row one of its requests, as an index of the active ones."""
+        """Give each prefix among the active requests its own row, rows 0 … n-1. `ids` and `position` are
+        their newest tokens. Return one request of each row, as an index into the active requests."""
         mixed = self._row[self._active] * self.model.vocab_size + ids
         prefixes, first, prefix_of = np.unique(mixed, return_index=True, return_inverse=True)
         n, row = len(prefixes), prefixes // self.model.vocab_size
         stays = row < n
-        stays[1:] &= row[1:] != row[:-1]  # of those that part, the first stays
+        stays[1:] &= row[1:] != row[:-1]  # if requests of a row separate, the first keeps it
         if not stays.all():
             free = np.ones(n, np.bool_)
             free[row[stays]] = False
@@ -268,7 +272,7 @@ class EngineCore:
         return by_row
 
     def _sample(self, slots: Slots, logits_RV: Tensor, source: Slots) -> list[Finished]:
-        """Draw a unit for each slot from its row of the logits, and finish the slots that end with it."""
+        """Sample a unit for each slot from its row of the logits, and finish the slots that end with it."""
         if len(source) != len(logits_RV) or (source[1:] < source[:-1]).any():
             logits_RV = logits_RV.index_select(0, torch.from_numpy(source).to(logits_RV.device))
         ids, logprobs = draw(logits_RV, self._table.draw(slots))
@@ -298,7 +302,7 @@ class EngineCore:
         return hit
 
     def _finish(self, slots: Sequence[int], reasons: Sequence[FinishReason | None]) -> list[Finished]:
-        """Take requests out; reason None means that the weights gave numbers nothing can be drawn from."""
+        """Remove requests. Reason None means that the logits were not finite, so nothing could be sampled."""
         texts = self._text.decode([self._table.sampled(slot) for slot in slots])
         done = []
         for slot, reason, text in zip(slots, reasons, texts, strict=True):
@@ -318,16 +322,16 @@ class EngineCore:
 
 
 def _distinct(sequences: Sequence[Ids]) -> tuple[list[Ids], Slots]:
-    """Return the distinct sequences in the order of their first occurrence, and the index of each sequence
-    among them."""
+    """Return the distinct sequences in order of first occurrence, and the index of each sequence among
+    them."""
     index: dict[bytes, int] = {}
     source = [index.setdefault(ids.tobytes(), len(index)) for ids in sequences]
     return [np.frombuffer(ids, np.int32) for ids in index], np.array(source, np.int64)
 
 
 def _budget(sequences: Sequence[Any], most_tokens: int) -> int:
-    """Return the number of sequences, in this order, that fit one prefill pass when the distinct ones are
-    padded to the longest; at least one."""
+    """Return how many sequences, in this order, fit into one prefill pass when the distinct ones are padded
+    to the longest. At least one."""
     seen: set[bytes] = set()
     longest = 0
     for count, ids in enumerate(sequences):

@@ -1,9 +1,8 @@
 """The local engine: `EngineCore` on a thread of its own, behind the engine protocol.
 
-Promises what `engines/base.py` asks, and besides: whatever happens to one request or in one step, the
-thread lives on, and every call of `generate` returns or raises. Of the requests that wait, the smallest
-priority goes first, and among equals the oldest; one whose caller is cancelled ends, waiting or begun, and
-frees its place.
+It keeps the promises of `engines/base.py`. In addition, the thread survives every failure of a request or a
+step, and every call of `generate` returns or raises. Among waiting requests, the smallest priority goes
+first, then the oldest. If a caller is cancelled, its request ends and frees its place, waiting or running.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ NO_PASSES = (0.0,) * (TERMS * (TERMS + 1) // 2 + TERMS)
 
 
 def with_pass(sums: tuple[float, ...], sampled: int, prompt_tokens: int, seconds: float) -> tuple[float, ...]:
-    """Return the sums of the engine's passes with one more.
+    """Return the sums of the engine's passes with one more pass.
 
-    A pass that samples n tokens and computes p tokens of prompts takes about a + b·n + c·[p > 0] + d·p
-    seconds of its thread's CPU time. The sums are those that least squares need for a, b, c and d, so that
-    two readings differ by the sums of the passes between them: the products of the terms (1, n, [p > 0], p),
-    i ≤ j, in the order (0, 0), (0, 1), … (3, 3); then each term times the seconds."""
+    A pass that samples n tokens and computes p prompt tokens takes about a + b·n + c·[p > 0] + d·p seconds of
+    its thread's CPU time. The sums are the inputs of least squares for a, b, c and d. The difference of two
+    readings has the sums of the passes between them. First come the products of the terms (1, n, [p > 0], p),
+    i ≤ j, in the order (0, 0), (0, 1), … (3, 3). Then comes each term times the seconds."""
     x = (1.0, float(sampled), float(prompt_tokens > 0), float(prompt_tokens))
     products = [x[i] * x[j] for i in range(TERMS) for j in range(i, TERMS)]
     added = (*products, *(term * seconds for term in x))
@@ -63,14 +62,14 @@ def with_pass(sums: tuple[float, ...], sampled: int, prompt_tokens: int, seconds
 
 @dataclass(eq=False)
 class LocalEngine:
-    """One replica of the policy in this process. Implements `engines.base.Engine`, and tells what it
-    samples unit by unit."""
+    """One replica of the policy in this process. Implements `engines.base.Engine`, and reports units one by
+    one."""
 
     directory: Path
-    """Folder of the architecture and the tokenizer; snapshots give the weights."""
+    """Folder of the architecture and the tokenizer. Snapshots provide the weights."""
     _: KW_ONLY
     slots: int
-    """Requests computed at once."""
+    """Most requests computed at once."""
     max_model_len: int
     update_mode: Literal["recompute", "keep"] = "recompute"
     device: str = "cpu"
@@ -83,8 +82,9 @@ class LocalEngine:
     def __post_init__(self) -> None:
         self._calls: dict[str, asyncio.Future[GenerateResult]] = {}
         self._tells: dict[str, Tell] = {}
-        self._told: dict[str, int] = {}  # Units that were told of each streamed request. The thread's
-        self._outbox: list[Callable[[], None]] = []  # For the thread, once the loop has come round
+        self._told: dict[str, int] = {}  # Units reported for each streamed request. Used only on the thread
+        # Commands for the thread, sent at the end of the loop's round
+        self._outbox: list[Callable[[], None]] = []
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._computing = self._paused = self._stopping = False
@@ -132,7 +132,7 @@ class LocalEngine:
         finally:
             self._tells.pop(request.request_id, None)
             if self._calls.pop(request.request_id, None) is not None:
-                # Nobody waits for the answer any more: free the slot, let what comes out fall.
+                # The caller is gone, so free the slot and ignore the answer.
                 self._post(lambda: self._deliver(self._started().abort([request.request_id])))
 
     async def pause(self) -> None:
@@ -191,8 +191,8 @@ class LocalEngine:
         return self._core
 
     def _post(self, command: Callable[[], None]) -> None:
-        """Have the thread run `command` between two steps. What is posted in one round of the event loop gets
-        there together: requests that begin together are prefilled together, and the thread wakes once."""
+        """Run `command` on the thread between two steps. Commands of one round of the event loop arrive
+        together. So requests that start together are prefilled together, and the thread wakes once."""
         self._outbox.append(command)
         if len(self._outbox) == 1:
             asyncio.get_running_loop().call_soon(self._hand_over)
@@ -204,7 +204,8 @@ class LocalEngine:
             self._wake.notify()
 
     async def _call(self, command: Callable[[], T]) -> T:
-        """`_post`, and wait for what it returns or raises. Cancelled before its turn, it is not run."""
+        """Call `_post`, and return the command's result or raise its error. If cancelled before its turn, it
+        does not run."""
         if self._stopping:
             raise EngineError("the engine has stopped")
         done: Future[T] = Future()
@@ -214,7 +215,7 @@ class LocalEngine:
                 return
             try:
                 done.set_result(command())
-            except Exception as error:  # it is the caller's to handle
+            except Exception as error:  # the caller handles it
                 done.set_exception(error)
 
         self._post(run)
@@ -271,21 +272,21 @@ class LocalEngine:
                 self._keep_time()
                 if self._computing:
                     self._guarded(self._step)
-            # What was asked before the stop is answered; nothing can be asked after it.
+            # Commands from before the stop are still answered. None can follow.
             for command in self._inbox:
                 command()
             if self._computing:
                 busy.end(self.activity)
 
     def _keep_time(self) -> None:
-        """Count the time in which there is something to compute. Looked at before each wait and after."""
+        """Count the time with work to compute. Called before and after each wait."""
         computing = self._core is not None and not self._paused and not self._core.idle
         if computing != self._computing:
             (busy.begin if computing else busy.end)(self.activity)
             self._computing = computing
 
     def _commands(self) -> list[Callable[[], None]]:
-        """Return the posted commands; waits for something to do."""
+        """Return the posted commands. Wait if there is no work."""
         with self._wake:
             if not self._inbox and not self._stopping:
                 core = self._core
@@ -295,7 +296,8 @@ class LocalEngine:
             return inbox
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Run a part of the engine that must not end its thread: what was being computed fails, by name."""
+        """Run a part of the engine whose failure must not end the thread. Running requests fail with its
+        error."""
         try:
             work()
         except Exception as error:

@@ -1,11 +1,11 @@
-"""Decode passes as CUDA graphs: what the model launches for one new unit of every row is recorded once for a
-shape, and launched as one from then on.
+"""Decode passes as CUDA graphs. The kernels for one new unit of every row are recorded once per shape, and
+then launched together.
 
-A pass of a small model is hundreds of kernels of some microseconds each, and Python takes longer to launch
-one than the GPU to run it. A graph runs the same kernels on the same memory. So rows and positions are
-rounded up to few shapes (the rows beyond those in use compute garbage into rows of the cache that hold
-nothing), what a pass reads lies where it lay when it was recorded, and graphs end with the tensors of the
-cache that they were recorded with.
+A pass of a small model consists of hundreds of kernels that run for microseconds. Python takes longer to
+launch a kernel than the GPU to run it. A graph runs the same kernels on the same memory. This has three
+consequences. Rows and positions are rounded up to a few shapes, and surplus rows write garbage into unused
+rows of the cache. Inputs of a pass stay at the addresses of the recording. Graphs are dropped when the cache
+gets new tensors.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from rollout_service.engines.local.model import LocalModel
 log = get_logger("engine")
 
 _RECORDING = threading.Lock()
-"""CUDA records one graph at a time in a process, which may have several engines."""
+"""CUDA records one graph at a time per process, and a process may have several engines."""
 
 
 class DecodeGraphs:
-    """The decode passes of a model over a cache on a GPU. Parameters keep their places for as long as it
-    lives. A model that cannot be recorded (its pass looks at numbers on the host) runs as it is."""
+    """Decode passes of a model over a cache on a GPU. The parameters must keep their addresses. A model that
+    cannot be recorded, because its pass reads values on the host, runs without graphs."""
 
     def __init__(self, model: LocalModel, kv: SlotKV) -> None:
         self._model, self._kv = model, kv
         self._ids_and_position = torch.zeros(2, kv.rows, dtype=torch.long, device=kv.device)
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, list[Tensor]] | None] = {}
-        """The recorded passes by rows and length; None for a shape that has run once. Its second pass is
-        recorded: by then its kernels are loaded, and a shape that comes once is not worth recording."""
+        """Recorded passes by rows and length. None: the shape has run once. The second pass is recorded,
+        because its kernels are loaded by then, and a shape that occurs once is not worth recording."""
         self._kv_length = 0
         self._stream = torch.cuda.Stream(kv.device)
         self._pool = torch.cuda.graph_pool_handle()
         self._able = True
 
     def hidden(self, ids: npt.NDArray[np.int64], position: npt.NDArray[np.int64], longest: int) -> Tensor:
-        """Return the last hidden states `[n, 1, E]` of one new unit of each of rows 0 … n-1; see `Decode`.
-        They hold until the next pass."""
+        """Return the last hidden states `[n, 1, E]` of one new unit of each of rows 0 … n-1 (see `Decode`).
+        They are valid until the next pass."""
         n = len(ids)
         rows = min(few(n), self._kv.rows)
         length = min(few(-(-longest // LENGTH_STEP)) * LENGTH_STEP, self._kv.length)
@@ -53,7 +53,8 @@ class DecodeGraphs:
         self._ids_and_position[:, :rows].copy_(torch.from_numpy(padded))
         if self._kv_length != self._kv.length:
             self._graphs.clear()
-            self._pool = torch.cuda.graph_pool_handle()  # one whose last graph has gone takes no other
+            # a pool whose last graph was freed accepts no new graph
+            self._pool = torch.cuda.graph_pool_handle()
             self._kv_length = self._kv.length
         shape = rows, length
         if self._able and shape in self._graphs:
@@ -87,7 +88,7 @@ class DecodeGraphs:
 
 
 def few(count: int) -> int:
-    """Return the least of 1, 2, 3, 4, 6, 8, 12, 16, 24 … that is not below `count`: powers of two, and
-    halfway."""
+    """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24 … that is at least `count`: powers of two and the
+    values halfway between them."""
     power = 1 << (count - 1).bit_length()
     return 3 * power // 4 if power > 2 and count <= 3 * power // 4 else power

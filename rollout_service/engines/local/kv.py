@@ -1,12 +1,12 @@
 """The KV cache of the local engine, and the attention function through which models use it.
 
-The cache is dense: row r of every layer holds the keys and values of one request, positions 0 … length-1.
-Rows 0 … n-1 are in use, so a decode step attends over a view and copies nothing. Its room along the
-sequence grows by doubling as requests get longer.
+The cache is dense: row r of every layer has the keys and values of one prefix, positions 0 … length-1. Rows 0
+… n-1 are in use, so a decode step attends over a view without copies. The length doubles as requests get
+longer.
 
-A model needs no change and no cache class: transformers passes the keyword argument `slots` down to the
-attention function that the model was loaded with (`ATTENTION`), and a name that has no mask function makes
-it build no mask. Shapes: B batch, H query heads, K key heads, T queries, L keys, D head width.
+A model needs no change and no cache class. transformers passes the keyword argument `slots` to the attention
+function with which the model was loaded (`ATTENTION`). Because this name has no mask function, transformers
+builds no mask. Shapes: B batch, H query heads, K key heads, T queries, L keys, D head width.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from rollout_service.engines.base import EngineError
 ATTENTION = "areal_slots"  # Name of the attention function, for `attn_implementation`
 
 LENGTH_STEP = 16
-"""Attention lengths are rounded up to a multiple of this: kernels like it, and few shapes occur."""
+"""Attention lengths are rounded up to a multiple of this, because kernels are faster then and fewer shapes
+occur."""
 
 
 class SlotKV:
-    """Keys and values of `rows` requests, at most `max_length` positions each. Layers appear as the model
-    first writes them, each with heads and width of its own."""
+    """Keys and values of `rows` prefixes, at most `max_length` positions each. A layer is created when the
+    model first writes it, with its own heads and width."""
 
     def __init__(self, rows: int, max_length: int, device: torch.device) -> None:
         self.rows = rows
@@ -40,7 +41,7 @@ class SlotKV:
         self.values: dict[int, Tensor] = {}
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` positions in every row; what is stored stays."""
+        """Make room for `length` positions in every row, and keep the stored values."""
         if length <= self.length:
             return
         grown = min(self.max_length, max(round_up(length), 2 * self.length))
@@ -55,7 +56,7 @@ class SlotKV:
         """Return keys and values of a layer, each `[rows, K, length, D]`."""
         if index not in self.keys:
             for side, like in ((self.keys, key_BKTD), (self.values, value_BKTD)):
-                # Zeros, not empty: a masked position is multiplied by 0, and 0 times NaN is NaN.
+                # Zeros, not uninitialized: a masked position is multiplied by 0, and 0 times NaN is NaN.
                 side[index] = like.new_zeros(self.rows, like.shape[1], self.length, like.shape[3])
         return self.keys[index], self.values[index]
 
@@ -68,11 +69,12 @@ class SlotKV:
 
 
 class Prefill:
-    """A pass over whole sequences from position 0, right-padded to T. What follows a sequence's end is
-    garbage that causality keeps from its units, and that later writes and masks keep from others."""
+    """A pass over whole sequences from position 0, right-padded to T. Values after a sequence's end are
+    garbage. Causality hides them from the sequence, and later writes and masks hide them from other
+    requests."""
 
     def __init__(self, kv: SlotKV, rows: Tensor, source: Tensor) -> None:
-        """Row `rows[i]` of the cache gets what sequence `source[i]` of the batch computes."""
+        """Row `rows[i]` of the cache gets the values of sequence `source[i]` of the batch."""
         self.kv, self.rows, self.source = kv, rows, source
 
     def attend(
@@ -99,7 +101,7 @@ class Decode:
     """A pass over one new unit of each of rows 0 … n-1, at position `position[r]` of row r."""
 
     def __init__(self, kv: SlotKV, position: Tensor, longest: int) -> None:
-        """`longest`: the greatest position plus 1."""
+        """`longest` is the greatest position plus 1."""
         self.kv, self.position = kv, position
         self.length = min(round_up(longest), kv.length)
         self._flat: dict[int, Tensor] = {}
@@ -112,13 +114,13 @@ class Decode:
         n, heads, _, width = query.shape
         n_kv = key.shape[1]
         if (flat := self._flat.get(n_kv)) is None:
-            # The place of row r, head k, position `position[r]` with rows, heads and positions as one axis.
+            # Index of row r, head k, position `position[r]` if rows, heads and positions are one axis.
             row_head = torch.arange(n * n_kv, device=self.position.device)
             flat = row_head * self.kv.length + self.position.repeat_interleave(n_kv)
             self._flat[n_kv] = flat
         keys.view(-1, keys.shape[3]).index_copy_(0, flat, key.reshape(n * n_kv, -1))
         values.view(-1, values.shape[3]).index_copy_(0, flat, value.reshape(n * n_kv, -1))
-        # The query heads that share a key head become its queries: no key is repeated.
+        # The query heads that share a key head become its queries, so no key is repeated.
         out = functional.scaled_dot_product_attention(
             query.reshape(n, n_kv, heads // n_kv, width),
             keys[:n, :, : self.length],
@@ -129,7 +131,7 @@ class Decode:
         return out.reshape(n, 1, heads, -1)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """`[n, 1, 1, length]`: 0 where a row may look, -inf where it may not."""
+        """Return `[n, 1, 1, length]`: 0 at visible positions, -inf at all others."""
         if (window, dtype) not in self._masks:
             at = torch.arange(self.length, device=self.position.device)
             hidden = at[None] > self.position[:, None]
@@ -141,7 +143,7 @@ class Decode:
 
 
 Slots = Prefill | Decode
-"""Use of the cache by one forward pass; `attend` gives attention output `[B, T, H, D]`."""
+"""Use of the cache by one forward pass. `attend` returns the attention output `[B, T, H, D]`."""
 
 
 def round_up(length: int) -> int:
@@ -160,8 +162,8 @@ def _attention(
     dropout: float = 0.0,  # 0 in inference
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls in every attention layer. Raises `EngineError` for an argument that it
-    does not know."""
+    """Compute attention. transformers calls this function in every attention layer. Raises `EngineError` for
+    an unknown argument."""
     if unknown := unknown_arguments({"attention_mask": attention_mask, **others}):
         raise EngineError(
             f"{type(module).__name__} calls its attention with {unknown}, which the local engine does not "

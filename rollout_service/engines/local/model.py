@@ -1,5 +1,5 @@
-"""A Hugging Face causal language model as the local engine uses it: two kinds of forward pass, and an
-exchange of its weights in place."""
+"""A Hugging Face causal language model for the local engine: two kinds of forward pass, and an exchange of
+weights in place."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from rollout_service.engines.local.kv import ATTENTION, Decode, Prefill, SlotKV,
 log = get_logger("engine")
 
 _LOADING = threading.Lock()
-"""transformers patches torch's globals while it loads: two engines of one process take turns."""
+"""transformers patches torch's globals during a load, so the engines of a process load one at a time."""
 
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
-"""Largest difference of a logit between the engine's passes and the model's own forward pass."""
+"""Largest allowed difference of a logit between the engine's passes and the model's own forward pass."""
 
 
 class LocalModel:
@@ -35,12 +35,12 @@ class LocalModel:
     def __init__(
         self, directory: Path, *, device: str = "cpu", dtype: str = "float32", mixture: Mixture | None = None
     ) -> None:
-        """With the `mixture` of the model, each pass leaves in `experts` the experts that the routers chose.
-        Raises `EngineError` when the directory holds no causal language model."""
+        """If the model's `mixture` is given, each pass stores the chosen experts in `experts`. Raises
+        `EngineError` if the directory has no causal language model."""
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, dtype)
         try:
-            # Parameters that take over a snapshot's tensors must be tensors of the same kind.
+            # Parameters that take over a snapshot's tensors must have the same tensor type.
             with _LOADING, torch.inference_mode(mode=False):
                 model: Any = AutoModelForCausalLM.from_pretrained(
                     directory, dtype=self.dtype, attn_implementation=ATTENTION, local_files_only=True
@@ -58,11 +58,12 @@ class LocalModel:
         self._head: Any = model.get_output_embeddings()
         self._tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self.experts: list[Tensor] = []
-        """Experts of the last pass over n tokens, padding included: i64 [n, K] of each layer with experts."""
+        """Experts of the last pass over n tokens, including padding: i64 [n, K] of each layer with
+        experts."""
         self.mixture = mixture if mixture is not None and self._watched() else None
-        """The model's mixture, if `experts` are known."""
+        """The model's mixture, if `experts` can be recorded."""
         self._shapes: Mapping[str, tuple[int, ...]] = {}
-        self._storage: Mapping[str, Storage] = {}  # Of snapshots with tensors of these shapes
+        self._storage: Mapping[str, Storage] = {}  # Memory for snapshots with tensors of these shapes
 
     def hidden(self, ids_BT: Tensor, position_BT: Tensor, slots: Slots) -> Tensor:
         """Return the last hidden states `[B, T, E]` of a pass that reads and writes the cache through
@@ -72,7 +73,7 @@ class LocalModel:
         return cast(Tensor, out.last_hidden_state)
 
     def _watched(self) -> bool:
-        """Have the routers leave their choices, if their kind is known; return whether it is."""
+        """Make the routers store their choices, if their kind is known. Return whether it is."""
         routers, config = routers_of(self.model), self.model.config.get_text_config()
         kinds = {type(router): router for router in routers}
         if not routers or any(tried(router, config) is None for router in kinds.values()):
@@ -87,8 +88,8 @@ class LocalModel:
         return cast(Tensor, self._head(hidden_NE)).float()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take `tensors`, by their names in the files of a model. Nothing changes unless all fit; raises
-        `EngineError` otherwise. One of several tied names is enough."""
+        """Take `tensors`, by their names in a model's files. One of several tied names is enough. Raises
+        `EngineError` without any change unless all tensors fit."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if shapes != self._shapes:
             try:
@@ -100,17 +101,17 @@ class LocalModel:
             parameter = self._tensors[name]
             in_ram = parameter.device.type == "cpu"
             if in_ram and isinstance(held, BoxOfFile) and held.shape == parameter.shape:
-                # A snapshot is in memory of its own that nobody writes to: with the right dtype, taking it
-                # over costs nothing. What was loaded before is never written to either. Elsewhere a snapshot
-                # is copied anyway, to where the recorded passes find the parameter.
+                # A snapshot's memory is its own, and nobody writes to it. With the right dtype, the parameter
+                # takes it over without a copy. A GPU copies the snapshot anyway, to the address that the
+                # recorded passes use.
                 parameter.data = tensors[held.name].to(parameter.dtype)
                 continue
             for piece in held.pieces(parameter.data, 0):
                 piece.tensor.copy_(tensors[piece.name][piece.box])
 
     def check(self) -> None:
-        """Compare the engine's passes with the model's own forward pass on a few ids, so that a model with
-        an attention or a head of another kind is refused rather than sampled from wrongly."""
+        """Compare the engine's passes with the model's own forward pass on a few ids. A model with another
+        kind of attention or head is then refused, instead of sampled wrongly."""
         count, split = min(12, self.model.config.max_position_embeddings), 4
         ids = (torch.arange(count, device=self.device) * 7 % self.vocab_size)[None]
         at = torch.arange(count, device=self.device)[None]
@@ -123,7 +124,7 @@ class LocalModel:
                 step = Decode(kv, at[0, t : t + 1], t + 1)
                 mine.append(self.hidden(ids[:, t : t + 1], at[:, t : t + 1], step)[0])
             got = self.logits(torch.cat(mine))
-            # Other implementations drop what they do not know, such as soft caps.
+            # Other implementations ignore unknown features, such as soft caps.
             self.model.set_attn_implementation("eager")
             want = self.model(input_ids=ids, use_cache=False).logits[0].float()
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:

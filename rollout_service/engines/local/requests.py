@@ -1,12 +1,12 @@
-"""The requests being computed, and how their next tokens are drawn.
+"""Requests in progress, and the sampling of their next tokens.
 
-Requests are a struct of arrays, one slot each, so that what happens to all of them in a step is a handful of
-numpy operations and no loop. A slot keeps its place for the life of its request. Rows of the KV cache are
-something else: they stay dense (see `core.py`), and `slot_of_row` leads from one to the other.
+Requests are a struct of arrays with one slot each. So a step updates all requests with a few numpy operations
+and no loop. A request keeps its slot until it ends. Rows of the KV cache are different: they stay dense (see
+`core.py`), and `slot_of_row` maps rows to slots.
 
-Each row of a batch of logits is drawn from with its own parameters and seed. Randomness is counter-based: the
-uniform of a row is a hash of (its seed, how many units it has sampled), so a request draws the same numbers
-whoever its neighbours are and however often it is interrupted.
+Each row of a batch of logits has its own sampling parameters and seed. Randomness is counter-based: the
+uniform number of a row is a hash of its seed and its number of sampled units. So a request draws the same
+numbers with any other requests beside it, and after any interruption.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Draw:
 def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Return one number in (0, 1) per row, a pure function of (seed, counter).
 
-    SplitMix64 (Steele, Lea, Flood 2014) over a mix of the two; the upper 32 bits, centred in their cell, so
-    that neither 0 nor 1 can come out.
+    Uses SplitMix64 (Steele, Lea, Flood 2014) on a mix of both. The upper 32 bits are centred in their cell,
+    so neither 0 nor 1 can occur.
     """
     state = _mix(seeds) + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     return ((_mix(state) >> np.uint64(32)).astype(np.float64) + 0.5) / 2.0**32
@@ -63,10 +63,10 @@ def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def draw(logits_NV: Tensor, how: Draw) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Return ids and log-probs, one per row of `logits_NV` (float32, any device).
 
-    A row with temperature 0 takes the argmax, and its log-prob is that of softmax(logits): the drawn
-    distribution is a point, about which there is nothing to say. Any other row draws by inverse CDF from
-    softmax(logits / temperature) cut by top-k, then by top-p, and renormalised; its log-prob is of exactly
-    that distribution. Log-softmax in float32, the CDF in float64.
+    A row with temperature 0 takes the argmax, with the log-prob under softmax(logits). The sampled
+    distribution is a single point, so its own log-prob would always be 0. Any other row uses the inverse CDF
+    of softmax(logits / temperature), truncated by top-k, then by top-p, and renormalised. Its log-prob is of
+    exactly that distribution. Log-softmax is computed in float32, the CDF in float64.
     """
     greedy = how.temperature == 0
     if (how.temperature != 1).any():
@@ -89,14 +89,14 @@ def draw(logits_NV: Tensor, how: Draw) -> tuple[npt.NDArray[np.int64], npt.NDArr
 def _inverse_cdf(logprobs_NV: Tensor, uniform: npt.NDArray[np.float64]) -> Tensor:
     cdf_NV = logprobs_NV.exp().cumsum(-1, dtype=torch.float64)
     target = torch.from_numpy(uniform).to(cdf_NV.device) * cdf_NV[:, -1]
-    # The first entry above the target: an id of probability 0 leaves the CDF flat and is never the first.
-    # Only rows that are not finite can run over the end; their log-prob tells.
+    # The first entry above the target. An id of probability 0 leaves the CDF flat, so it is never the first.
+    # Only rows that are not finite can exceed the end, and their log-prob shows it.
     ids = torch.searchsorted(cdf_NV, target[:, None], right=True)[:, 0]
     return ids.clamp_(max=cdf_NV.shape[1] - 1)
 
 
 def _truncate(logits_NV: Tensor, how: Draw, rows: npt.NDArray[np.int64]) -> Tensor:
-    """Return `logits_NV` with -inf for ids that top-k or top-p exclude, in the given rows; ties go to lower
+    """Return `logits_NV` with -inf for ids that top-k or top-p exclude, in the given rows. Ties go to lower
     ids."""
     index = torch.from_numpy(rows).to(logits_NV.device)
     top_k = torch.from_numpy(how.top_k[rows]).to(logits_NV.device)[:, None]
@@ -106,7 +106,7 @@ def _truncate(logits_NV: Tensor, how: Draw, rows: npt.NDArray[np.int64]) -> Tens
     sorted_RV = sorted_RV.masked_fill((rank_V >= top_k) & (top_k > 0), -torch.inf)
     probs_RV = sorted_RV.softmax(-1)
     before_RV = probs_RV.cumsum(-1) - probs_RV
-    # The first id always stays: nothing comes before it and top_p is above 0.
+    # The first id always stays, because nothing precedes it and top_p is above 0.
     sorted_RV = sorted_RV.masked_fill((before_RV >= top_p) & (top_p < 1) & (rank_V > 0), -torch.inf)
     kept_RV = torch.empty_like(sorted_RV).scatter_(1, order_RV, sorted_RV)
     return logits_NV.index_copy(0, index, kept_RV)
@@ -119,12 +119,12 @@ class RequestTable:
     """State of up to `slots` requests of at most `max_model_len` tokens each."""
 
     def __init__(self, slots: int, max_model_len: int, mixture: Mixture | None = None) -> None:
-        """The table has routes too if it is given a `mixture`."""
+        """The table also has routes if `mixture` is given."""
         self.max_model_len = max_model_len
         self.requests: list[GenerateRequest | None] = [None] * slots
         self.free = list(range(slots - 1, -1, -1))
-        # Prompt and answer, by position; the three below are set from the prompt's end on. Pages of these
-        # are touched, and so exist, only as far as requests get.
+        # Prompt and answer by position. The next three arrays are filled from the prompt's end on. The system
+        # allocates their pages only when requests reach them.
         self.ids = np.empty((slots, max_model_len), np.int32)
         self.logprobs = np.empty((slots, max_model_len), np.float32)
         self.versions = np.empty((slots, max_model_len), np.int32)
@@ -132,9 +132,10 @@ class RequestTable:
         self._mixture = mixture
         width = 0 if mixture is None else len(mixture.layers) * mixture.chosen
         self.routes = np.empty((slots, max_model_len, width), route_type(mixture.experts if mixture else 1))
-        """Routes of each token in the pass that fed it first; the newest was not fed yet."""
+        """Routes of each token in the first pass that read it. The newest token was not read yet."""
         self.length = np.zeros(slots, np.int64)
-        """Tokens known. The newest is not in the KV cache yet: position length - 1 is the next to compute."""
+        """Number of known tokens. The newest is not in the KV cache yet, so position length - 1 is the next
+        to compute."""
         self.prompt_len = np.zeros(slots, np.int64)
         self.limit = np.zeros(slots, np.int64)
         self.seed = np.zeros(slots, np.uint64)
@@ -188,8 +189,8 @@ class RequestTable:
         self.length[slots] = at + 1
 
     def went(self, slots: Slots, start: Slots, n: Slots, experts: npt.NDArray[np.int64]) -> None:
-        """Note that tokens `start` to `start + n` of each slot went to `experts` [slots, T, L, K], of which
-        the first `n` count."""
+        """Record that tokens `start` to `start + n` of each slot went to `experts` [slots, T, L, K]. Only the
+        first `n` of T count."""
         if self._mixture is None:
             return
         for slot, begin, count, found in zip(slots, start, n, experts, strict=True):

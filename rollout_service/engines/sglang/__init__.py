@@ -44,7 +44,7 @@ class SGLang(EnginePart):
     def width(self, rollout: RolloutSection) -> int:
         arguments = rollout.server.arguments
         attention = {flag_name(given): value for given, value in arguments.items()}.get("enable-dp-attention")
-        # With it, the data-parallel ranks are among the tensor-parallel ones.
+        # With it, the data-parallel ranks are a part of the tensor-parallel ranks.
         return parallel_width(arguments, self.parallel_flags[:2] if attention else self.parallel_flags)
 
     def make(
@@ -58,7 +58,7 @@ class SGLang(EnginePart):
 
         settings = settings_of(job, slots=slots, activity=activity, place=place, replica=replica)
         receiver = None
-        # An evaluation is of a pinned snapshot, which may be older than what the trainer sends.
+        # An evaluation uses a pinned snapshot, which may be older than the trainer's tensors.
         if job.weights.channel == "nccl" and place is not None and place.role == "rollout":
             name = f"{place.name}/{replica}"
             trainer = Client(place.weights, job=job.job, role="engine", name=name, access=place.keys)

@@ -1,12 +1,12 @@
 """The engine `sglang`: an unpatched SGLang server.
 
-`recompute`: requests in flight are retracted, and every KV is computed anew under the new weights. `keep`:
-requests in flight go on with the KV they have; a request of a later call never uses KV of older weights,
-because prefixes are cached under the version that the request was called under. `session`: as `keep`, but the
-prefixes of a session stay cached under the version that it began under.
+`recompute`: requests in flight are retracted, and all KV is computed again under the new weights. `keep`:
+requests in flight continue with their KV. A later request never uses KV of older weights, because prefixes
+are cached under the version of the request's start. `session`: as `keep`, but a session's prefixes stay
+cached under the version of the session's start.
 
-Not promised: `Sampling.seed` (the server ignores it). A request aborted before its first units were handed
-over returns fewer units than were sampled, or none.
+Not promised: `Sampling.seed` has no effect, because the server ignores it. A request aborted before its first
+units were delivered returns fewer units than were sampled, or none.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from rollout_service.engines.sglang.messages import (
 from rollout_service.engines.sglang.weights import TensorReceiver, load_directory
 
 MAX_CPU_TOKENS = 65536
-"""Room for KV on a CPU, in tokens, where less than all slots at full length will do: SGLang's own choice
-takes most of the memory of the machine."""
+"""Tokens of KV on a CPU, if this is less than all slots at full length. SGLang's own default takes most of
+the machine's memory."""
 RESERVED = {
     "model-path": "weights come from snapshots",
     "tokenizer-path": "set `model`",
@@ -66,32 +66,32 @@ RESERVED = {
     "skip-tokenizer-init": "stop strings need the tokenizer",
     "speculative-algorithm": "the versions of drafted tokens are not known",
 }
-"""Flags that a job file may not give, and why or what to do instead."""
+"""Flags that a job file may not set, with the reason or an alternative."""
 INSIDE = Path(__file__).with_name("inside")
-"""A plugin without which a server on a CPU keeps no routes."""
-# With the second, log-probs would be of the logits before the temperature: not of what was sampled from.
+"""Folder of a plugin that a server on a CPU needs for routes."""
+# With the second, log-probs would be of the logits before the temperature, not of the sampled distribution.
 DROPPED_VARIABLES = frozenset(("PROMETHEUS_MULTIPROC_DIR", "SGLANG_RETURN_ORIGINAL_LOGPROB"))
 
 
 def command(launch: Launch) -> list[str]:
-    """The argument vector. Raises `EngineError` for a flag in rollout.server.arguments that is the engine's
-    to give."""
+    """Return the argument vector. Raises `EngineError` for a flag in rollout.server.arguments that only the
+    engine may set."""
     settings = launch.settings
     flags: dict[str, Flag] = {
         "model-path": str(launch.weights.path),
         "tokenizer-path": str(launch.model),
         "weight-version": launch.weights.tag.label,
-        # Never a pickled checkpoint, whatever lies in the directory.
+        # Never a pickled checkpoint, whatever the directory contains.
         "load-format": "safetensors",
         "context-length": launch.max_model_len + CONTEXT_MARGIN,
         "dtype": settings.dtype,
         "host": LOOPBACK,
         "port": launch.port,
         "max-running-requests": settings.slots,
-        # What it would warm up is warmed up by the engine's own probe.
+        # The engine's own probe warms up the server.
         "skip-server-warmup": True,
         "enable-metrics": True,
-        # Else each part of a stream repeats everything before it.
+        # Otherwise each part of a stream repeats everything before it.
         "incremental-streaming-output": True,
         "log-level": "warning",
         "enable-return-routed-experts": settings.mixture is not None,
@@ -108,22 +108,23 @@ def command(launch: Launch) -> list[str]:
             "max-total-tokens": min(room, max(MAX_CPU_TOKENS, launch.max_model_len + CONTEXT_MARGIN)),
         }
     elif settings.update_mode != "recompute":
-        # With overlap, a pause in place leaves one step's tokens unprocessed: sampled by the old weights,
-        # they would be counted to the new version.
+        # With overlap, a pause in place leaves one step's tokens unprocessed. The old weights sampled them,
+        # but they would count as the new version.
         flags["disable-overlap-schedule"] = True
-    # -P: a folder called sglang where the job was started must not stand in for the package.
+    # -P: a folder called sglang in the job's start folder must not replace the package.
     start = ["-W", "ignore", "-P", "-m", "sglang.launch_server"]
     return command_line(launch, start, flags, RESERVED)
 
 
 def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the server: `inherited`, without what would change the server under our feet."""
+    """Return the server's environment: `inherited`, without variables that would change the server's
+    behaviour."""
     found = server_variables(launch, inherited, DROPPED_VARIABLES) | {
-        # Each load would write a progress bar into the log.
+        # Otherwise each load would write a progress bar into the log.
         "TQDM_DISABLE": "1",
-        # For CONTEXT_MARGIN, which no request ever uses.
+        # Allows CONTEXT_MARGIN, which no request ever uses.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-        # Seconds. Of the two sides, the client is to close an idle connection.
+        # Seconds. The client must close an idle connection before the server does.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
     }
     if launch.settings.device == "cpu":
@@ -145,7 +146,8 @@ class RankLoad(msgspec.Struct):
     num_waiting_reqs: int = 0
     token_usage: float = 0.0
     decode_moments: list[float] | None = None
-    """Sums over the steps that decoded, the last of the units that they sampled. None before the first."""
+    """Sums over the decode steps. The last is the number of units that they sampled. None before the first
+    step."""
 
 
 class Loads(msgspec.Struct):
@@ -153,7 +155,7 @@ class Loads(msgspec.Struct):
 
     @property
     def decoded(self) -> int:
-        """Units sampled since the server started, but for the first one of an answer and those of a step that
+        """Units sampled since the server started, without each answer's first unit and units of steps that
         took 2 s or more."""
         return int(sum(rank.decode_moments[-1] for rank in self.loads if rank.decode_moments))
 
@@ -162,7 +164,7 @@ class SGLangAdapter(ServerAdapter):
     name = "sglang"
     title = "the SGLang server"
     ready_path = "/ready"
-    # Answered at once, also by a server that is paused: `/health` is not.
+    # A paused server also answers it immediately, unlike `/health`.
     alive_path = "/model_info"
     generate_path = "/generate"
     answer_type = Generated
@@ -171,7 +173,7 @@ class SGLangAdapter(ServerAdapter):
     def __init__(
         self, model: Path, settings: ServerSettings, *, receiver: TensorReceiver | None = None
     ) -> None:
-        """`receiver` brings the tensors of updates, where it can."""
+        """`receiver` transfers the tensors of updates, if it can."""
         super().__init__(model, settings)
         self._receiver = receiver
         self._info: SglangInfo | None = None
@@ -190,7 +192,7 @@ class SGLangAdapter(ServerAdapter):
     async def open(self, client: ServerClient, weights: Directory) -> str:
         settings = self.settings
         if settings.url is not None:
-            # What a client before us left paused would hold the probe's requests without an end.
+            # If an earlier client left the server paused, the probe's requests would wait forever.
             await self.resume(client)
         self._info = await probe(
             client,
@@ -202,10 +204,10 @@ class SGLangAdapter(ServerAdapter):
         )
         if self._receiver is not None:
             await self._receiver.opened(client, settings.python)
-        # What start-up left behind is not looked through by every later garbage collection.
+        # Later garbage collections then skip the objects from the start.
         await client.request("POST", "/freeze_gc")
         if settings.url is not None:
-            # It was started with whatever weights, and its cache is of those.
+            # It was started with other weights, and its cache is from them.
             await _command(client, "/pause_generation", {"mode": PAUSE_MODES["recompute"]})
             try:
                 await load_directory(client, weights, flush=True, timeout_s=settings.ready_s)

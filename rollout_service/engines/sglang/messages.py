@@ -1,6 +1,6 @@
-"""Requests to an SGLang server and the reading of its answers; and `probe`, which checks its features.
+"""Requests to an SGLang server, parsing of its answers, and `probe`, which checks its features.
 
-Each error of the probe names what is missing and what to do.
+Each error of the probe names the missing feature and what to do.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class AnswerMeta(msgspec.Struct):
     finish_reason: FinishedBy | None = None
     """None in the middle of a stream."""
     completion_tokens: int | None = None
-    """Units so far, of a stream too."""
+    """Number of units so far, also in a stream."""
     output_token_logprobs_length: int | None = None
-    """Log-probs so far, of a stream too."""
+    """Number of log-probs so far, also in a stream."""
     weight_versions: list[VersionSpan] | None = None
     cached_tokens: int | None = None
     output_token_logprobs: list[UnitLogprob] | None = None
     output_token_ids_logprobs: list[list[UnitLogprob]] | None = None
     routed_experts: str | None = None
-    """i32 [tokens fed, layers, experts of a token] in base64; in the last part of a stream."""
+    """i32 [tokens read, layers, experts of a token] in base64, in the last part of a stream."""
 
 
 class Generated(msgspec.Struct):
-    """The answer to one request, or a part of it. Weight versions are always of all units so far."""
+    """The answer to one request, or a part of it. Weight versions always cover all units so far."""
 
     output_ids: list[int]
     meta_info: AnswerMeta
@@ -61,13 +61,13 @@ def generate_body(
     cache_key: str | None,
     ends: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Return the body of a request. `cache_key`: its prefixes are shared with requests of the same key only.
-    `ends`: the ids that end an answer."""
+    """Return the body of a request. Its prefixes are shared only with requests of the same `cache_key`.
+    `ends` are the ids that end an answer."""
     body: dict[str, Any] = {
         "rid": rid,
         "input_ids": prompt,
         "return_logprob": True,
-        # All of them, so that no default of a server or of a model's generation config comes in.
+        # All parameters, so that no default of the server or of a model's generation config applies.
         "sampling_params": {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -81,7 +81,7 @@ def generate_body(
             "stop": list(sampling.stop),
             "stop_token_ids": list(ends),
             "ignore_eos": False,
-            # A stop text may be, or hold, a special token.
+            # A stop text may be or contain a special token.
             "skip_special_tokens": False,
         },
     }
@@ -91,8 +91,8 @@ def generate_body(
 
 
 class SglangStream:
-    """A streamed answer, put together while its units are told. `disjoint`: each part has what is new in it;
-    else each has everything so far."""
+    """A streamed answer, assembled while its units are reported. With `disjoint`, each part has only new
+    units. Otherwise each part has all units so far."""
 
     def __init__(self, disjoint: bool, tell: Tell) -> None:
         self._disjoint = disjoint
@@ -116,15 +116,16 @@ class SglangStream:
             self._ids = part.output_ids
             self._logprobs = part.meta_info.output_token_logprobs or []
         self._meta = part.meta_info
-        # As in `parse`: an id without a log-prob does not count.
+        # As in `parse`, an id without a log-prob does not count.
         known = min(len(self._ids), len(self._logprobs))
         if known > self._told:
             self._tell(np.array(self._ids[self._told : known], np.int32))
             self._told = known
 
     def _drop_repeated(self, meta: AnswerMeta) -> None:
-        """The part that ends an answer in the server's queue (where a pause or a want of KV room had put it)
-        repeats its last id and all log-probs, alone or behind what was new."""
+        """Drop repeated units from the last part of an answer. If the answer ended in the server's queue,
+        that part repeats its last id and all log-probs, alone or after new units. A pause or a lack of KV
+        memory puts requests into that queue."""
         n_units, n_logprobs = meta.completion_tokens, meta.output_token_logprobs_length
         if n_units is None or n_logprobs is None or len(self._ids) <= n_units:
             return
@@ -132,7 +133,7 @@ class SglangStream:
         del self._logprobs[: len(self._logprobs) - n_logprobs]
 
     def answer(self) -> Generated:
-        """Raises `EngineError` where there was no part."""
+        """Return the answer. Raises `EngineError` if there was no part."""
         if self._meta is None:
             raise EngineError("the SGLang server answered a request with nothing")
         meta = msgspec.structs.replace(self._meta, output_token_logprobs=self._logprobs)
@@ -140,16 +141,15 @@ class SglangStream:
 
 
 def parse(answer: Generated, logprobs_of: LogprobsOf) -> GenerateResult:
-    """Return the sampled units. Raises `EngineError` for an answer that does not account for each of its
-    units."""
+    """Return the sampled units. Raises `EngineError` if an answer does not account for each of its units."""
     meta, ids = answer.meta_info, answer.output_ids
     reason = meta.finish_reason.type if meta.finish_reason is not None else None
     units = [(i, math.nan if p is None else p) for p, i, _ in meta.output_token_logprobs or []]
     if reason == "abort":
-        # Of a request aborted while it waits, the server may hold more ids than log-probs or the reverse.
+        # For a request aborted while it waits, the server may have more ids than log-probs, or the reverse.
         ids = ids[: len(units)]
         units = units[: len(ids)]
-    # The server names a span of no units when there are none.
+    # If there are no units, the server names an empty span.
     spans = [
         VersionSpan(span.version, span.start, end)
         for span in meta.weight_versions or []
@@ -161,8 +161,8 @@ def parse(answer: Generated, logprobs_of: LogprobsOf) -> GenerateResult:
 
 
 def expert_ids(answer: Generated, mixture: Mixture, layers: int) -> NDArray[np.int32] | None:
-    """Return i32 [tokens, layers, experts] of an answer that has them. A model's layers without experts have
-    a place too. Raises `EngineError`."""
+    """Return the answer's experts, i32 [tokens, layers, experts], or None. Layers without experts are
+    included. Raises `EngineError`."""
     said = answer.meta_info.routed_experts
     if said is None:
         return None
@@ -173,32 +173,32 @@ def expert_ids(answer: Generated, mixture: Mixture, layers: int) -> NDArray[np.i
 
 
 def logprobs_of(sampling: Sampling) -> LogprobsOf:
-    """Return the distribution of the log-probs: the temperature is in them, and no top-k or top-p."""
+    """Return the distribution of the log-probs: with temperature, without top-k and top-p."""
     truncated = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
     return "temperature" if truncated else "sampled"
 
 
 CONTEXT_MARGIN = 8
-"""SGLang shortens an answer 2 tokens before its context length, and refuses a prompt 6 tokens before it. The
-engine bounds both itself, at `max_model_len`, so the server is given this much more."""
+"""SGLang ends an answer 2 tokens before its context length, and refuses a prompt 6 tokens before it. The
+engine enforces both limits at `max_model_len` itself, so the server gets this many more tokens."""
 RELEASES = frozenset({"0.5.23"})
-"""Releases whose endpoints, pause modes and behaviour are verified. Another may count versions or keep a
-cache in another way, which nothing but its tests would show."""
+"""Releases with verified endpoints, pause modes and behaviour. Another release may count versions or keep a
+cache differently, and only the tests would show it."""
 PAUSE_MODES: dict[UpdateMode, str] = {"recompute": "retract", "keep": "in_place", "session": "in_place"}
-"""The server's name of a pause for each update mode."""
-COLD = 0.5  # Temperature of the probe of log-probs
+"""Server's name of the pause for each update mode."""
+COLD = 0.5  # Temperature for the probe of log-probs
 RATIO_TOLERANCE = 0.02
 FIX = "Run `make engines`, or name a supported server in rollout.server.environment or rollout.server.urls"
 
 
 class ModelInfo(msgspec.Struct):
-    """`/model_info`, the probe of liveness too: unlike `/health` it answers a paused server's."""
+    """`/model_info`, also the probe of liveness. Unlike `/health`, it answers on a paused server."""
 
     weight_version: str
 
 
 class SglangInfo(msgspec.Struct):
-    """The part of `/server_info` that is used."""
+    """Used part of `/server_info`."""
 
     version: str
     context_length: int | None = None
@@ -221,8 +221,8 @@ async def probe(
     dtype: str,
     routes: bool = False,
 ) -> SglangInfo:
-    """Check a server and return its information. Raises `EngineError` for a server that cannot do all that
-    the engine promises."""
+    """Check a server and return its information. Raises `EngineError` if a server cannot keep the engine's
+    promises."""
     told = await client.get("/server_info", dict[str, Any])
     info = msgspec.convert(told, SglangInfo)
     if info.version not in RELEASES:
@@ -243,7 +243,7 @@ async def probe(
 
 
 def _problems(info: SglangInfo, update_mode: UpdateMode, max_model_len: int, dtype: str) -> list[str]:
-    """Return each problem of a server's settings (an attached server's: ours is started right)."""
+    """Return each problem in a server's settings. Only an attached server can have one."""
     needed = max_model_len + CONTEXT_MARGIN
     problems = (
         (
@@ -278,8 +278,8 @@ def _problems(info: SglangInfo, update_mode: UpdateMode, max_model_len: int, dty
 
 
 async def _check_answers(client: ServerClient, vocab_size: int) -> None:
-    """Check that units carry versions, and that log-probs are of what is sampled from. These are also the
-    server's first requests: it is warm afterwards."""
+    """Check that units have versions, and that log-probs are of the sampled distribution. These are the
+    server's first requests, so they also warm it up."""
     watched = list(range(min(vocab_size, 64)))
     spread = []
     for temperature in (1.0, COLD):
@@ -297,7 +297,7 @@ async def _check_answers(client: ServerClient, vocab_size: int) -> None:
         if len(values) != len(watched):
             raise EngineError(f"{client.name} gives no log-probs of named ids. {FIX}")
         spread.append(max(values) - min(values))
-    # Of the model's own logits, the spread would be the same at both temperatures.
+    # Log-probs of the model's own logits would have the same spread at both temperatures.
     if spread[0] > 0 and abs(spread[1] * COLD / spread[0] - 1) > RATIO_TOLERANCE:
         raise EngineError(
             f"{client.name} gives log-probs that are not of what it samples from (they do not follow the "

@@ -1,19 +1,20 @@
-"""New weights for a serving SGLang server: from a snapshot's directory, or from process to process.
+"""New weights for a running SGLang server: from a snapshot's directory, or from process to process.
 
-Of the latter, the channel `nccl`, the trainer's half is `areal_async/weights/channels/tensor_sender.py`. Once
-its server is paused, an engine asks the trainer for the new version's tensors; then each request to the
-server takes one bucket of them from the process group that trainer and engines share. A server answers a
-request only once its tensors have arrived. Before each the trainer is asked: it says yes when all members are
-ready.
+The second way is the channel `nccl`. `areal_async/weights/channels/tensor_sender.py` is the trainer's side.
+After its server is paused, an engine asks the trainer for the new version's tensors. Then each request makes
+the server take one bucket of tensors from the process group shared with the trainer. The server answers only
+when the tensors have arrived. Before each bucket, the engine asks the trainer, which agrees when all members
+are ready.
 
 Promises:
-- The new version is named with the last bucket, when everything before it was loaded: a server that has only
-  a part of an update never says that it serves it.
-- Whatever fails, the server is given the snapshot's directory, or it is lost. A group in which anything
-  failed is never used again; the next one has another name. The trainer is told what fails here, so that no
-  other engine waits for this one.
-- Nothing waits without a limit: for the trainer's answer `ASK_S`, for a bucket the limit that the trainer
-  names and the receiver's grace.
+
+- The last bucket names the new version, after everything before it was loaded. So a server with only part of
+  an update never reports the new version.
+- After any failure, the server loads the snapshot's directory, or it is lost. A group with a failure is never
+  used again, and the next group has another name. The trainer is told about failures here, so that no other
+  engine waits for this one.
+- Every wait has a limit. It is `ASK_S` for the trainer's answer. For a bucket, it is the trainer's limit plus
+  the receiver's grace.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ from rollout_service.engines.http.adapter import Directory
 from rollout_service.engines.http.client import ServerClient, words
 from rollout_service.engines.sglang.messages import ModelInfo
 
-ASK_S = 5.0  # Limit for the trainer's answer, while the engine is paused
+ASK_S = 5.0  # Limit for the trainer's answer while the engine is paused
 STEP_MS = 1000
-"""Longest that the trainer keeps an engine waiting for the others before it is asked again: a trainer that
-died shows in no other way."""
+"""Longest time that the trainer lets an engine wait for others before the engine asks again. Otherwise a dead
+trainer would not be noticed."""
 GRACE_S = 10.0
-"""The trainer's limit ends first and closes the group, so that the server can say what failed; a server that
-answers nothing even then is stuck inside the group."""
+"""The trainer's limit ends first and closes the group, so that the server can report the failure. If a server
+does not answer after this grace either, it hangs inside the group."""
 RANK_S = 1.0
-"""Further grace for each rank before the engine's own: over gloo a member hands bytes on to higher ranks
-alone, so that the end of one that is stuck frees those that wait for it, if they are more patient."""
+"""Additional grace for each rank before the engine's rank. With gloo, members pass bytes only to higher
+ranks. If a hanging member ends first, the waiting ranks are released, provided that they are more patient."""
 LONGEST_BREAK = 63
-"""Updates taken from the directory after many failures in a row, before a group is tried again."""
+"""Most updates taken from the directory after repeated failures, before a group is tried again."""
 
 FLUSH_ATTEMPTS = 20
 FLUSH_PAUSE_S = 0.05
@@ -68,7 +69,7 @@ log = get_logger("engine")
 
 
 class Parallel(msgspec.Struct):
-    """The part of `/server_info` that says over how many processes a model is spread."""
+    """Part of `/server_info` with the number of processes of a model."""
 
     tp_size: int = 1
     pp_size: int = 1
@@ -76,21 +77,21 @@ class Parallel(msgspec.Struct):
 
 
 class Answered(msgspec.Struct):
-    """The server's answer to a change of its weights."""
+    """Server's answer to a change of its weights."""
 
     success: bool = False
     message: str = ""
 
 
 async def load_directory(client: ServerClient, snapshot: Directory, *, flush: bool, timeout_s: float) -> None:
-    """Have the paused server load `snapshot.path` and serve it as its tag; with `flush` no KV of other
-    weights is left in its cache. Raises `EngineError`, after which nobody knows what the server holds."""
+    """Make the paused server load `snapshot.path` and serve it under its tag. With `flush`, its cache keeps
+    no KV of other weights. After `EngineError`, the server's weights are unknown."""
     tag = snapshot.tag.label
     body = {
         "model_path": str(snapshot.path),
         "weight_version": tag,
-        # Refused while requests have KV, which a pause in place leaves them; the new weights are in place
-        # then, under the old version's name. So it is asked for only where nothing has KV.
+        # A flush is refused while requests have KV, as after a pause in place. The new weights would then be
+        # loaded under the old version's name. So a flush is requested only if no request has KV.
         "flush_cache": flush,
         "abort_all_requests": False,
         "load_format": "safetensors",
@@ -102,27 +103,28 @@ async def load_directory(client: ServerClient, snapshot: Directory, *, flush: bo
             break
         if "cache was not flushed" not in answered.message or attempt == FLUSH_ATTEMPTS:
             raise EngineError(f"{client.name} did not load {snapshot.path}: {answered.message}")
-        # A request was still leaving the batch. Loading the same again is harmless, and names the version.
+        # A request was still leaving the batch. Loading the same weights again is harmless, and sets the
+        # version.
         await asyncio.sleep(FLUSH_PAUSE_S)
     await _check_named(client, tag)
 
 
 @dataclass(eq=False)
 class TensorReceiver:
-    """Brings the tensors of updates into one engine's server. Belongs to one event loop."""
+    """Transfer of updates' tensors into one engine's server. Belongs to one event loop."""
 
     trainer: Client
-    name: str  # This engine's name among all of the job
+    name: str  # Unique name of this engine in the job
     grace_s: float = GRACE_S
     _connected: bool = False
     _ranks: int = 1
-    _group: str = ""  # The group of the server and the trainer, in which nothing failed
+    _group: str = ""  # Group of the server and the trainer, without a failure so far
     _failures: int = 0
-    _break: int = 0  # Updates that are still taken from the directory before the next try
+    _break: int = 0  # Updates still taken from the directory before the next try
 
     async def opened(self, client: ServerClient, python: Path | None) -> None:
-        """A server has started; `python` is its environment's, None for an attached one. Raises `EngineError`
-        for one that tensors cannot be sent into."""
+        """Check a started server. `python` is its environment's interpreter, or None for an attached server.
+        Raises `EngineError` if the server cannot receive tensors."""
         sizes = await client.get("/server_info", Parallel)
         for flag, size in (("pp-size", sizes.pp_size), ("dp-size", sizes.dp_size)):
             if size > 1:
@@ -134,13 +136,14 @@ class TensorReceiver:
         if python is not None:
             check_releases(packages.version("torch"), await torch_of(python))
         else:
-            # An update may be open that a client before us began. Where none is, the refusal says just that.
+            # An earlier client may have left an update open. If none is open, the server refuses, which is
+            # fine.
             await client.request("POST", "/end_weight_update", {})
 
     async def load(self, client: ServerClient, snapshot: Directory, *, flush: bool, timeout_s: float) -> None:
-        """Have the paused server serve `snapshot`, by its tensors if they can be had, else by its directory.
+        """Make the paused server serve `snapshot`, from its tensors if possible, else from its directory.
 
-        Raises `EngineError`, after which nobody knows what the server holds."""
+        After `EngineError`, the server's weights are unknown."""
         if self._break:
             self._break -= 1
         else:
@@ -167,14 +170,14 @@ class TensorReceiver:
         await self.trainer.close()
 
     async def _take(self, client: ServerClient, snapshot: Directory, flush: bool) -> bool:
-        """Whether the trainer had the tensors. With an error the server holds what it held, or a mixture; the
-        group is gone and no session is open."""
+        """Return whether the trainer had the tensors. After an error, the server has its old weights or a
+        mixture, the group is gone and no session is open."""
         answer = await self._ask(AskTensors(self.name, self._group, snapshot.tag, self._ranks))
         if isinstance(answer, SendsNothing):
             log.info("snapshot is loaded", version=snapshot.tag.version, reason=answer.reason)
             return False
         timeout_s = answer.limit_ms / 1000 + self.grace_s + (answer.rank_offset - 1) * RANK_S
-        # However this ends, unless it ends well: the group is not to be used again.
+        # After any other end than success, the group must not be used again.
         joined, self._group = self._group, ""
         try:
             if answer.group != joined:
@@ -191,17 +194,18 @@ class TensorReceiver:
                 await _post(client, "/init_weights_update_group", body, timeout_s)
             await self._receive(client, answer, snapshot, flush, timeout_s)
         except ArealError as error:
-            if not isinstance(error, RpcTimeout):  # of a trainer that would not hear this either
+            # a trainer that did not answer would not receive this either
+            if not isinstance(error, RpcTimeout):
                 with suppress(ArealError):
                     why = BreakGroup(self.name, answer.group, str(error))
                     await self.trainer.call(why, timeout_s=ASK_S)
             if isinstance(error, EngineLost):
                 raise
-            # Where none was open, the refusal says just that.
+            # If none was open, the server refuses, which is fine.
             await client.request("POST", "/end_weight_update", {}, timeout_s=timeout_s)
             await self._leave(client, answer.group)
             raise
-        # The version is whole. Whether the group is, the trainer says.
+        # The version is complete. The trainer says whether the group still works.
         with suppress(ArealError):
             await self._in_step(answer, snapshot, len(answer.buckets))
             self._group = answer.group
@@ -214,8 +218,8 @@ class TensorReceiver:
         return await self.trainer.call(question, timeout_s=ASK_S)
 
     async def _in_step(self, plan: SendsTensors, snapshot: Directory, number: int) -> None:
-        """Return when bucket `number` (`JOIN`: the place in the group) may be taken. Raises `EngineError`
-        where the group is broken."""
+        """Return when bucket `number` may be taken. `JOIN` stands for joining the group. Raises `EngineError`
+        if the group is broken."""
         question = TakeBucket(self.name, plan.group, snapshot.tag, number, STEP_MS)
         until_s = time.monotonic() + plan.limit_ms / 1000 + ASK_S
         while isinstance(answer := await self.trainer.call(question, timeout_s=ASK_S), NoNews):
@@ -226,7 +230,7 @@ class TensorReceiver:
 
     async def _leave(self, client: ServerClient, group: str) -> None:
         if group:
-            # Refused where it was never formed.
+            # Refused if the group was never formed.
             await client.request("POST", "/destroy_weights_update_group", {"group_name": group})
 
     async def _receive(
@@ -244,7 +248,7 @@ class TensorReceiver:
                 "group_name": plan.group,
                 "load_format": "flattened_bucket",
                 "abort_all_requests": False,
-                # Only what is whole may be flushed for, and named.
+                # Flush and set the version only after a complete update.
                 "flush_cache": flush and last,
                 "weight_version": tag if last else None,
             }
@@ -255,8 +259,8 @@ class TensorReceiver:
 
 
 def check_releases(ours: str, theirs: str) -> None:
-    """Raises `EngineError` unless the torch releases are alike: how members of a group find each other is
-    torch's own business, and changes between releases."""
+    """Raise `EngineError` unless the torch releases match. How members of a group find each other is internal
+    to torch and changes between releases."""
     if release_of(ours) != release_of(theirs):
         raise EngineError(
             f"weights.channel nccl needs one torch release on both sides, but the trainer's is {ours} and "
@@ -266,7 +270,7 @@ def check_releases(ours: str, theirs: str) -> None:
 
 
 def release_of(version: str) -> str:
-    """`version` without what tells builds apart (`+cpu`, `+cu130`)."""
+    """Return `version` without the build suffix (`+cpu`, `+cu130`)."""
     return version.partition("+")[0]
 
 

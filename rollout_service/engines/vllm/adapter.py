@@ -1,12 +1,12 @@
 """The engine `vllm`: an unpatched vLLM server.
 
-The server is paused with its requests in it, reloads from the snapshot's directory, is told the new label and
-goes on. It stamps each unit with the label under which it was sampled. `recompute` also preempts the requests
-and drops the whole cache, so that they begin again from their ids under the new weights; `keep` leaves them
-their KV. Requests sent later have a cache salt of their own, so that none of them meets KV of older weights;
-with `session` the later ones of a session have the salt of the version that it began under.
+The server is paused with its requests, reloads from the snapshot's directory, gets the new label and
+continues. It marks each unit with the label under which it was sampled. `recompute` also preempts the
+requests and drops the whole cache, so that they restart from their ids under the new weights. `keep` leaves
+them their KV. Later requests have another cache salt, so they never use KV of older weights. With `session`,
+later requests of a session have the salt of the session's first version.
 
-What was reloaded half is never served: should anything fail once a reload has begun, the engine is lost.
+A partially reloaded model is never served: if anything fails after a reload has begun, the engine is lost.
 """
 
 from __future__ import annotations
@@ -77,23 +77,23 @@ RESERVED = {
     "skip-tokenizer-init": "stop strings need the tokenizer",
     **dict.fromkeys(("speculative-config", "spec-method", "spec-model", "spec-tokens"), DRAFTS),
 }
-"""Flags that a job file may not give, and why or what to do instead."""
+"""Flags that a job file may not set, with the reason or an alternative."""
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""Its import path: on a CPU vLLM takes its short name for another."""
+"""Full import path of the executor, because vLLM on a CPU interprets its short name differently."""
 INSIDE = Path(__file__).with_name("inside")
 EXTENSION = "areal_vllm_cpu.CpuReload"
-"""Class that is mixed into the server's worker on a CPU; its module lies in `INSIDE`."""
-SEVERAL_RANKS = {"tensor-parallel-size", "pipeline-parallel-size"}  # Flags with which one process does not do
+"""Class that extends the server's worker on a CPU. Its module is in `INSIDE`."""
+SEVERAL_RANKS = {"tensor-parallel-size", "pipeline-parallel-size"}  # Flags that need more than one process
 
 
 def command(launch: Launch) -> list[str]:
-    """The argument vector. Raises `EngineError` for what the server cannot do on the device, and for a flag
-    in rollout.server.arguments that is the engine's to give."""
+    """Return the argument vector. Raises `EngineError` for features that the server lacks on this device, and
+    for a flag in rollout.server.arguments that only the engine may set."""
     settings = launch.settings
     flags: dict[str, Flag] = {
         "model": str(launch.weights.path),
         "tokenizer": str(launch.model),
-        # Never a pickled checkpoint, whatever lies in the directory.
+        # Never a pickled checkpoint, whatever the directory contains.
         "load-format": "safetensors",
         "served-model-name": MODEL_NAME,
         "host": LOOPBACK,
@@ -101,11 +101,11 @@ def command(launch: Launch) -> list[str]:
         "dtype": settings.dtype,
         "max-model-len": launch.max_model_len,
         "max-num-seqs": settings.slots,
-        # Log-probs of the distribution that was drawn from, and not of the raw logits.
+        # Log-probs of the sampled distribution, not of the raw logits.
         "logprobs-mode": "processed_logprobs",
-        # /inference/v1/generate: ids in, ids out, and of each the version that sampled it.
+        # /inference/v1/generate: ids in, ids out, each with the version that sampled it.
         "enable-scale-out": True,
-        # Answers say how much of the prompt was in the prefix cache.
+        # Answers report how much of the prompt was in the prefix cache.
         "enable-prompt-tokens-details": True,
         "scheduling-policy": "priority",
         "disable-uvicorn-access-log": True,
@@ -118,26 +118,26 @@ def command(launch: Launch) -> list[str]:
             )
         flags["enforce-eager"] = True
         flags["worker-extension-cls"] = EXTENSION
-        # Where one step takes only a part of a prompt, the server turns the generator of a seeded request
-        # back. A CPU's cannot be: the server would die of it.
+        # If one step takes only part of a prompt, the server resets the generator of a seeded request. A
+        # CPU's generator cannot be reset, and the server would crash.
         flags["no-enable-chunked-prefill"] = True
         if not SEVERAL_RANKS & {flag_name(given) for given in settings.arguments}:
-            # The model in the scheduler's own process. By default a second one has it, and each waits for
-            # the other by yielding its core again and again: on two cores nothing else runs for seconds.
+            # The model runs in the scheduler's process. By default it has a second process, and each waits
+            # for the other by yielding its core repeatedly. On two cores, nothing else then runs for seconds.
             flags["distributed-executor-backend"] = ONE_PROCESS
-    # -P: a folder called vllm where the job was started must not stand in for the package.
+    # -P: a folder called vllm in the job's start folder must not replace the package.
     return command_line(launch, ["-P", "-m", "vllm.entrypoints.openai.api_server"], flags, RESERVED)
 
 
 def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the server: that of this process, and what the server needs."""
+    """Return the server's environment: this process's environment and the server's own variables."""
     found = server_variables(launch, inherited) | {
-        # The endpoints that pause, reload and name the weights. vLLM's own key would leave them open to
-        # everybody on the machine: `http/keyed.py` does not.
+        # Endpoints that pause, reload and name the weights. vLLM's own key would leave them open to everybody
+        # on the machine. `http/keyed.py` protects them.
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_HOST_IP": LOOPBACK,
         "VLLM_NO_USAGE_STATS": "1",
-        # Seconds. Of the two sides, the client is to close an idle connection.
+        # Seconds. The client must close an idle connection before the server does.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
     }
     if launch.settings.device == "cpu":
@@ -151,7 +151,7 @@ def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
 
 T = TypeVar("T")
 
-LEAST_TEMPERATURE = 0.01  # vLLM raises a smaller temperature above 0 to this one
+LEAST_TEMPERATURE = 0.01  # vLLM raises smaller positive temperatures to this value
 RELOAD_TIMEOUT_S = 600.0
 TRIAL = Sampling(temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=1, stop=(), seed=0)
 WAITING = "vllm:num_requests_waiting"
@@ -180,7 +180,7 @@ class VllmAdapter(ServerAdapter):
     watch_s = 1.0
 
     def __init__(self, model: Path, settings: ServerSettings, *, scratch: Path) -> None:
-        """`scratch` is a folder of this engine's own, best in shared memory."""
+        """`scratch` is a folder for this engine alone, best in shared memory."""
         super().__init__(model, settings)
         self._scratch = scratch
         self._owner = ""
@@ -200,14 +200,14 @@ class VllmAdapter(ServerAdapter):
                     f"{client.name} runs on a CPU, where vLLM reloads a mixture of experts wrongly: remove "
                     "rollout.server.urls, so that a server is started that reloads it right"
                 )
-            # Whatever it did before, it is this engine's now.
+            # Whatever it did before, it belongs to this engine now.
             await _control(client, "/pause?mode=abort&clear_cache=true", VllmStatus)
             await self.load(client, await self.prepare(client, weights))
             await self.resume(client)
         else:
             self._tidy()
             await self._name(client, weights.tag)
-        # The first request is the slowest, and its answer shows whether units are stamped.
+        # The first request is the slowest, and its answer shows whether units have versions.
         trial = GenerateRequest("trial", [0], TRIAL)
         body = self.body("trial", [0], trial, 1, weights.tag)
         found = self.parse(await client.post(self.generate_path, body, Answer), TRIAL)
@@ -237,7 +237,7 @@ class VllmAdapter(ServerAdapter):
         await client.request("POST", "/abort_requests", {"request_ids": [ID_PREFIX + rid]})
 
     async def pause(self, client: ServerClient) -> None:
-        # It returns once no step is under way: what comes out later is sampled after `resume`.
+        # It returns once no step is running, so later units are sampled after `resume`.
         await _control(client, "/pause?mode=keep&clear_cache=false", VllmStatus)
 
     async def resume(self, client: ServerClient) -> None:
@@ -280,14 +280,14 @@ class VllmAdapter(ServerAdapter):
             raise EngineError("the server did not take the name of its weights")
 
     def _tidy(self) -> None:
-        """Remove the files that were made for a load: the server has read them."""
+        """Remove the files made for a load, after the server has read them."""
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 async def _control(
     client: ServerClient, path: str, kind: type[T], body: Any = None, timeout_s: float = CONTROL_TIMEOUT_S
 ) -> T:
-    """POST a command: a refusal is the engine's failure, not a request's."""
+    """POST a command. A refusal counts as the engine's failure, not as a request's."""
     try:
         return await client.post(path, body, kind, timeout_s=timeout_s)
     except RequestError as error:
@@ -295,8 +295,8 @@ async def _control(
 
 
 def parse_load(text: str) -> ServerLoad:
-    """Return the load in a server's `/metrics`, summed over its engines; the KV's share (the server's name
-    for it says per cent) is that of the fullest. What is not there is 0."""
+    """Return the load in a server's `/metrics`, summed over its engines. The KV share is the fullest
+    engine's. It is a fraction, although the server's name for it says per cent. Missing values are 0."""
     values: dict[str, list[float]] = {WAITING: [], KV_USED: [], GENERATED: []}
     for line in text.splitlines():
         name, _, rest = line.partition("{")

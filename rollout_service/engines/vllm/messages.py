@@ -1,8 +1,8 @@
-"""Requests to a vLLM server and the reading of its answers; and `probe`, which checks its features.
+"""Requests to a vLLM server, parsing of its answers, and `probe`, which checks its features.
 
-The server takes ids and gives ids, of each the log-prob, and the spans of the answer that were sampled under
-one label of the weights. Labels are this engine's own: `label` makes them, `tag_of` reads them back.
-Each error of the probe names what is missing and what to do.
+The server takes ids. It returns ids, their log-probs, and the spans of the answer sampled under one label of
+the weights. Labels belong to one engine: `label` makes them, and `tag_of` parses them. Each error of the
+probe names the missing feature and what to do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollout_service.engines.http.client import ServerClient, VersionSpan, parse
 from rollout_service.engines.vllm.weights import HEAD
 
 NOT_FINITE = -9998.0  # The server sends -9999 for a log-prob that is not finite
-ID_PREFIX = "generate-tokens-"  # The server puts it before the ids of requests; `/abort_requests` wants it
+ID_PREFIX = "generate-tokens-"  # The server puts it before request ids, and `/abort_requests` needs it
 
 
 class UnitLogprob(msgspec.Struct):
@@ -36,7 +36,7 @@ class Logprobs(msgspec.Struct):
 
 
 class AnswerChoice(msgspec.Struct):
-    """An answer; of a stream, what is new in it, and at its end the spans of all of it."""
+    """An answer. In a stream, it has the new units, and the last one has the spans of the whole answer."""
 
     finish_reason: str | None
     token_ids: list[int]
@@ -53,21 +53,21 @@ class Usage(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """The part of the server's answer that is used. Its decoding fails where a field is missing, but for
-    `usage`, which a stream has not."""
+    """Used part of the server's answer. Decoding fails if a field is missing, except `usage`, which a stream
+    lacks."""
 
     choices: list[AnswerChoice]
     usage: Usage | None = None
 
     def only(self) -> AnswerChoice:
-        """Raises `EngineError` where there is none, or more."""
+        """Return the only choice. Raises `EngineError` if there is none, or more than one."""
         if len(self.choices) != 1:
             raise EngineError(f"the server gave {len(self.choices)} answers to one request")
         return self.choices[0]
 
 
 class VllmStream:
-    """A streamed answer, put together while its units are told."""
+    """A streamed answer, assembled while its units are reported."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
@@ -99,8 +99,8 @@ def generate_body(
     priority: int,
     ends: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Return the body of a request; `ends` are the ids that end an answer. Every parameter is named, so that
-    no default of the server's (which may come from the model's generation_config.json) takes part."""
+    """Return the body of a request. `ends` are the ids that end an answer. Every parameter is set, so that no
+    default of the server or of the model's generation_config.json applies."""
     return {
         "request_id": rid,
         "token_ids": prompt,
@@ -115,30 +115,32 @@ def generate_body(
             "seed": server_seed(sampling.seed),
             "stop": list(sampling.stop),
             "stop_token_ids": list(ends),
-            # The server needs text only to find stop strings, which may be, or hold, special tokens.
+            # The server needs text only to find stop strings, which may be or contain special tokens.
             "detokenize": bool(sampling.stop),
             "skip_special_tokens": False,
-            # 0: of the sampled id alone.
+            # 0: only of the sampled id.
             "logprobs": 0,
         },
     }
 
 
 def server_seed(seed: int) -> int:
-    """Return a seed that the server takes: -1 would mean none, and a CPU's generator looks at 32 bits only,
-    so all 64 are folded into those."""
+    """Return a seed for the server. -1 would mean no seed. A CPU's generator uses only 32 bits, so all 64
+    bits are folded into 32."""
     seed &= 0xFFFF_FFFF_FFFF_FFFF
     return (seed ^ (seed >> 32)) & 0xFFFF_FFFF
 
 
 def label(tag: VersionTag, owner: str) -> str:
-    """Return the server's name for the weights. `owner` belongs to one start of one engine: nobody else's
-    update, and no restart of the server, can pass for this one's. A cache salt may have no `/` and no `@`."""
+    """Return the server's name for the weights. `owner` belongs to one start of one engine. So the label
+    never equals another client's label, or one from before a restart. A cache salt may contain neither `/`
+    nor `@`."""
     return f"{tag.label}.{owner}"
 
 
 def tag_of(text: str, owner: str) -> VersionTag:
-    """Return the tag of a label. Raises `EngineLost`: whose weights these are is not known."""
+    """Return the tag of a label. Raises `EngineLost` if the label has another owner, because the weights are
+    then unknown."""
     tag, _, whose = text.partition(".")
     if whose != owner:
         raise EngineLost(
@@ -149,8 +151,8 @@ def tag_of(text: str, owner: str) -> VersionTag:
 
 
 def parse(answer: Answer, owner: str, *, logprobs_of: LogprobsOf) -> GenerateResult:
-    """Return what was sampled, without its text. Raises `EngineError` for an answer that is not whole,
-    `EngineLost` as `tag_of`."""
+    """Return the sampled units, without text. Raises `EngineError` for an incomplete answer, and the errors
+    of `tag_of`."""
     choice = answer.only()
     details = answer.usage.prompt_tokens_details if answer.usage is not None else None
     units = [
@@ -169,7 +171,7 @@ def parse(answer: Answer, owner: str, *, logprobs_of: LogprobsOf) -> GenerateRes
 
 
 MODEL_NAME = "policy"  # Name under which the server knows its model
-RELEASES = ("0.32.",)  # Beginnings of the releases whose behaviour the tests pin down
+RELEASES = ("0.32.",)  # Prefixes of the releases whose behaviour the tests verify
 ENDPOINTS = {
     "the variable VLLM_SERVER_DEV_MODE=1": (
         "/abort_requests",
@@ -184,8 +186,8 @@ ENDPOINTS = {
     ),
     "--enable-scale-out": ("/inference/v1/generate",),
 }
-"""Endpoints that are used, by the option that switches them on."""
-INFO_TIMEOUT_S = 120.0  # The server describes its whole machine, once
+"""Used endpoints, by the option that enables them."""
+INFO_TIMEOUT_S = 120.0  # The server describes its whole machine once
 
 
 class VllmRelease(msgspec.Struct):
@@ -221,9 +223,9 @@ class Config(msgspec.Struct):
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Values of the flags in `Vllm.stale_flags`, as far as the server tells them."""
+        """Return the values of the flags in `Vllm.stale_flags` that the server reports."""
         uva, prefetch = (self.offload_config.get(name) or {} for name in ("uva", "prefetch"))
-        # What `--kv-offloading-size` makes of it finds KV by hashes that have the salt in them.
+        # The cache that `--kv-offloading-size` creates finds KV by hashes that include the salt.
         connector = None if self.cache_config.get("kv_offloading_size") else self.kv_transfer_config
         found = {**self.parallel_config, **self.offload_config, **uva, **prefetch}
         return found | {"kv_transfer_config": connector}
@@ -238,9 +240,9 @@ class Checksums(msgspec.Struct):
 
 
 async def probe(client: ServerClient, *, max_model_len: int, tied: bool) -> str:
-    """Check a server and return its release. `tied` says that the model's output layer is its embedding.
+    """Check a server and return its release. `tied`: the model's output layer is its embedding.
 
-    Raises `EngineError`, which says what is missing and with which flag or variable it is there."""
+    Raises `EngineError` with the missing feature and the flag or variable that enables it."""
     release = (await client.get("/version", VllmRelease)).version
     if not release.startswith(RELEASES):
         raise EngineError(
@@ -282,7 +284,7 @@ async def probe(client: ServerClient, *, max_model_len: int, tied: bool) -> str:
             f"start it with --max-model-len {max_model_len}, or lower rollout.max_model_len"
         )
     if on_cpu and tied:
-        # There a reload does not reach an output layer that is tied (see `weights.py`).
+        # On a CPU, a reload does not update a tied output layer (see `weights.py`).
         names = (await client.post("/weight_checker", {"action": "checksum"}, Checksums)).checksums
         if not any(name.endswith(HEAD) for name in names):
             raise EngineError(

@@ -1,10 +1,10 @@
-"""New weights for a vLLM server: what a snapshot's directory must be before it reloads from it.
+"""New weights for a vLLM server: requirements on a snapshot's directory before a reload.
 
-vLLM 0.32.0 asks for it, measured: `reload_weights` leaves a tensor that the directory lacks as it was and
-still answers 200; with a tensor too many, or of another shape, the whole server dies; and on a CPU a tied
-output layer keeps the weights it was started with, because the reload skips it and its packed copy stays. So
-directories are compared with the first one, and on a CPU the tied layer is given to the server as one of its
-own (`untied`).
+The reasons were measured with vLLM 0.32.0. If the directory lacks a tensor, `reload_weights` leaves it
+unchanged and still answers 200. With a surplus tensor, or another shape, the whole server dies. On a CPU, a
+tied output layer keeps its first weights, because the reload skips it and its packed copy stays. So
+directories are compared with the first one. On a CPU, the server gets the tied layer as a separate tensor
+(`untied`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ HEAD_FILE = "lm_head.safetensors"
 
 
 def is_tied(folder: Path) -> bool:
-    """Return whether the output layer is the embedding, and no tensor of its own is stored."""
+    """Return whether the output layer is the embedding, without a stored tensor of its own."""
     return bool(read_config(folder).get("tie_word_embeddings")) and HEAD not in read_layout(folder)
 
 
 def untied(folder: Path, into: Path) -> Path:
-    """Make `into` the same model with its output layer stored beside the embedding, which it equals; all else
-    are links into `folder`. Raises `EngineError` for a model whose embedding is not to be found."""
+    """Write the same model to `into`, with the output layer stored as a copy of the embedding. All other
+    files are links into `folder`. Raises `EngineError` if the embedding is not found."""
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir(parents=True)
     for item in folder.iterdir():
-        # An index would name the files to load, and the one that is added here is not among them.
+        # An index would name the files to load, and it lacks the added file.
         if item.name != "config.json" and not item.name.endswith(".index.json"):
             (into / item.name).symlink_to(item.resolve())
     config = read_config(folder) | {"tie_word_embeddings": False}
@@ -53,8 +53,8 @@ def untied(folder: Path, into: Path) -> Path:
 
 
 def _write_head(file: Path, head: Path) -> bool:
-    """Write the embedding of `file` to `head` as the output layer; return whether `file` has one. Bytes are
-    copied as they are, so that no process needs torch for it. Raises `OSError` and `SnapshotError`."""
+    """Write the embedding of `file` to `head` as the output layer. Return whether `file` has an embedding.
+    Bytes are copied unchanged, without torch. Raises `OSError` and `SnapshotError`."""
     with file.open("rb") as stream:
         size = stream.read(8)
         header = size + stream.read(int.from_bytes(size, "little"))

@@ -99,7 +99,8 @@ async def following(
     endpoint = f"ipc://{folder}/w"
     settings = ServerSettings(slots=32, max_model_len=SGLANG.length, url=url)
     engine = HttpEngine(SGLangAdapter(model.directory, settings, receiver=receiver_from(endpoint, grace_s)))
-    receiver = Receiver(endpoint, job="job", name="r", tensors=False, access=SECRET)
+    client = Client(endpoint, job="job", role="rollout", name="r", access=SECRET)
+    receiver = Receiver(client, "r", tensors=False)
     alone: Any = SimpleNamespace(start=engine.start, exchange=partial(exchange, engine))
     updates = WeightUpdates(receiver, alone)
     await receiver.connect()

@@ -94,14 +94,15 @@ def test_one_request_gets_the_groups_that_each_of_its_policies_has_places_for(ru
 
 # --- the pace of a trainer that comes back ---
 
+PACED = ConsumerRules(B, 4)
+
 
 def made(pace: Pace, step: int, *, waited_ms: int = 0, spare: int = 0) -> Pace:
     """The pace once `step` has its groups, a second after the step before and what it waited."""
     if waited_ms:
         pace = lacks(pace, step, pace.supplied_ms + 1000)
     now_ms = pace.supplied_ms + 1000 + waited_ms
-    how = {"batch_groups": B, "max_staleness": 4, "leads_ms": [700], "reused": 0}
-    return enough(pace, step=step, spare=spare, now_ms=now_ms, **how)
+    return enough(pace, PACED, step=step, spare=spare, reused=0, leads_ms=[700], now_ms=now_ms)
 
 
 BEFORE = Pace(8.0, supplied=29, supplied_ms=10_000, held_back=30, lately=1.0, spares=(3 * B,) * (WINDOW - 1))
@@ -134,6 +135,6 @@ def test_the_time_that_a_trainer_was_away_is_no_step():
 
 def test_the_wait_for_one_step_is_not_the_wait_for_another():
     waiting = lacks(BEFORE, 30, 10_500)
-    how = {"batch_groups": B, "max_staleness": 4, "leads_ms": [700], "reused": 0, "spare": 0}
-    assert enough(waiting, step=31, now_ms=11_000, **how).ahead < 8, "step 31 did not wait"
-    assert enough(waiting, step=30, now_ms=11_000, **how).ahead > 8
+    how = {"leads_ms": [700], "reused": 0, "spare": 0}
+    assert enough(waiting, PACED, step=31, now_ms=11_000, **how).ahead < 8, "step 31 did not wait"
+    assert enough(waiting, PACED, step=30, now_ms=11_000, **how).ahead > 8

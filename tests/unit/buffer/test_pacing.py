@@ -10,8 +10,10 @@ from staleness_simulation import REGIMES, Scenario, Simulation
 from replay_buffer.ledger import pacing
 from replay_buffer.ledger.pacing import GAIN, LEAK, SHARE, SMOOTH, WINDOW, enough, lacks, may_hold
 from replay_buffer.ledger.records import Pace
+from replay_buffer.ledger.rules import ConsumerRules
 
 B, ETA = 16, 4
+RULES = ConsumerRules(B, ETA)
 SETTLED = Pace(32.0, supplied=29, supplied_ms=10_000, held_back=30, lately=1.0)
 """Two steps ahead, with a step every second, of a trainer that has waited before."""
 
@@ -21,8 +23,7 @@ def after(pace: Pace, *, waited_ms: int = 0, spare: int = 0, reused: int = 0, st
     if waited_ms:
         pace = lacks(pace, step, pace.supplied_ms + 1000)
     now_ms = pace.supplied_ms + 1000 + waited_ms
-    how = {"batch_groups": B, "max_staleness": ETA, "leads_ms": [700], "now_ms": now_ms}
-    return enough(pace, step=step, spare=spare, reused=reused, **how)
+    return enough(pace, RULES, step=step, spare=spare, reused=reused, leads_ms=[700], now_ms=now_ms)
 
 
 def test_a_wait_adds_what_would_have_been_trained_in_several_times_it():
@@ -67,9 +68,9 @@ def test_one_batch_and_the_bound_are_the_ends():
 def test_an_outage_is_no_time_that_the_trainer_waited():
     waiting = lacks(SETTLED, 30, 11_000)
     moved = pacing.later(waiting, 60_000)
-    how = {"batch_groups": B, "max_staleness": ETA, "leads_ms": [1], "spare": 0, "reused": 0}
-    there = enough(moved, step=30, now_ms=71_100, **how)
-    assert there.ahead == enough(waiting, step=30, now_ms=11_100, **how).ahead
+    how = {"leads_ms": [1], "spare": 0, "reused": 0}
+    there = enough(moved, RULES, step=30, now_ms=71_100, **how)
+    assert there.ahead == enough(waiting, RULES, step=30, now_ms=11_100, **how).ahead
 
 
 @pytest.mark.parametrize(("lag", "most"), [(0, 48), (-1, 48), (1, 32), (2, 16), (3, 0), (9, 0)])

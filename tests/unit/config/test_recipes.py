@@ -101,7 +101,7 @@ def hub(tmp_path_factory):
             )
     tokenizer = make_tokenizer("".join(map(chr, range(32, 127))))
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    for model in ("Qwen2.5-0.5B-Instruct", "Qwen2.5-Coder-1.5B-Instruct"):
+    for model in ("Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct", "Qwen2.5-Coder-1.5B-Instruct"):
         tokenizer.save_pretrained(folder / "Qwen" / model)
     return folder
 

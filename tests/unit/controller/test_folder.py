@@ -125,9 +125,10 @@ def test_a_cluster_file_is_read_strictly(tmp_path, monkeypatch):
         ("launcher: slurm\n", "launcher: 'slurm' is not a choice. Use 'local' or 'ray'"),
         (
             "resources: {gpu: 1}\n",
-            "resources.gpu: there is no such field. Remove it; the fields here are cpus",
+            "resources.gpu: there is no such field. Did you mean resources.gpus",
         ),
-        ("resource: {}\n", "resource: there is no such field.* cluster, launcher, ray, resources, api, dir"),
+        ("resource: {}\n", "resource: there is no such field. Did you mean resources"),
+        ("colour: {}\n", "colour: there is no such field.* cluster, launcher, ray, resources, api, dir"),
         ("resources: 8\n", "resources: 8 is not a section"),
         ("resources: {cpus: 0}\n", "resources.cpus: 0 is too small. Give at least 1"),
         ("resources: {memory_gb: .inf}\n", "memory_gb"),

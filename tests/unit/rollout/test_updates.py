@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from areal_async.base.errors import FaultError, RpcTimeout, SnapshotError
+from areal_async.rpc.client import Client
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.weights_messages import NoNews
 from areal_async.trajectory import Sampling
@@ -113,7 +114,8 @@ async def test_the_first_error_of_an_update_is_the_one_told(first, caplog):
 async def test_versions_are_true_with_snapshots_through_shared_memory(endless: Any, tmp_path: Path) -> None:
     publisher = Publisher(tmp_path / "shm", f"ipc://{tmp_path}/w", job="job", keep=2, access=SECRET)
     publisher.start()
-    receiver = Receiver(publisher.endpoint, job="job", name="rollout-0", access=SECRET)
+    client = Client(publisher.endpoint, job="job", role="rollout", name="rollout-0", access=SECRET)
+    receiver = Receiver(client, "rollout-0")
     engine = ReplicaSet(lambda _: endless.engine(slots=8))
     done: list[tuple[GenerateRequest, Any]] = []
     acks: list[Any] = []

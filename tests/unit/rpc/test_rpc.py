@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from areal_async.base.errors import FaultError, PeerGone, ProtocolError, RpcTimeout
-from areal_async.rpc.client import SyncClient
+from areal_async.rpc.client import CallLimits, SyncClient
 from areal_async.rpc.frames import MAX_ATTACHMENTS, Kind
 from areal_async.rpc.messages import Arrived, BufferStats, Claim, Claims, Commit, Fetch, Fetched
 from areal_async.rpc.reply_book import ServerLimits
@@ -156,7 +156,7 @@ async def test_nothing_is_unbounded_a_peer_with_too_many_requests_is_told_busy(i
 
 async def test_nothing_is_unbounded_calls_beyond_the_clients_limit_wait_in_line(ipc):
     gate = Gate()
-    async with serving(ipc, gate), client_of(ipc, max_in_flight=2) as client:
+    async with serving(ipc, gate), client_of(ipc, limits=CallLimits(2)) as client:
         first = [asyncio.create_task(client.call(Arrived("t"), timeout_s=60)) for _ in range(2)]
         for _ in first:
             await asyncio.wait_for(gate.started.acquire(), LIMIT_S)
@@ -197,7 +197,7 @@ async def test_connecting_to_nobody_says_so_in_time(endpoint):
 async def test_calls_of_a_closed_client_end_with_peer_gone(ipc):
     gate = Gate()
     async with serving(ipc, gate):
-        client = client_of(ipc, max_in_flight=1)
+        client = client_of(ipc, limits=CallLimits(1))
         with pytest.raises(PeerGone):
             await client.call(Arrived("t"), timeout_s=1)
         await client.connect(5)

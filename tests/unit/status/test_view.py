@@ -8,7 +8,7 @@ import pyte
 import pytest
 from rich.console import Console
 
-from areal_async.base.text import clock_text
+from areal_async.base.log import clock_text
 from areal_async.launch.aggregator import DropReport, RunStatus, ServiceActivity
 from areal_async.launch.watchdog import Stall
 from areal_async.rpc.messages import NoScore

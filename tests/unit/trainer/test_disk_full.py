@@ -165,8 +165,8 @@ def test_a_recorded_batch_that_does_not_fit_is_written_again_on_resume(tmp_path,
     batch, blobs = make_batch(0)
     large = {name: bytes(LIMIT_BYTES) for name in blobs}
     with no_room(), pytest.raises(DiskFull, match="no room for a recorded batch"):
-        write_step(tmp_path, batch, large, losses=[0.0], grad_norms=[0.0])
-    write_step(tmp_path, batch, blobs, losses=[0.0], grad_norms=[0.0])
+        write_step(tmp_path, batch, large, minibatches=[(0.0, 0.0)])
+    write_step(tmp_path, batch, blobs, minibatches=[(0.0, 0.0)])
     assert read_step(tmp_path, 0).blobs == blobs
 
 

@@ -241,7 +241,7 @@ def given(tmp_path, make_batch):
     for step in range(4):
         batch, blobs = make_batch(step, max_staleness=2)
         batch = first_is_nan(batch) if step == 2 else batch
-        write_step(tmp_path / "given", batch, blobs, losses=[], grad_norms=[])
+        write_step(tmp_path / "given", batch, blobs)
     return tmp_path / "given"
 
 
@@ -304,7 +304,7 @@ def test_a_replay_passes_over_the_minibatches_that_the_kept_state_has_seen(
     tmp_path, model_dir, make_batch, monkeypatch
 ):
     batch, blobs = make_batch(0, max_staleness=2)
-    write_step(tmp_path / "given", batch, blobs, losses=[], grad_norms=[])
+    write_step(tmp_path / "given", batch, blobs)
     out, load = tmp_path / "out", learner_module.load_backend
     job, _, _ = run_of(model_dir, out, tmp_path / "given", steps=1, minibatches=4, **SKIP)
     backend = spoiling(load(job, rank_process.join_ranks(0, 1)), number=2, value=NAN)
@@ -327,7 +327,7 @@ def test_no_more_than_a_few_faulty_steps_are_kept(tmp_path, model_dir, make_batc
     steps = KEPT + 2
     for step in range(steps):
         batch, blobs = make_batch(step, max_staleness=2)
-        write_step(tmp_path / "given", first_is_nan(batch), blobs, losses=[], grad_norms=[])
+        write_step(tmp_path / "given", first_is_nan(batch), blobs)
     out = tmp_path / "out"
     _, buffer, trainer = run_of(model_dir, out, tmp_path / "given", steps=steps, **SKIP)
     assert trainer.run(name="trainer", ready=lambda: None)
@@ -362,7 +362,7 @@ def test_few_effective_samples_are_told_once_and_again_after_they_have_been_enou
 def test_a_job_with_few_effective_samples_has_the_advice_in_its_records(tmp_path, model_dir, make_batch):
     for step in range(3):
         batch, blobs = make_batch(step, max_staleness=2)
-        write_step(tmp_path / "given", batch, blobs, losses=[], grad_norms=[])
+        write_step(tmp_path / "given", batch, blobs)
     section = {"objective": {"ess_floor": 1.0, "ess_patience": 2}, "steps": 3}
     _, _, trainer = run_of(model_dir, tmp_path / "out", tmp_path / "given", **section)
     assert trainer.run(name="trainer", ready=partial(int))

@@ -30,7 +30,7 @@ def batches(tmp_path_factory, make_batch):
     root = tmp_path_factory.mktemp("batches")
     for step in range(STEPS):
         batch, blobs = make_batch(step, max_staleness=2, groups=4, lengths=(1, 14))
-        write_step(root, batch, blobs, losses=[], grad_norms=[])
+        write_step(root, batch, blobs)
     return root
 
 

@@ -13,7 +13,7 @@ from trainer_service.algorithms.objective import Objective
 from trainer_service.data.flops import RowCost
 from trainer_service.errors import BatchError, StalenessViolation
 from trainer_service.loop.report import figures_of
-from trainer_service.loop.step import plan_step
+from trainer_service.loop.step import check_manifest, plan_step
 
 OBJECTIVE = Objective(ObjectiveSection())
 
@@ -51,9 +51,10 @@ def _batch(groups, step=5):
     return Batch(policy="policy", epoch=1, step=step, max_staleness=4, groups=made)
 
 
-def _plan(batch, **changes):
+def _plan(batch, step=5, **changes):
+    check_manifest(batch, step=step, max_staleness=4)
     cost = RowCost(linear=10, attention=1, head=3)
-    options = {"step": 5, "max_staleness": 4, "minibatches": 1, "ranks": 1, "cost": cost, **changes}
+    options = {"minibatches": 1, "ranks": 1, "cost": cost, **changes}
     return plan_step(batch, **options)
 
 

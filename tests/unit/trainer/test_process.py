@@ -44,7 +44,7 @@ async def serving(ctx, recorded):
 async def test_a_whole_rl_job(tmp_path, model_dir, make_batch):
     for step in range(3):
         batch, blobs = make_batch(step, max_staleness=1, groups=3)
-        write_step(tmp_path / "given", batch, blobs, losses=[], grad_norms=[])
+        write_step(tmp_path / "given", batch, blobs)
     job = rank_process.job_of(model_dir, tmp_path, steps=3, record_batches=True)
     ctx = context_for_test(job, tmp_path, "trainer", "trainer")
     recorded = rank_process.RecordedBuffer(tmp_path / "given")

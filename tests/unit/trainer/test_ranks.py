@@ -26,7 +26,7 @@ def batches(tmp_path_factory, make_batch):
     few = {"groups": 2, "group_size": 3, "lengths": (12, 14)}
     for step, kind in enumerate([{"groups": 5, "lengths": (1, 14)}] * 2 + [split, few]):
         batch, blobs = make_batch(step, max_staleness=2, **kind)
-        write_step(root, batch, blobs, losses=[], grad_norms=[])
+        write_step(root, batch, blobs)
     return root
 
 

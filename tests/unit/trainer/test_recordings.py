@@ -26,7 +26,7 @@ def run_dir(tmp_path, make_batch):
     with RunLog(folder / "metrics.jsonl") as log:
         for step in range(STEPS):
             batch, blobs = make_batch(step, max_staleness=1, groups=3)
-            write_step(folder / "batches", batch, blobs, losses=[0.1 * step, -1 / 3], grad_norms=[1.5, 2.5])
+            write_step(folder / "batches", batch, blobs, minibatches=[(0.1 * step, 1.5), (-1 / 3, 2.5)])
             log.write("step", policy="policy", step=step, version=step + 1, weights_hash=f"blake3:{step}")
     return folder
 
@@ -63,7 +63,7 @@ def test_a_changed_byte_of_an_episode_is_found_when_its_step_is_read(run_dir, pl
 def test_a_manifest_that_says_something_else_of_an_episode_is_damaged(run_dir, make_batch):
     batch, blobs = make_batch(1, max_staleness=1, groups=3)
     batch.groups[0].episodes[0] = replace(batch.groups[0].episodes[0], n_sampled=99)
-    write_step(run_dir / "batches", batch, blobs, losses=[0.0], grad_norms=[0.0])
+    write_step(run_dir / "batches", batch, blobs, minibatches=[(0.0, 0.0)])
     with pytest.raises(BatchError, match="step 1 is damaged: its manifest says"):
         Recording(run_dir).read(1)
 
@@ -139,7 +139,7 @@ def test_a_recorded_step_is_read_back_from_all_ranks(tmp_path, make_batch):
     ids = list(blobs)
     for rank, mine in enumerate((ids[::2], ids[1::2])):
         views = {name: memoryview(blobs[name]) for name in mine}
-        write_step(tmp_path, batch, views, losses=[0.5, -0.25], grad_norms=[1.0, 2.0], rank=rank)
+        write_step(tmp_path, batch, views, minibatches=[(0.5, 1.0), (-0.25, 2.0)], rank=rank)
     step = read_step(tmp_path, 2)
     assert step.batch == batch
     assert step.blobs == blobs
@@ -152,7 +152,7 @@ def test_an_incomplete_record_is_refused(tmp_path, make_batch):
         read_step(tmp_path, 0)
     batch, blobs = make_batch(0)
     first = dict(list(blobs.items())[:3])
-    write_step(tmp_path, batch, first, losses=[0.0], grad_norms=[0.0])
+    write_step(tmp_path, batch, first, minibatches=[(0.0, 0.0)])
     with pytest.raises(BatchError, match=f"lacks {len(blobs) - 3} of its episodes"):
         read_step(tmp_path, 0)
     (tmp_path / "step-000000" / "step-0.msgpack").write_bytes(b"\xc1")

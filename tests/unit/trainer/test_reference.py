@@ -12,7 +12,7 @@ def test_staleness_zero_equals_synchronous_training(tmp_path, model_dir, make_ba
     """Ten steps of the real loop, recorded by itself and replayed by the plain one."""
     for step in range(10):
         batch, blobs = make_batch(step, groups=4, group_size=6, temperature=0.8, lengths=(1, 6))
-        write_step(tmp_path / "given", batch, blobs, losses=[], grad_norms=[])
+        write_step(tmp_path / "given", batch, blobs)
     settings = {
         "steps": 10,
         "minibatches": 1,

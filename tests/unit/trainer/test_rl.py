@@ -41,7 +41,7 @@ from trainer_service.saved_states import States, left_in_memory
 def batches(tmp_path, make_batch):
     for step in range(4):
         batch, blobs = make_batch(step, max_staleness=2)
-        write_step(tmp_path / "batches", batch, blobs, losses=[], grad_norms=[])
+        write_step(tmp_path / "batches", batch, blobs)
     return tmp_path / "batches"
 
 
@@ -306,7 +306,7 @@ def test_every_few_steps_some_episodes_are_kept_as_text_with_their_advantages(
 def test_staleness_is_bounded_whatever_the_manifest_says(tmp_path, model_dir, make_batch):
     """A manifest that names stale units, and one that hides them: both end the trainer before a gradient."""
     batch, blobs = make_batch(5, max_staleness=4)
-    write_step(tmp_path / "batches", batch, blobs, losses=[], grad_norms=[])
+    write_step(tmp_path / "batches", batch, blobs)
 
     hidden = []
     for group in batch.groups:

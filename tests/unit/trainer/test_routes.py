@@ -306,7 +306,7 @@ def recorded(folder: Path, out: Path, *, told: bool = True) -> Path:
             made.append(entry_of(episode, float(sample % 2)))
         groups.append(BatchGroup(group_id, f"data0000:{g}:0", "test", made))
     batch = Batch(policy="policy", epoch=1, step=0, max_staleness=2, groups=groups)
-    write_step(out / "batches", batch, blobs, losses=[], grad_norms=[], routes=routes)
+    write_step(out / "batches", batch, blobs, routes=routes)
     return out / "batches"
 
 

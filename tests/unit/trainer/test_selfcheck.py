@@ -93,7 +93,7 @@ def episodes(
             made.append(entry_of(episode, float(sample % 2)))
         groups.append(BatchGroup(group_id, f"data0000:{g}:0", "test", made))
     batch = Batch(policy="policy", epoch=1, step=step, max_staleness=2, groups=groups)
-    write_step(out / "batches", batch, blobs, losses=[], grad_norms=[])
+    write_step(out / "batches", batch, blobs)
     return out / "batches"
 
 

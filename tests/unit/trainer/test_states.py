@@ -55,9 +55,9 @@ def states_of(tmp_path, *, every="auto", longest=50, memory=True, clock=None, we
     (tmp_path / "shm").mkdir(exist_ok=True)
     left = saving.made(tmp_path / "shm" / FOLDER, keep=1, in_memory=True) if memory else None
     how = {"every": every, "longest": longest, "steps": 1000, "weights_bytes": weights_bytes}
-    return States(
-        saving.made(tmp_path / "checkpoints"), left, ranks or join_ranks(0, 1), clock=clock or Clock(), **how
-    )
+    disk = saving.made(tmp_path / "checkpoints")
+    disk.ranks = ranks or disk.ranks
+    return States(disk, left, clock=clock or Clock(), **how)
 
 
 def leave(states, place, step):

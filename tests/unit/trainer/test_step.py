@@ -17,7 +17,7 @@ from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.episode_rows import EpisodeBytes, rows_of_episodes
 from trainer_service.data.flops import TOKENS_ALONE
 from trainer_service.errors import DivergenceError
-from trainer_service.loop.step import StepInputs, plan_step, train_step
+from trainer_service.loop.step import StepInputs, check_manifest, plan_step, train_step
 from trainer_service.ranks import join_ranks
 
 
@@ -25,14 +25,8 @@ def _train(backend, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, *
     composed = Objective(ObjectiveSection(**objective), minibatches=minibatches)
     ranks = join_ranks(0, 1)
     eta = batch.max_staleness
-    plan = plan_step(
-        batch,
-        step=batch.step,
-        max_staleness=eta,
-        minibatches=minibatches,
-        ranks=1,
-        cost=TOKENS_ALONE,
-    )
+    check_manifest(batch, step=batch.step, max_staleness=eta)
+    plan = plan_step(batch, minibatches=minibatches, ranks=1, cost=TOKENS_ALONE)
     rows = [
         rows_of_episodes(
             [

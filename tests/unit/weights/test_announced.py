@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from areal_async.base.errors import SnapshotError
+from areal_async.rpc.client import Client
 from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.weights.delta import apply_delta, write_delta
 from areal_async.weights.manifest import DELTA_SUFFIX, MANIFEST_FILE, seal, unseal
@@ -35,7 +36,7 @@ def test_versions_are_true_a_delta_makes_no_other_version_than_its_own(tmp_path)
 
 async def test_versions_are_true_a_receiver_opens_no_other_version_than_was_announced(tmp_path):
     held = snapshot(tmp_path, 1)
-    receiver = Receiver("ipc:///nobody", job="j", name="r", access=SECRET)
+    receiver = Receiver(Client("ipc:///nobody", job="j", role="r", name="r", access=SECRET), "r")
     said = SnapshotNotice(tag(2), str(held.path), held.manifest_hash, False, held.size_bytes, "", None)
     with pytest.raises(SnapshotError, match="announced as"):
         await receiver.open(said)

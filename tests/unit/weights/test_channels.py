@@ -22,7 +22,7 @@ from areal_async.rpc.client import Client
 from areal_async.rpc.weights_messages import AskTensors, SnapshotNotice
 from areal_async.weights.channels import channel_of, makes_deltas
 from areal_async.weights.channels.fetching import SnapshotFetcher
-from areal_async.weights.channels.serving import SnapshotServer
+from areal_async.weights.channels.serving import ChunkServer, SnapshotServer
 from areal_async.weights.publisher import Publisher, make_publisher
 from areal_async.weights.receiver import Receiver, make_receiver
 from areal_async.weights.snapshot import Companions
@@ -64,14 +64,13 @@ async def receiver(place, node, name="r", purpose="serve"):
     end = SnapshotFetcher(
         place / "nodes" / node,
         node_id=node,
-        name=name,
-        job="j",
-        listen="tcp://127.0.0.1:0",
-        access=SECRET,
+        server=ChunkServer("tcp://127.0.0.1:0", job="j", source="peer", access=SECRET),
+        client=partial(Client, job="j", role="peer", name=name, access=SECRET),
         patience_s=PATIENCE_S,
         give_up_s=3,
     )
-    made = Receiver(f"ipc://{place}/s", job="j", name=name, purpose=purpose, channel=end, access=SECRET)
+    client = Client(f"ipc://{place}/s", job="j", role=f"receiver-{purpose}", name=name, access=SECRET)
+    made = Receiver(client, name, purpose=purpose, channel=end)
     made.end = end
     await made.connect(10)
     return made
@@ -289,7 +288,9 @@ async def test_every_channel_brings_each_version_as_it_was_published(place, name
 def test_a_misspelt_argument_of_a_channel_is_named(place):
     (place / "courier.py").write_text(COURIER)
     misspelt = job_with(place, channel=f"{place}/courier.py:Courier", channel_args={"pots": 1})
-    with pytest.raises(PartError, match=r"weights\.channel_args\.post: .* needs 'post', and it is missing"):
+    with pytest.raises(
+        PartError, match=r"weights\.channel_args\.pots: .* has no argument 'pots'. It takes post"
+    ):
         channel_of(misspelt)
 
 

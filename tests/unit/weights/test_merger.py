@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from areal_async.base.errors import SnapshotError
+from areal_async.rpc.client import Client
 from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.weights import adapter as adapters
 from areal_async.weights.adapter import BaseWeights, MergedWeights, Merger, adapter_config
@@ -111,7 +112,8 @@ async def test_versions_are_true_what_is_published_as_an_adapter_is_opened_merge
     )
     publisher.start()
     made = merger(base, place / "merged", tensors=takes_tensors)
-    r = Receiver(publisher.endpoint, job="j", name="r", access=SECRET, tensors=takes_tensors, merger=made)
+    client = Client(publisher.endpoint, job="j", role="r", name="r", access=SECRET)
+    r = Receiver(client, "r", tensors=takes_tensors, merger=made)
     await r.connect(10)
     serving = None
     for version, inputs in ((0, 32), (1, 16), (2, 32)):

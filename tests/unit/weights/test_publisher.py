@@ -41,7 +41,8 @@ def publisher(place, clock) -> Iterator[Publisher]:
 
 
 async def receiver(publisher: Publisher, purpose: Purpose = "serve", name: str = "r") -> Receiver:
-    made = Receiver(publisher.endpoint, job="j", name=name, purpose=purpose, access=SECRET)
+    client = Client(publisher.endpoint, job="j", role="r", name=name, access=SECRET)
+    made = Receiver(client, name, purpose=purpose)
     await made.connect(10)
     return made
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Fsdp:
-    """The part; `backend.py` is what it makes."""
+    """The part `fsdp`; it creates an `FsdpBackend` (`backend.py`)."""
 
     trains_adapters = True
     replays_routes = True
@@ -24,24 +24,25 @@ class Fsdp:
 
     class Arguments(Section):
         recompute: Literal["none", "selective", "full"] = "none"
-        """Activations that the backward pass computes again instead of keeping them: `full` keeps what goes
-        into each block of the model, `selective` also the results of its matrix products and attention."""
+        """Activations that the backward pass computes again instead of keeping them. `full` keeps only the
+        inputs of each block of the model. `selective` also keeps the results of matrix products and
+        attention."""
         offload_optimizer: bool = False
-        """Keep AdamW's moments, 8 bytes for each parameter, in the host's memory; an update takes them to the
-        device and back."""
+        """Keep AdamW's moments, 8 bytes per parameter, in host memory. Every update copies them to the device
+        and back."""
 
     def memory(
         self, trainer: TrainerSection, models: Mapping[str, ModelUse], read: ReadShapes
     ) -> tuple[dict[str, ModelShape], RankMemory]:
         """Return the models of a job by name, and the bytes that each rank needs for all of them. Raises
-        ValueError for a model that has no decoder blocks."""
+        `ValueError` if a model has no decoder blocks."""
         return planned(trainer, models, read, rank_memory)
 
     def __call__(
         self, models: Mapping[str, ModelUse], ranks: Ranks, *, grid: RankGrid | None = None, **options: Any
     ) -> TrainingBackend:
-        """See `FsdpBackend`. One rank alone has no others to share with: a tool reads with it what many have
-        trained."""
+        """Create an `FsdpBackend`. A single rank ignores `grid`, so that a tool can read checkpoints of many
+        ranks."""
         from trainer_service.backends.fsdp.backend import FsdpBackend
 
         return FsdpBackend(models, ranks, grid=grid if ranks.world > 1 else None, **options)

@@ -1,13 +1,13 @@
 """Exact attention over packed rows.
 
-A packed micro-batch is one row of T tokens in which trees of rows follow each other (`data/prefixes.py`). It
-is described by its *runs*: `(count, length)` for each stretch of consecutive trees of equal length. A run is
-a view of shape [count, heads, length, head_dim] on the packed tensors, so no token is copied or padded.
+A packed micro-batch is one row of T tokens with consecutive trees of rows (`data/prefixes.py`). Its *runs*
+describe it: `(count, length)` for each sequence of consecutive trees of equal length. A run is a view of
+shape [count, heads, length, head_dim] on the packed tensors, so no token is copied or padded.
 
-A run of plain rows is one causal SDPA call, a run of small trees one with a mask. A larger tree is one call
-for each branch, whose keys are joined from the pieces that it sees: gradients of a shared piece add up from
-all of them. Packing sorts trees by length, which leaves at most sqrt(2 T) runs however the lengths are
-spread: K different lengths hold at least K (K + 1) / 2 tokens.
+A run of plain rows is one causal SDPA call. A run of small trees is one call with a mask. A larger tree takes
+one call for each branch, whose keys are concatenated from the pieces that it attends to. The gradients of a
+shared piece add up over these calls. Packing sorts trees by length, so there are at most sqrt(2 T) runs. The
+reason: K different lengths have at least K (K + 1) / 2 tokens.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from trainer_service.backends.probe import refuse_unknown
 from trainer_service.data.prefixes import Branches, Branching, Masked, Runs
 
 PACKED_ATTENTION = "areal_packed"
-"""The name under which transformers finds it (`model.set_attn_implementation`)."""
+"""Name of this attention in transformers (`model.set_attn_implementation`)."""
 
 
 @dataclass(frozen=True)
 class PackedRuns:
-    """Structure of a pack, which a model hands to its attention."""
+    """Structure of a pack, which a model passes to its attention."""
 
     runs: Runs = field(default_factory=list)
     branching: Sequence[Branching] | None = None
-    """Structure of each run; None: all sequences are plain rows."""
+    """Structure of each run; None if all sequences are plain rows."""
     part: SequencePart | None = None
-    """This rank's stretch of the micro-batch that the runs describe; None: all of it is here."""
+    """This rank's stretch of the micro-batch that the runs describe; None if this rank has all of it."""
 
 
 def packed_attention(
@@ -60,13 +60,14 @@ def packed_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each packed sequence, of each token to those before it on its row.
+    """Compute causal attention within each packed sequence: each token attends to the earlier tokens on its
+    row.
 
-    query [1, H, T, D], key and value [1, H_kv, T, D] with H a multiple of H_kv; returns [1, T, H, D] and no
-    attention weights. The model must be called with `packed_runs=…` and `use_cache=False`: with a cache,
-    transformers treats the pack as one sequence and is silently wrong. ValueError when the runs are missing
-    or do not add up to its tokens; `UnfitModel` for a mask, a window or any other argument that asks for
-    something else than this.
+    query is [1, H, T, D]; key and value are [1, H_kv, T, D], with H a multiple of H_kv. Returns [1, T, H, D]
+    and no attention weights. The model must be called with `packed_runs=…` and `use_cache=False`: with a
+    cache, transformers treats the pack as one sequence and is silently wrong. Raises `ValueError` if the runs
+    are missing or do not match the number of tokens. Raises `UnfitModel` for a mask, a window or any other
+    argument that it does not support.
     """
     known = sliding_window is None or (type(sliding_window) is int and sliding_window > 0)
     window = {} if known else {"sliding_window": sliding_window}
@@ -97,13 +98,13 @@ def _operator(
     scaling: float | None,
     dropout: float,
 ) -> Tensor:
-    """[C, H, L, D] of queries [C, H, L, D] at the end of keys [C, H_kv, M, D]; `seen` instead of all that are
-    not after them."""
+    """Return [C, H, L, D] for queries [C, H, L, D] at the end of keys [C, H_kv, M, D]. `seen` replaces the
+    causal mask."""
     n_queries, n_keys = q.shape[2], k.shape[2]
     if seen is None and window is not None and n_keys > window:
         seen = _band(n_queries, n_keys, window, q.device)
     elif seen is None and 1 < n_queries < n_keys:
-        with _disable_current_modes():  # in which such a tensor, of a kind of its own, cannot be made
+        with _disable_current_modes():  # a torch mode does not allow this tensor subclass
             seen = causal_lower_right(n_queries, n_keys)
     return F.scaled_dot_product_attention(
         q,
@@ -127,7 +128,7 @@ def _attention(
     window: int | None,
     results: AttentionResults | None,
 ) -> Tensor:
-    """[1, T, H, D]: see `packed_attention`; `results` as in `exchange.Attend`."""
+    """Return [1, T, H, D] as in `packed_attention`; `results` as in `exchange.Attend`."""
     n_tokens = query.shape[2]
     sizes = [count * length for count, length in pack.runs]
     if sum(sizes) != n_tokens or key.shape[2] != n_tokens:
@@ -137,7 +138,7 @@ def _attention(
         )
 
     def attend(q: Tensor, k: Tensor, v: Tensor, first: int, seen: Tensor | None = None) -> Tensor:
-        """Attend with queries whose first token has the place `first`."""
+        """Compute attention for queries whose first token has the place `first`."""
         with nullcontext() if results is None else results.kept():
             out = operator(q, k, v, seen)
         if results is not None:
@@ -167,7 +168,7 @@ def _attention(
 
 
 def _of_tree(attend: Any, tree: Branches, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[1, H, length, D] of one tree [H, length, D], whose first token has the place `first`."""
+    """Return [1, H, length, D] for one tree [H, length, D] whose first token has the place `first`."""
     keys, values = key.split(tree.cuts, 1), value.split(tree.cuts, 1)
     places = accumulate(tree.queries[:-1], initial=first)
     branches = zip(query.split(tree.queries, 1), tree.sees, places, strict=True)
@@ -184,7 +185,8 @@ def _of_tree(attend: Any, tree: Branches, first: int, query: Tensor, key: Tensor
 
 
 def _within(trees: Masked, window: int | None) -> Tensor:
-    """bool [count, 1, length, length]: the mask of the trees, with a window where there is one."""
+    """Return bool [count, 1, length, length]: the mask of the trees, restricted to the window if there is
+    one."""
     if window is None or trees.mask.shape[-1] <= window:
         return trees.mask
     distance = trees.position[:, None, :, None] - trees.position[:, None, None, :]
@@ -192,13 +194,13 @@ def _within(trees: Masked, window: int | None) -> Tensor:
 
 
 def _unpack(packed: Tensor, run: tuple[int, int]) -> Tensor:
-    """[1, H, count·length, D] -> [count, H, length, D], a view."""
+    """Return a view [count, H, length, D] of [1, H, count·length, D]."""
     return packed.unflatten(2, run).squeeze(0).transpose(0, 1)
 
 
 def _band(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """bool [queries, keys]: a token sees itself and the `window - 1` tokens before it; the queries are the
-    last of the keys."""
+    """Return bool [queries, keys]: a token attends to itself and the `window - 1` tokens before it. The
+    queries are the last of the keys."""
     position = torch.arange(keys, device=device)
     distance = position[keys - queries :, None] - position[None, :]
     return (distance >= 0) & (distance < window)

@@ -1,14 +1,14 @@
-"""FSDP2: named models sharded over ranks, AdamW on the shards.
+"""FSDP2 back end: named models sharded over ranks, with AdamW on the shards.
 
-Promises: n ranks compute what one computes (losses are summed over ranks, never averaged); weights,
-optimizer and random state come back from a checkpoint on any number of ranks; between two micro-batches a
-rank holds gradients of its own shard alone, in fp32.
+Guarantees: n ranks compute the same as one rank, because losses are summed over ranks and never averaged. A
+checkpoint restores weights, optimizer and random state on any number of ranks. Between two micro-batches a
+rank holds gradients only of its own shard, in fp32.
 
-With several copies of the model (`data`), each is on ranks that follow each other, and gradients are summed
-over the copies too. Copies are equal bit by bit: what is counted, written or given out is the first's.
+With several copies of the model (`data`), each copy is on consecutive ranks, and gradients are also summed
+over copies. Copies are equal bit by bit, so only the first copy is counted, written and published.
 
-With `sequence`, neighbouring ranks have a stretch of each row (`sequence.py`), and shards of the weights
-each, as ranks with rows of their own have: a copy is spread over `shard` x `sequence` of them.
+With `sequence`, neighbouring ranks have a part of each row (`sequence.py`). Each of them also has its own
+shard of the weights: a copy is distributed over `shard` x `sequence` ranks.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ T = TypeVar("T")
 
 
 class FsdpBackend(NamedModels[HeldModel]):
-    """See `backends.base.TrainingBackend`."""
+    """Back end on FSDP2. See `backends.base.TrainingBackend` for the methods."""
 
     def __init__(
         self, models: Mapping[str, ModelUse], ranks: Ranks, *, grid: RankGrid | None = None, **options: Any
     ) -> None:
-        """`options` are those of `FsdpOptions`. `grid` has the axes `data`, `shard` and `sequence`, and is
-        that of all models. Raises `ModelError`."""
+        """`options` are the fields of `FsdpOptions`. `grid` has the axes `data`, `shard` and `sequence`, for
+        all models. Raises `ModelError`."""
         grid = grid or RankGrid(shard=ranks.world)
         require_grid(grid, ranks)
         replicate = grid.data
@@ -88,7 +88,7 @@ class FsdpBackend(NamedModels[HeldModel]):
     @torch.no_grad()
     def evaluate(self, model: str, batches: Batches, fn: OfColumns[T], *, columns: Names = LOGP) -> list[T]:
         of, found = self._models[model], []
-        of.module.eval()  # Log-probs are those of the model without dropout.
+        of.module.eval()  # Compute log-probs without dropout.
         for index, batch in enumerate(batches):
             with of.routed(batch):
                 given = packed_columns(of.module, batch, columns, of.sequence)
@@ -104,7 +104,7 @@ class FsdpBackend(NamedModels[HeldModel]):
             with of.routed(batch):
                 given = packed_columns(of.module, batch, columns, of.sequence)
                 loss = shared_loss(given, partial(loss_of, index), group=group, owner=owner)
-                # FSDP takes the mean over ranks; the objective is a sum over them.
+                # FSDP averages over ranks, but the objective is a sum over ranks.
                 (loss * self._ranks.world).backward()
 
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:

@@ -1,12 +1,12 @@
 """Attention over the tokens of several ranks by an exchange of heads (arXiv:2309.14509).
 
-Each rank has all heads of its stretch of tokens. It gives the others their heads of it, attends with its own
-heads over all tokens, and gives back what the others' tokens have of the result.
+Each rank has all heads of its own stretch of tokens. A first exchange gives it some heads of all tokens. It
+computes their attention. A second exchange gives it the results of all heads for its own tokens.
 
-Attention's backward pass needs its result as it was before it was given back, the layer after it as it is
-afterwards. Those are the same numbers in other places: with `once` a rank keeps the latter alone and gets the
-former back by one more exchange in the backward pass, an eighth more than its exchanges are otherwise where
-there are as many heads of keys as of queries.
+Attention's backward pass needs the result as it was before the second exchange. The next layer needs it as it
+is after that exchange. Both are the same numbers in different places. With `once`, a rank keeps only the
+latter, and the backward pass restores the former by one more exchange. This is an eighth more communication
+if there are as many key heads as query heads.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 Place = Callable[[Tensor], Tensor]
-"""Selects the result of one operator, in its shape, from the results [T, H, D] of all tokens."""
+"""Function that selects the result of one operator, in its shape, from the results [T, H, D] of all
+tokens."""
 
 
 class Attend(Protocol):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, results: AttentionResults | None
     ) -> Tensor:
-        """[1, L, H, D] of query [1, H, L, D], key [1, H_kv, L, D] and value. Each call of an operator is
-        inside of `results.kept()` and told by `results.are`."""
+        """Return [1, L, H, D] from query [1, H, L, D], key [1, H_kv, L, D] and value. Each operator must run
+        within `results.kept()`, followed by `results.are`."""
         ...
 
 
@@ -43,8 +44,9 @@ def attend_by_heads(
     repeats: int,
     once: bool,
 ) -> Tensor:
-    """[1, L, H, D] of a rank's queries [1, H, L, D], keys [1, H_kv, L, D] and values, by `attend`, which gets
-    the heads of this rank's share of all tokens of `group`. Keys and values are sent `repeats` times."""
+    """Return [1, L, H, D] for a rank's queries [1, H, L, D], keys [1, H_kv, L, D] and values.
+
+    `attend` gets this rank's heads of all tokens of `group`. Keys and values are sent `repeats` times."""
     n = group.size()
     if repeats > 1:
         key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
@@ -56,7 +58,7 @@ def attend_by_heads(
     results = AttentionResults(group) if once and torch.is_grad_enabled() else None
     out = attend(*heads, results=results)
     back = _AllToAll.apply(out[0].unflatten(0, (n, -1)).flatten(2), group)
-    # In one piece, also with a head for each rank: the layer after it keeps these numbers and no copy.
+    # Contiguous, even with one head per rank, so that the next layer keeps this tensor and no copy.
     result: Tensor = back.unflatten(2, out.shape[2:]).transpose(0, 1).flatten(1, 2).contiguous()[None]
     if results is not None:
         results.given_back = result.detach()
@@ -64,13 +66,13 @@ def attend_by_heads(
 
 
 def _by_rank(tensor: Tensor, n: int) -> Tensor:
-    """[n, L, H / n · D] of [L, H, D]: the heads that each rank gets."""
+    """Return [n, L, H / n · D] from [L, H, D]: the heads for each rank."""
     return tensor.unflatten(1, (n, -1)).transpose(0, 1).flatten(2)
 
 
 @dataclass(eq=False)
 class _Saved:
-    """A tensor that autograd keeps, or where it is among the results."""
+    """A tensor that autograd keeps, or its place among the results."""
 
     tensor: Tensor | None
     place: Place | None = None
@@ -78,7 +80,7 @@ class _Saved:
 
 
 class AttentionResults:
-    """The results of attention's operators, which autograd does not keep: it gets them of `given_back`."""
+    """Results of attention's operators. Autograd does not keep them; it gets them from `given_back`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.given_back: Tensor | None = None
@@ -90,13 +92,13 @@ class AttentionResults:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Around the call of an operator."""
+        """Track the tensors that autograd saves in the block, which is one call of an operator."""
         self._packed = []
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
     def are(self, out: Tensor, place: Place) -> None:
-        """The operator has given `out`, which is at `place` among the results."""
+        """Register `out` as the operator's result, at `place` among the results."""
         for kept in self._packed:
             tensor = kept.tensor
             if tensor is not None and _same_numbers(tensor, out):
@@ -108,7 +110,7 @@ class AttentionResults:
         return kept
 
     def _unpack(self, kept: _Saved) -> Tensor:
-        """Return a saved tensor. Called in the backward pass, whose order is that of all ranks."""
+        """Return a saved tensor. The backward pass calls it, in the same order on all ranks."""
         if kept.tensor is not None:
             return kept.tensor
         assert kept.place is not None
@@ -119,7 +121,7 @@ class AttentionResults:
             self._again = _all_to_all(mine, self._group).flatten(0, 1).unflatten(1, heads_width)
         found = kept.place(self._again)
         self._asked += 1
-        if self._asked == self._replaced:  # until a graph that is retained asks once more
+        if self._asked == self._replaced:  # a retained graph may ask again later
             self._again, self._asked = None, 0
         if found.stride() == kept.strides:
             return found
@@ -127,7 +129,8 @@ class AttentionResults:
 
 
 def _same_numbers(tensor: Tensor, other: Tensor) -> bool:
-    """Whether both are the same view of one memory; the stride of a dimension of 1 is any."""
+    """Return whether both are the same view of the same memory. The stride of a dimension of size 1 does not
+    matter."""
     steps = zip(tensor.shape, tensor.stride(), other.stride(), strict=False)
     return (
         tensor.data_ptr() == other.data_ptr()
@@ -137,7 +140,8 @@ def _same_numbers(tensor: Tensor, other: Tensor) -> bool:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends row i of [n, …] to rank i of the group; row j of the result came from rank j."""
+    """Autograd function: send row i of [n, …] to rank i of the group. Row j of the result comes from rank
+    j."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,7 +1,7 @@
-"""The forward pass of FSDP2 over a micro-batch: hidden states, and from them the columns.
+"""Forward pass of FSDP2 over a micro-batch: hidden states, and columns computed from them.
 
-The output layer's parameters belong to the root of the sharded model and are whole only inside its forward
-pass: so the root's forward is replaced by one that runs the function it is given.
+The output layer's parameters belong to the root of the sharded model and are complete only during the root's
+forward pass. The root's forward is therefore replaced by one that runs a given function.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from trainer_service.ranks import Ranks
 def packed_columns(
     model: Any, batch: MicroBatch, names: Sequence[str], shared: SequenceRanks | None = None
 ) -> Columns:
-    """The columns of a micro-batch by a model that was probed (`probe_packing`); where ranks share the row,
-    all of them call it with the same one. Raises ValueError for one that the model does not give, and
-    `BatchError` for a row whose rotary positions would depend on the other rows."""
+    """Return the columns of a micro-batch by a model that `probe_packing` has checked.
+
+    If ranks share the row, all of them call it with the same micro-batch. Raises `ValueError` if the model
+    does not have a column. Raises `BatchError` if a row's rotary positions would depend on other rows."""
     longest = model.longest_row
     if longest is not None and int(batch.position_ids.max()) >= longest:
         raise BatchError(
@@ -75,7 +76,7 @@ def packed_columns(
 
 
 def open_window(model: Any) -> None:
-    """Let `model(run)` return `run(model)` while all of the root's parameters are there."""
+    """Make `model(run)` return `run(model)` while all of the root's parameters are gathered."""
     model.forward = lambda run: run(model)
     config: Any = model.config
     model.longest_row = most_positions(config.get_text_config().to_dict())
@@ -83,8 +84,9 @@ def open_window(model: Any) -> None:
 
 
 def require_packable(name: str, folder: Path) -> None:
-    """Raise `UnfitModel` for a model whose config names a reason, before anything of it is loaded."""
-    with suppress(OSError, ValueError, KeyError):  # which loading reports
+    """Raise `UnfitModel` if a model's config shows that it cannot be packed, before its weights are
+    loaded."""
+    with suppress(OSError, ValueError, KeyError):  # loading reports these errors
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         if why := cannot_be_packed(config.to_dict()):
             raise refusal(name, config, f"it {why}")
@@ -93,8 +95,9 @@ def require_packable(name: str, folder: Path) -> None:
 def probe_packing(
     name: str, loaded: LoadedModel, ranks: Ranks, head: ModelHead, shared: SequenceRanks | None
 ) -> None:
-    """Open the window of a model. Raises `UnfitModel` unless its packed columns are those of its own forward
-    pass. All ranks call it, after the weights were loaded."""
+    """Call `open_window`, and raise `UnfitModel` unless packed columns equal the model's own forward pass.
+
+    All ranks call it after the weights are loaded."""
     config: Any = loaded.module.config
 
     def probe() -> None:
@@ -117,7 +120,7 @@ def probe_packing(
 
 
 def _states(model: Any, batch: MicroBatch, part: SequencePart | None = None) -> Tensor:
-    """[T, H]: what the output layer gets for each token; [L, H] of the tokens of a `part`."""
+    """Return [T, H]: the output layer's input for each token. With a `part`, return [L, H] for its tokens."""
     if model.base_model is model:
         raise UnfitModel("transformers names no module of it that gives hidden states without the logits")
     states: Tensor = model.base_model(**_inputs(batch, part)).last_hidden_state[0]
@@ -125,7 +128,7 @@ def _states(model: Any, batch: MicroBatch, part: SequencePart | None = None) -> 
 
 
 def _inputs(batch: MicroBatch, part: SequencePart | None = None) -> dict[str, Any]:
-    """Return the model's arguments. The cache must be off: with it transformers takes the pack for one
+    """Return the model's arguments. The cache must be off, because transformers would treat the pack as one
     sequence."""
     of = batch if part is None else part
     runs = PackedRuns(of.runs, of.branching, part)

@@ -1,9 +1,9 @@
-"""Loading a Hugging Face directory as a sharded model.
+"""Loading of a Hugging Face directory as a sharded model.
 
-Each rank reads its own rows of each tensor from the files (safetensors only) into its shards, so its host
-holds these and one tensor besides. Modules are made on the meta device and get memory after sharding. What is
-in no file, such as the `inv_freq` of a rotary embedding, each rank's module then computes itself; a value
-layer that is in none begins as zeros.
+Each rank reads its own rows of each tensor from the files (safetensors only) into its shards. Its host memory
+therefore has these shards and one tensor at a time. Modules are created on the meta device and get memory
+after sharding. Tensors without a file, such as the `inv_freq` of a rotary embedding, are computed by each
+rank's module. A value layer without a file starts with zeros.
 """
 
 from __future__ import annotations
@@ -39,28 +39,30 @@ from trainer_service.backends.probe import with_short_windows
 from trainer_service.ranks import Ranks
 
 VALUE_LAYER = "score.weight"
-"""[1, H]; its name in the modules and files of sequence classifiers."""
+"""[1, H]: name of the value layer in modules and files of sequence classifiers."""
 OUTPUT_LAYER = re.compile(r"(^|\.)(lm_head|embed_out)\.(weight|bias)$")
-"""Output layers of causal language models, in their files."""
+"""Names of output layers in the files of causal language models."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A sharded model, and how the files that it was loaded from hold its tensors."""
+    """A sharded model, and the layout of its tensors in its files."""
 
     module: nn.Module
     storage: Mapping[str, Storage]
-    """Place in the files of each parameter and persistent buffer; tied ones are under the name in the
+    """Place in the files of each parameter and persistent buffer. Tied ones are under their name in the
     files."""
     tied: Mapping[str, str]
     """Alias -> name in the files."""
     plan: _Plan
     adapted: Sequence[str] = ()
-    """Names of the layers that have an adapter; of a model with some, the adapters alone are trained."""
+    """Names of the layers with an adapter. If there are any, only the adapters are trained."""
 
     def in_fp32(self, ranks: Ranks) -> Any:
-        """A second module on the same weights that computes in fp32, without dropout, with short windows and
-        with a value layer that is not 0. It takes no memory but that of one block at a time."""
+        """Return a second module with the same weights that computes in fp32.
+
+        It has short windows, a value layer without zeros, and no dropout. It only takes the memory of one
+        block at a time."""
         model = self.plan.plain(with_short_windows(self.module.config))
         self.plan.complete(model)
         _shard(model, ranks, torch.float32)
@@ -86,8 +88,10 @@ class LoadedModel:
         return model.eval()
 
     def pieces(self, ranks: Ranks, dtype: torch.dtype, *, gather: bool) -> Iterator[TensorPiece]:
-        """Yield this rank's pieces of the files' tensors, parameters in `dtype`: the rows that it holds, or
-        with `gather` everything on rank 0, one parameter at a time. All ranks iterate to the end together."""
+        """Yield this rank's pieces of the files' tensors, with parameters in `dtype`.
+
+        The pieces are the rank's own rows, or with `gather` everything on rank 0, one parameter at a time.
+        All ranks must iterate to the end together."""
         tensors = _tensors(self.module)
         for name, storage in (_adapters(tensors) if self.adapted else self.storage).items():
             rows, first, gives = tensors[name].detach(), 0, ranks.first
@@ -112,11 +116,11 @@ def load_sharded(
     lora: LoraSection | None = None,
     seed: int = 0,
 ) -> LoadedModel:
-    """The model in `folder` with `head`, sharded over `ranks`: its parameters are in the dtype `held`, and it
-    computes in `dtype`.
+    """Load the model in `folder` with `head`, sharded over `ranks`. Its parameters have the dtype `held`, and
+    it computes in `dtype`.
 
-    With `lora` it has adapters, drawn from `seed`, in fp32, and its own parameters are frozen. Raises
-    `ModelError`, on all ranks when one cannot read it."""
+    With `lora` it has adapters in fp32, initialised from `seed`, and its own parameters are frozen. If one
+    rank cannot read it, all ranks raise `ModelError`."""
     kind = "causal-LM or one-label classifier" if head == "value" else "causal-LM"
     fix = f" It must be a Hugging Face {kind} directory with config.json and safetensors weights."
     plan = _Plan(head, held, lora)
@@ -124,7 +128,7 @@ def load_sharded(
 
 
 def local_rows(tensor: DTensor) -> tuple[int, int, bool]:
-    """[first, end) of the rows that this rank holds, and whether it is the first of those that hold them."""
+    """Return [first, end) of this rank's rows, and whether it is the first rank that has them."""
     start, end, first = 0, tensor.shape[0], True
     for dim, placement in enumerate(tensor.placements):
         index = tensor.device_mesh.get_local_rank(dim)
@@ -158,7 +162,7 @@ def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: _Plan, seed: int
             _begin(tensors[VALUE_LAYER], torch.zeros(tensors[VALUE_LAYER].shape))
         for name, stored in storage.items():
             _fill(tensors[name], stored, files)
-            # What has this mark is left alone by the line that computes what is in no file.
+            # With this mark, `initialize_weights` does not overwrite the tensor.
             tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]
     for name in _adapters(tensors):
         _begin(tensors[name], first_value(name, tensors[name].shape, seed))
@@ -169,14 +173,14 @@ def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, plan: _Plan, seed: int
 
 @dataclass(frozen=True)
 class _Plan:
-    """The way in which the module of a model is made, on the meta device."""
+    """Options for creating a model's module on the meta device."""
 
     head: ModelHead
     held: torch.dtype
     lora: LoraSection | None
 
     def plain(self, config: Any) -> Any:
-        """The module as its files describe it."""
+        """Return the module as its files describe it."""
         kind = AutoModelForCausalLM
         if self.head == "value":
             kind, config.num_labels = AutoModelForSequenceClassification, 1
@@ -189,11 +193,11 @@ class _Plan:
             raise ValueError(
                 "its attention is of classes of its own, which packed rows cannot use"
             ) from error
-        model.tie_weights()  # which early versions of transformers 5 leave to the loading of weights
+        model.tie_weights()  # early versions of transformers 5 only tie weights while loading them
         return model
 
     def complete(self, model: Any) -> Sequence[str]:
-        """Add adapters and the second head; returns the names of the layers that got an adapter."""
+        """Add adapters and the second head. Returns the names of the layers with an adapter."""
         adapted = add_adapters(model, self.lora) if self.lora is not None else ()
         if self.head == "both":
             with torch.device("meta"):
@@ -203,8 +207,8 @@ class _Plan:
 
 
 def _with_value_layer(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The tensors of files as those of a model with a value layer, which those of a causal language model
-    lack. Raises ValueError for a model whose classifier is another."""
+    """Return the shapes of a file's tensors for a model with a value layer, which causal language models
+    lack. Raises `ValueError` if the model's classifier is of another kind."""
     layer = getattr(model, "score", None)
     if not isinstance(layer, nn.Linear) or layer.bias is not None:
         raise ValueError(f"{type(model).__name__} has no linear layer called score")
@@ -214,7 +218,7 @@ def _with_value_layer(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict
 
 @torch.no_grad()
 def _fill(tensor: Tensor, storage: Storage, files: Mapping[str, Any]) -> None:
-    """Read this rank's rows of a parameter, or all of a buffer."""
+    """Read this rank's rows of a parameter, or a whole buffer."""
     if not isinstance(tensor, DTensor):
         rows, first, end = tensor, 0, 0
     else:
@@ -235,7 +239,7 @@ def _fill(tensor: Tensor, storage: Storage, files: Mapping[str, Any]) -> None:
 
 
 def _adapters(tensors: Mapping[str, Tensor]) -> dict[str, Storage]:
-    """The parameters of adapters, and how peft's files hold them."""
+    """Return the parameters of adapters with their places in peft's files."""
     return {
         name: BoxOfFile(published_name(name), tuple(tensor.shape), (0,) * tensor.dim())
         for name, tensor in tensors.items()
@@ -245,7 +249,7 @@ def _adapters(tensors: Mapping[str, Tensor]) -> dict[str, Storage]:
 
 @torch.no_grad()
 def _begin(tensor: Tensor, value: Tensor) -> None:
-    """Give a sharded parameter that is in no file its first value, of which this rank takes its rows."""
+    """Give a sharded parameter without a file its initial value; this rank takes its rows."""
     assert isinstance(tensor, DTensor)
     first, end, _ = local_rows(tensor)
     tensor.to_local().copy_(value[first:end])
@@ -253,7 +257,7 @@ def _begin(tensor: Tensor, value: Tensor) -> None:
 
 
 def _compute_rest(model: Any, stored: Collection[str]) -> None:
-    """Let transformers compute the buffers that are in no file. Raises ValueError for one that it leaves."""
+    """Let transformers compute the buffers without a file. Raises `ValueError` if one is not computed."""
     buffers = model.named_buffers()
     rest = {name for name, buffer in buffers if name not in stored and buffer.is_floating_point()}
     for name in rest:
@@ -267,7 +271,7 @@ def _compute_rest(model: Any, stored: Collection[str]) -> None:
 
 @torch.no_grad()
 def _unequal(layer: Tensor) -> Tensor:
-    """A copy of a value layer with other values, of which none is 0."""
+    """Return a copy of a value layer with different values, none of them 0."""
     found = layer.detach().clone()
     assert isinstance(found, DTensor)
     found.to_local().copy_(torch.linspace(0.5, 1.5, layer.shape[1], device=layer.device))
@@ -275,7 +279,7 @@ def _unequal(layer: Tensor) -> Tensor:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers under all their names."""
+    """Return parameters and buffers under all their names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -287,5 +291,5 @@ def _shard(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in [m for m in model.modules() if type(m).__name__ in blocks]:
         fully_shard(module, mesh=ranks.mesh, mp_policy=policy)
-    # The root too gives its parameters back after a forward: a pass without backward leaves nothing stale.
+    # The root also frees its gathered parameters after a forward, so none is stale without a backward.
     fully_shard(model, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=True)

@@ -1,9 +1,9 @@
-"""Low-rank adapters in a model that FSDP shards: the base is frozen, and the adapters are what is trained.
+"""Low-rank adapters in a model that FSDP shards. The base is frozen, and only the adapters are trained.
 
-peft puts the layers in; values and names are ours, since the model is on the meta device then and its files
-hold the base alone. With targets that are linear layers W [out, in], A [rank, in] begins as a uniform sample
-in ± 1/sqrt(in) (peft's and torch's `kaiming_uniform_(a=√5)`) and B [out, rank] as zeros, so that the first
-version is the base model.
+peft inserts the layers. Their values and names are set here, because the model is on the meta device at that
+time and its files only have the base. For a target layer W [out, in], A [rank, in] starts as a uniform sample
+in ± 1/sqrt(in) (`kaiming_uniform_(a=√5)` in peft and torch). B [out, rank] starts as zeros, so the first
+version equals the base model.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from areal_async.config.job import LoraSection
 from areal_async.weights.adapter import PREFIX
 from trainer_service.errors import ModelError
 
-ADAPTER = "default"  # The name under which peft knows the one adapter
+ADAPTER = "default"  # peft's name of the only adapter
 BASE = ".base_layer."
 
 
 def add_adapters(model: Any, section: LoraSection) -> list[str]:
-    """Put adapters into the linear layers of `model` that `section.targets` names by the last part of their
-    name (without any: all but the output layer), and freeze everything else; returns their full names.
+    """Add adapters to linear layers of `model` and freeze everything else. Returns the layers' full names.
 
-    Raises `ModelError` where a target names no layer."""
+    `section.targets` selects layers by the last part of their name; the default is all except the output
+    layer. Raises `ModelError` if a target matches no layer."""
     from peft import LoraConfig, inject_adapter_in_model
 
     head = model.get_output_embeddings()
@@ -43,7 +43,7 @@ def add_adapters(model: Any, section: LoraSection) -> list[str]:
             f"{', '.join(sorted(set(linear.values())))}."
         )
     chosen = [name for name, last in linear.items() if last in wanted]
-    alpha: Any = section.alpha  # declared as a whole number; what is used is alpha / r
+    alpha: Any = section.alpha  # declared as an int, but only alpha / r is used
     config = LoraConfig(r=section.rank, lora_alpha=alpha, target_modules=chosen)
     inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     for name, parameter in model.named_parameters():
@@ -52,22 +52,22 @@ def add_adapters(model: Any, section: LoraSection) -> list[str]:
 
 
 def is_adapter(parameter: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
+    """Return whether a parameter belongs to an adapter."""
     return f".{ADAPTER}.weight" in parameter and (".lora_A." in parameter or ".lora_B." in parameter)
 
 
 def base_name(parameter: str) -> str:
-    """The name that a parameter of the base has in a model without adapters."""
+    """Return a base parameter's name in a model without adapters."""
     return parameter.replace(BASE, ".")
 
 
 def published_name(parameter: str) -> str:
-    """The name of an adapter's parameter in peft's files."""
+    """Return the name of an adapter's parameter in peft's files."""
     return PREFIX + parameter.replace(f".{ADAPTER}.weight", ".weight")
 
 
 def first_value(parameter: str, shape: torch.Size, seed: int) -> Tensor:
-    """f32 of `shape`: the value with which an adapter's parameter begins, the same on every rank."""
+    """Return f32 of `shape`: the initial value of an adapter's parameter, the same on every rank."""
     if ".lora_B." in parameter:
         return torch.zeros(shape)
     digest = hashlib.blake2b(f"{seed}:{parameter}".encode(), digest_size=8).digest()

@@ -1,33 +1,38 @@
-"""The memory that a rank of the FSDP2 back end needs, from a model's dimensions alone. Pure, without torch.
+"""Memory that a rank of the FSDP2 back end needs, from a model's dimensions alone. Pure, without torch.
 
-What is always there (bytes; P: parameters, S: ranks that share them, each tensor cut along its first
-dimension and padded; c: bytes of a number in `trainer.dtype`):
+In the formulas, P is the number of parameters, and S is the number of ranks that share them. Each tensor is
+cut along its first dimension and padded. The bytes of a number in `trainer.dtype` are c. All figures are in
+bytes.
 
-- parameters 4 P / S, gradients 4 P / S, AdamW's moments 8 P / S: fp32, sharded alike (ZeRO stage 3,
-  arXiv:1910.02054 section 5.3; `fully_shard` of torch). Offloaded moments are in the host's memory.
-- with adapters (LoRA): c P / S for the frozen model, and what is said above for the adapters alone, which are
-  A [r, in] and B [out, r] of each adapted layer [out, in]. What is frozen has no gradients in a pass either.
-- of each further model the same; of a frozen one c P / S, or 4 P / S where it follows another. Passes of one
-  model run while the state of all is there (`planned`).
+State that is always in memory:
 
-What a pass adds, at the worst of its moments (`_moments`):
+- Parameters 4 P / S, gradients 4 P / S, AdamW's moments 8 P / S. They are fp32 and sharded alike (ZeRO stage
+  3, arXiv:1910.02054 section 5.3; `fully_shard` of torch). Offloaded moments are in host memory.
+- With adapters (LoRA): c P / S for the frozen model, and the line above for the adapters alone. These are A
+  [r, in] and B [out, r] of each adapted layer [out, in]. Frozen parameters have no gradients in a pass.
+- The same for each further model. A frozen model takes c P / S, or 4 P / S if it follows another. The state
+  of all models is in memory during the passes of one (`planned`).
 
-- working parameters: FSDP2 gathers one block's parameters (c P_block) before it computes with it, and on more
-  than one rank the next block's beside them; those outside of blocks (embedding, last norm, output layer: the
-  root) stay gathered for the whole pass.
-- unreduced gradients: c P_block while a block is gone through backwards, then 4 P_block and 4 P_block / S of
-  input and output of the reduce-scatter (`foreach_reduce`), whose input is kept until the next block's. The
-  root's gradients, c P_root, live from the output layer's backward to the end.
-- activations: what autograd keeps of each linear layer, norm, rotation, attention and activation function as
-  transformers writes them (`block_activations`), after the manner of Korthikanti et al. (arXiv:2205.05198
-  section 4), whose count is of a block with dropout and GeLU. With recomputation a block keeps its input,
-  c h per token (`selective`: and what its matrix products and attention give), and what it keeps otherwise is
-  there for one block at a time (Chen et al., arXiv:1604.06174).
-- sequence parallelism: of a micro-batch's tokens a rank has one in `sequence`, and all of this is of those.
-  Where heads are shared (`sharing.py`) all tokens of some heads are as many numbers, but for keys and values
-  that are sent several times, and for attention's result, which is kept once (`exchange.py`).
-- head: log-probs are taken of a tile of the vocabulary at a time (`head.py`), whose buffers together have
-  `logits_bytes`; below fp32 the gradient of the hidden states is summed up in fp32 beside its last summand.
+Memory that a pass adds, at its worst moment (`_moments`):
+
+- Working parameters: FSDP2 gathers one block's parameters (c P_block) before it computes with them. On more
+  than one rank it also gathers the next block's. Parameters outside blocks (the root: embedding, last norm,
+  output layer) stay gathered for the whole pass.
+- Unreduced gradients: c P_block during a block's backward pass. Then 4 P_block and 4 P_block / S for input
+  and output of the reduce-scatter (`foreach_reduce`); the input is kept until the next block's. The root's
+  gradients, c P_root, exist from the output layer's backward pass to the end.
+- Activations: the tensors that autograd keeps of each linear layer, norm, rotation, attention and activation
+  function in transformers (`block_activations`). The method is from Korthikanti et al. (arXiv:2205.05198
+  section 4), who count a block with dropout and GeLU. With recomputation a block keeps its input, c h per
+  token, and with `selective` also the results of matrix products and attention. Its other activations exist
+  for one block at a time (Chen et al., arXiv:1604.06174).
+- Sequence parallelism: a rank has 1 / `sequence` of a micro-batch's tokens, and all figures are for these
+  tokens. If heads are shared (`sharing.py`), a rank has some heads of all tokens, which is the same amount of
+  data. The exceptions are keys and values that are sent several times, and attention's result, which is kept
+  once (`exchange.py`).
+- Head: log-probs are computed from a tile of the vocabulary at a time (`head.py`). The buffers of a tile
+  together have `logits_bytes`. Below fp32, the gradient of the hidden states is summed in fp32, next to its
+  last summand.
 """
 
 from __future__ import annotations
@@ -49,15 +54,15 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 ReadShapes = Callable[[Path], tuple[Mapping[str, Any], Mapping[str, Shape]]]
-"""Returns the `config.json` in a folder and the shapes of its tensors."""
+"""Function that returns the `config.json` of a folder and the shapes of its tensors."""
 Recompute = Literal["none", "selective", "full"]
 ALONE = RankGrid()
 FLOAT32_BYTES = 4
 LOGITS_PARTS = 32
 LEAST_LOGITS_BYTES = 1 << 25
-"""Smaller tiles of logits would only cost time."""
+"""Smallest tile of logits; smaller tiles would only be slower."""
 STREAMED_BYTES = 1 << 28
-"""Most bytes of offloaded moments that an update has on the device at once."""
+"""Largest number of bytes of offloaded moments on the device during an update."""
 
 BLOCK = re.compile(r"^.*\blayers\.(\d+)\.(.+)$")
 EXPERT = re.compile(r"experts\.\d+\.")
@@ -66,17 +71,17 @@ COUNTED = re.compile(r"(^|\.)([qkvo]_proj|gate_proj|up_proj|down_proj|gate|share
 
 
 def logits_bytes(units: int, vocabulary: int) -> int:
-    """Bytes that a tile of the logits of `units` tokens may have, in all tensors of its size together: a 32nd
-    of all logits in fp32, but 32 MiB at least."""
+    """Return the bytes for a tile of the logits of `units` tokens, over all tensors of its size together. It
+    is a 32nd of all logits in fp32, and at least 32 MiB."""
     return max(LEAST_LOGITS_BYTES, FLOAT32_BYTES * units * vocabulary // LOGITS_PARTS)
 
 
 @dataclass(frozen=True)
 class DecoderBlock:
-    """One decoder block: its parameters as FSDP holds them, and the bytes of activations it keeps."""
+    """One decoder block: its parameters in FSDP's layout."""
 
     parameters: Mapping[str, Shape]
-    """Shapes by name inside the block; the experts of one projection are one tensor [experts, out, in]."""
+    """Shapes by name within the block. The experts of one projection are one tensor [experts, out, in]."""
     experts_per_token: int
     heads: int
 
@@ -85,8 +90,8 @@ class DecoderBlock:
         return sum(map(prod, self.parameters.values()))
 
     def adapters(self, rank: int, targets: Collection[str]) -> list[Shape]:
-        """A and B of each linear layer that has an adapter: those called so, or all. Fused experts and their
-        router are no linear layers."""
+        """Return the shapes of A and B of each adapted linear layer: layers whose name is in `targets`, or
+        all. Fused experts and their router are no linear layers."""
         found: list[Shape] = []
         for name, shape in self.parameters.items():
             layer = name.split(".")[-2:-1]
@@ -100,17 +105,17 @@ class DecoderBlock:
         return max(1, self.heads * keys // max(1, queries))
 
     def width(self, name: str) -> int:
-        """Rows of a linear layer of this name, 0 where the block has none."""
+        """Return the number of rows of the linear layer with this name; 0 if the block has none."""
         return next((shape[-2] for key, shape in self.parameters.items() if key.endswith(name)), 0)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A causal language model, by the shapes of its tensors."""
+    """A causal language model, described by the shapes of its tensors."""
 
     blocks: tuple[DecoderBlock, ...]
     root: Mapping[str, Shape]
-    """Parameters outside of blocks; a tied output layer is not in it."""
+    """Parameters outside blocks, without a tied output layer."""
     hidden: int
     vocabulary: int
 
@@ -128,7 +133,7 @@ class ModelShape:
 
     @property
     def uncounted(self) -> list[str]:
-        """Matrices in the blocks whose activations the formulas do not know: a pass takes more."""
+        """Matrices of blocks whose activations the formulas do not count. A pass then needs more memory."""
         shapes = {name: shape for block in self.blocks for name, shape in block.parameters.items()}
         unknown = (name for name, shape in shapes.items() if len(shape) > 1 and not COUNTED.search(name))
         return sorted({name.removesuffix(".weight") for name in unknown})
@@ -141,10 +146,10 @@ class ModelShape:
 def shape_of(
     config: Mapping[str, Any], tensors: Mapping[str, Shape], head: ModelHead = "tokens"
 ) -> ModelShape:
-    """The model with `head` of a parsed `config.json` and the shapes of the tensors in its files, by name;
-    without an output layer its vocabulary is 0.
+    """Return the shape of a model with `head`, from its `config.json` and the shapes of its tensors by name.
 
-    Raises ValueError for one without decoder blocks (`…layers.N.…`), or whose config lacks a dimension."""
+    Without an output layer its vocabulary is 0. Raises `ValueError` if it has no decoder blocks
+    (`…layers.N.…`) or its config lacks a dimension."""
     text = config.get("text_config", config)
     named = ("num_attention_heads", "hidden_size", "vocab_size")
     try:
@@ -181,33 +186,33 @@ def _stacked(shapes: list[Shape]) -> Shape:
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """The options of a job that change the memory of one of its models."""
+    """Options of a job that affect the memory of one of its models."""
 
     grid: RankGrid = ALONE
     virtual_stages: int = 1
-    """Stages that each pipeline rank of Megatron-Core has."""
+    """Number of stages on each pipeline rank of Megatron-Core."""
     compute_bytes: int = 4
     """Bytes of a number in `trainer.dtype`."""
     recompute: Recompute = "none"
     offload_optimizer: bool = False
     on_host: bool = False
-    """Whether the rank's device is the CPU, where offloaded moments need not travel."""
+    """Whether the rank's device is the CPU, so that offloaded moments need no copies."""
     lora_rank: int = 0
-    """Rank of the adapters that are trained; 0: the model itself is trained."""
+    """Rank of the trained adapters; 0 if the model itself is trained."""
     lora_targets: tuple[str, ...] = ()
-    """Layers that have adapters, by the last part of their name; none means all."""
+    """Layers with adapters, by the last part of their names; empty for all layers."""
     frozen: bool = False
     """Whether no part of the model is trained."""
     follows: bool = False
-    """Whether it is frozen, and follows another."""
+    """Whether it is frozen and follows another model."""
 
     @property
     def shards(self) -> int:
-        """Ranks of FSDP2 that share a copy of the model."""
+        """Number of FSDP2 ranks that share a copy of the model."""
         return self.grid.shard * self.grid.sequence
 
     def of(self, name: str, use: ModelUse) -> MemoryOptions:
-        """Return the options of one model: the policy alone has adapters."""
+        """Return the options of one model. Only the policy has adapters."""
         return replace(
             self,
             lora_rank=self.lora_rank if name == TRAINED_MODEL else 0,
@@ -216,7 +221,7 @@ class MemoryOptions:
         )
 
     def trained(self, block: DecoderBlock) -> int:
-        """Parameters of a block that have gradients."""
+        """Return the number of a block's parameters that have gradients."""
         if self.lora_rank:
             return sum(map(prod, block.adapters(self.lora_rank, self.lora_targets)))
         return block.size
@@ -239,15 +244,15 @@ def options_of(trainer: TrainerSection) -> MemoryOptions:
 
 @dataclass(frozen=True)
 class Moment:
-    """Memory at one moment of a step, beyond the state."""
+    """Memory at one moment of a step, in addition to the state."""
 
     fixed: float
     per_token: float = 0.0
     per_unit: float = 0.0
     vocabulary: int = 0
-    """Logits of a unit, where they are there."""
+    """Number of logits per unit in memory at this moment."""
     logit_bytes: int = 0
-    """Bytes of one, in all its forms."""
+    """Bytes of one logit, in all its copies."""
 
     def bytes(self, tokens: int, units: int) -> float:
         everything = self.logit_bytes * units * self.vocabulary
@@ -257,50 +262,55 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank."""
+    """Memory of one rank, in bytes."""
 
     parameters: int
     gradients: int = 0
     saved: int = 0
-    """Copy for a checkpoint."""
+    """Copy for a checkpoint, in host memory."""
     optimizer: int = 0
     """Moments on the rank's device."""
     host_optimizer: int = 0
-    """Moments in the host's memory."""
+    """Moments in host memory."""
     working: int = 0
-    """Gathered parameters of the root and the largest block, and the next block's on more than one rank."""
+    """Gathered parameters of the root and the largest block. On more than one rank, also of the next
+    block."""
     unreduced: int = 0
-    """Gradients of the root and the largest block before they are reduced, and the reduction's buffers."""
+    """Gradients of the root and the largest block before their reduction, and the reduction's buffers."""
     head: int
     activations_per_token: int
-    """Kept by all blocks until the backward pass."""
+    """Activations that all blocks keep until the backward pass."""
     passing_per_token: int
-    """Gradients of the block that is gone through backwards, and what it recomputes."""
+    """Gradients within a block during its backward pass, and its recomputed activations."""
     moments: tuple[Moment, ...]
     """Candidates for the worst moment of a step."""
     sequence: int = 1
-    """Ranks that share each micro-batch: figures per token are of the tokens that a rank has."""
+    """Number of ranks that share each micro-batch. Figures per token are for the tokens of one rank."""
 
     @property
     def state(self) -> int:
-        """Memory between steps, with gradients."""
+        """Memory between steps, including gradients."""
         return self.parameters + self.gradients + self.optimizer
 
     def peak(self, tokens: int, units: int | None = None) -> int:
-        """Largest number of bytes on the device in a pass of `tokens` with `units` sampled ones (all). Of
-        ranks that share it each has its part of the tokens, and at worst all of the units there."""
+        """Return the largest number of bytes on the device in a pass of `tokens` with `units` sampled ones
+        (default: all).
+
+        If ranks share the pass, each has its part of the tokens and, in the worst case, all units among
+        them."""
         tokens = -(-tokens // self.sequence)
         units = tokens if units is None else units if self.sequence == 1 else min(units, tokens)
         return self.state + round(max(moment.bytes(tokens, units) for moment in self.moments))
 
     def tokens_that_fit(self, memory_bytes: int) -> int:
-        """Most tokens of one micro-batch, all of them sampled; 0 where the model itself does not fit."""
+        """Return the largest number of tokens in one micro-batch, all of them sampled. 0 if the model itself
+        does not fit."""
         most = max(0, int((memory_bytes - self.state) / self.activations_per_token)) * self.sequence
         return bisect_right(range(1, most + 1), memory_bytes, key=self.peak)
 
 
 def rank_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
-    """Compute the memory that each rank needs; see the module's text for the formulas."""
+    """Compute the memory that each rank needs. The module docstring has the formulas."""
     if options.frozen:
         return _frozen_memory(model, options)
     tensors = [*model.root.values(), *(s for block in model.blocks for s in block.parameters.values())]
@@ -330,9 +340,10 @@ def rank_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
 
 
 def _frozen_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
-    """Compute the memory of a model that has passes without gradients alone. Per token of a block there are
-    at once its input, sums and norms of that width, and in its widest part the activated gate, up and their
-    product."""
+    """Compute the memory of a model that only has passes without gradients.
+
+    Per token, a block has its input, sums and norms of that width. Its widest part also has the activated
+    gate, up and their product."""
     tensors = [*model.root.values(), *(s for block in model.blocks for s in block.parameters.values())]
     c, working = options.compute_bytes, _gathered(model, options)
     numbers = _sharded(tensors, options)
@@ -366,8 +377,8 @@ def planned(
     read: ReadShapes,
     memory_of: Callable[[ModelShape, MemoryOptions], RankMemory],
 ) -> tuple[dict[str, ModelShape], RankMemory]:
-    """Return the models of a job by name, and the memory of all of them on one rank: the state of all, and
-    what a pass of any of them adds."""
+    """Return the models of a job by name, and their memory on one rank. It is the state of all models plus
+    the largest pass of any of them."""
     options = options_of(trainer)
     shapes = {name: shape_of(*read(use.folder), use.head) for name, use in models.items()}
     each = [memory_of(shapes[name], options.of(name, use)) for name, use in models.items()]
@@ -383,7 +394,7 @@ def _tile(model: ModelShape) -> int:
 
 
 def _sharded(tensors: Collection[Shape], options: MemoryOptions) -> int:
-    """Numbers of these tensors that a rank holds."""
+    """Return how many numbers of these tensors a rank has."""
     return sum(-(-shape[0] // options.shards) * prod(shape[1:]) for shape in tensors)
 
 
@@ -398,12 +409,12 @@ def _gathered(model: ModelShape, options: MemoryOptions) -> int:
 
 
 def _reduction(options: MemoryOptions) -> float:
-    """Bytes per parameter of a reduce-scatter's input and output."""
+    """Return the bytes per parameter of a reduce-scatter's input and output."""
     return FLOAT32_BYTES * (1 + 1 / options.shards)
 
 
 def wide_bytes(c: int) -> int:
-    """Return the bytes of a number in `trainer.dtype`, and in fp32 as well if that is another."""
+    """Return the bytes of a number in `trainer.dtype`, plus its fp32 copy if the dtype is not fp32."""
     return FLOAT32_BYTES if c == FLOAT32_BYTES else FLOAT32_BYTES + c
 
 
@@ -413,7 +424,7 @@ def _moments(model: ModelShape, options: MemoryOptions) -> Iterator[Moment]:
     kept = [kept_per_token(each, model.hidden, options) for each in model.blocks]
     passing = [passing_per_token(each, model.hidden, options) for each in model.blocks]
     table = c * model.vocabulary * model.hidden if root else 0  # the output layer's gradient
-    # The output layer's backward: everything is kept, beside the units' hidden states and their gradients.
+    # Output layer's backward: all activations are kept, plus the units' hidden states and their gradients.
     yield Moment(
         fixed=gathered + table,
         per_token=sum(kept) + outside,
@@ -421,13 +432,13 @@ def _moments(model: ModelShape, options: MemoryOptions) -> Iterator[Moment]:
         vocabulary=model.vocabulary,
         logit_bytes=wide_bytes(c),
     )
-    # Each block's backward, from the last on, beside the input of the reduction before it.
+    # Each block's backward, from the last to the first, plus the input of the previous reduction.
     for done in range(len(kept)):
         fixed = gathered + table + c * block + (FLOAT32_BYTES * block if done else 0)
         remaining = kept[: len(kept) - done]
         per_token = sum(remaining) + passing[len(remaining) - 1] + (0 if done else outside)
         yield Moment(fixed, per_token)
-    # The embedding's gradient, which a tied output layer's is added to, then the reduction of the root.
+    # The embedding's gradient (a tied output layer's is added to it), then the reduction of the root.
     second = table if model.tied else 0
     yield Moment(c * (model.root_size + root) + second + FLOAT32_BYTES * block, c * model.hidden)
     yield Moment((c + reduction) * root + FLOAT32_BYTES * block)
@@ -436,7 +447,8 @@ def _moments(model: ModelShape, options: MemoryOptions) -> Iterator[Moment]:
 
 
 def _outside(model: ModelShape, c: int) -> int:
-    """Kept per token outside of blocks: the last norm's input and output, sines and cosines, ids."""
+    """Return the bytes per token kept outside blocks: the last norm's input and output, sines and cosines,
+    ids."""
     return (FLOAT32_BYTES + 2 * c) * model.hidden + 2 * FLOAT32_BYTES * 8
 
 
@@ -448,8 +460,8 @@ def kept_per_token(block: DecoderBlock, hidden: int, options: MemoryOptions) -> 
 
 
 def passing_per_token(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
-    """Return bytes per token of a block's backward: the gradients of the two products in its widest part and
-    of its input; with recomputation also what it keeps."""
+    """Return the bytes per token of a block's backward: the gradients of its input and of the two products in
+    its widest part. With recomputation, its recomputed activations are added."""
     c, wide = options.compute_bytes, 2 * block.width("mlp.gate_proj.weight")
     if routed := block.width("experts.gate_proj.weight"):
         wide += block.experts_per_token * (2 * routed + 2 * hidden)
@@ -459,7 +471,7 @@ def passing_per_token(block: DecoderBlock, hidden: int, options: MemoryOptions) 
 
 
 def _block_products(block: DecoderBlock, hidden: int, c: int) -> int:
-    """Bytes per token of what a block's matrix products and its attention give."""
+    """Return the bytes per token of the results of a block's matrix products and attention."""
     size = c * block.width("q_proj.weight") + FLOAT32_BYTES * block.heads  # of the attention
     for name, shape in block.parameters.items():
         if name.endswith("proj.weight") or name.endswith("gate.weight"):
@@ -468,14 +480,16 @@ def _block_products(block: DecoderBlock, hidden: int, c: int) -> int:
 
 
 def block_activations(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
-    """Bytes per token that autograd keeps of one block.
+    """Return the bytes per token that autograd keeps of one block.
 
-    A norm of n numbers keeps its input in fp32 and the normalised numbers; the linear layers behind it share
-    one input. Attention keeps queries, keys, values (after the rotation, whose factors need no gradient), its
-    output twice (once packed again for the next layer; of heads that ranks share once, see `exchange.py`) and
-    a log-sum per head. A gated layer of width w keeps gate, up, the activated gate and their product. An
-    expert adds its input and its output, which is multiplied by the router's weight. A frozen norm keeps its
-    input alone; an adapter keeps what A gives."""
+    - A norm of n numbers keeps its input in fp32 and the normalised numbers. The linear layers after it share
+      one input.
+    - Attention keeps queries, keys and values (after the rotation, whose factors need no gradient) and a
+      log-sum per head. It keeps its output twice, once packed again for the next layer. If ranks share heads,
+      the output is kept once (`exchange.py`).
+    - A gated layer of width w keeps gate, up, the activated gate and their product.
+    - An expert adds its input and its output, because the router's weight multiplies the output.
+    - A frozen norm keeps only its input. An adapter keeps the output of A."""
     c = options.compute_bytes
     queries, keys = block.width("q_proj.weight"), block.width("k_proj.weight")
     size = 2 * _norm(hidden, c) + 2 * c * hidden

@@ -1,7 +1,7 @@
-"""One of a back end's models on a rank: its module, and what changes of it.
+"""One model of the back end on a rank: its module and the changes to it.
 
-A trained model has AdamW on the rank's own shards, a schedule and a clipping of its own; one that follows
-another has its shards moved; a frozen one has neither, and takes the dtype that is computed in.
+A trained model has AdamW on the rank's own shards, with its own schedule and clipping. A model that follows
+another has its shards moved. A frozen model has neither, and its weights have the dtype of the computation.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from trainer_service.ranks import Ranks
 log = get_logger("trainer")
 
 Kinds = dict[str, Mapping[str, Tensor]]
-"""Tensors of a rank by what they are, which names the files of a checkpoint, and by parameter."""
+"""Tensors of a rank by kind and by parameter. Kinds name the files of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class FsdpOptions:
-    """Options of a back end: those of `Fsdp.Arguments`, and the adapters of the policy."""
+    """Options of a back end: `Fsdp.Arguments`, and the adapters of the policy."""
 
     dtype: torch.dtype
     recompute: str = "none"
     offload_optimizer: bool = False
     lora: LoraSection | None = None
     seed: int = 0
-    """Seed of the adapters' first values."""
+    """Seed of the adapters' initial values."""
 
 
 class HeldModel(ChangingModel):
@@ -79,7 +79,7 @@ class HeldModel(ChangingModel):
         if shared is not None:
             self.sequence = _for_model(self.module, shared, ranks, name, options.recompute)
         probe_packing(name, self.loaded, ranks, use.head, self.sequence)
-        # The first pass of FSDP may move the local shards; the optimizer must see them after it.
+        # The first pass of FSDP may move the local shards, so the optimizer gets them after it.
         parameters = self.module.named_parameters()
         changing = {name: each for name, each in parameters if each.requires_grad or use.follows}
         self.shards = {name: nn.Parameter(_local(parameter)) for name, parameter in changing.items()}
@@ -91,8 +91,8 @@ class HeldModel(ChangingModel):
         self._replay: RouteReplay | None = None
 
     def routed(self, batch: MicroBatch) -> AbstractContextManager[None]:
-        """Replay the routes of a batch in the passes over it, if this is the policy: other models' routers
-        choose for themselves. Raises `ModelError`."""
+        """Replay the routes of a batch in the passes over it, if this is the policy. In other models the
+        routers choose. Raises `ModelError`."""
         if batch.routes is None or self.name != TRAINED_MODEL:
             return nullcontext()
         if self._replay is None:
@@ -102,12 +102,12 @@ class HeldModel(ChangingModel):
 
     @property
     def memory(self) -> Kinds:
-        """Tensors of the kinds, shapes and dtypes that `state` has after an update."""
+        """Tensors with the kinds, shapes and dtypes that `state` has after an update."""
         return self._kinds(dict.fromkeys(MOMENTS if self._adamw is not None else (), self.shards))
 
     @property
     def state(self) -> Kinds:
-        """The rank's own tensors, for a checkpoint."""
+        """This rank's tensors for a checkpoint."""
         return self._kinds(self._adamw.moments() if self._adamw is not None else {})
 
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
@@ -124,7 +124,7 @@ class HeldModel(ChangingModel):
             if (shard := self.shards.get(name)) is not None:
                 if parameter.grad is not None:
                     shard.grad, parameter.grad = _local(parameter.grad), None
-                elif shard.grad is None:  # for all have moments, also what no loss has used
+                elif shard.grad is None:  # every shard has moments, even if no loss used it
                     shard.grad = torch.zeros_like(shard)
         return self._norm(self._gradients)
 
@@ -155,8 +155,10 @@ class HeldModel(ChangingModel):
         return [shard.grad for shard in self.shards.values() if shard.grad is not None]
 
     def _norm(self, parts: list[Tensor]) -> float:
-        """2-norm over the shards of one copy, summed up in f64: on a CPU a sum of a million squares in f32 is
-        off by 1e-5, and another number of ranks by another amount."""
+        """Return the 2-norm over the shards of one copy, summed in f64.
+
+        A sum of a million squares in f32 on a CPU has an error of 1e-5, which depends on the number of
+        ranks."""
         norms = torch._foreach_norm(parts, 2, torch.float64)
         squared = torch.stack(norms).square().sum().cpu() * (self._ranks.rank < self._shards_count)
         self._ranks.sum(squared)
@@ -164,7 +166,7 @@ class HeldModel(ChangingModel):
 
 
 def _for_model(module: Any, shared: SequenceRanks, ranks: Ranks, name: str, recompute: str) -> SequenceRanks:
-    """Decide how ranks share the rows of a model. Raises `ModelError` for one of which they cannot."""
+    """Decide how ranks share the rows of a model. Raises `ModelError` if they cannot."""
     config = module.config.get_text_config()
     if why := looks_beyond_tokens(config.to_dict()):
         raise ModelError(f"trainer.parallel.sequence: the model {name!r} {why}. Set it to 1.")
@@ -177,7 +179,7 @@ def _for_model(module: Any, shared: SequenceRanks, ranks: Ranks, name: str, reco
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, sharing its memory."""
+    """Return this rank's part of a DTensor, in the same memory."""
     assert isinstance(tensor, DTensor)
     with torch.no_grad():
         return tensor.to_local()

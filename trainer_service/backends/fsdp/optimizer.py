@@ -1,12 +1,11 @@
-"""AdamW on a rank's own shards, with its moments on the device or in the host's memory.
+"""AdamW on a rank's own shards, with its moments on the device or in host memory.
 
-AdamW is elementwise, so it runs on plain local tensors instead of on DTensors: the same numbers without a
-dispatch through DTensor for every one of its operations.
+AdamW is elementwise, so it runs on plain local tensors. The results are the same as with DTensors, without a
+DTensor dispatch for every operation.
 
-In the host's memory are the two moments alone, 8 of the 12 bytes that a parameter has beside its gradient:
-the fp32 weights stay on the device, where every pass gathers from them. An update takes the moments of a
-stretch of parameters at a time to the device and back, `STREAMED_BYTES` of them at most, so the arithmetic is
-the same on either side.
+Only the two moments are offloaded to host memory: 8 of the 12 bytes per parameter besides its gradient. The
+fp32 weights stay on the device, because every pass gathers from them. An update moves at most
+`STREAMED_BYTES` of moments to the device at a time and back. The arithmetic is the same in both modes.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from trainer_service.backends.fsdp.memory import STREAMED_BYTES
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Stream = list[tuple[str, slice]]
-"""Pieces of flattened shards, by name, whose moments are on the device together."""
+"""Pieces of flattened shards, by name, whose moments are on the device at the same time."""
 
 
 PIECE_ELEMENTS = 1024
-"""Pieces of a tensor have a multiple of this many elements, so that kernels treat all of them alike."""
+"""Pieces of a tensor are a multiple of this many elements, so that kernels treat all of them alike."""
 
 
 class ShardedAdamW:
-    """`shards` are f32 and contiguous, by name; their `.grad` is what `step` takes."""
+    """AdamW on `shards`, which are f32 and contiguous, by name. `step` reads their `.grad`."""
 
     def __init__(
         self, shards: Mapping[str, nn.Parameter], section: OptimizerSection, *, offload: bool
@@ -57,7 +56,7 @@ class ShardedAdamW:
         self._updates += 1
 
     def _stream(self, part: torch.optim.AdamW, stream: Stream) -> None:
-        """Update pieces of parameters, whose moments are on the device meanwhile."""
+        """Update pieces of parameters while their moments are on the device."""
         views = part.param_groups[0]["params"]
         for view, (name, where) in zip(views, stream, strict=True):
             gradient = self._shards[name].grad
@@ -72,8 +71,8 @@ class ShardedAdamW:
         part.state.clear()
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Moment -> name -> f32, of each shard; nothing before the first update. They are the optimizer's own
-        tensors."""
+        """Return the moments of each shard, moment -> name -> f32; empty before the first update. They are
+        the optimizer's own tensors."""
         if not self._updates:
             return {}
         if self._offload:
@@ -82,7 +81,8 @@ class ShardedAdamW:
         return {m: {name: state[shard][m] for name, shard in self._shards.items()} for m in MOMENTS}
 
     def restart(self, updates: int) -> dict[str, dict[str, Tensor]]:
-        """Be as after `updates` updates, with moments of 0: returns those, to be filled."""
+        """Set the state after `updates` updates, with moments of 0. Returns the moments, which the caller
+        fills."""
         self._updates = updates
         for held in self._host.values():
             for values in held.values():
@@ -109,7 +109,7 @@ class ShardedAdamW:
 
 
 def _streams(shards: Mapping[str, nn.Parameter]) -> Iterator[Stream]:
-    """All elements of all shards in order, in streams whose moments take `STREAMED_BYTES` at most."""
+    """Yield all elements of all shards in order, as streams whose moments take at most `STREAMED_BYTES`."""
     most = STREAMED_BYTES // (len(MOMENTS) * 4)
     stream: Stream = []
     left = most

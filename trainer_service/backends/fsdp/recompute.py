@@ -1,7 +1,7 @@
 """Activations that the backward pass computes again instead of keeping them.
 
-What is recomputed are the model's blocks, each by itself: `full` keeps only what goes into a block,
-`selective` also the results of its matrix products and of attention, which are what is dear to compute.
+Each block of the model is recomputed separately. `full` keeps only the inputs of a block. `selective` also
+keeps the results of its matrix products and attention, which are expensive to compute.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ KEPT = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_attention_math",
 )
-"""Operators of ATen whose results `selective` keeps."""
+"""ATen operators whose results `selective` keeps."""
 
 
 def recompute_blocks(model: nn.Module, how: str) -> None:
-    """Let every block of the sharded `model` compute its activations again in the backward pass; `how` is
-    `none`, `selective` or `full`. Raises `ModelError` for a model without blocks.
+    """Make every block of the sharded `model` recompute its activations in the backward pass.
 
-    The checkpoint is inside the block's forward, so that the parameters, which are gathered around it, are
-    there when it runs again."""
+    `how` is `none`, `selective` or `full`. The checkpoint is inside the block's forward, so that the gathered
+    parameters are available when it runs again. Raises `ModelError` if the model has no blocks."""
     if how == "none":
         return
     blocks = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]

@@ -1,13 +1,14 @@
-"""Attention with keys and values that go round a ring of ranks (arXiv:2310.01889).
+"""Attention with keys and values that circulate in a ring of ranks (arXiv:2310.01889).
 
-Each rank keeps the queries of its block of tokens. A block of keys and values is used where it is and sent on
-meanwhile, until each has been everywhere. Partial results are joined as in FlashAttention (arXiv:2205.14135):
-with m the largest score of a query so far, l the sum of exp(score - m) and a that of exp(score - m) · value,
-the result is a / l, and m + log l is all that the backward pass needs to have each probability again. There
-the blocks go round once more, with the gradients of their keys and values, which come home last.
+Each rank keeps the queries of its block of tokens. It uses a block of keys and values while sending it on,
+until every rank has used every block. Partial results are combined as in FlashAttention (arXiv:2205.14135).
+For a query, m is the largest score so far. The sum of exp(score - m) is l, and the sum of exp(score - m) ·
+value is a. The result is a / l. The backward pass computes each probability again and only needs m + log l.
+In it, the blocks circulate once more, with the gradients of their keys and values. These return to their own
+rank at the end.
 
-Scores are computed a tile at a time in fp32 by plain products, and tiles in which nobody sees anybody are
-left out. Kernels of a GPU that give log-sums know no masks like these, so none is used there either.
+Scores are computed a tile at a time in fp32 by plain products. Tiles without any visible pair are skipped.
+GPU kernels that return log-sums do not support these masks, so none is used on GPUs either.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from trainer_service.backends.fsdp.exchange import AttentionResults
 from trainer_service.backends.fsdp.sequence import RingTokens, SequencePart
 
 TILE = 1024
-"""Queries and keys of which scores are computed at a time."""
+"""Number of queries and of keys in a tile of scores."""
 
 
 def ring_attention(
@@ -40,9 +41,10 @@ def ring_attention(
     window: int | None = None,
     results: AttentionResults | None = None,
 ) -> Tensor:
-    """[1, B, H, D] of this rank's block of B queries [1, H, B, D], each attending to the keys
-    [1, H_kv, B, D] and values of all blocks that it sees; with a `window` to so many of its row at most.
-    `results` as in `exchange.Attend`."""
+    """Return [1, B, H, D] for this rank's block of B queries [1, H, B, D].
+
+    Each query attends to the keys [1, H_kv, B, D] and values of all blocks that it sees. `window` limits it
+    to that many tokens of its row. `results` is as in `exchange.Attend`."""
     assert part.ring is not None
     sharing = part.ranks.sharing
     blocks = _Blocks(part.ring, part.ranks.ring, part.ranks.index // sharing.by_heads, sharing.ring, window)
@@ -57,7 +59,7 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The blocks of a ring, as the rank with the place `index` in it goes through them."""
+    """Blocks of a ring, in the order of the rank with the place `index` in it."""
 
     tokens: RingTokens
     group: dist.ProcessGroup
@@ -66,7 +68,8 @@ class _Blocks:
     window: int | None
 
     def pass_on(self, tensor: Tensor) -> tuple[Tensor, list[dist.Work]]:
-        """Begin to send a tensor to the next rank; what comes of the one before, and what to wait for."""
+        """Start to send a tensor to the next rank. Returns the tensor from the previous rank and the works to
+        wait for."""
         found = torch.empty_like(tensor)
         after, before = (
             dist.get_global_rank(self.group, (self.index + step) % self.size) for step in (1, -1)
@@ -76,8 +79,8 @@ class _Blocks:
         return found, dist.batch_isend_irecv([sending, receiving])
 
     def in_turn(self, pair: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Each block's number and its keys and values, its own `pair` first; each is passed on while it is
-        used."""
+        """Yield each block's number with its keys and values, starting with this rank's `pair`. Each block is
+        sent on while it is used."""
         current = pair.contiguous()
         for step in range(self.size):
             following, arriving = self.pass_on(current) if step < self.size - 1 else (current, [])
@@ -87,8 +90,10 @@ class _Blocks:
             current = following
 
     def tiles(self, source: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Queries of this rank's block and keys of the block `source`, where some see some, and bool
-        [queries, keys]: which; None where all do."""
+        """Yield tiles with at least one visible pair: queries of this rank's block and keys of the block
+        `source`.
+
+        The third item is the mask bool [queries, keys], or None if all pairs are visible."""
         size, leaves = self.tokens.block, self.tokens.leaves
         first, other = self.index * size, source * size
         for k in range(other, min(other + size, first + size), TILE):
@@ -114,11 +119,12 @@ class _Blocks:
 
 
 class _Ring(torch.autograd.Function):
-    """[H_kv, G, B, D_v] of queries [H_kv, G, B, D] and of keys and values [H_kv, B, D + D_v]."""
+    """Autograd function: [H_kv, G, B, D_v] from queries [H_kv, G, B, D] and from keys and values [H_kv, B, D
+    + D_v]."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, pair: Tensor, width: int, blocks: _Blocks, scale: float) -> Tensor:
-        # Modes of torch would see each product: `selective` recomputation would keep all of them.
+        # Disable torch's modes: `selective` recomputation would keep the result of every product.
         with _disable_current_modes():
             out, log_sum = _forward(query, pair, width, blocks, scale)
         ctx.save_for_backward(query, pair, out, log_sum)
@@ -133,9 +139,9 @@ class _Ring(torch.autograd.Function):
 
 
 def _forward(query: Tensor, pair: Tensor, width: int, blocks: _Blocks, scale: float) -> tuple[Tensor, Tensor]:
-    """The result in the dtype of the queries, and f32 [H_kv, G, B]: log of the sum of exponentials."""
+    """Return the result in the dtype of the queries, and f32 [H_kv, G, B]: log of the sum of exponentials."""
     kv_heads, groups, length, _ = query.shape
-    # In memory the heads of a token follow each other: the layer after it takes it without a copy.
+    # The heads of a token are contiguous in memory, so the next layer needs no copy.
     total = query.new_zeros(length, kv_heads, groups, pair.shape[-1] - width, dtype=torch.float32)
     total = total.permute(1, 2, 0, 3)
     largest = torch.full_like(total[..., :1], -torch.inf)
@@ -146,7 +152,7 @@ def _forward(query: Tensor, pair: Tensor, width: int, blocks: _Blocks, scale: fl
             scores = _scores(query[:, :, q], key, seen, scale)
             before = largest[:, :, q]
             now = torch.maximum(before, scores.amax(-1, keepdim=True))
-            # A query that has seen nothing yet has nothing to be scaled.
+            # A query without a visible key so far has nothing to scale.
             base = torch.where(now == -torch.inf, 0.0, now)
             scores.sub_(base).exp_()
             shrink = (before - base).exp_()
@@ -166,7 +172,7 @@ def _backward(
     blocks: _Blocks,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of queries and of keys and values."""
+    """Return the gradients of queries, and of keys and values."""
     delta = (gradient.float() * out.float()).sum(-1, keepdim=True)
     of_query = torch.zeros_like(query, dtype=torch.float32)
     of_pair = torch.zeros_like(pair, dtype=torch.float32, memory_format=torch.contiguous_format)
@@ -189,6 +195,6 @@ def _backward(
 
 
 def _scores(query: Tensor, key: Tensor, seen: Tensor | None, scale: float) -> Tensor:
-    """f32 [H_kv, G, queries, keys]; -inf where a query does not see a key."""
+    """Return f32 [H_kv, G, queries, keys]; -inf if the key is not visible to the query."""
     scores = (query.float() @ key.mT).mul_(scale)
     return scores if seen is None else scores.masked_fill_(~seen, -torch.inf)

@@ -1,4 +1,4 @@
-"""Replaying routes in a transformers model: each router's own choice is replaced in its output."""
+"""Replay of routes in a transformers model: a hook replaces each router's own choice in its output."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainer_service.errors import ModelError
 
 
 class RouteReplay:
-    """The routers of one model. Outside of `using` they choose for themselves."""
+    """Replay of routes in the routers of one model. Outside `using` the routers choose for themselves."""
 
     def __init__(self, model: Any) -> None:
-        """Raises what `rules_of` does."""
+        """Raises the errors of `rules_of`."""
         rules, routers = rules_of(model), routers_of(model)
         self._kind, self._layers = type(model).__name__, len(routers)
         self._routes: Tensor | None = None
@@ -27,8 +27,8 @@ class RouteReplay:
 
     @contextmanager
     def using(self, routes: Tensor | None) -> Iterator[None]:
-        """Replay `routes` [L, T, K] (`MicroBatch.routes`) in the passes of the block: forward, backward, and
-        what a backward pass computes again."""
+        """Replay `routes` [L, T, K] (`MicroBatch.routes`) in all passes of the block: forward, backward and
+        recomputation."""
         if routes is not None and len(routes) != self._layers:
             raise ModelError(
                 f"the engine told routes of {len(routes)} layers, and {self._kind} has {self._layers} "

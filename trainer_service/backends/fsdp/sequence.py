@@ -1,12 +1,12 @@
-"""Rows shared by several ranks: each has a stretch of a micro-batch's tokens, and attention sees all of them.
+"""Sequence parallelism: each rank has a part of a micro-batch's tokens, and attention covers all of them.
 
-The ranks of a group build the same micro-batch. Its T tokens, padded to a multiple of the group with one more
-row that nothing is predicted in, are cut into as many equal stretches, and everything in the model but
-attention is of a rank's own. Attention gets what it needs of the other stretches as `sharing.py` says.
+The ranks of a group build the same micro-batch with T tokens. One more row without units pads it to a
+multiple of the group's size. It is cut into equal stretches, one for each rank. Except for attention, every
+layer works on the rank's own stretch. Attention gets the data of other stretches as `sharing.py` describes.
 
-Columns come of the rank whose stretch has the place of their units. All ranks end with the columns of all
-units, so that the loss is that of one rank (`shared_loss`); gradients go back to the stretch they came of.
-What a rank's parameters get is its part of the gradient: the sum over the group is that of one rank.
+The rank whose stretch has a unit's place computes its columns. All ranks end with the columns of all units,
+so the loss is the same as on one rank (`shared_loss`). Gradients return to the stretch of their unit. A
+rank's parameters get a part of the gradient; the sum over the group is the gradient of one rank.
 """
 
 from __future__ import annotations
@@ -31,31 +31,33 @@ from trainer_service.ranks import Ranks
 
 @dataclass(frozen=True)
 class SequenceRanks:
-    """The ranks that have a stretch of each row, and this one's place among them. They follow each other."""
+    """Consecutive ranks that have a stretch of each row, and this rank's place among them."""
 
     group: dist.ProcessGroup
     index: int
     size: int
     owner: int
-    """Number of the first of them among all ranks."""
+    """Global number of the first rank in the group."""
     sharing: HeadSharing
     heads: dist.ProcessGroup
     """Ranks that share heads with this one."""
     ring: dist.ProcessGroup
-    """Ranks among which this one's keys and values go round."""
+    """Ranks among which this rank's keys and values circulate."""
     results_once: bool = True
-    """Whether autograd keeps what attention gives once where heads are shared (`exchange.py`). Recomputation
-    keeps it once by itself, or not at all, and must see all that autograd would keep."""
+    """Whether autograd keeps attention's result once if heads are shared (`exchange.py`). It must be False
+    with recomputation, which saves the result itself and must see every tensor that autograd would keep."""
 
     @classmethod
     def of(cls, ranks: Ranks, size: int) -> SequenceRanks:
-        """`size` neighbours; all of `ranks` call it. For a model's attention see `for_heads`."""
+        """Create groups of `size` neighbours; all `ranks` call it. `for_heads` completes them for a model's
+        attention."""
         group = _groups(ranks, lambda rank: rank // size)
         index = ranks.rank % size
         return cls(group, index, size, ranks.rank - index, HeadSharing(size, 1), group, group)
 
     def for_heads(self, heads: int, ranks: Ranks, *, recompute: str = "none") -> SequenceRanks:
-        """The same for a model with so many query heads and this recomputation; all of `ranks` call it."""
+        """Return a copy for a model with this number of query heads and this recomputation. All `ranks` call
+        it."""
         sharing = share_heads(heads, self.size)
         n = sharing.by_heads
         return replace(
@@ -67,7 +69,7 @@ class SequenceRanks:
         )
 
     def part_of(self, batch: MicroBatch) -> SequencePart:
-        """This rank's stretch of a micro-batch that all of the group have."""
+        """Return this rank's stretch of a micro-batch that the whole group has."""
         length = -(-batch.n_tokens // self.size)
         padding = length * self.size - batch.n_tokens
         ids, positions = batch.input_ids, batch.position_ids
@@ -87,7 +89,7 @@ class SequenceRanks:
         return SequencePart(self, ids[:, own], positions[:, own], own, runs, branching, ring)
 
     def stretch(self, routes: Tensor) -> Tensor:
-        """Return the routes of this rank's stretch, from those [layers, T, K] of the micro-batch; -1 for
+        """Return the routes of this rank's stretch, from the micro-batch's routes [layers, T, K]; -1 for
         padding."""
         length = -(-routes.shape[1] // self.size)
         whole = F.pad(routes, (0, 0, 0, length * self.size - routes.shape[1]), value=-1)
@@ -95,7 +97,7 @@ class SequenceRanks:
 
 
 def _groups(ranks: Ranks, color: Callable[[int], Any]) -> dist.ProcessGroup:
-    """The group of the ranks that have this one's color."""
+    """Return the group of the ranks with this rank's color."""
     members: dict[Any, list[int]] = {}
     for rank in range(ranks.world):
         members.setdefault(color(rank), []).append(rank)
@@ -107,22 +109,24 @@ def _groups(ranks: Ranks, color: Callable[[int], Any]) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class RingTokens:
-    """Who sees whom among all tokens of a padded micro-batch: token i sees token j if j ≤ i < leaves[j], and
-    with a window if position[i] - position[j] is below it."""
+    """Attention structure of all tokens in a padded micro-batch.
+
+    Token i attends to token j if j ≤ i < leaves[j]. With a window, position[i] - position[j] must also be
+    below it."""
 
     leaves: np.ndarray
     """i64 [T]: see `prefixes.leaves_of`."""
     leaves_there: Tensor
-    """The same on the device."""
+    """The same tensor on the device."""
     position: Tensor
     """i64 [T]"""
     block: int
-    """Tokens of each place in the ring."""
+    """Number of tokens at each place in the ring."""
 
 
 @dataclass(frozen=True)
 class SequencePart:
-    """A rank's stretch of L tokens of a micro-batch, and what attention has to know of the others."""
+    """A rank's stretch of L tokens of a micro-batch, and the structure of the whole for attention."""
 
     ranks: SequenceRanks
     input_ids: Tensor
@@ -130,27 +134,28 @@ class SequencePart:
     position_ids: Tensor
     """i64 [1, L]"""
     own: slice
-    """Their place in the padded micro-batch."""
+    """Place of the stretch in the padded micro-batch."""
     runs: Runs
     """Runs of the padded micro-batch."""
     branching: list[Branching]
     ring: RingTokens | None
 
     def units_at(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return i64 [N] twice: the indices of the places [S] that are in this stretch, and their places in
+        """Return i64 [N] twice: indices of the places [S] that are in this stretch, and their places within
         it."""
         chosen = ((places >= self.own.start) & (places < self.own.stop)).nonzero()[:, 0]
         return chosen, places[chosen] - self.own.start
 
     def column(self, values: Tensor, chosen: Tensor, n_units: int) -> Tensor:
-        """[S]: the values [N] of all stretches' units, on every rank."""
+        """Return [S]: the values [N] of all stretches' units, on every rank."""
         whole = torch.zeros(n_units, device=values.device).index_copy(0, chosen, values.float())
         return _Summed.apply(whole, self.ranks.group).to(values.dtype)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
-        """[1, L, H, D] of this stretch's queries [1, H, L, D], keys [1, H_kv, L, D] and values, by `attend`,
-        which gets those of some heads of all tokens that are to be had without a ring. ValueError for heads
-        that the ranks cannot share."""
+        """Return [1, L, H, D] for this stretch's queries [1, H, L, D], keys [1, H_kv, L, D] and values.
+
+        `attend` gets some heads of all tokens that are available without a ring. Raises `ValueError` if the
+        ranks cannot share the heads."""
         sharing = self.ranks.sharing
         if query.shape[1] % sharing.by_heads:
             raise ValueError(
@@ -164,7 +169,7 @@ class SequencePart:
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over the group, whose gradient, the same on all ranks, goes to each rank's summand."""
+    """Sum over the group. The gradient is the same on all ranks and goes to each rank's summand."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,7 +1,7 @@
 """Sharded tensors in safetensors files, one file per rank, readable on any number of ranks.
 
-Each file says in its metadata which rows of which tensor it holds (`{name: [first row, rows of the whole]}`),
-so a reader takes the rows it needs from whichever files have them. Nothing is pickled.
+The metadata of each file lists its rows of each tensor (`{name: [first row, rows of the whole]}`). A reader
+takes its rows from the files that have them. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ ROWS = "rows"
 
 
 def row_range(n_rows: int, world: int, rank: int) -> tuple[int, int]:
-    """[first, end) of the rows that `rank` holds: chunks of ceil(n / world), as torch shards dimension 0."""
+    """Return [first, end) of the rows of `rank`: chunks of ceil(n / world), as torch shards dimension 0."""
     chunk = -(-n_rows // world)
     return min(rank * chunk, n_rows), min((rank + 1) * chunk, n_rows)
 
 
 class HostCopies:
-    """Host memory for a copy of a rank's state: got and touched once, ahead of the first copy or with it, and
-    filled again by each, at the speed of memcpy. With a GPU it is pinned."""
+    """Host memory for a copy of a rank's state.
+
+    It is allocated and touched once, before or with the first copy. Later copies reuse it at the speed of
+    memcpy. With a GPU it is pinned."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, str], Tensor] = {}
         self._preparing: Future[None] | None = None
 
     def prepare(self, kinds: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Begin to get the memory for copies of tensors of these kinds, names, shapes, dtypes, in a thread.
-        To touch it takes several times as long as to copy into it."""
+        """Start a thread that allocates the memory for copies of tensors with these kinds, names, shapes and
+        dtypes. Touching new memory takes several times as long as copying into it."""
 
         def get() -> None:
             for kind, values in kinds.items():
@@ -50,7 +52,7 @@ class HostCopies:
         self._preparing = in_thread(get)
 
     def fill(self, kinds: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Copies of the tensors by kind and name, good until the next call."""
+        """Return copies of the tensors by kind and name, valid until the next call."""
         if self._preparing is not None:
             self._preparing.result()
             self._preparing = None
@@ -76,24 +78,24 @@ class HostCopies:
 def write_shard(
     folder: Path, kind: str, shards: Mapping[str, Tensor], rows: Mapping[str, int], rank: int, world: int
 ) -> dict[str, FileEntry]:
-    """Write this rank's rows of each tensor, which lie in the host's memory; `rows` are those of the whole
+    """Write this rank's rows of each tensor, which are in host memory. `rows` are the row counts of the whole
     tensors. Returns the file by its name."""
     placed = {name: [row_range(rows[name], world, rank)[0], rows[name]] for name in shards}
     return write_tensors(folder / f"{kind}{shard_end(rank, world)}", shards, {ROWS: json.dumps(placed)})
 
 
 def shard_end(rank: int, world: int) -> str:
-    """Return the end of the names of the files with a rank's rows."""
+    """Return the suffix of the names of a rank's shard files."""
     return f"-{rank:05d}-of-{world:05d}.safetensors"
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> dict[str, FileEntry]:
-    """Write a safetensors file of contiguous tensors of one element size, hashed on the way; returns it by
-    its name.
+    """Write a safetensors file of contiguous tensors with one element size, and hash it meanwhile. Returns it
+    by its name.
 
-    The package of that name can only write a file whole, which would have to be read again for its hash.
+    The safetensors package can only write a whole file, which would then have to be read again for its hash.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
@@ -120,9 +122,9 @@ def write_tensors(
 def read_shard(
     folder: Path, kind: str, into: Mapping[str, Tensor], rows: Mapping[str, int], rank: int, world: int
 ) -> None:
-    """Fill each tensor of `into` (this rank's rows of it) from the files of `kind`.
+    """Fill each tensor of `into` (this rank's rows) from the files of `kind`.
 
-    Raises `CheckpointError` when a row is in no file or a tensor has another size."""
+    Raises `CheckpointError` if a row is missing or a tensor has another size."""
     filled = dict.fromkeys(into, 0)
     files = sorted(folder.glob(f"{kind}-?????-of-?????.safetensors"))
     try:

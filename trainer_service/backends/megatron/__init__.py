@@ -1,4 +1,4 @@
-"""`trainer.backend: megatron`: models over tensor, pipeline, expert and data ranks by Megatron-Core."""
+"""`trainer.backend: megatron`: models on tensor, pipeline, expert and data ranks by Megatron-Core."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
     from trainer_service.ranks import Ranks
 
 SECTIONS = {"ref": "reference", "process": "process_reward"}
-"""Sections of `trainer` that name a model, where they are called otherwise than it."""
+"""Sections of `trainer` for models whose section has another name."""
 
 
 class Megatron:
-    """The part; `backend.py` is what it makes."""
+    """The part `megatron`; it creates a `MegatronBackend` (`backend.py`)."""
 
     trains_adapters = False
     replays_routes = True
     axes = ("shard", "tensor", "pipeline", "expert")
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
-    """Devices on which Megatron-Core computes."""
+    """Devices that Megatron-Core supports."""
 
     class Arguments(Section):
         recompute: Literal["none", "selective", "full"] = "none"
-        """Activations that the backward pass computes again instead of keeping them: `full` keeps what goes
-        into each layer, `selective` all but what attention keeps."""
+        """Activations that the backward pass computes again instead of keeping them. `full` keeps only the
+        inputs of each layer. `selective` recomputes only attention."""
         virtual_stages: int = Field(default=1, ge=1)
-        """Stages that each of the `trainer.parallel.pipeline` ranks has, far apart in the model: less time is
-        lost at the ends of a step, and more is exchanged."""
+        """Number of stages on each of the `trainer.parallel.pipeline` ranks. They are far apart in the model:
+        less time is lost at the ends of a step, but more data is exchanged."""
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """Yield what the back end cannot do, or would silently do wrong."""
+        """Yield the settings that the back end cannot run, or would silently run wrong."""
         asked = self.Arguments.model_validate(arguments)
         if importlib.util.find_spec("megatron") is None:
             yield Mistake(
@@ -71,13 +71,14 @@ class Megatron:
     def memory(
         self, trainer: TrainerSection, models: Mapping[str, ModelUse], read: ReadShapes
     ) -> tuple[dict[str, ModelShape], RankMemory]:
-        """See `Fsdp.memory`; the memory is that of the worst rank of the grid."""
+        """See `Fsdp.memory`; the memory is for the worst rank of the grid."""
         return planned(trainer, models, read, stage_memory)
 
     def __call__(
         self, models: Mapping[str, ModelUse], ranks: Ranks, *, grid: RankGrid, **options: Any
     ) -> TrainingBackend:
-        """See `MegatronBackend`. One process alone reads what many have trained."""
+        """Create a `MegatronBackend`. A single process gets a `MegatronReader` for checkpoints of several
+        ranks."""
         if ranks.world == 1 and grid.ranks > 1:
             from trainer_service.backends.megatron.reading import MegatronReader
 
@@ -95,7 +96,7 @@ def _models_of(job: JobConfig) -> Mapping[str, ModelUse]:
     try:
         return models_of(job)
     except PartError:
-        return {}  # it is said of the part already
+        return {}  # the check of the part already reports it
 
 
 def _reasons(use: ModelUse, grid: RankGrid, virtual_stages: int) -> list[tuple[str, str, str]]:
@@ -105,7 +106,7 @@ def _reasons(use: ModelUse, grid: RankGrid, virtual_stages: int) -> list[tuple[s
             config["tie_word_embeddings"] = False  # it has no output layer
         return list(reasons_against(config, grid, virtual_stages))
     except OSError:
-        return []  # it is said of the model's folder already
+        return []  # the check of the model's folder already reports it
     except RecursionError:
         return [("model", "its config.json is nested too deep", "Use another model")]
     except ValueError as error:

@@ -1,11 +1,12 @@
-"""Megatron-Core: named models over tensor, pipeline, expert and data ranks, AdamW with distributed state.
+"""Megatron-Core back end: named models on tensor, pipeline, expert and data ranks, AdamW with distributed
+state.
 
-Promises: a grid computes what one rank computes (losses are summed over data ranks, never averaged); weights,
-optimizer and random state come back from a checkpoint on any grid; no rank holds more of a tensor than its
-own part of it, while it loads, trains or gives out.
+Guarantees: a grid computes the same as one rank, because losses are summed over data ranks and never
+averaged. A checkpoint restores weights, optimizer and random state on any grid. No rank ever has more of a
+tensor than its own part, whether it loads, trains or exports.
 
-A model's ranks are Megatron's: tensor ranks follow each other, then come data ranks, then stages. All ranks
-of a share read its rows; the columns come out on the first tensor rank of the last stage.
+The order of ranks is Megatron's: tensor ranks are consecutive, then data ranks, then stages. All ranks of a
+share read its rows. The first tensor rank of the last stage owns the columns.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ T = TypeVar("T")
 
 
 class MegatronBackend(NamedModels[MegatronModel]):
-    """See `backends.base.TrainingBackend`."""
+    """Back end on Megatron-Core. See `backends.base.TrainingBackend` for the methods."""
 
     adapted: Sequence[str] = ()
 
     def __init__(self, models: Mapping[str, ModelUse], ranks: Ranks, **options: Any) -> None:
-        """`options` are those of `MegatronOptions`. Raises `ModelError`."""
+        """`options` are the fields of `MegatronOptions`. Raises `ModelError`."""
         self._options = MegatronOptions(**options)
         grid = self._options.grid
         require_grid(grid, ranks)
@@ -74,7 +75,7 @@ class MegatronBackend(NamedModels[MegatronModel]):
         return self._gathered(pieces) if gather and self._ranks.world > 1 else pieces
 
     def _gathered(self, pieces: Iterator[TensorPiece]) -> Iterator[TensorPiece]:
-        """All ranks' pieces on rank 0, rank after rank, each received when it is asked for."""
+        """Yield all ranks' pieces on rank 0, rank by rank. Each piece is received when it is requested."""
         side = self._ranks.side()
         if not self._ranks.first:
             for piece in pieces:
@@ -126,8 +127,8 @@ class MegatronBackend(NamedModels[MegatronModel]):
 
 
 def _initialize(grid: RankGrid, virtual_stages: int, ranks: Ranks) -> None:
-    """Make Megatron-Core's process groups, which are of the whole process. Raises `ModelError` where they are
-    of another grid."""
+    """Create Megatron-Core's process groups, which are global to the process. Raises `ModelError` if they
+    exist for another grid."""
     sizes = (grid.tensor, grid.pipeline, grid.expert, virtual_stages)
     if parallel_state.is_initialized():
         if _initialized != [sizes]:

@@ -1,7 +1,7 @@
-"""The configuration of Megatron-Core for a Hugging Face model, and the models and grids that are refused.
+"""Megatron-Core configuration of a Hugging Face model, and the refused models and grids.
 
-A configuration that would compute something else than the model does, without an error, is refused with its
-reason: `reasons_against` is pure and asked when the job file is read, and again where the model is made.
+Some configurations would silently compute something other than the model. They are refused with a reason.
+`reasons_against` is pure. It is called when the job file is read, and again when the model is created.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     import torch
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Values of `model_type` that can be loaded."""
+"""Supported values of `model_type`."""
 
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """Options of all models of a back end: those of `Megatron.Arguments`, and the grid of ranks."""
+    """Options of all models of a back end: `Megatron.Arguments`, and the grid of ranks."""
 
     dtype: torch.dtype
     grid: RankGrid
@@ -46,18 +46,19 @@ class Dimensions:
     qkv_bias: bool
     qk_norm: bool
     experts: int = 0
-    """0: every layer has one MLP."""
+    """Number of experts in each layer; 0 if every layer has one MLP."""
     experts_per_token: int = 0
     expert_mlp: int = 0
     norm_topk: bool = False
-    """Whether the weights of a token's experts are made to sum to 1."""
+    """Whether the weights of a token's experts are normalised to sum to 1."""
     pad: int | None = None
-    """Token whose row of the embedding gets no gradient from where it is read, as in transformers
+    """Padding token. Its row of the embedding gets no gradient from look-ups, as in transformers
     (`torch.nn.Embedding`'s `padding_idx`)."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Dimensions:
-        """Raises ValueError for a model that is not of `FAMILIES`, or whose config lacks a dimension."""
+        """Read the dimensions. Raises `ValueError` if the model is not in `FAMILIES` or its config lacks a
+        dimension."""
         if not isinstance(config, Mapping):
             raise ValueError("its config.json is no mapping")
         kind = str(config.get("model_type"))
@@ -69,7 +70,7 @@ class Dimensions:
         try:
             heads, hidden = (_positive(config, name) for name in ("num_attention_heads", "hidden_size"))
             experts = 0
-            if "moe" in kind:  # files call it by either name
+            if "moe" in kind:  # files use either name
                 experts = _positive(config, "num_experts" if "num_experts" in config else "num_local_experts")
             return cls(
                 kind=kind,
@@ -97,7 +98,7 @@ class Dimensions:
 
 
 def _pad(config: Mapping[str, Any]) -> int | None:
-    """The padding token; a negative one counts from the vocabulary's end, as it does in torch."""
+    """Return the padding token. A negative one counts from the end of the vocabulary, as in torch."""
     pad, vocabulary = config.get("pad_token_id"), _positive(config, "vocab_size")
     if pad is None:
         return None
@@ -107,7 +108,8 @@ def _pad(config: Mapping[str, Any]) -> int | None:
 
 
 def _positive(config: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:
-    """A whole number above 0, `otherwise` where the config has none. Raises KeyError and ValueError."""
+    """Return a positive integer of the config, or `otherwise` if it is missing. Raises `KeyError` or
+    `ValueError`."""
     value = config.get(name)
     if value is None and otherwise is not None:
         return otherwise
@@ -121,8 +123,10 @@ def _positive(config: Mapping[str, Any], name: str, otherwise: int | None = None
 def reasons_against(
     config: Mapping[str, Any], grid: RankGrid, virtual_stages: int = 1
 ) -> Iterator[tuple[str, str, str]]:
-    """(field of the job file, what is wrong, what to do) of everything that the back end would not compute as
-    the model does, for a `config.json` that `Dimensions.of` reads. Fields are below `trainer`, or `model`."""
+    """Yield (field of the job file, problem, fix) for everything that the back end would not compute like the
+    model.
+
+    `config` is a `config.json` that `Dimensions.of` can read. Fields are below `trainer`, or `model`."""
     found = Dimensions.of(config)
     stages = grid.pipeline * virtual_stages
     if config.get("use_sliding_window") or (config.get("layer_types") or []).count("sliding_attention"):

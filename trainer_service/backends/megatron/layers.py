@@ -1,9 +1,9 @@
-"""The modules of a Megatron-Core model: its own linear layers, and modules of ours between them.
+"""Modules of a Megatron-Core model: its own linear layers, and modules of this project between them.
 
-Attention over packed rows is the function that FSDP2 uses, on the heads of a tensor rank: trees of rows with
-shared prefixes are as exact here as there. Rotary positions are those of transformers, so every kind of
-scaling is. Norms are written as transformers writes them, and marked for sequence parallelism, where the
-tensor ranks have different tokens and the gradients of a norm's weight are summed over them.
+Attention over packed rows is the function of FSDP2, on the heads of a tensor rank, so trees with shared
+prefixes are exact here too. Rotary positions come from transformers, with every kind of scaling. Norms
+compute as in transformers and are marked for sequence parallelism. With sequence parallelism, tensor ranks
+have different tokens, and the gradients of a norm's weight are summed over them.
 """
 
 from __future__ import annotations
@@ -36,27 +36,26 @@ from trainer_service.data.microbatch import MicroBatch
 from trainer_service.data.routes import RouterRule, replayed
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(cos, sin), each [1, T, D], for a tensor of the right dtype and positions [1, T]."""
+"""Function that returns (cos, sin), each [1, T, D], for a tensor of the right dtype and positions [1, T]."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedPass:
-    """A micro-batch and its rotation, passed through all layers in the place of Megatron's
-    `PackedSeqParams`."""
+    """A micro-batch and its rotation, passed through all layers in place of Megatron's `PackedSeqParams`."""
 
     batch: MicroBatch
     cos: Tensor
-    """[1, T, D], with `sin` the rotation of each token."""
+    """[1, T, D]: with `sin`, the rotation of each token."""
     sin: Tensor
     thd: PackedSeqParams | None = None
-    """The same for a kernel that takes packed rows."""
+    """Description of the pack for a kernel of packed rows."""
     qkv_format: str = "packed"
-    """Megatron's name of the layout: none of its own."""
+    """Name of the layout for Megatron; none of its own layouts has it."""
 
 
 def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
-    """The micro-batch with rows of one token behind its own, so that its length is a multiple of `multiple`:
-    sequence parallelism gives each tensor rank equally many."""
+    """Return the micro-batch, padded with rows of one token to a multiple of `multiple`. Sequence parallelism
+    gives each tensor rank the same number of tokens."""
     lacking = -batch.n_tokens % multiple
     if not lacking:
         return batch
@@ -72,7 +71,7 @@ def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
 
 
 class PackedRMSNorm(nn.Module):
-    """x / rms(x) · weight, computed in fp32 and multiplied in the dtype of `x`."""
+    """RMS norm: x / rms(x) · weight, normalised in fp32 and multiplied in the dtype of `x`."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -87,8 +86,8 @@ class PackedRMSNorm(nn.Module):
 
 
 def thd_params(batch: MicroBatch) -> PackedSeqParams | None:
-    """Megatron's description of a pack in the THD layout; None where rows share what they begin with, which
-    it cannot describe."""
+    """Return Megatron's description of a pack in the THD layout. None if rows share prefixes, which the
+    layout cannot describe."""
     if any(trees is not None for trees in batch.branching):
         return None
     counts, lengths = zip(*batch.runs, strict=True)
@@ -99,9 +98,9 @@ def thd_params(batch: MicroBatch) -> PackedSeqParams | None:
 
 
 class PackedCoreAttention(nn.Module):
-    """Rotation and attention of the heads of one tensor rank. It has no parameters.
+    """Rotation and attention for the heads of one tensor rank, without parameters.
 
-    Where Transformer Engine is there, on CUDA, its kernel for packed rows takes packs of plain rows."""
+    On CUDA with Transformer Engine, its kernel computes packs of plain rows."""
 
     kernel: Any = TEDotProductAttention if HAVE_TE and torch.cuda.is_available() else None
 
@@ -128,7 +127,7 @@ class PackedCoreAttention(nn.Module):
         packed_seq_params: PackedPass,
         **_: Any,
     ) -> Tensor:
-        """query [T, 1, H, D], key and value [T, 1, H_kv, D] -> [T, 1, H · D]."""
+        """Return [T, 1, H · D] from query [T, 1, H, D], and key and value [T, 1, H_kv, D]."""
         now, batch = packed_seq_params, packed_seq_params.batch
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         cos, sin = (each[:, None].to(q.dtype) for each in (now.cos, now.sin))
@@ -150,28 +149,30 @@ def _half_turned(x: Tensor) -> Tensor:
 
 
 class PackedRouter(TopKRouter):
-    """Routes as transformers routes Qwen's mixtures: softmax over all experts in fp32, the k largest, and
-    those made to sum to 1 where the model says so. Where routes are replayed they are the engine's."""
+    """Router that computes like transformers for Qwen's mixtures, or replays the engine's routes.
+
+    It takes the softmax over all experts in fp32 and the k largest weights. They are normalised to sum to 1
+    if the model requires it."""
 
     rule = RouterRule("softmax", normalise=True)
     routes: Tensor | None = None
-    """[T, K]: those of the tokens that this tensor rank has of the pass under way; -1 for none."""
+    """[T, K]: routes of this tensor rank's tokens in the current pass; -1 for none."""
 
     def routing(self, logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """([T, E] weights, 0 where a token does not go; bool [T, E]) of logits [T, 1, E]."""
+        """Return [T, E] weights, 0 for experts without the token, and bool [T, E], from logits [T, 1, E]."""
         logits = logits.view(-1, self.config.num_moe_experts)
         chosen = logits.float().topk(self.topk, -1).indices
         if self.routes is None:
             weight = self.rule.weights(logits, chosen)
         else:
             weight, chosen = replayed(logits, chosen, self.routes, self.rule)
-        # An expert that is named twice weighs nothing the second time.
+        # A repeated expert has the weight 0 the second time.
         weights = torch.zeros_like(logits).scatter_add(1, chosen, weight.to(logits.dtype))
         return weights, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
 
 
 class PackedLayer(TransformerLayer):
-    """Tells its router the routes of each pass, also of one that is computed again in the backward pass."""
+    """Layer that gives its router the routes of each pass, including recomputed ones."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         router = getattr(self.mlp, "router", None)
@@ -186,14 +187,14 @@ class PackedLayer(TransformerLayer):
 
 
 class PackedGpt(GPTModel):
-    """Its last stage gives hidden states [T, 1, H], of which the head makes columns."""
+    """Model whose last stage returns hidden states [T, 1, H], from which the head computes columns."""
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
 
 
 def layer_of(dimensions: Dimensions) -> ModuleSpec:
-    """The modules of one layer."""
+    """Return the modules of one layer."""
     mlp: Any
     submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     if dimensions.experts:

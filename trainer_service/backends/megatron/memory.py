@@ -1,17 +1,19 @@
-"""The memory that a rank of the Megatron-Core back end needs, from a model's dimensions alone, without torch.
+"""Memory that a rank of the Megatron-Core back end needs, from a model's dimensions alone, without torch.
 
-The worst rank is meant, which is of the first or the last stage (t: tensor ranks, p: stages, v: interleaved
-ones on each rank, e: expert ranks, d: data ranks; c: bytes of a number in `trainer.dtype`):
+The figures are for the worst rank, which is on the first or the last stage. In the formulas, t is the number
+of tensor ranks, e of expert ranks, d of data ranks, p of stages, and v of interleaved stages on each rank.
+The bytes of a number in `trainer.dtype` are c.
 
-- its parameters are those of L / p layers, cut by t, experts by e as well, and of the first stage the
-  embedding, of the last the output layer, cut by t: P. They take c P, their summed gradients 4 P, and where c
-  is 2 the main copies 4 P / d, or of experts 4 P / (d / e). AdamW's moments take twice that.
-- a layer keeps what it does on one rank alone (`fsdp/memory.py`), cut by t: sequence parallelism cuts what
-  tensor parallelism does not (Korthikanti et al., arXiv:2205.05198 section 4.2). The first of p stages keeps
-  it of p micro-batches at once, and with interleaving of p (1 + (p - 1) / (p v)), each of L / p layers
-  (Narayanan et al., arXiv:2104.04473 section 2.2).
-- the head has tiles of logits and the gradient of the output layer, c V H / t, on the last stage, and the
-  hidden states of all tokens there, of every tensor rank.
+- P are the parameters of L / p layers, divided by t; experts are also divided by e. The first stage adds the
+  embedding, and the last one the output layer, both divided by t. Parameters take c P, and summed gradients 4
+  P. If c is 2, main copies take 4 P / d, or 4 P / (d / e) for experts. AdamW's moments take twice as much as
+  main copies.
+- Activations of a layer are those on one rank (`fsdp/memory.py`), divided by t: sequence parallelism divides
+  the activations that tensor parallelism does not (Korthikanti et al., arXiv:2205.05198 section 4.2). The
+  first of p stages keeps them for p micro-batches at once, or with interleaving for p (1 + (p - 1) / (p v)),
+  for L / p layers each (Narayanan et al., arXiv:2104.04473 section 2.2).
+- The head is on the last stage. It has tiles of logits and the gradient of the output layer, c V H / t. It
+  also has the hidden states of all tokens of all tensor ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from trainer_service.backends.fsdp.memory import (
 
 
 def stage_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
-    """Compute the memory that the worst rank needs; see the module's text for the formulas."""
+    """Compute the memory that the worst rank needs. The module docstring has the formulas."""
     grid, c = options.grid, options.compute_bytes
     layers = [*model.blocks][: max(1, len(model.blocks) // grid.pipeline)]
     dense = sum(_numbers(block, experts=False) for block in layers) / grid.tensor
@@ -70,7 +72,7 @@ def _moments(
     grid, c = options.grid, options.compute_bytes
     wide = wide_bytes(c)
     yield Moment(0, kept * _in_flight(options) + passing)
-    # The head is on the last stage, which has one micro-batch at a time, before its layers go backwards.
+    # The head is on the last stage, which runs one micro-batch at a time, before its layers' backward.
     own = _in_flight(options) if grid.pipeline == 1 else 1
     whole = c * model.hidden * (1 if grid.tensor == 1 else 2)
     yield Moment(
@@ -83,7 +85,7 @@ def _moments(
 
 
 def _in_flight(options: MemoryOptions) -> float:
-    """Micro-batches of which the first stage keeps what the backward pass needs."""
+    """Return the number of micro-batches whose activations the first stage keeps at once."""
     stages, virtual = options.grid.pipeline, options.virtual_stages
     return stages * (1 + (stages - 1) / (stages * virtual)) if virtual > 1 else stages
 
@@ -96,7 +98,7 @@ def _numbers(block: DecoderBlock, *, experts: bool) -> int:
 def _kept(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
     if options.recompute != "selective":
         return kept_per_token(block, hidden, options)
-    # Of attention its inputs alone: not its rotated queries and keys, its output and its log-sums.
+    # Attention keeps only its inputs: no rotated queries and keys, no output and no log-sums.
     queries, keys = block.width("q_proj.weight"), block.width("k_proj.weight")
     spared = options.compute_bytes * (queries + keys) + FLOAT32_BYTES * block.heads
     return block_activations(block, hidden, replace(options, recompute="none")) - spared

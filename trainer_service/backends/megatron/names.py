@@ -1,9 +1,9 @@
-"""Which boxes of a model's Hugging Face tensors a rank's parameters are.
+"""Mapping between a rank's parameters and boxes of a model's Hugging Face tensors.
 
-One table serves loading, giving out and checkpoints: `boxes_of` cuts a tensor that has the shape of a rank's
-parameter into views, each a box of a tensor in the model's files. `linear_qkv` has for each key head its
-query heads, the key and the value; `linear_fc1` the gate above the up-projection; embedding and output layer
-are padded to a multiple of the tensor ranks, which is no box of anything.
+Loading, export and checkpoints use the same table. `boxes_of` cuts a tensor with the shape of a rank's
+parameter into views; each view is a box of a tensor in the model's files. `linear_qkv` has for each key head
+its query heads, the key and the value. `linear_fc1` has the gate above the up-projection. Embedding and
+output layer are padded to a multiple of the tensor ranks; the padding belongs to no box.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WHOLE_NAMES = {
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "mlp.router.weight": "mlp.gate.weight",
 }
-"""Parameters of a layer that every tensor rank has whole."""
+"""Parameters of a layer that every tensor rank has completely."""
 EMBEDDING, OUTPUT, VALUE = "embedding.word_embeddings.weight", "output_layer.weight", "score.weight"
 
 
@@ -35,14 +35,14 @@ class StagePlace:
     """Place of a rank's parameters in the model."""
 
     tensor: int
-    """Its index among the tensor ranks."""
+    """Index of the rank among the tensor ranks."""
     tensors: int
     first_expert: int = 0
-    """Index of its first expert, of each layer."""
+    """Index of the rank's first expert in each layer."""
 
 
 def global_name(name: str, first_layer: int, place: StagePlace) -> str:
-    """The name of a stage's parameter with the numbers that its layer and expert have in the whole model;
+    """Return a stage parameter's name with the layer's and the expert's number in the whole model.
     `first_layer` is the number of the stage's first layer, from 0."""
     if not (layer := LAYER.match(name)):
         return name
@@ -53,8 +53,9 @@ def global_name(name: str, first_layer: int, place: StagePlace) -> str:
 
 
 def boxes_of(name: str, tensor: Tensor, place: StagePlace, model: Dimensions) -> Iterator[TensorPiece]:
-    """The boxes that `tensor` holds, which has the shape of the parameter with the global `name` on a rank at
-    `place`; views of it. Raises KeyError for a parameter that is none of these models'."""
+    """Yield the boxes in `tensor`, as views. It has the shape of the parameter `name` on a rank at `place`.
+
+    `name` is a global name. Raises `KeyError` for an unknown parameter."""
     if layer := LAYER.match(name):
         prefix = f"model.layers.{layer[1]}."
         yield from _of_layer(prefix, layer[2], tensor, place, model)

@@ -1,9 +1,9 @@
-"""The passes of a model over micro-batches, by Megatron-Core's schedules.
+"""Passes of a model over micro-batches, by Megatron-Core's schedules.
 
-A schedule calls each stage with each micro-batch, and on the last stage asks for the loss. There the head
-makes columns of the hidden states; of the tensor ranks, which all have the same columns, the first is their
-owner. Stages exchange packs of whatever length; an interleaved schedule wants a multiple of the stages, and
-gets empty passes for that.
+A schedule calls each stage with each micro-batch, and requests the loss on the last stage. There the head
+computes columns from the hidden states. All tensor ranks have the same columns, and the first one is their
+owner. Stages exchange packs of any length. An interleaved schedule needs a multiple of the number of stages,
+so empty passes are added.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def owns_columns() -> bool:
-    """Whether the columns of a share come out on this rank."""
+    """Return whether this rank owns the columns of its share."""
     return bool(
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -45,8 +45,10 @@ def owns_columns() -> bool:
 
 
 class Passes:
-    """The passes of one model; `modules` are its stages, wrapped if they are trained. Only if it `replays` do
-    its routers take the routes of the micro-batches, which are those of the policy."""
+    """Passes of one model. `modules` are its stages, wrapped if they are trained.
+
+    If `replays` is True, which is only so for the policy, its routers replay the routes of the
+    micro-batches."""
 
     def __init__(self, stages: Stages, modules: Sequence[Any], *, replays: bool) -> None:
         self._stages, self._modules, self._replays = stages, list(modules), replays
@@ -54,7 +56,7 @@ class Passes:
         self._tensors = stages.grid.tensor
 
     def train(self, batches: Batches, loss_of: LossOf, columns: Names) -> None:
-        """Add the gradients of Σ `loss_of(index, columns)` to those of this rank's parameters."""
+        """Add the gradients of Σ `loss_of(index, columns)` to the gradients of this rank's parameters."""
 
         def loss(index: int, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
             found = self._columns(batch, hidden, columns)
@@ -64,13 +66,13 @@ class Passes:
                 total = shared_loss(found, each, group=group, owner=dist.get_global_rank(self._group, 0))
             else:  # an empty pass has no loss, and its gradient is 0
                 total = torch.stack([column.sum() for column in found.values()]).sum()
-            nothing = hidden.sum() * 0  # of a micro-batch without units
+            nothing = hidden.sum() * 0  # a gradient for a micro-batch without units
             return total + nothing, torch.zeros((), dtype=torch.int, device=hidden.device), None
 
         self._run(batches, loss, forward_only=False)
 
     def evaluate(self, batches: Batches, fn: OfColumns[T], columns: Names) -> list[T]:
-        """Return the results of `fn` on each micro-batch, on the rank that owns the columns."""
+        """Return the results of `fn` for each micro-batch, on the rank that owns the columns."""
         made: dict[int, T] = {}
 
         def take(index: int, batch: MicroBatch, hidden: Tensor) -> None:
@@ -101,33 +103,32 @@ class Passes:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._modules if len(self._modules) > 1 else self._modules[0],
             num_microbatches=len(passes),
-            seq_length=1,  # of no meaning where lengths vary
+            seq_length=1,  # ignored with variable lengths
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
 
     def _filled(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches as this model takes them, with empty ones behind them where stages are
-        interleaved."""
+        """Return the micro-batches for this model. If stages are interleaved, empty ones are appended."""
         lacking = -len(batches) % self._stages.grid.pipeline if len(self._modules) > 1 else 0
         device = batches[0].input_ids.device
         passes = [*batches, *(build_micro_batch([], device=device) for _ in range(lacking))]
         return passes if self._replays else [replace(batch, routes=None) for batch in passes]
 
     def _columns(self, batch: MicroBatch, hidden: Tensor, names: Sequence[str]) -> Columns:
-        """The columns of a micro-batch from the last stage's hidden states [T, 1, H], or this tensor rank's
-        part of the tokens. Raises ValueError for one that the model does not give."""
+        """Return the columns of a micro-batch from the last stage's hidden states [T, 1, H], or from this
+        tensor rank's part of the tokens. Raises `ValueError` if the model does not have a column."""
         stage = self._stages.last
         assert stage is not None
         if self._tensors > 1:
-            # The head and the value layer give every rank the whole gradient, of which each takes its part.
+            # Head and value layer give every rank the whole gradient; each rank takes its part of it.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         layer = getattr(stage, "score", None)
         return batch_columns(batch, hidden[:, 0], names, lambda: self._head(stage), layer)
 
     def _head(self, stage: PackedGpt) -> Head:
-        """This rank's rows of the output layer, without those of no token."""
+        """Return this rank's rows of the output layer, without padding rows."""
         if stage.output_layer is None:
             raise ValueError("the model has a value head alone, and no column of tokens")
         weight = stage.output_layer.weight

@@ -1,9 +1,9 @@
-"""Checkpoints of ranges: files that any grid of ranks reads.
+"""Checkpoints of ranges: files that any grid of ranks can read.
 
-A rank writes the range that it updates of each of its parameters, under a key that says which of how many
-tensor ranks the parameter is of, and where the range begins. A reader puts the ranges of a parameter
-together, whatever number of data ranks wrote them, and takes of its boxes (`names.boxes_of`) what lies in its
-own: another number of tensor ranks, stages or expert ranks only cuts the boxes otherwise.
+For each of its parameters, a rank writes the range that it updates. The key names the parameter's tensor
+rank, the number of tensor ranks, and the beginning of the range. A reader joins the ranges of a parameter,
+whatever the number of data ranks was, and cuts them into boxes (`names.boxes_of`). It takes the overlap with
+its own boxes. Another number of tensor ranks, stages or expert ranks only cuts the boxes differently.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KEY = re.compile(r"^(.+)@(\d+)/(\d+):([\d,]+):(\d+)$")
 
 
 def key_of(parameter: StageParameter, start: int) -> str:
-    """The name in a file of the elements from `start` on of a rank's parameter."""
+    """Return the key in a file for the elements from `start` on of a rank's parameter."""
     place = parameter.place
     shape = ",".join(map(str, parameter.tensor.shape))
     return f"{parameter.name}@{place.tensor}/{place.tensors}:{shape}:{start}"
@@ -40,8 +40,9 @@ def key_of(parameter: StageParameter, start: int) -> str:
 
 @torch.no_grad()
 def read_whole(folder: Path, kind: str, stages: Stages) -> dict[str, Tensor]:
-    """f32 of each parameter of the rank's stages, by its name, from the files of `kind`. Raises
-    `CheckpointError` where they lack an element of it, or hold another model."""
+    """Return f32 of each parameter of the rank's stages, by name, from the files of `kind`.
+
+    Raises `CheckpointError` if the files lack an element or contain another model."""
     found = {one.name: torch.zeros(one.tensor.shape) for one in stages.parameters()}
     boxes = [box for one in stages.parameters() for box in stages.boxes(one, found[one.name])]
     read_boxes(folder, kind, boxes, stages.dimensions)
@@ -50,7 +51,8 @@ def read_whole(folder: Path, kind: str, stages: Stages) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def read_boxes(folder: Path, kind: str, boxes: Sequence[TensorPiece], model: Dimensions) -> None:
-    """Fill boxes of the tensors of `model` from the files of `kind`. Raises `CheckpointError` likewise."""
+    """Fill boxes of the tensors of `model` from the files of `kind`. Raises `CheckpointError` like
+    `read_whole`."""
     wanted: dict[str, list[TensorPiece]] = defaultdict(list)
     for box in boxes:
         wanted[box.name].append(box)
@@ -75,14 +77,14 @@ def read_boxes(folder: Path, kind: str, boxes: Sequence[TensorPiece], model: Dim
 
 
 Held = tuple[str, StagePlace, tuple[int, ...]]
-"""Name, place and shape of a parameter of a tensor rank."""
+"""Name, place and shape of a tensor rank's parameter."""
 Range = tuple[int, Any, str]
-"""First element of a range, and the file and the key that have it."""
+"""First element of a range, with its file and key."""
 
 
 def _parameters(folder: Path, kind: str, stack: ExitStack) -> dict[Held, list[Range]]:
-    """The ranges of each parameter of each tensor rank that wrote the files, which are open as long as
-    `stack`. Raises ValueError for a key that is none."""
+    """Return the ranges of each parameter of each tensor rank that wrote the files. The files stay open as
+    long as `stack`. Raises `ValueError` for an invalid key."""
     found: dict[Held, list[Range]] = defaultdict(list)
     for path in sorted(folder.glob(f"{kind}-ranges-?????.safetensors")):
         file = stack.enter_context(safe_open(path, framework="pt"))
@@ -96,7 +98,7 @@ def _parameters(folder: Path, kind: str, stack: ExitStack) -> dict[Held, list[Ra
 
 
 def _joined(name: str, shape: tuple[int, ...], ranges: list[Range]) -> Tensor:
-    """A whole parameter of a tensor rank. Raises ValueError where the ranges leave a gap."""
+    """Return a whole parameter of a tensor rank. Raises `ValueError` if the ranges leave a gap."""
     parts: list[Tensor] = []
     at = 0
     for start, file, key in sorted(ranges, key=lambda each: each[0]):
@@ -110,7 +112,7 @@ def _joined(name: str, shape: tuple[int, ...], ranges: list[Range]) -> Tensor:
 
 
 def _copy_overlap(source: TensorPiece, target: TensorPiece) -> int:
-    """Copy what two boxes of one tensor have in common; the number of its elements."""
+    """Copy the common elements of two boxes of one tensor. Returns their number."""
     if source.shape != target.shape:
         raise ValueError(f"{source.name} has the shape {source.shape}, and the model's {target.shape}")
     into, out = [], []

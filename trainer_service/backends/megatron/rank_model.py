@@ -1,4 +1,4 @@
-"""One of the back end's models on a rank: its stages, the passes over them, and what changes of it."""
+"""One model of the back end on a rank: its stages, its passes and the changes to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer_service.backends.megatron.update import MOMENTS, MegatronAdamW, mom
 from trainer_service.ranks import Ranks
 
 Kinds = dict[str, dict[str, Tensor]]
-"""Tensors of a rank by what they are, which names the files of a checkpoint, and by key."""
+"""Tensors of a rank by kind and by key. Kinds name the files of a checkpoint."""
 
 
 class MegatronModel(ChangingModel):
@@ -49,8 +49,8 @@ class MegatronModel(ChangingModel):
         self.passes = Passes(self.stages, modules, replays=name == TRAINED_MODEL)
 
     def state(self) -> Kinds:
-        """Return the tensors for a checkpoint: the ranges of the parameters that this rank updates, or all
-        parameters of a model that follows another."""
+        """Return the tensors for a checkpoint. These are the ranges of parameters that this rank updates, or
+        all parameters of a model that follows another."""
         found: Kinds = {self.name: {}} if self.changes else {}
         for one in self.stages.parameters():
             if one.is_copy:
@@ -111,7 +111,7 @@ class MegatronModel(ChangingModel):
             one.tensor.data.copy_(self._followed[one.name].lerp_(found.float(), share))
 
     def pieces(self, dtype: torch.dtype) -> Iterator[TensorPiece]:
-        """The boxes of the model's tensors that this rank gives out, in `dtype`."""
+        """Yield the boxes of the model's tensors that this rank exports, in `dtype`."""
         for one in self.stages.parameters():
             if one.is_copy or not self._first_of_data(one):
                 continue
@@ -121,7 +121,7 @@ class MegatronModel(ChangingModel):
 
     @staticmethod
     def _first_of_data(one: StageParameter) -> bool:
-        """Whether this is the first of the data ranks that have the parameter."""
+        """Return whether this is the first of the data ranks with the parameter."""
         if getattr(one.tensor, "allreduce", True):
             return bool(parallel_state.get_data_parallel_rank() == 0)
         return bool(parallel_state.get_expert_data_parallel_rank() == 0)

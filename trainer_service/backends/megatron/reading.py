@@ -1,4 +1,5 @@
-"""A policy that many ranks have trained, read from their checkpoint by one process, without Megatron-Core."""
+"""Reader for a policy that many ranks have trained: one process reads their checkpoint without
+Megatron-Core."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from trainer_service.errors import CheckpointError, ModelError
 TRAINS = frozenset(
     ("evaluate", "train", "gradient_norm", "optimizer_step", "discard", "follow", "prepare_save", "save")
 )
-"""Methods of the protocol that need the ranks."""
+"""Methods of the protocol that need all ranks."""
 
 
 class MegatronReader:
-    """The part of a `backends.base.TrainingBackend` that tools need: `load` and `export`."""
+    """The methods of `backends.base.TrainingBackend` that tools need: `load` and `export`."""
 
     place = RankPlace(0, 1)
     adapted: Collection[str] = ()
@@ -49,7 +50,8 @@ class MegatronReader:
         self._folder = folder
 
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
-        """The policy's tensors, one at a time. Raises `CheckpointError`, KeyError for another model."""
+        """Yield the policy's tensors, one at a time. Raises `CheckpointError`, or `KeyError` for another
+        model."""
         if model != TRAINED_MODEL:
             raise KeyError(model)
         for name, shape in self._shapes.items():

@@ -1,4 +1,4 @@
-"""The stages of one model on a rank: made, filled from the model's files, and given out again."""
+"""The stages of one model on a rank: creation, loading from the model's files, and export."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ class StageParameter:
     """A parameter of one of the rank's stages."""
 
     name: str
-    """Name with the numbers that its layer and expert have in the whole model."""
+    """Name with the layer's and the expert's number in the whole model."""
     tensor: nn.Parameter
     place: StagePlace
 
     @property
     def is_copy(self) -> bool:
-        """Whether the tensor rank 0 has the same."""
+        """Whether tensor rank 0 has the same parameter."""
         return self.place.tensor > 0 and not getattr(self.tensor, "tensor_model_parallel", False)
 
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """The stages that a rank has of one model, in their order: one, or as many as are interleaved."""
+    """A rank's stages of one model, in order. There are several if stages are interleaved."""
 
     chunks: list[PackedGpt]
     config: TransformerConfig
@@ -66,11 +66,11 @@ class Stages:
 
     @property
     def last(self) -> PackedGpt | None:
-        """The stage that ends the model, where it is here."""
+        """The last stage of the model, if this rank has it."""
         return self.chunks[-1] if self.chunks[-1].post_process else None
 
     def parameters(self) -> Iterator[StageParameter]:
-        """Every parameter of the rank, once."""
+        """Yield every parameter of the rank once."""
         tensor, tensors = _tensor_place()
         experts = self.dimensions.experts // self.grid.expert
         first_expert = parallel_state.get_expert_model_parallel_rank() * experts
@@ -82,13 +82,13 @@ class Stages:
                 yield StageParameter(global_name(name, first, place), parameter, place)
 
     def boxes(self, parameter: StageParameter, tensor: Tensor) -> Iterator[TensorPiece]:
-        """The boxes of a tensor that has the shape of `parameter`."""
+        """Yield the boxes of a tensor with the shape of `parameter`."""
         return boxes_of(parameter.name, tensor, parameter.place, self.dimensions)
 
 
 def make_stages(folder: Path, ranks: Ranks, options: MegatronOptions, head: ModelHead) -> Stages:
-    """Make the rank's stages of the model in `folder`, with its weights. Raises `ModelError`, on all ranks
-    when one cannot read it."""
+    """Create the rank's stages of the model in `folder`, with its weights. If one rank cannot read it, all
+    ranks raise `ModelError`."""
 
     def load() -> Stages:
         stages = _make(folder, ranks, options, head)
@@ -145,11 +145,12 @@ def _make(folder: Path, ranks: Ranks, options: MegatronOptions, head: ModelHead)
 
 
 def _hold_row(embedding: VocabParallelEmbedding, token: int) -> None:
-    """Give the row of `token` no gradient from where it is read; as a tied output layer it gets its own."""
+    """Remove the gradient of look-ups from the embedding's row of `token`. A tied output layer still gives
+    this row a gradient."""
     rank, world = _tensor_place()
 
     def cut(module: nn.Module, given: tuple[Tensor, ...], read: Tensor) -> Tensor:
-        ids = given[0]  # [B, S]; `read` is [B, S, H], or of this rank's part of the sequence [S / t, B, H]
+        ids = given[0]  # [B, S]; `read` is [B, S, H], or [S / t, B, H] for this rank's part of the sequence
         if embedding.reduce_scatter_embeddings:
             ids = ids.transpose(0, 1).chunk(world)[rank]
         return torch.where((ids == token)[..., None], read.detach(), read)
@@ -158,8 +159,10 @@ def _hold_row(embedding: VocabParallelEmbedding, token: int) -> None:
 
 
 def _mark(chunk: PackedGpt) -> None:
-    """Say of each parameter that tensor ranks have parts of it, which Megatron-Core does where it draws first
-    values: norms of gradients count what is whole on all of them once."""
+    """Mark each parameter that is split over tensor ranks, so that norms of gradients count whole parameters
+    once.
+
+    Megatron-Core only sets this mark when it initialises values."""
     for module in chunk.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
             for name, parameter in module.named_parameters(recurse=False):
@@ -168,7 +171,7 @@ def _mark(chunk: PackedGpt) -> None:
 
 
 def _rotary(folder: Path, device: torch.device) -> Rotary:
-    """The rotary embedding that transformers makes for the model; it has no parameters."""
+    """Return transformers' rotary embedding of the model; it has no parameters."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config).model.rotary_emb)
@@ -177,7 +180,8 @@ def _rotary(folder: Path, device: torch.device) -> Rotary:
 
 
 def _transformer_config(found: Dimensions, options: MegatronOptions) -> TransformerConfig:
-    """Return the configuration. Longer than 60 lines because it has one line for each setting."""
+    """Return the configuration of the layers."""
+    # Long: each setting has its own line.
     grid, dtype, recompute = options.grid, options.dtype, options.recompute
     mixture: dict[str, Any] = {}
     if found.experts:
@@ -215,20 +219,20 @@ def _transformer_config(found: Dimensions, options: MegatronOptions) -> Transfor
         pipeline_model_parallel_size=grid.pipeline,
         virtual_pipeline_model_parallel_size=options.virtual_stages if interleaved else None,
         expert_model_parallel_size=grid.expert,
-        # A stage and the next have packs of other lengths each time.
+        # Packs between stages have a different length each time.
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the one that allows for it, asked for without experts too
-        # Batched exchange between interleaved stages gives wrong gradients, and no error.
+        moe_token_dispatcher_type="alltoall",  # required for variable lengths, even without experts
+        # Batched exchange between interleaved stages silently gives wrong gradients.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        # Gradients are sums: of all micro-batches, of all ranks.
+        # Gradients are sums over all micro-batches and ranks.
         calculate_per_token_loss=True,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=True,
         perform_initialization=False,
-        # What needs Apex or Transformer Engine.
+        # These settings need Apex or Transformer Engine.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -243,13 +247,14 @@ def _transformer_config(found: Dimensions, options: MegatronOptions) -> Transfor
 
 @torch.no_grad()
 def _fill(stages: Stages, folder: Path) -> None:
-    """Read the rank's boxes of each tensor, each from its file into its place: experts one by one. Raises
-    ValueError for a tensor that is missing, of another shape or quantised."""
+    """Read the rank's boxes of each tensor, one by one, from the files into their places.
+
+    Raises `ValueError` if a tensor is missing, has another shape or is quantised."""
     with ExitStack() as stack:
         files = open_tensors(folder, stack)
         for parameter in stages.parameters():
             if parameter.name in (EMBEDDING, OUTPUT):
-                parameter.tensor.zero_()  # with the rows of no token
+                parameter.tensor.zero_()  # including the padding rows
             for piece in stages.boxes(parameter, parameter.tensor.data):
                 if piece.name == VALUE and VALUE not in files:
                     continue

@@ -1,7 +1,7 @@
-"""The distributed optimizer of a model: AdamW by Megatron-Core, a range of every parameter on each data rank.
+"""Distributed optimizer of a model: Megatron-Core's AdamW, with a range of every parameter on each data rank.
 
-A rank's part of a parameter is a range of its elements, flattened, in fp32: the parameter's own memory where
-that is fp32, a main copy otherwise. Checkpoints hold these ranges.
+A rank updates a range of each parameter's flattened elements, in fp32. If the parameter is fp32, the range is
+its own memory, otherwise a main copy. Checkpoints contain these ranges.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, eq=False)
 class OwnedRange:
-    """The elements [start, end) of a parameter, flattened, that this rank updates."""
+    """Elements [start, end) of a flattened parameter that this rank updates."""
 
     start: int
     end: int
     main: nn.Parameter
     """f32 [end - start]"""
     state: dict[str, Any]
-    """The optimizer's of it; without moments before the first update."""
+    """The optimizer's state of the range; without moments before the first update."""
 
 
 class MegatronAdamW:
-    """The update of the trained model whose stages are given."""
+    """AdamW for the trained model with these stages."""
 
     def __init__(self, stages: Stages, section: OptimizerSection, dtype: torch.dtype) -> None:
         self._section = section
@@ -57,7 +57,7 @@ class MegatronAdamW:
                 use_distributed_optimizer=True,
             ),
             self.wrapped,
-            config_overrides={},  # every parameter decays, as with FSDP2
+            config_overrides={},  # weight decay on every parameter, as with FSDP2
             use_gloo_process_groups=False,
         )
         self._reduced = False
@@ -65,11 +65,11 @@ class MegatronAdamW:
 
     @property
     def _parts(self) -> list[Any]:
-        """One for the experts and one for everything else, where there are both."""
+        """The optimizers: one for experts and one for everything else, if the model has experts."""
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 
     def owned(self, parameter: nn.Parameter) -> OwnedRange | None:
-        """This rank's range of a parameter of the stages."""
+        """Return this rank's range of a parameter of the stages; None if it has none."""
         for part in self._parts:
             if parameter in getattr(part, "model_param_gbuf_map", ()):
                 where = part._get_model_param_range_map(parameter)["param"]
@@ -79,7 +79,7 @@ class MegatronAdamW:
         return None
 
     def norm(self) -> float:
-        """The norm of the gradients of all ranks, which are summed where they belong by the first call."""
+        """Return the norm of the gradients of all ranks. The first call sums the gradients over ranks."""
         if not self._reduced:
             finalize_model_grads(self.wrapped)
             self._optimizer.prepare_grads()
@@ -87,7 +87,7 @@ class MegatronAdamW:
         return float(self._optimizer.get_grad_norm())
 
     def step(self, lr: float) -> None:
-        """Clip and update at rate `lr`; gradients are those of which `norm` has told the norm."""
+        """Clip and update at rate `lr`. `norm` must have been called for these gradients."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
@@ -101,12 +101,12 @@ class MegatronAdamW:
         self._reduced = False
 
     def restart(self, updates: int) -> None:
-        """Be as after `updates` updates, with moments of 0."""
+        """Set the state after `updates` updates, with moments of 0."""
         for part in self._parts:
             inner = part.optimizer
             inner.state.clear()
             for group in inner.param_groups:
-                if "step" in group:  # Transformer Engine's counts here
+                if "step" in group:  # Transformer Engine's optimizer counts here
                     group["step"] = updates
                 for main in group["params"] if updates else ():
                     inner.state[main] = {"step": torch.tensor(float(updates))} | {
@@ -115,7 +115,7 @@ class MegatronAdamW:
 
     @torch.no_grad()
     def take_weights(self, tensors: Iterator[tuple[nn.Parameter, Tensor]]) -> None:
-        """Give each parameter its whole value in fp32, and this rank's main range its part of that."""
+        """Set each parameter to its whole fp32 value, and this rank's main range to its part of it."""
         for parameter, whole in tensors:
             parameter.data.copy_(whole)
             if (owned := self.owned(parameter)) is not None:
@@ -123,5 +123,5 @@ class MegatronAdamW:
 
 
 def moments_of(owned: OwnedRange) -> Mapping[str, Tensor]:
-    """f32 of the range's elements, by moment; nothing before the first update."""
+    """Return the moments of the range's elements by name, f32; empty before the first update."""
     return {moment: owned.state[moment] for moment in MOMENTS if moment in owned.state}

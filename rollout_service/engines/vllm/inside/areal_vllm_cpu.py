@@ -1,20 +1,22 @@
-"""An addition to vLLM's worker on a CPU. It runs in the server's environment, and imports nothing of ours.
+"""An addition to vLLM's worker on a CPU. It runs in the server's environment, and imports nothing of this
+project.
 
-A mixture's experts are packed for the kernel when they are first loaded. vLLM 0.32.0 does not pack them again
-when weights are reloaded, but copies the plain ones over the packed, which the kernel then reads as packed:
-wrong numbers, and no error. Experts whose kernel is forgotten are set up as for the first time.
+At the first load, a mixture's experts are packed for the kernel. On a reload, vLLM 0.32.0 does not pack them
+again, but copies the plain weights over the packed ones. The kernel then reads them as packed, which gives
+wrong numbers without an error. This addition makes vLLM forget the experts' kernel, so that the reload sets
+them up as at the first load.
 """
 
 from typing import Any
 
 
 class CpuReload:
-    """Mixed into the worker by `--worker-extension-cls`."""
+    """Extension of the worker, set by `--worker-extension-cls`."""
 
     model_runner: Any
 
     def forget_packed_experts(self) -> int:
-        """Called before each reload; returns how many layers of experts there are."""
+        """Forget the kernels before a reload. Return the number of layers with experts."""
         methods = (getattr(module, "quant_method", None) for module in self.model_runner.model.modules())
         packed = 0
         for method in methods:
