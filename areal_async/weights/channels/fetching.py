@@ -197,8 +197,10 @@ class Download:
 
 
 class SnapshotFetcher(ReceivingEnd):
-    """Brings snapshots to host `node_id`, into `root`, and has their chunks served to others by `server`.
-    `client(address)` makes the clients that ask, `patience_s` and `give_up_s` are those of a `Download`."""
+    """Brings snapshots to host `node_id`, into `root`. `server` serves their chunks to other receivers.
+
+    `client(address)` makes the clients for requests. `patience_s` and `give_up_s` apply to each `Download`.
+    """
 
     makes_deltas = False
 
