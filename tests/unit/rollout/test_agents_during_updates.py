@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from areal_async.answers import Detokenizer
 
+from areal_async.models.answers import Detokenizer
 from areal_async.models.tokenizer import load_tokenizer
 from rollout_service.engines.local.engine import LocalEngine
 from tests.unit.gateway.agents import (
