@@ -37,7 +37,9 @@ import traceback
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec
 from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
@@ -419,7 +421,8 @@ def run_user_file(
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    module = ModuleType(f"areal_{kind}_{path.stem}")
+    loader = SourceFileLoader(f"areal_{kind}_{path.stem}", str(path))
+    module = module_from_spec(ModuleSpec(loader.name, loader, origin=str(path)))
     module.__file__ = str(path)
     # Dataclasses and msgspec look up their module by name while they are defined.
     sys.modules[module.__name__] = module

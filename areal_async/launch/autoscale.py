@@ -203,10 +203,10 @@ def _changed(
     spared = measured.busy * n / max(1, fewer) < section.busy_share
     if measured.waits > section.wait_share and (measured.busy >= section.busy_share or not held_back):
         text = f"the trainer waited for batches {measured.waits:.0%} {shown}"
-        made, hold = measured.change(more, n, "trainer_waits", text), course.up
+        made, hold = measured.change(max(n, more), n, "trainer_waits", text), course.up
     elif measured.waits < section.wait_share / 2 and held_back and spared:
         text = f"the workers were idle {1 - measured.busy:.0%} {shown}"
-        made, hold = measured.change(fewer, n, "workers_idle", text), course.down
+        made, hold = measured.change(min(n, fewer), n, "workers_idle", text), course.down
     else:
         return course, None
     if made.workers == n or look.at_s < hold.until_s:

@@ -62,8 +62,7 @@ class HttpClient:
         secure: ssl.SSLContext | bool = ssl.create_default_context(cafile=ca_file) if ca_file else True
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=limits.keepalive_s, ssl=secure),
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {}),
             auto_decompress=False,
         )
 

@@ -543,8 +543,8 @@ class ReplicaSet:
         if self.newest is None:
             yield self._served()
             return
-        async with AsyncExitStack() as stack:
-            snapshot: Weights | None = None
+        stack, snapshot = AsyncExitStack(), None
+        try:
             while snapshot is None:
                 try:
                     snapshot = await stack.enter_async_context(self.newest())
@@ -552,3 +552,7 @@ class ReplicaSet:
                     log.warning("no snapshot to start with", error=str(error))
                     await asyncio.sleep(self.fetch_pause_s)
             yield snapshot
+        finally:
+            await (
+                stack.aclose()
+            )  # An engine that failed to start must not keep the snapshot from its release.

@@ -193,8 +193,8 @@ class RayPlace:
             child.actor = self.actor
             self._start(child, served_before, meeting)
             self._follow(child)
-        except Cancelled:
-            child.status = LOST_STATUS
+        except Cancelled:  # the actor may still be starting the process, and must not outlive the request
+            self._gone(child, "was stopped before it had started")
         except RayError as error:
             self._gone(child, f"was lost with its node ({first_line(error)})")
         except Exception as error:
