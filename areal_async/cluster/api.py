@@ -381,7 +381,7 @@ HEADERS_OF = {401: {"www-authenticate": "Bearer"}, 413: {"connection": "close"}}
 
 
 def _counted_refusal(error: Exception) -> Response | None:
-    """Count an error of the client and return its answer. Returns None for an error of the controller."""
+    """Count an error of the client and return its answer. Returns None if the controller caused the error."""
     fits = (found for kinds, found in STATUS_OF.items() if isinstance(error, kinds))
     status, text = (error.status, "{}") if isinstance(error, ApiRefusal) else next(fits, (0, ""))
     if not status:

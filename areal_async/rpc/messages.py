@@ -348,7 +348,7 @@ class NoScore(Record, frozen=True):
     """Verdicts of one kind without a score.
 
     `kind` is `timeout`, `abstain`, or `error:` and the kind of the failure. Message and episode belong to the
-    newest one.
+    newest verdict.
     """
 
     kind: str

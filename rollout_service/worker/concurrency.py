@@ -5,8 +5,8 @@ ceiling. It starts at `START_SHARE` of the ceiling. It doubles until the engine'
 pressure. After that, it rises by `STEP_SHARE` of the ceiling at each look. Under pressure, it falls to `FALL`
 of the running episodes.
 
-The limit rises only while it is used. If a job waits for something else than the engine, the engine's load
-says nothing. A queue during an exchange of weights, and shortly after it, does not count as pressure, because
+The limit rises only while it is used. If a job waits for something other than the engine, the engine's load
+is no guide. A queue during an exchange of weights, and shortly after it, does not count as pressure, because
 it contains requests that ran before.
 """
 

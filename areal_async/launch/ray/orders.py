@@ -19,7 +19,7 @@ class PlaceOrder(msgspec.Struct, frozen=True):
     place: ServicePlace
     keys: RoleKeys
     ports: tuple[int, int] | None
-    """First and last port that the host may listen on. None: any port."""
+    """First and last port that the host may listen on. None allows any port."""
 
 
 class Placed(msgspec.Struct, frozen=True):
