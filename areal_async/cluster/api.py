@@ -210,8 +210,8 @@ class ControllerApi:
         return Response(msgspec.json.encode(found), media_type="application/json")
 
     def _targets_of(self, job: StoredJob) -> list[ScrapeTargets]:
-        """Return the targets of one job, labelled with the job's name in the cluster. Empty before the job
-        serves."""
+        """Return the targets of one job, labelled with the job's name in the cluster. The result is empty
+        before the job serves."""
         try:
             content = read_own(self._controller.folder(job).targets, max_bytes=BODY_BYTES)
             found = msgspec.json.decode(content, type=list[ScrapeTargets])

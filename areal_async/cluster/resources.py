@@ -50,7 +50,7 @@ class Resources(msgspec.Struct, frozen=True):
 def resources_of(
     job: JobConfig, total: Resources, memory_gb: float = 0.0, *, by_ray: bool = False
 ) -> Resources:
-    """Return the needs of `job` on a cluster that has `total`. `by_ray`: return the resources that Ray
+    """Return the needs of `job` on a cluster that has `total`. With `by_ray`, return the resources that Ray
     reserves.
 
     Cores: the initial threads of the trainer's ranks, the workers' engines and the evaluator. A job that

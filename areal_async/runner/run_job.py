@@ -171,8 +171,8 @@ def run_job(
 ) -> RunResult:
     """Run `job`, or resume its run. Return once all its processes have exited. Call it in the main thread.
     Without a `cluster`, all processes run on this machine. `cluster_file` is the path that commands in
-    messages to the user contain. `inline`: all roles run in this process, and an error of one is raised
-    unchanged. Raises `ConfigError` if the machine cannot run the job, `RunFolderError`, `RunFailed` or
+    messages to the user contain. With `inline`, all roles run in this process, and the error of a role is
+    raised unchanged. Raises `ConfigError` if the machine cannot run the job, `RunFolderError`, `RunFailed` or
     `RunInterrupted`."""
     console = console or RunConsole()
     raise_file_limit()

@@ -410,8 +410,8 @@ def lease_wait(index: Index) -> str:
 
 
 def batch_wait(index: Index, policy: str) -> str:
-    """Return what the next step of `policy` waits for. Empty if its batch exists or can be made, or if no
-    step is left."""
+    """Return what the next step of `policy` waits for. The result is empty if its batch exists or can be
+    made, or if no step is left."""
     rules, step = index.rules.consumers[policy], index.consumer(policy).v_train
     ready = index.consumers[policy].group_counts[GroupState.SCORED]
     # smaller than a batch if some of its groups were dropped

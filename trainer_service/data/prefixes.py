@@ -208,7 +208,8 @@ class Branches:
 
 
 Branching = Masked | list[Branches] | None
-"""Structure of a run. None if every tree has a single row, so that plain causal attention is correct."""
+"""Structure of a run. The value is None if every tree has a single row, so that plain causal attention is
+correct."""
 
 
 def branching_of(runs: Runs, position: NDArray[np.int64], device: torch.device | str) -> list[Branching]:

@@ -37,7 +37,7 @@ class StartOrder(msgspec.Struct, frozen=True):
     meets: bool
     """True for a rank of a trainer with several ranks."""
     meeting: str
-    """Address at which these ranks meet. Empty for rank 0, which creates the meeting."""
+    """Address at which these ranks meet. The value is empty for rank 0, which creates the meeting."""
 
 
 class ProcessStarted(msgspec.Struct, frozen=True):
