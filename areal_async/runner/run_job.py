@@ -170,9 +170,9 @@ def run_job(
     inline: bool = False,
 ) -> RunResult:
     """Run `job`, or resume its run. Return once all its processes have exited. Call it in the main thread.
-    Without a `cluster`, all processes run on this machine. `cluster_file` is the path that commands in
-    messages to the user contain. With `inline`, all roles run in this process, and the error of a role is
-    raised unchanged. Raises `ConfigError` if the machine cannot run the job, `RunFolderError`, `RunFailed` or
+    Without a `cluster`, all processes run on this machine. Commands in messages to the user contain
+    `cluster_file`. With `inline`, all roles run in this process, and their errors are raised unchanged.
+    Raises `ConfigError` if the machine cannot run the job, `RunFolderError`, `RunFailed` or
     `RunInterrupted`."""
     console = console or RunConsole()
     raise_file_limit()

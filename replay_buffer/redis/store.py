@@ -149,8 +149,8 @@ class Store:
     async def blobs(
         self, wanted: Sequence[EpisodeKey], *, by_file: bool = False
     ) -> list[Bytes | FilePart | None]:
-        """Return the codec blobs of (group id, sample), in order. The result is None for an episode that is
-        not stored. With `by_file`, return only the place of a blob that is in a file."""
+        """Return the codec blobs of (group id, sample), in order. The entry of an episode that is not stored
+        is None. With `by_file`, return only the place of a blob that is in a file."""
         reads = self._connected
         refs = {place: ref for place in wanted if (ref := self._large.ref(*place)) is not None}
         small: dict[str, list[int]] = {}
