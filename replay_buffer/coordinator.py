@@ -170,8 +170,8 @@ class Coordinator:
         routed: Sequence[int] = (),
         routes: Given = (),
     ) -> Decision:
-        """Execute a put. Its large episodes are on disk before the decision. So are the `routes` of the
-        samples `routed`, unless this front keeps no routes."""
+        """Execute a put. Its large episodes are on disk before the decision. The `routes` of the samples
+        `routed` are on disk, too, unless this front keeps no routes."""
         self._ready()
         group_id, kept = command.group_id, self._store.routes if routed else None
         files: dict[int, RoutesFile] = {}

@@ -3,10 +3,11 @@
 Promises: Redis contains no bytes of routes. The routes of a stored episode exist until the episode's bytes
 are freed, and `GRACE_S` longer, because a client that just got their place may still open them.
 
-No record refers to the files. A file's name says which routes it has and where they begin. So the ledger and
-Redis do not know about routes. Files that a crash leaves are removed when the store is opened. If the routes
-of an episode are lost, for example after the front moved to another host, it is trained without them. A file
-from a client on this host has the routes of a group, and each episode of the group has a hard link to it.
+No record refers to the files. A file's name contains the ids of its routes and the positions at which they
+begin. So the ledger and Redis do not know about routes. Files that a crash leaves are removed when the store
+is opened. If the routes of an episode are lost, for example after the front moved to another host, it is
+trained without them. A file from a client on this host has the routes of a group, and each episode of the
+group has a hard link to it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class RoutesFile(NamedTuple):
 
 
 class RouteFiles:
-    """Files with routes of one job in `folder`. Used from one event loop."""
+    """Files with routes of one job in `folder`. Belongs to one event loop."""
 
     def __init__(self, folder: Path, grace_s: float = GRACE_S) -> None:
         self._folder = folder

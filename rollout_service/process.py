@@ -35,8 +35,8 @@ GARBAGE_OBJECTS = 10_000
 
 
 def prepare(torch_threads: int, *, computes: bool) -> None:
-    """Set the number of native threads, and keep progress bars out of the log. `computes`: the engine runs
-    torch in this process."""
+    """Set the number of native threads, and keep progress bars out of the log. `computes` means that the
+    engine runs torch in this process."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not computes:
         return

@@ -456,8 +456,8 @@ class CheckpointReader:
     policy: str
     ranks: Ranks = field(default_factory=partial(join_ranks, 0, 1))
     reads: Callable[[Collection[str]], Collection[str]] | None = None
-    """Function that returns the files that this rank reads, from the names of all files. None if it reads
-    all."""
+    """Function that returns the files that this rank reads, from the names of all files. The value is None if
+    it reads all."""
 
     def newest_of_all(self, root: Path, store: CheckpointStore | None) -> Checkpoint | None:
         """Return the newest checkpoint in `root` or in `store`.

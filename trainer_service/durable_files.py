@@ -41,7 +41,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> FileEntry:
-    """Write a file from these parts, hash them meanwhile, and make the file durable."""
+    """Write a file from these parts, hash them while writing, and make the file durable."""
     hasher, size = blake3(), 0
     with path.open("wb") as file:
         for part in parts:

@@ -112,7 +112,7 @@ class Ranks:
     store: dist.Store = field(default_factory=dist.HashStore, repr=False, compare=False)
     hosts: tuple[str, ...] = ()
     """Node id of each rank's host. Ranks on one host share its disk and memory; different hosts share
-    nothing. Empty if all ranks are on one host."""
+    nothing. The value is empty if all ranks are on one host."""
 
     @property
     def first(self) -> bool:
@@ -231,8 +231,8 @@ class Ranks:
     def missing(self) -> list[int]:
         """Return the ranks that have not given up waiting, after slower ones have had time to do so.
 
-        A rank calls it if its collective failed because another rank did not come. Empty if the store is
-        gone."""
+        A rank calls it if its collective failed because another rank did not come. The result is empty if the
+        store is gone."""
         deadline_s = time.monotonic() + max(GIVE_UP_S, self.timeout_s / 10)
         try:
             self.store.set(f"{WAITED}/{self.rank}", "1")

@@ -94,8 +94,8 @@ def has_room(state_bytes: int, *, free_bytes: int, total_bytes: int, available_b
 def left_in_memory(shm_dir: Path, reader: CheckpointReader, above: Checkpoint | None) -> Checkpoint | None:
     """Return the state that a trainer of this run left in memory, if it is complete and newer than `above`.
 
-    All ranks call it. A damaged state counts as none. So does a state if a host lacks files that its ranks
-    read."""
+    All ranks call it. A damaged state counts as none. A state does not count either if a host lacks files
+    that its ranks read."""
     try:
         left = reader.newest(shm_dir / FOLDER)
     except CheckpointError:  # the reader has logged it

@@ -17,7 +17,7 @@ SOCKET_PATH_LIMIT = 107
 
 
 def interface_of(*hosts: str) -> str:
-    """Return the name of this machine's network interface with the first of these addresses that one has.
+    """Return the name of this machine's network interface for the first address that any interface has.
 
     Raises `EndpointError`.
     """

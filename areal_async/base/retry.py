@@ -37,7 +37,7 @@ def pause_s(
 
 @dataclass(frozen=True)
 class Tries:
-    """A rule for retrying an unavailable server: the time limit, and the callbacks meanwhile.
+    """A rule for retrying an unavailable server: the time limit, and the callbacks between attempts.
 
     `away` is called with the error of each failed try before the next try. `back` is called once if a retry
     succeeds. Any thread may call both.

@@ -21,7 +21,7 @@ MOST_NODES = 200_000  # values in one structure, each counted once per reference
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses duplicate keys and too large structures, and reads `1e-5` as a float.
+    """A SafeLoader that refuses duplicate keys and structures above the limits, and reads `1e-5` as a float.
 
     The limits are `MOST_LEVELS` levels and `MOST_NODES` values. Exponents without a dot follow YAML 1.2.
     """

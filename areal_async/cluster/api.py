@@ -210,8 +210,8 @@ class ControllerApi:
         return Response(msgspec.json.encode(found), media_type="application/json")
 
     def _targets_of(self, job: StoredJob) -> list[ScrapeTargets]:
-        """Return the targets of one job, labelled with the job's name in the cluster. Empty before the job
-        serves."""
+        """Return the targets of one job, labelled with the job's name in the cluster. The result is empty
+        before the job serves."""
         try:
             content = read_own(self._controller.folder(job).targets, max_bytes=BODY_BYTES)
             found = msgspec.json.decode(content, type=list[ScrapeTargets])
@@ -381,7 +381,7 @@ HEADERS_OF = {401: {"www-authenticate": "Bearer"}, 413: {"connection": "close"}}
 
 
 def _counted_refusal(error: Exception) -> Response | None:
-    """Count an error of the client and return its answer. Returns None for an error of the controller."""
+    """Count an error of the client and return its answer. Returns None if the controller caused the error."""
     fits = (found for kinds, found in STATUS_OF.items() if isinstance(error, kinds))
     status, text = (error.status, "{}") if isinstance(error, ApiRefusal) else next(fits, (0, ""))
     if not status:

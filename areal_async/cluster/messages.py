@@ -78,7 +78,8 @@ class ScaleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DrainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The worker that must finish its groups and exit. `outside`: the worker was started by hand."""
+    """The worker that must finish its groups and exit. `outside` means that the worker was started by
+    hand."""
 
     worker: str
     timeout_s: float = 60.0

@@ -1,4 +1,4 @@
-"""The queue of waiting jobs, ordered by priority and then by submission. Pure.
+"""The queue of waiting jobs, ordered by priority and then by submission. The module is pure.
 
 A job starts when its resources are free. If the first job does not fit, it waits, and all later jobs wait
 with it. Otherwise, small jobs of low priority would repeatedly take the resources that the first job needs. A

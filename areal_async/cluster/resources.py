@@ -50,11 +50,11 @@ class Resources(msgspec.Struct, frozen=True):
 def resources_of(
     job: JobConfig, total: Resources, memory_gb: float = 0.0, *, by_ray: bool = False
 ) -> Resources:
-    """Return the needs of `job` on a cluster that has `total`. `by_ray`: return the resources that Ray
+    """Return the needs of `job` on a cluster that has `total`. With `by_ray`, return the resources that Ray
     reserves.
 
     Cores: the initial threads of the trainer's ranks, the workers' engines and the evaluator. A job that
-    would use more cores than exist takes all of them. GPUs: one for each engine and each rank. On a cluster
+    would use more cores than exist takes all of them. Each engine and each rank needs one GPU. On a cluster
     with one GPU, all of them share it, as `config/devices.py` describes."""
     workers = max(job.rollout.workers, job.rollout.autoscale.max)
     job = job.model_copy(update={"rollout": job.rollout.model_copy(update={"workers": workers})})

@@ -67,7 +67,8 @@ class Asked:
 class RunEnded:
     """The run of the present attempt has ended, with all its processes.
 
-    `lost`: its process died without an ending. `unstarted`: no process has run the attempt."""
+    `lost` means that its process died without an ending. `unstarted` means that no process has run the
+    attempt."""
 
     how: Literal["finished", "interrupted", "failed", "lost", "unstarted"]
     words: str = ""

@@ -65,8 +65,8 @@ def pack(
 ) -> Submission:
     """Return the submission of the job file at `path`.
 
-    `here`: the controller is on this machine, so paths of files that are not sent become absolute. Otherwise,
-    only absolute paths in the job file refer to the controller's machine. Raises `ConfigError`."""
+    `here` means that the controller is on this machine, so paths of files that are not sent become absolute.
+    Otherwise, only absolute paths in the job file refer to the controller's machine. Raises `ConfigError`."""
     load_job(path, overrides, files=False)
     content, base = read_composed(path), path.resolve().parent
     apply_overrides(content, overrides)

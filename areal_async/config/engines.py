@@ -87,9 +87,9 @@ class EnginePart:
     checked."""
     dtypes: ClassVar[frozenset[str]] = frozenset({"float32", "bfloat16"})
     no_routes: ClassVar[str] = "it does not tell which experts a token was sent to"
-    """Reason against `rollout.routes: replay`. Empty if the engine reports routes."""
+    """Reason against `rollout.routes: replay`. The value is empty if the engine reports routes."""
     no_group: ClassVar[str] = "it joins no process group"
-    """Reason against `weights.channel: nccl`. Empty if the engine joins a process group."""
+    """Reason against `weights.channel: nccl`. The value is empty if the engine joins a process group."""
     logprob_bounds: ClassVar[Mapping[tuple[str, str], LogprobGap]] = {}
     """Allowed gap between the log-probs of engine and trainer, by (coarser of the two dtypes, `dense` or
     `moe`). Without an entry, the self-check warns with the measured gap and the job continues."""

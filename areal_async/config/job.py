@@ -177,8 +177,8 @@ class SupervisorSection(Section):
     window_s: float = Field(default=300.0, gt=0)
     """Seconds until an exit is forgotten."""
     first_pause_s: float = Field(default=0.5, ge=0)
-    """Seconds before restarting a service that served less than 10 s. The pause doubles for each one in a
-    row."""
+    """Seconds before restarting a service that served less than 10 s. The pause doubles with each consecutive
+    restart."""
     longest_pause_s: float = Field(default=30.0, ge=0)
     """Longest pause before a restart, in seconds."""
     hang_s: float = Field(default=60.0, ge=5)
@@ -196,8 +196,8 @@ class OvertakenSection(Section):
     """Handling of a group with a live lease and minimum version `v - max_staleness` at step `v`."""
 
     policy: Literal["wait", "drop", "mask"] = "wait"
-    """Handling of groups that are too stale for the next step: `wait` for them, `drop` them, or `mask` stale
-    tokens and train later."""
+    """Handling of unfinished groups that would be too stale one step later: `wait` delays the step for them,
+    `drop` drops them, and `mask` trains them later without their stale tokens."""
     limit_s: float = Field(default=60.0, gt=0)
     """Longest wait, in seconds. After it the groups are dropped."""
 

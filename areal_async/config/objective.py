@@ -26,8 +26,8 @@ class KlSection(Section):
     target: float | None = Field(default=None, gt=0)
     """Target divergence per token, in nats. The coefficient adapts to reach it."""
     horizon_steps: float = Field(default=10.0, ge=1)
-    """Divisor of the coefficient's relative change per step, which is measured / target − 1, clipped to
-    ±0.2."""
+    """Steps over which the coefficient adapts. Its relative change per step is (measured / target − 1),
+    clipped to ±0.2, divided by this number."""
 
 
 class ReferenceSection(Section):
@@ -71,8 +71,9 @@ class ObjectiveSection(Section):
     advantage_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the advantage."""
     group_by: Literal["task", "task_agent", "task_agent_turn", "task_turn"] = "task"
-    """Unit to compare: `task` compares episodes, `task_agent` one agent's part of them. `task_agent_turn` and
-    `task_turn` compare rewards from a turn on, of one agent or of all."""
+    """Unit to compare. `task` compares episodes, and `task_agent` compares one agent's part of them.
+    `task_agent_turn` compares one agent's rewards of a turn and all later turns; `task_turn` compares those
+    of all agents."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """Discount of rewards per turn, with `task_agent_turn` and `task_turn`."""
     loss: str = Field(default="ppo", min_length=1)
@@ -85,16 +86,17 @@ class ObjectiveSection(Section):
     correction_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the correction; `decoupled` truncates its weight at `cap` (5)."""
     prox: Literal["auto", "recompute", "reuse", "loglinear"] = "auto"
-    """Log-probs of the step's initial weights: `recompute` them, `reuse` the log-probs of the update, or
-    interpolate by staleness (`loglinear`). See docs/objectives.md#which-objective-to-choose."""
+    """Source of the log-probs of the step's initial weights. `recompute` takes an extra forward pass, `reuse`
+    takes the log-probs that the update computes, and `loglinear` interpolates by staleness. See
+    docs/objectives.md#which-objective-to-choose."""
     allow_uncorrected: bool = False
     """Allow `correction: none` with stale samples."""
     kl: KlSection = KlSection()
     entropy: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus; 0 disables it."""
     normaliser: str = Field(default="token", min_length=1)
-    """Mean over tokens (`token`), over token means of rows (`sequence`) or of episodes (`rollout`), over sums
-    of episodes divided by a fixed length (`constant`), or your own."""
+    """Mean of the token losses. `token` gives each token the same weight, `sequence` each row, and `rollout`
+    each episode. `constant` divides each episode's sum by a fixed length. It can also be your own."""
     normaliser_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the normaliser."""
     on_non_finite: Literal["stop", "skip"] = "stop"

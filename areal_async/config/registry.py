@@ -364,7 +364,8 @@ def _keyword_mistakes(
 
 
 def _half_named(name: str) -> str:
-    """Return the fix for a name that lacks the object in a file or the file's ending. Otherwise return ""."""
+    """Return the fix for a name that lacks either the object after `FILE.py:` or the ending `.py`. Otherwise
+    return ""."""
     stem, colon, attribute = name.partition(":")
     if name.endswith(".py"):
         return f"Name what it defines, too: `{name}:NAME`"

@@ -91,7 +91,7 @@ class AutoscaleSection(Section):
     wait_share: float = Field(default=0.1, gt=0, lt=1)
     """Share of its time that the trainer waits. Above it, workers are added."""
     busy_share: float = Field(default=0.8, gt=0, le=1)
-    """Share of time spent computing, from which workers count as fully loaded."""
+    """Workers count as fully loaded if they compute for at least this share of their time."""
     drain_s: float = Field(default=60.0, ge=0)
     """Seconds for a removed worker to finish its episodes."""
 
@@ -117,8 +117,8 @@ class RolloutSection(Section):
     """Episodes in flight per engine: `max_concurrent` (`fixed`), or fewer, to avoid queues and full KV caches
     (`adaptive`)."""
     episode_timeout_s: float | None = Field(default=None, gt=0)
-    """Timeout of an episode, in seconds. After it the sample is returned to the buffer (in evaluation:
-    unscored)."""
+    """Timeout of an episode, in seconds. After this time the sample is returned to the buffer. In an
+    evaluation it counts as unscored."""
     stuck_s: float = Field(default=300.0, gt=0)
     """Seconds without a token after which an engine with requests counts as dead (see docs/engines.md for
     SGLang)."""

@@ -344,7 +344,8 @@ class StatusAggregator:
             self._dropped = DropReport.of(stats.reasons, stats.no_scores)
 
     def held_up(self, seconds: float, now_s: float) -> None:
-        """Do not count these seconds as silence: the process that asks the services was stopped itself."""
+        """Do not count these seconds as silence of the services, because the supervisor was suspended and did
+        not ask them."""
         if self._computed_s is not None:
             self._computed_s = min(now_s, self._computed_s + seconds)
         for service in self._services.values():

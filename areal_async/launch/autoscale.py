@@ -92,7 +92,7 @@ class ScaleTrial:
 
 @dataclass(frozen=True)
 class Hold:
-    """Time until a direction may be tried again. It doubles with each failure in a row."""
+    """Time until a direction may be tried again. It doubles with each consecutive failure."""
 
     until_s: float = 0.0
     begun_s: float = 0.0

@@ -85,7 +85,7 @@ class _Cancelled(BaseException):
 
 
 class InlineService(threading.Thread):
-    """A service on its own thread. When it has ended, it calls `on_end` there with itself."""
+    """A service on its own thread. Its last action on that thread is the call `on_end(self)`."""
 
     def __init__(self, ctx: ServiceContext, on_end: Callable[[InlineService], None]) -> None:
         super().__init__(name=ctx.name, daemon=True)

@@ -72,7 +72,7 @@ class Launcher(Protocol):
         """Write the topology of these placed services on each host, and return it."""
 
     def tend(self, now_s: float, *, calm: bool) -> list[ServicePlace]:
-        """Do regular work, and return the changed places. `calm`: all services serve."""
+        """Do regular work, and return the changed places. `calm` means that all services serve."""
 
     def close(self) -> None:
         """End every process of the run, including processes that others started."""

@@ -322,7 +322,8 @@ class Lifecycle:
         return actions
 
     def _advance_leaving(self, now_s: float) -> list[Action]:
-        """Ask services to end after their time to leave has passed. Kill those that still run later."""
+        """Ask services to end after their time to leave has passed. Kill services that still run after that
+        time."""
         actions: list[Action] = []
         for name, state in self.states.items():
             if not (state.leaving and state.alive):

@@ -72,7 +72,7 @@ class RankLines:
     they meet, on an interface of the host."""
 
     def __init__(self, interface: str, *, several: bool, meeting: str = "") -> None:
-        """Prepare the lines. `several`: the trainer has more than one rank."""
+        """Prepare the lines. `several` means that the trainer has more than one rank."""
         self._interface = interface
         self._several = several
         self.meeting = meeting

@@ -100,7 +100,8 @@ class Run:
 
     @property
     def hosts(self) -> dict[str, str]:
-        """Address of the host of each process, by the process's name. Empty if the run is not alive."""
+        """Address of the host of each process, by the process's name. The value is empty if the run is not
+        alive."""
         services = self.topology.services if self.topology is not None else []
         known = {} if self.topology is None else {n: host.address for n, host in self.topology.hosts.items()}
         return {place.name: known.get(place.node_id, "not placed") for place in services}

@@ -84,7 +84,7 @@ class Spares:
     _given_up: bool = False
 
     def tend(self, now_s: float, *, calm: bool) -> None:
-        """Prepare, replace or end spares. `calm`: all services serve now."""
+        """Prepare, replace or end spares. `calm` means that all services serve now."""
         for spare in [spare for spare in self._spares if not spare.child.alive]:
             self._lost(spare, now_s)
         for spare in self._spares:

@@ -62,7 +62,7 @@ class Search:
     since_s: float
     since_step: int
     tried_from: Split | None = None
-    """The earlier split, while the current split is on trial."""
+    """Former split, while the current split is on trial."""
     rate_before: float = 0.0
     given: Side = "trainer"
     holds: Mapping[Side, Hold] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""The sign of a reward that is exploited: training reward rises while held-out reward falls. Pure."""
+"""The sign of a reward that is exploited: training reward rises while held-out reward falls. The module is
+pure."""
 
 from __future__ import annotations
 

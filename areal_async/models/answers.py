@@ -164,8 +164,8 @@ def spoken_parts(
     an opening tag ends a thought that began with the text.
 
     `skip` is called at each of the `marks` outside of thoughts, with the position of the mark and the start
-    of the part. It returns the position at which the search continues. This makes the tags inside a tool call
-    data. The run time is linear in the length of the text."""
+    of the part. It returns the position at which the search continues. A caller can thus skip tags that are
+    inside a tool call. The run time is linear in the length of the text."""
     pattern = re.compile("|".join((_TAGS, *map(re.escape, marks))))
     parts: list[Span] = []
     begin, at = None if opened else 0, 0

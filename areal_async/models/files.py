@@ -77,8 +77,8 @@ def mixture_of(folder: Path) -> Mixture:
 
 
 def _of_config(folder: Path, names: tuple[str, ...]) -> int:
-    """Return the first of these numbers in config.json. Return 0 if there is none or the file cannot be
-    read."""
+    """Return the first number that config.json has under one of the given names. Return 0 if there is none or
+    the file cannot be read."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         config = config.get("text_config") or config

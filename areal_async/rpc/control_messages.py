@@ -37,7 +37,7 @@ class ServiceStatus(Message, frozen=True):
     pid: int
     state: ServiceState
     waiting_for: dict[str, str]
-    """Text about each wait, by subject. Empty if the service does not wait."""
+    """Text about each wait, by subject. The value is empty if the service does not wait."""
     busy_s: dict[str, float]  # seconds spent in each activity
     figures: ServiceFigures
     notice: str = ""

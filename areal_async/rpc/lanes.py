@@ -1,4 +1,4 @@
-"""The order in which a server begins requests: bounded lanes, served by weighted turns. Pure.
+"""The order in which a server begins requests: bounded lanes, served by weighted turns. The module is pure.
 
 Promises:
 - A lane with waiting requests gets at least the share of its weight, for any load of the other lanes.

@@ -145,7 +145,8 @@ class ClaimedEpisode(Record, frozen=True):
     deadline_ms: int
     tries: int = 0
     scope: Literal["episode", "group"] = "episode"
-    """The unit of judgement. `group`: one call judges all episodes of a claim id, which are consecutive."""
+    """The unit of judgement. `group` means that one call judges all episodes of a claim id, which are
+    consecutive."""
 
 
 class Claims(Message, frozen=True):
@@ -348,7 +349,7 @@ class NoScore(Record, frozen=True):
     """Verdicts of one kind without a score.
 
     `kind` is `timeout`, `abstain`, or `error:` and the kind of the failure. Message and episode belong to the
-    newest one.
+    newest verdict.
     """
 
     kind: str

@@ -1,4 +1,5 @@
-"""The server's memory of its clients. It decides whether a request is run, joined, replayed or refused. Pure.
+"""The server's memory of its clients. It decides whether a request is run, joined, replayed or refused. The
+module is pure.
 
 Promise: while a client waits for request `r`, `r` runs at most once at a time. After its answer, `r` does not
 run again while its reply is remembered. A reply is forgotten as soon as the client confirms it (the `floor`

@@ -37,7 +37,8 @@ class Request(Message, Generic[R], frozen=True):
 
     @property
     def left_in_file(self) -> int:
-        """Number of last attachments that the server does not read. It passes their file on."""
+        """Number of last attachments that the server does not read. It passes the file that contains them
+        on."""
         return 0
 
 

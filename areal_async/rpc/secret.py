@@ -65,7 +65,7 @@ class CurveKeys:
 
     @classmethod
     def shared(cls, seed: bytes) -> CurveKeys:
-        """Return the key pair that all holders of the 32 bytes of `seed` share. They trust only each
+        """Return the key pair that all holders of the 32 bytes of `seed` share. The holders trust only each
         other."""
         secret = z85.encode(seed)
         public = zmq.curve_public(secret)

@@ -44,7 +44,7 @@ class NoNews(Message, frozen=True):
 
 
 class WaitSnapshot(Request[SnapshotNotice | NoNews], frozen=True):
-    """Ask for a snapshot after `after` for a `purpose`. Waits at most `wait_ms`.
+    """Ask for a snapshot newer than `after` for a `purpose`. Waits at most `wait_ms`.
 
     `serve` returns the newest snapshot. `evaluate` returns the snapshots pinned for evaluation, in order.
     With `deltas` the receiver holds the files of `after` and can apply a delta to them. It then waits for a

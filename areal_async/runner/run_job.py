@@ -170,9 +170,9 @@ def run_job(
     inline: bool = False,
 ) -> RunResult:
     """Run `job`, or resume its run. Return once all its processes have exited. Call it in the main thread.
-    Without a `cluster`, all processes run on this machine. Messages name `cluster_file`. `inline`: all roles
-    run in this process, and an error of one is raised unchanged. Raises `ConfigError` if the machine cannot
-    run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`."""
+    Without a `cluster`, all processes run here. Commands in messages contain `cluster_file`. With `inline`,
+    all roles run in this process, and their errors are raised unchanged. Raises `ConfigError` if the machine
+    cannot run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`."""
     console = console or RunConsole()
     raise_file_limit()
     check_start(job, modules=modules, cluster=cluster, inline=inline)

@@ -281,8 +281,8 @@ def lives_of(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any
 def as_it_became(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the records of a run without work that a restarted trainer repeated.
 
-    For each step and each evaluated version of a policy, only the last record is kept. The order is that of
-    these last records."""
+    For each step and each evaluated version of a policy, only the last record is kept. They keep the order in
+    which they were written."""
     last: dict[Any, int] = {}
     for number, record in enumerate(records):
         kind, key = record.get("kind"), "version" if record.get("kind") == "evaluation" else "step"

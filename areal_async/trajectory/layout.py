@@ -162,7 +162,8 @@ class EpisodeHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_text: str = ""
     response_text: str = ""
     epochs: list[tuple[int, int]] = []
-    """Runs (first unit, trainer epoch of the weights) over the units with mask 1. Empty if there are none."""
+    """Runs (first unit, trainer epoch of the weights) over the units with mask 1. The value is empty if there
+    are none."""
     fault: str = ""
     """Reason of an early end that an answer caused, as `kind: message`. No reward judges the episode then."""
 

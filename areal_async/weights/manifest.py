@@ -100,7 +100,8 @@ class Manifest(msgspec.Struct, frozen=True):
     target_hash: str = ""
     """Hash of the full snapshot's manifest file, in a delta."""
     patches: list[Patch] = []
-    """Changes to each part of the base, in the order of the delta file. Empty in a full manifest."""
+    """Changes to each part of the base, in the order of the delta file. The value is empty in a full
+    manifest."""
 
 
 class _Sealed(msgspec.Struct, frozen=True):

@@ -61,7 +61,8 @@ class Receiver:
         return await self._client.connect(timeout_s)
 
     async def next(self, after: VersionTag | None, wait_ms: int = 0) -> SnapshotNotice | NoNews:
-        """Return the next snapshot for this purpose that is newer than `after`. Waits at most `wait_ms`."""
+        """Return the next snapshot that is newer than `after` and offered for the receiver's purpose. Waits
+        at most `wait_ms`."""
         ask = WaitSnapshot(self._name, self._purpose, after, wait_ms, self._channel.makes_deltas)
         return await self._client.call(ask, timeout_s=ANSWER_S)
 

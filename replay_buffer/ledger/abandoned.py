@@ -1,8 +1,8 @@
 """Units from weights that a restarted trainer has abandoned: whether they are trained, and their staleness.
 
-Under `on_abandoned: drop`, their groups are dropped with the reason `abandoned`. Under `train`, they stay.
-Their behaviour log-probs are known, so the off-policy correction accounts for the difference between the
-weights. For the staleness limit, such a unit counts as the last version that its epoch shares with the
+Under `on_abandoned: drop`, their groups are dropped with the reason `abandoned`. Under `train`, the groups
+stay. Their behaviour log-probs are known, so the off-policy correction accounts for the difference between
+the weights. For the staleness limit, such a unit counts as the last version that its epoch shares with the
 trainer's lineage (`counted_as`). So a unit never counts as younger than it is.
 """
 

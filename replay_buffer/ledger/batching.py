@@ -80,7 +80,7 @@ def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
 
 def _only_after_commit(index: Index, policy: str, step: int) -> Waiting | None:
     """Return the reason if the batch of `step` must wait for the commit of the step before. It waits while
-    that commit can still decide which units are valid. This is so while the redo log goes on, and while an
+    that commit can still decide which units are valid. This is true until the redo log ends, and while an
     earlier epoch has published the same weights so far. The commit then makes the later versions of that
     epoch valid or abandoned."""
     done = index.consumer(policy).v_train
@@ -410,8 +410,8 @@ def lease_wait(index: Index) -> str:
 
 
 def batch_wait(index: Index, policy: str) -> str:
-    """Return what the next step of `policy` waits for. Empty if its batch exists or can be made, or if no
-    step is left."""
+    """Return what the next step of `policy` waits for. The result is empty if its batch exists or can be
+    made, or if no step is left."""
     rules, step = index.rules.consumers[policy], index.consumer(policy).v_train
     ready = index.consumers[policy].group_counts[GroupState.SCORED]
     # smaller than a batch if some of its groups were dropped

@@ -85,8 +85,9 @@ def commit(index: Index, message: Commit, now_ms: int) -> Decision:
 
 
 def _drop_abandoned(tx: Transaction, policy: str, version: int) -> None:
-    """Handle every group not trained yet that has units from abandoned weights. As the job file says, drop
-    it, or count these units as older. `version` is the newest version of the running epoch."""
+    """Handle every group not trained yet that has units from abandoned weights. Depending on the job file,
+    drop the group or count the abandoned units as older. `version` is the newest version of the running
+    epoch."""
     consumer = tx.consumer(policy)
 
     def may_stay(episode: EpisodeRecord) -> bool:

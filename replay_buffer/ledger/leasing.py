@@ -397,7 +397,8 @@ def store_episodes(index: Index, command: StoreEpisodes, now_ms: int) -> Decisio
 
 
 def _problem(index: Index, group: GroupRecord, arrival: Arrival, lease_number: int, *, live: bool) -> str:
-    """Return why an arrival cannot be stored. Empty if it can be, or if this lease has already stored it."""
+    """Return why an arrival cannot be stored. The result is empty if it can be, or if this lease has already
+    stored it."""
     if not 0 <= arrival.sample < len(group.episodes):
         return f"invalid: the group has the samples 0 to {len(group.episodes) - 1}"
     held = group.episodes[arrival.sample]

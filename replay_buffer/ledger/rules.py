@@ -60,8 +60,8 @@ class Rules:
     on_error: VerdictPolicy = VerdictPolicy()
     on_abstain: VerdictPolicy = VerdictPolicy(retries=0)
     faults_at_start: int = 64
-    """Number of answers in a row that end the job if each is itself at fault. Only answers since the start
-    count, before any success. 0 turns this off."""
+    """Number of consecutive answers that end the job if each of them is at fault. Only answers since the
+    start count, before any success. 0 turns this off."""
     min_scored: int = 2
     routing: Routing | None = None
     """Rewards by task. None: every task has one scoring call per episode."""

@@ -372,7 +372,7 @@ def try_succeeded(tx: Transaction, what: What) -> None:
 
 
 def try_failed(tx: Transaction, what: What, group: GroupRecord, reason: str) -> None:
-    """Record that a try for the task of `group` failed with `reason`. May end the job."""
+    """Record that a try for the task of `group` failed with `reason`. This may end the job."""
     streak: Streak = getattr(tx.meta, what)
     task = (group.row, group.pass_index)
     tasks = streak.tasks

@@ -85,7 +85,7 @@ class EmbeddedRedis:
 
         If the log ends inside a transaction, it is repaired before the server appends to it. The server drops
         only the incomplete command and leaves the transaction open. The next transaction would be appended to
-        it. The start after that would then restore half of the lost one. Therefore the server is started a
+        it. The next start would then restore half of the lost transaction. Therefore the server is started a
         second time. The log now ends between two commands, and the server drops the whole transaction."""
         if self.pid is not None and not await self._end_if_hung():
             return

@@ -258,7 +258,8 @@ class BlobFiles:
             self.remove([name], at_once=True)
 
     async def read(self, refs: Sequence[BlobRef]) -> list[memoryview | None]:
-        """Return the episodes' bytes as memory maps of their files. None for a missing episode."""
+        """Return the episodes' bytes as memory maps of their files. An entry is None if the episode is
+        missing."""
         return await asyncio.to_thread(lambda: [self._map(ref) for ref in refs])
 
     def remove(self, names: Sequence[str], *, at_once: bool = False) -> None:

@@ -149,8 +149,8 @@ class Store:
     async def blobs(
         self, wanted: Sequence[EpisodeKey], *, by_file: bool = False
     ) -> list[Bytes | FilePart | None]:
-        """Return the codec blobs of (group id, sample), in order. None for an episode that is not stored.
-        With `by_file`, return only the place of a blob that is in a file."""
+        """Return the codec blobs of (group id, sample), in order. The entry of an episode that is not stored
+        is None. With `by_file`, return only the place of a blob that is in a file."""
         reads = self._connected
         refs = {place: ref for place in wanted if (ref := self._large.ref(*place)) is not None}
         small: dict[str, list[int]] = {}
@@ -263,8 +263,8 @@ class Store:
         writes of this front. Return the revision found.
 
         A front that had the job takes it back only if no other front came in between. Its own attempt whose
-        answer was lost does not count as another front. Neither does an older epoch: then Redis has lost the
-        opening of this front."""
+        answer was lost does not count as another front. An older epoch does not count either, because it
+        means that Redis has lost the opening of this front."""
         ask = self._connected.ask
         sha = await ask("SCRIPT", "LOAD", TAKE_SCRIPT)
         front, owner, state = await ask("HMGET", self._keys.meta, "front", "owner", "state")

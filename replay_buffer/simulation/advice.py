@@ -54,8 +54,8 @@ class Advice:
 
     @property
     def better(self) -> list[Variant]:
-        """Return the better alternatives. They are faster by more than the noise. Or they are as fast, with a
-        staleness that is lower by at least a tenth of a step."""
+        """Return the better alternatives. They are faster by more than the noise. Otherwise they are as fast
+        as the job's, and the staleness is lower by at least a tenth of a step."""
         fresher = self.now.prediction.staleness_mean - 0.1
         return [
             each

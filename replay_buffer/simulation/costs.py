@@ -78,7 +78,7 @@ class EngineCosts(Section):
     prompt_token_s: float = Field(default=0.0, ge=0)
     """Seconds to compute one token of a prompt. The samples of a group share their prompt."""
     prefill_s: float = Field(default=0.0, ge=0)
-    """Seconds of a pass over prompts, without its tokens."""
+    """Fixed seconds of a prefill pass, in addition to the seconds of its tokens."""
     episode_s: float = Field(default=0.0, ge=0)
     """Seconds of the worker's own work per episode, one episode after the other: rendering, packing,
     sending."""

@@ -27,7 +27,7 @@ def main(request: ExportRequest) -> None:
 
 async def export(request: ExportRequest) -> dict[str, int]:
     """Write the file, with one group in memory at a time. Return the number of episodes and groups in it, and
-    of groups that left the buffer meanwhile."""
+    the number of groups that left the buffer during the export."""
     state, steps = state_of(request.state), step_range(request.steps)
     run = find_run(request.run)
     found = left = 0

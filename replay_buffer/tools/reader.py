@@ -2,8 +2,8 @@
 
 Promises: nothing is changed. For a live run, its Redis is read without a new front epoch. If that Redis is on
 another host, the buffer is asked instead. For an ended run, a copy of its files is read in a temporary Redis.
-The ledger is read as of one moment. Episodes are read later, so episodes of groups that left meanwhile are
-missing.
+The ledger is read as of one moment. Episodes are read later, so episodes are missing if their group has left
+the buffer since then.
 """
 
 from __future__ import annotations

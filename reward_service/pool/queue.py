@@ -1,4 +1,5 @@
-"""The calls that wait for workers: whose turn it is, how many a worker gets, and when it is killed. No I/O.
+"""The calls that wait for workers: whose turn it is, how many a worker gets, and when it is killed. The
+module does no I/O.
 
 Rewards share the workers' time, not the number of calls. The reward that has used the least time is next. An
 idle reward does not save up unused time.

@@ -208,7 +208,7 @@ def unwrapped(text: str) -> str:
 def last_maths(text: str) -> str | None:
     """Return the last formula or number of a text without a marked answer, or None if it has neither.
 
-    The later one of the last formula and the last number counts.
+    Of the last formula and the last number, the one that comes later counts.
     """
     formula, number = deque(formulas(text), maxlen=1), last_match(NUMBER, text)
     if formula and (number is None or number.end() <= formula[0][0]):

@@ -193,7 +193,7 @@ REASON = re.compile(
     r"|[,;]?\s*+\b(?:(?:and )?not|rather than|instead of) (?:option )?\(?[A-Z]\)?[.!]?\Z",
     re.DOTALL | re.I,
 )
-"""The reason after a choice. It may name the other options, or the rejected one."""
+"""The reason after a choice. The reason may also mention the other options, or a rejected option."""
 CHOOSES = r"(?:I(?:['’]ll|['’]d| will| would)? (?:choose|pick|select|go with) )?"
 LONGEST = 2_000
 

@@ -112,9 +112,9 @@ class GenerateResult:
     """Number of prompt tokens found in a prefix cache. None: the engine does not report it."""
     routes: Routes | None = None
     """u8 or u16 [n, width], as in `trajectory/routes.py`. They cover the tokens from `routes_from` on that
-    the model has read, so not the last sampled one. None if they are not requested or not known. If a token
-    was read several times, because its KV was recomputed under other weights, the routes are from one of
-    these passes."""
+    the model has read, so not the last sampled one. The value is None if they are not requested or not known.
+    If a token was read several times, because its KV was recomputed under other weights, the routes are from
+    one of these passes."""
 
 
 Ids = npt.NDArray[np.int32]
@@ -149,7 +149,7 @@ class EngineStats:
     """Seconds with at least one request being computed."""
     passes: tuple[float, ...] = ()
     """Sums over the engine's passes, from which the cost of a pass is estimated (`with_pass` of the local
-    engine). Empty if the engine does not measure passes."""
+    engine). The value is empty if the engine does not measure passes."""
     decoded: int = 0
     """Count that increases with units of unfinished answers, which `tokens_total` does not contain yet. Only
     its change has a meaning."""

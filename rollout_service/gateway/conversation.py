@@ -1,8 +1,7 @@
 """Paths of one episode's calls: the recorded answer that a new call continues.
 
-Promise: the engine continues one of two things. Either the exact ids of a recorded answer, followed by the
-ids of the new messages. Or the ids of a completely new rendering. Sampled text on a path is never tokenised
-again.
+Promise: the engine continues either the exact ids of a recorded answer, followed by the ids of the new
+messages, or the ids of a completely new rendering. Sampled text on a path is never tokenised again.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ class AgentCalls:
     async def _shown(
         self, asked: ChatCall, opened: bool, result: SampledAnswer, ids: Ids, logprobs: Logprobs
     ) -> SampledChoice:
-        """Return an answer in the form for the agent. `opened`: its prompt has opened a thought."""
+        """Return an answer in the form for the agent. `opened` means that the prompt has opened a thought."""
         template = self.tree.template
         content, called = result.text, tuple[ParsedCall, ...]()
         if asked.parse_tools:

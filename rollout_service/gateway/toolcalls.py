@@ -85,8 +85,8 @@ MARKERS: dict[Format, tuple[str, ...]] = {
 
 
 def parse(text: str, family: Format, tools: Tools = (), *, opened: bool = False) -> ParsedText:
-    """Return the model's text and its tool calls. `tools` has the types of `xml` parameters. `opened`: the
-    prompt has opened a thought."""
+    """Return the model's text and its tool calls. `tools` has the types of `xml` parameters. `opened` means
+    that the prompt has opened a thought."""
     if family == "none":
         return ParsedText(text)
     read = partial(_READERS[family], ScannedText(text), tools)

@@ -539,7 +539,7 @@ class ReplicaSet:
     @asynccontextmanager
     async def _snapshot(self) -> AsyncIterator[Weights]:
         """Yield the snapshot for a starting engine. It is the newest, however long the trainer takes to
-        answer. Without a source, it is the served one."""
+        answer. Without a source, this is the served version."""
         if self.newest is None:
             yield self._served()
             return

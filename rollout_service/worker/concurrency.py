@@ -1,12 +1,12 @@
 """The limit on the number of episodes that a worker runs at once.
 
-`fixed`: always the ceiling. `adaptive`: additive increase and multiplicative decrease between a floor and a
-ceiling. It starts at `START_SHARE` of the ceiling. It doubles until the engine's queue or KV room first shows
-pressure. After that, it rises by `STEP_SHARE` of the ceiling at each look. Under pressure, it falls to `FALL`
-of the running episodes.
+With `fixed` it is always the ceiling. With `adaptive` it rises by addition and falls by multiplication,
+between a floor and a ceiling. It starts at `START_SHARE` of the ceiling. It doubles until the engine's queue
+or KV room first shows pressure. After that, it rises by `STEP_SHARE` of the ceiling at each look. Under
+pressure, it falls to `FALL` of the running episodes.
 
-The limit rises only while it is used. If a job waits for something else than the engine, the engine's load
-says nothing. A queue during an exchange of weights, and shortly after it, does not count as pressure, because
+The limit rises only while it is used. If a job waits for something other than the engine, the engine's load
+is no guide. A queue during an exchange of weights, and shortly after it, does not count as pressure, because
 it contains requests that ran before.
 """
 

@@ -1,4 +1,4 @@
-"""Failures of episodes: whose fault they are, how many in a row end the worker, and timeouts."""
+"""Failures of episodes: whose fault they are, how many consecutive ones end the worker, and timeouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 log = get_logger("rollout")
 
 MAX_FAILURES = 8
-"""Most failures in a row, without a success in between, before the worker ends. All episodes that were
+"""Most consecutive failures, without a success in between, before the worker ends. All episodes that were
 running at a failure count as the same failure, because a failed step of the engine takes all its requests
 along."""
 OWN_FAULT_S = 20.0
@@ -142,7 +142,8 @@ class FailureStreak:
 
     @property
     def pause_s(self) -> float:
-        """Seconds from now during which no new episode may begin. They double with each failure in a row."""
+        """Seconds from now during which no new episode may begin. They double with each consecutive
+        failure."""
         if not self.count:
             return 0.0
         pause_s = min(self.longest_pause_s, self.first_pause_s * 2.0 ** min(self.count, MAX_FAILURES))

@@ -123,7 +123,8 @@ class UploadQueue:
             lease.size_bytes += len(blob) + len(routes or b"")
 
     def fail(self, lease_id: str, reason: str, *, at_fault: bool = False) -> None:
-        """Record that a sample of the lease will not come. `at_fault`: the episode itself failed."""
+        """Record that a sample of the lease will not come. `at_fault` means that the episode itself
+        failed."""
         if (lease := self.leases.get(lease_id)) is not None:
             lease.failure = reason
             lease.at_fault = lease.at_fault or at_fault

@@ -113,8 +113,8 @@ class Context:
         self._calls = self._tool_calls = self._tool_errors = 0
         self._anchor: str | bytes | None = None
         self._paths: dict[int, Ids | tuple[int, bytes]] = {}
-        """Ids of the path down to each segment. Until they are needed: the parent and the segment's own
-        ids."""
+        """Ids of the path down to each segment. Before the ids are needed, the entry has only the parent and
+        the segment's own ids."""
         self._chats: dict[int, Chat] = {}  # The conversation up to each segment, if the path is a chat
         self._policy: dict[int, str] = {}  # The policy of each segment's tokens
 

@@ -200,7 +200,7 @@ def plain_call(text: str) -> RequestedCall | None:
 
 def json_calls(text: str, *, opened: bool = False) -> list[RequestedCall]:
     """Return every call in `text` outside of thoughts, in order. A call with invalid JSON has a `problem`.
-    `opened`: the prompt has opened a thought."""
+    `opened` means that the prompt has opened a thought."""
     source = ScannedText(text)
 
     def read(at: int, begin: int) -> Found:

@@ -41,7 +41,7 @@ class CallsBusy(CallTimeout):
 
 
 class BlockingCalls:
-    """Runner of the user's blocking code, each call in a thread with a deadline. Used from one event loop.
+    """Runner of the user's blocking code, each call in a thread with a deadline. Belongs to one event loop.
 
     A call past its deadline raises `CallTimeout` and blocks nobody. A thread cannot be ended, so a hanging
     call keeps its place until it returns. There are at most `limit` places. If no place becomes free within a

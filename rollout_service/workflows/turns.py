@@ -77,7 +77,8 @@ class RenderedPrompt:
     text: str
     """Rendering with the assistant's turn opened."""
     before: str | None
-    """Rendering without the opened turn. None if the template does more than append the opening."""
+    """Rendering without the opened turn. The value is None if the template does more than append the
+    opening."""
 
 
 def tail(

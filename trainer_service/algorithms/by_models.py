@@ -114,7 +114,7 @@ def process_slopes(units: UnitTable, beta: float, balanced: bool = False) -> tup
     clamped to [1/n, 1 - 1/n].
 
     The figures are `loss`, `accuracy` and `auc`. `auc` is the share of pairs of a right and a wrong episode
-    in which the right one has the larger s; ties count half. Chance is 0.5, whatever the share of right
+    in which the right episode has the larger s; ties count half. Chance is 0.5, whatever the share of right
     episodes. If all episodes are right, or none is, there is no `auc`."""
     import torch
     import torch.nn.functional as F

@@ -223,8 +223,8 @@ class Objective:
         return of_shape(f"the advantage {name} is of each {of} and was to return", values, count)
 
     def statistic(self, logp: Tensor, units: UnitTable) -> Tensor | None:
-        """Return f32 [S]: the statistic of each unit, whose mean over each episode the loss reads. None if
-        the loss has no statistic."""
+        """Return f32 [S]: the statistic of each unit, whose mean over each episode the loss reads. The result
+        is None if the loss has no statistic."""
         if self._loss.statistic is None:
             return None
         logp, units = masked(logp.float(), units.mask), self._with_prox(logp, units.cleared())

@@ -99,7 +99,7 @@ class StepStatistics:
 
 
 class EffectiveSamplesWatch:
-    """Watch on the effective share of the samples. It triggers after `patience` steps in a row below
+    """Watch on the effective share of the samples. It triggers after `patience` consecutive steps below
     `floor`."""
 
     def __init__(self, floor: float, patience: int, advice: str) -> None:

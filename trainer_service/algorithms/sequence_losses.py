@@ -162,8 +162,8 @@ class SequenceLoss:
         return (1 + (rewards * values)[values != 0].sign()) / 2
 
     def margin(self, given: Sequences) -> float | None:
-        """Return the mean reward of preferred sequences minus the mean reward of the others. None if either
-        set is empty, or if the loss has no preferred sequences."""
+        """Return the mean reward of preferred sequences minus the mean reward of the others. The result is
+        None if either set is empty, or if the loss has no preferred sequences."""
         reward = self.reward(given)
         if self.paired:
             chosen, rejected = pairs(reward)

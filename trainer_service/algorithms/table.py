@@ -52,8 +52,8 @@ class EpisodeTable:
     components: Mapping[str, Tensor] = field(default_factory=dict)
     """f64 [E] by name; NaN if the episode does not have the component."""
     parts: Sequence[Parts | None] = ()
-    """Rewards of segments, agents and units by episode, None if the verdict has none. Empty if no episode has
-    any."""
+    """Rewards of segments, agents and units by episode, None if the verdict has none. The value is empty if
+    no episode has any."""
 
     def __len__(self) -> int:
         return len(self.reward)

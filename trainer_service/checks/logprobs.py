@@ -191,8 +191,8 @@ class CheckOutcome:
     max: float
     measured: LogprobGap
     allowed: LogprobGap | None
-    """Limits from the job or the engine. None if the engine has no limits for this dtype and kind of
-    model."""
+    """Limits from the job or the engine. The value is None if the engine has no limits for this dtype and
+    kind of model."""
     passed: bool
     skipped: Mapping[str, int]
     """Reason -> number of units in the batch that could not be compared."""

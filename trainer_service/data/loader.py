@@ -54,8 +54,8 @@ class BatchLoader:
         self._stopping, self._check, self._route_bytes = stopping, check, route_bytes
 
     def next_batch(self, epoch: int, step: int) -> Batch | None:
-        """Return the manifest of `step`, the same on every rank. None if the trainer is asked to stop
-        first."""
+        """Return the manifest of `step`, the same on every rank. The result is None if the trainer is asked
+        to stop first."""
         begun_s = reported_s = time.monotonic()
         edge = ""
         while True:

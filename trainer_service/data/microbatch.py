@@ -54,7 +54,7 @@ class MicroBatch:
     """i64 [S]: index into the step's episodes."""
     routes: Tensor | None = None
     """i16 [L, T, K]: experts that the engine chose in each layer of experts. -1 if the engine reported none
-    or left an expert out. None if the model chooses for all tokens."""
+    or left an expert out. The value is None if the model chooses for all tokens."""
 
     @property
     def n_tokens(self) -> int:

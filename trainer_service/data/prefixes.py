@@ -33,8 +33,8 @@ DENSE_TOKENS = 256
 """Largest tree, in tokens, that uses one attention mask over all its tokens. Larger trees use one call for
 each branch."""
 LEAST_BRANCH = 64
-"""Smallest shared prefix in a larger tree, in tokens. A shorter prefix is repeated, because this costs less
-than another attention call."""
+"""Smallest prefix, in tokens, that is shared in a tree larger than `DENSE_TOKENS`. A shorter prefix is
+repeated, because this costs less than another attention call."""
 
 SEEN_PER_TOKEN = 4
 """Number of copied keys that count as one token of a budget. Branches of large trees copy the keys of their
@@ -208,7 +208,8 @@ class Branches:
 
 
 Branching = Masked | list[Branches] | None
-"""Structure of a run. None if every tree has a single row, so that plain causal attention is correct."""
+"""Structure of a run. The value is None if every tree has a single row, so that plain causal attention is
+correct."""
 
 
 def branching_of(runs: Runs, position: NDArray[np.int64], device: torch.device | str) -> list[Branching]:
@@ -276,7 +277,8 @@ def leaves_of(position: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def runs_of(lengths: Sequence[int]) -> Runs:
-    """Return the runs of trees with these lengths, in order. Raises `ValueError` for a zero length."""
+    """Return the lengths of packed trees, in order, as pairs of a count and a length: one pair for
+    consecutive trees of equal length. Raises `ValueError` for a zero length."""
     if any(length < 1 for length in lengths):
         raise ValueError("a packed sequence holds at least one token")
     return [(sum(1 for _ in same), length) for length, same in groupby(lengths)]

@@ -94,8 +94,8 @@ def rules_of(model: Any) -> dict[type[nn.Module], RouterRule]:
 def mixture_to_replay(job: JobConfig) -> Mixture | None:
     """Return the structure of the model whose routes the job's trainer replays.
 
-    None if it replays none. This includes `auto` for a model whose routers follow no known rule. With
-    `replay` such a model raises `ModelError`."""
+    The result is None if it replays none. This includes `auto` for a model whose routers follow no known
+    rule. With `replay` such a model raises `ModelError`."""
     mixture = replayed_mixture(job)
     if mixture is None or not _has_rules(job.model, must=job.rollout.routes == "replay"):
         return None

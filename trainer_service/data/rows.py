@@ -43,10 +43,12 @@ class TrainingRow:
     places: NDArray[np.int64] | None = None
     """i64 [6, S]: the columns `PLACES` of each unit; None if they were not requested."""
     segment_reward: NDArray[np.float32] | None = None
-    """f32 [S]: the workflow's reward for the unit's segment, or NaN. None if `places` is None."""
+    """f32 [S]: the workflow's reward for the unit's segment, or NaN. The value is None if `places` is
+    None."""
     routes: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     """[T, L, K]: the engine's routes of the tokens through L layers of experts. The largest value of the type
-    means no route (`areal_async/trajectory/routes.py`). None if the engine reported no routes."""
+    means no route (`areal_async/trajectory/routes.py`). The value is None if the engine reported no
+    routes."""
     shared: int = 0
     """Number of leading tokens that the previous row in the pack also has; they are not packed again."""
     feeds_last: bool = False

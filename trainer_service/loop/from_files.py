@@ -154,7 +154,7 @@ class FileTrainer:
 
     def measure(self) -> dict[str, float]:
         """Return `held_out_loss`, `accuracy` and `margin` of the held-out examples, as far as they are
-        defined. Empty without a held-out file."""
+        defined. The result is empty without a held-out file."""
         if not self._held_out:
             return {}
         with busy("evaluate"):

@@ -92,8 +92,8 @@ class Learner:
         """Return the policy's model FLOP utilization in a step that took `busy_s`.
 
         It is the share of all devices' peak that the forward and backward passes of the policy used.
-        Recomputation and passes that only compute a column do not count. None if the peak or the model's
-        dimensions are unknown."""
+        Recomputation and passes that only compute a column do not count. The result is None if the peak or
+        the model's dimensions are unknown."""
         peak = peak_flops(self._ranks.device, self._job.trainer.dtype)
         if peak is None or self._cost is TOKENS_ALONE or not busy_s:
             return None

@@ -189,8 +189,8 @@ class StepResult:
     """Durations. `columns` covers packing, columns, rewards and advantages; `update` covers gradients and
     updates."""
     groups_without_baseline: int | None = None
-    """Number of groups whose greedy answer is missing. Nothing is learned from these groups. None if the
-    objective needs no greedy answers."""
+    """Number of groups whose greedy answer is missing. Nothing is learned from these groups. The value is
+    None if the objective needs no greedy answers."""
 
     @property
     def loss(self) -> float:

@@ -52,9 +52,9 @@ def quickstart(
 
 
 def quickstart_job(overrides: Sequence[str] = (), *, out: str | Path = "runs", seed: int = 1) -> JobConfig:
-    """Return the quickstart's RL job with these `key=value`, for experiments. If its files and its warmed-up
-    model do not exist below `out`, they are created (about 20 s). Raises the errors of `run_job` and
-    `load_job`."""
+    """Return the quickstart's RL job with overrides `key=value`, for experiments. If its files and its
+    warmed-up model do not exist below `out`, they are created (about 20 s). Raises the errors of `run_job`
+    and `load_job`."""
     out = Path(out)
     if not (out / WARM_MODEL / "config.json").exists():
         _warm_up(out, seed, plain=True, console=Console())

@@ -19,7 +19,7 @@ class PlaceOrder(msgspec.Struct, frozen=True):
     place: ServicePlace
     keys: RoleKeys
     ports: tuple[int, int] | None
-    """First and last port that the host may listen on. None: any port."""
+    """First and last port that the host may listen on. None allows any port."""
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class StartOrder(msgspec.Struct, frozen=True):
     meets: bool
     """True for a rank of a trainer with several ranks."""
     meeting: str
-    """Address at which these ranks meet. Empty for rank 0, which creates the meeting."""
+    """Address at which these ranks meet. The value is empty for rank 0, which creates the meeting."""
 
 
 class ProcessStarted(msgspec.Struct, frozen=True):

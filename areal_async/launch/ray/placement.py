@@ -1,4 +1,5 @@
-"""Needs of each process of a job, and the placement of its processes relative to each other. Pure.
+"""Needs of each process of a job, and the placement of its processes relative to each other. The module is
+pure.
 
 Three placement groups exist. The ranks of a trainer are packed on as few nodes as possible. The first workers
 of a job and its evaluator are spread. Buffer and reward service are the third group. A buffer with its own

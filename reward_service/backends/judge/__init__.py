@@ -64,12 +64,12 @@ class JudgeArguments(Section):
     sentence not to obey it. `json`: as one JSON text. `none`: without marks, so the response may imitate a
     part of the template."""
     system: str = ""
-    """System message of a chat, filled in like `template`. Empty: no system message."""
+    """System message of a chat, filled in like `template`. If it is empty, there is no system message."""
     parse: Annotated[str, AfterValidator(_pattern)] = ""
     """Regular expression that must match the whole last line of the reply. The grade is its one group, or the
-    line. If empty, the grade is a JSON field if the servers accept a schema (`response_format`), else the
-    last line is `Grade: <grade>`. The rest of the reply is ignored. A reply with a second such line has no
-    grade."""
+    line. If it is empty and the servers accept a schema (`response_format`), the grade is a field of a JSON
+    answer. Otherwise the last line must be `Grade: <grade>`. The rest of the reply is ignored. A reply with a
+    second such line has no grade."""
     scale: Annotated[tuple[float, float], AfterValidator(_scale)] = (0.0, 10.0)
     """Grades for the rewards 0 and 1. Grades between them are converted in proportion, and other grades are
     invalid. The first may be the larger."""

@@ -2,8 +2,8 @@
 
 Promises:
 - Every call gets its verdicts exactly once, within `timeout_s` of the start of its last request.
-- An answer without a grade takes up to the same time again. It is at fault if the judge grades a neutral
-  answer to the same task. Otherwise the verdict is a `Failure` of the infrastructure.
+- An answer without a grade takes up to the same time again. The answer is at fault if the judge grades a
+  neutral answer to the same task. Otherwise the verdict is a `Failure` of the infrastructure.
 - At most `max_in_flight` requests are in flight. The queue and the length of an answer are bounded.
 """
 

@@ -35,7 +35,7 @@ Quote = Literal["tags", "json", "none"]
 
 
 class Trouble(Exception):
-    """A request without a reply. `passes`: a retry may succeed. `kind`: as in `Failure.kind`."""
+    """A request without a reply. `passes` means that a retry may succeed. `kind`: as in `Failure.kind`."""
 
     def __init__(
         self, kind: str, message: str, *, passes: bool, told_s: float | None = None, status: int = 0

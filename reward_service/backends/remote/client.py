@@ -64,7 +64,7 @@ class Pending:
     refused: int = 0
     refused_s: float = 0.0
     alone: bool = False
-    """Whether to send the call by itself, because it may have caused a failure among others."""
+    """Whether to send the call alone, because it may have made a request with several calls fail."""
 
 
 class RemoteBackend:
@@ -308,8 +308,8 @@ class RemoteBackend:
         self._end(call, [failure] * len(call.inputs), elapsed_ms)
 
     async def _fault(self, error: RemoteError, replica: RemoteServer, call: Pending) -> FaultOf:
-        """Return the fault of a refused call. It is the answer's if the server accepts the task with other
-        answers."""
+        """Return the fault of a refused call. The answer is at fault if the server accepts the same task with
+        other answers."""
         if error.kind == "too_large":
             size_bytes = sum(map(len, _with_answers(call, "")))
             if size_bytes <= replica.limits.max_body_bytes - REQUEST_ROOM_BYTES:

@@ -129,7 +129,7 @@ class Patience:
     """Rule for giving up a server that may only be slow."""
 
     misses: int = 3
-    """Probes in a row without an answer."""
+    """Number of consecutive probes without an answer."""
     span_s: float = 20.0
     """Least seconds from the first of these probes to the end of the last."""
     pause_s: float = 0.25

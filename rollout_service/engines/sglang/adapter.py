@@ -146,8 +146,8 @@ class RankLoad(msgspec.Struct):
     num_waiting_reqs: int = 0
     token_usage: float = 0.0
     decode_moments: list[float] | None = None
-    """Sums over the decode steps. The last is the number of units that they sampled. None before the first
-    step."""
+    """Sums over the decode steps. The last is the number of units that they sampled. The value is None before
+    the first step."""
 
 
 class Loads(msgspec.Struct):

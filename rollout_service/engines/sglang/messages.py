@@ -123,9 +123,9 @@ class SglangStream:
             self._told = known
 
     def _drop_repeated(self, meta: AnswerMeta) -> None:
-        """Drop repeated units from the last part of an answer. If the answer ended in the server's queue,
-        that part repeats its last id and all log-probs, alone or after new units. A pause or a lack of KV
-        memory puts requests into that queue."""
+        """Drop repeated units from the last part of an answer. If a request ends while it waits in the
+        server's queue, the last part repeats the answer's last id and all its log-probs. New units may
+        precede the repeated ones. A pause or a lack of KV memory puts requests into that queue."""
         n_units, n_logprobs = meta.completion_tokens, meta.output_token_logprobs_length
         if n_units is None or n_logprobs is None or len(self._ids) <= n_units:
             return

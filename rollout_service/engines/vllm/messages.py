@@ -240,7 +240,7 @@ class Checksums(msgspec.Struct):
 
 
 async def probe(client: ServerClient, *, max_model_len: int, tied: bool) -> str:
-    """Check a server and return its release. `tied`: the model's output layer is its embedding.
+    """Check a server and return its release. `tied` means that the model's output layer is its embedding.
 
     Raises `EngineError` with the missing feature and the flag or variable that enables it."""
     release = (await client.get("/version", VllmRelease)).version

@@ -5,8 +5,8 @@ computes their attention. A second exchange gives it the results of all heads fo
 
 Attention's backward pass needs the result as it was before the second exchange. The next layer needs it as it
 is after that exchange. Both are the same numbers in different places. With `once`, a rank keeps only the
-latter, and the backward pass restores the former by one more exchange. This is an eighth more communication
-if there are as many key heads as query heads.
+result after the exchange, and the backward pass restores the earlier result by one more exchange. This is an
+eighth more communication if there are as many key heads as query heads.
 """
 
 from __future__ import annotations

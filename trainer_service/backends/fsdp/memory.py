@@ -1,4 +1,5 @@
-"""Memory that a rank of the FSDP2 back end needs, from a model's dimensions alone. Pure, without torch.
+"""Memory that a rank of the FSDP2 back end needs, from a model's dimensions alone. The module is pure and
+does not import torch.
 
 In the formulas, P is the number of parameters, and S is the number of ranks that share them. Each tensor is
 cut along its first dimension and padded. The bytes of a number in `trainer.dtype` are c. All figures are in
@@ -273,8 +274,8 @@ class RankMemory:
     host_optimizer: int = 0
     """Moments in host memory."""
     working: int = 0
-    """Gathered parameters of the root and the largest block. On more than one rank, also of the next
-    block."""
+    """Gathered parameters of the root and the largest block. On more than one rank, the parameters of the
+    next block are gathered, too."""
     unreduced: int = 0
     """Gradients of the root and the largest block before their reduction, and the reduction's buffers."""
     head: int

@@ -4,8 +4,8 @@ Each rank keeps the queries of its block of tokens. It uses a block of keys and 
 until every rank has used every block. Partial results are combined as in FlashAttention (arXiv:2205.14135).
 For a query, m is the largest score so far. The sum of exp(score - m) is l, and the sum of exp(score - m) ·
 value is a. The result is a / l. The backward pass computes each probability again and only needs m + log l.
-In it, the blocks circulate once more, with the gradients of their keys and values. These return to their own
-rank at the end.
+In it, the blocks circulate once more, with the gradients of their keys and values. The gradients return to
+their own rank at the end.
 
 Scores are computed a tile at a time in fp32 by plain products. Tiles without any visible pair are skipped.
 GPU kernels that return log-sums do not support these masks, so none is used on GPUs either.

@@ -92,8 +92,8 @@ def shard_end(rank: int, world: int) -> str:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> dict[str, FileEntry]:
-    """Write a safetensors file of contiguous tensors with one element size, and hash it meanwhile. Returns it
-    by its name.
+    """Write a safetensors file of contiguous tensors with one element size, and hash it while writing.
+    Returns it by its name.
 
     The safetensors package can only write a whole file, which would then have to be read again for its hash.
     """

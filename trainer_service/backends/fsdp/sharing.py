@@ -1,4 +1,5 @@
-"""Plan for ranks that share a model's attention over parts of each row. Pure, without torch.
+"""Plan for ranks that share a model's attention over parts of each row. The module is pure and does not
+import torch.
 
 There are two methods, and both are exact:
 

@@ -86,8 +86,8 @@ class PackedRMSNorm(nn.Module):
 
 
 def thd_params(batch: MicroBatch) -> PackedSeqParams | None:
-    """Return Megatron's description of a pack in the THD layout. None if rows share prefixes, which the
-    layout cannot describe."""
+    """Return Megatron's description of a pack in the THD layout. The result is None if rows share prefixes,
+    which the layout cannot describe."""
     if any(trees is not None for trees in batch.branching):
         return None
     counts, lengths = zip(*batch.runs, strict=True)
