@@ -93,6 +93,7 @@ def program_of(
     """Return the program in one of `languages` (of the sandbox), from a response or its blocks.
 
     Blocks are chosen in this order:
+
     - among blocks with such a fence, the one with the most definitions of the names `defines`, then one that
       calls or defines anything, then the last
     - the last block without a tag that looks like a program in the first of `languages`
