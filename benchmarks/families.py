@@ -239,7 +239,7 @@ REASONS = (
     ("own forward pass", "other log-probs on packed rows"),
     ("forward pass fails", "a forward pass that fails on packed rows"),
 )
-"""What a refusal says → what the page says of it."""
+"""Words of a refusal → reason on the page."""
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:

@@ -135,3 +135,13 @@ def test_a_file_of_the_users_is_checked_without_being_run(mistakes: Mistakes, tm
     ]
     assert mistakes(f"{file}:yours") == [f"job.thing: {file} defines no 'yours'. It defines mine."]
     assert "No such file" in mistakes(f"{tmp_path}/none.py:mine")[0]
+
+
+def test_a_file_of_the_users_is_a_module_as_an_imported_one(registry: Registry, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def mine(given): return __spec__.name == __name__ and __file__ == __spec__.origin\n"
+        "def loaded(given): return __loader__.get_filename(__name__)\n"
+    )
+    assert registry.find(f"{file}:mine")(None)
+    assert registry.find(f"{file}:loaded")(None) == str(file)

@@ -203,7 +203,7 @@ class CheckOutcome:
     model: str
     """`dense` or `moe`"""
     beyond_dense: float = 0.0
-    """For a mixture, the share of units whose difference exceeds the 99.9 % limit of a dense model. For these
+    """Share of units of a mixture whose difference exceeds the 99.9 % limit of a dense model. For these
     units, engine and trainer used different experts."""
     own_routes: LogprobGap | None = None
     """Difference if the trainer's own routers choose; only with replayed routes."""

@@ -1,12 +1,19 @@
-"""What processes need of a cluster, and which of them are reserved as one."""
+"""What processes need of a cluster, which of them are reserved as one, and how a place is given up."""
+
+import threading
+from types import SimpleNamespace
 
 import pytest
 
 from areal_async.base.mistakes import ConfigError
+from areal_async.base.topology import ServicePlace
 from areal_async.launch.plan import services_of, with_channel
 from areal_async.launch.preflight import check_for_cluster
+from areal_async.launch.ray import launcher
+from areal_async.launch.ray.launcher import LOST_STATUS, RayPlace, RemoteChild
 from areal_async.launch.ray.placement import Need, lacking, need_of, needs_in_words, together
 from tests.unit.launch.launching import changed
+from tests.waiting import LIMIT_S
 
 
 def placed(job, **shapes):
@@ -76,3 +83,25 @@ def test_auto_is_shared_memory_on_one_host_and_the_network_on_several(job):
     assert with_channel(group, several_hosts=False) == group
     named = changed(job, "weights", channel="disk", channel_args={"directory": "/x"})
     assert with_channel(named, several_hosts=True) == named
+
+
+def test_a_process_that_is_stopped_while_it_starts_does_not_outlive_its_actor(monkeypatch):
+    killed: list[object] = []
+    asked = threading.Event()
+    run = SimpleNamespace(
+        folders=SimpleNamespace(run_dir=None), published_with=lambda _: b"", environment_of=lambda *_: {}
+    )
+    place = RayPlace(run, ServicePlace("rollout-0", "rollout", 0, "module", 0), {})
+    place.actor = actor = object()
+    monkeypatch.setattr(launcher, "call", lambda *_: asked.set())
+    monkeypatch.setattr(launcher.ray, "wait", lambda references, timeout: ([], references))
+    monkeypatch.setattr(launcher.ray, "kill", killed.append)
+    child = RemoteChild()
+    life = threading.Thread(target=place.live, args=(child, False, None))
+    life.start()
+    assert asked.wait(LIMIT_S)
+    child.kill()
+    life.join(LIMIT_S)
+    assert killed == [actor]
+    assert place.actor is None, "the next life takes another actor"
+    assert child.poll() == LOST_STATUS

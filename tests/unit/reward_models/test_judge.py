@@ -50,6 +50,9 @@ async def test_the_request_says_what_the_job_says(monkeypatch):
         "max_completion_tokens": 77,
     }
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer secret"}
+    # Hosted judges refuse requests without a name, and replies are read as they come.
+    assert all(headers["User-Agent"] for headers in server.headers)
+    assert {headers["Accept-Encoding"] for headers in server.headers} == {"identity"}
 
 
 async def test_votes_are_asked_for_each_with_a_seed_of_its_own_and_put_together():

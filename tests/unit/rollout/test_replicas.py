@@ -258,6 +258,24 @@ async def test_a_restart_takes_the_newest_snapshot_and_catches_up_with_the_set()
         await lost
 
 
+async def test_a_restart_that_fails_lets_go_of_its_snapshot() -> None:
+    ends: list[BaseException | None] = []
+    offered = [Snapshot(3), Snapshot(3)]
+
+    class Held:
+        async def __aenter__(self) -> Any:
+            return offered.pop(0)
+
+        async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+            ends.append(error)
+
+    async with driven(newest=Held) as fleet:
+        fleet.start_errors.append(EngineError("no memory"))
+        fleet.server(0).kill()
+        await eventually(lambda: len(ends) == 2 and fleet.set.replicas[0].serves)
+        assert ends == [None, None], "the one that failed ended as the one that served"
+
+
 async def test_a_restart_that_fails_in_an_unknown_way_ends_the_set_with_the_reason() -> None:
     @asynccontextmanager
     async def newest() -> Any:
