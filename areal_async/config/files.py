@@ -232,21 +232,6 @@ def lora_target_mistakes(job: JobConfig, shapes: Mapping[str, tuple[int, ...]]) 
         yield Mistake("trainer.lora.targets", problem, f"Choose of {', '.join(sorted(linear))}", ("model",))
 
 
-def advise_on_lora(job: JobConfig) -> Iterator[Mistake]:
-    """Warn if an adapter is not smaller than its layer."""
-    lora, widths = job.trainer.lora, {}
-    with suppress(OSError, ValueError):
-        widths = _linear_layers(job.model, _stored_shapes(job.model)) if lora.rank else {}
-    adapted = {name: width for name, width in widths.items() if not lora.targets or name in lora.targets}
-    if small := {name: width for name, width in adapted.items() if width <= lora.rank}:
-        problem = (
-            f"{lora.rank} is not below the smaller side of {', '.join(sorted(small))} (from "
-            f"{min(small.values())}): an adapter there has more numbers than the layer itself"
-        )
-        fix = f"Give less than {min(small.values())}, or other trainer.lora.targets"
-        yield Mistake("trainer.lora.rank", problem, fix, ("model",))
-
-
 def _stored_shapes(model: Path) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in stored_tensors(model).items()}
 

@@ -133,15 +133,6 @@ def _refuse(source: str, rules: Iterable[Rule], else_do: str = "") -> None:
         raise ConfigError(source, mistakes)
 
 
-def machine_advice(job: JobConfig) -> list[Mistake]:
-    """Return warnings about settings of `job` that are slow on this machine."""
-    ranks, cores = job.trainer.ranks, len(os.sched_getaffinity(0))
-    if job.trainer.device != "cpu" or ranks <= cores:
-        return []
-    problem = f"{ranks} training processes share {cores} cores, and each step waits for the slowest"
-    return [Mistake("trainer.ranks", problem, f"Set it to {cores} or less")]
-
-
 def no_sandbox() -> tuple[str, str]:
     """Return why programs cannot be isolated here, and the fix. Both texts are empty if isolation works.
 

@@ -211,8 +211,6 @@ class UnitPart(ObjectivePart):
 class Loss(UnitPart):
     """A part that computes the loss of each unit from its log-prob."""
 
-    clipped: bool = False
-    """Whether it keeps the policy near the proximal one. This has no effect while the two are equal."""
     corrects: bool = False
     """Whether it already weighs by the behaviour policy; a correction would weigh a second time."""
     prox: Literal["", "loglinear"] = ""

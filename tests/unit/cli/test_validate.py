@@ -44,15 +44,11 @@ UNMARKED = "def close(given):\n    return 1.0\n"
 MARKED = f"from reward_service.sdk import reward\n\n@reward\n{UNMARKED}\n"
 
 
-def test_a_job_whose_files_work_is_valid_whatever_its_reward_prints_and_drawing_by_priority_is_warned_of(
-    folder,
-):
+def test_a_job_whose_files_work_is_valid_whatever_its_reward_prints(folder):
     leaves = "print('hello')\nimport threading\nthreading.Thread(target=threading.Event().wait).start()\n"
     (folder / "mine.py").write_text(leaves + MARKED)
-    result = validate(folder, "reward.name=mine.py:close", "buffer.sampling=priority")
+    result = validate(folder, "reward.name=mine.py:close")
     assert result.exit_code == 0, result.output
-    warning = "warning: buffer.sampling: `priority` learned more slowly"
-    assert warning in result.output.replace("\n", " ")
 
 
 def lose_a_shard(folder):

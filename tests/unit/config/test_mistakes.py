@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from areal_async.base.mistakes import WHOLE_FILE, ConfigError
-from areal_async.config.files import advise_on_lora
 from areal_async.config.load import load_job
 
 
@@ -119,18 +118,6 @@ def test_a_layer_as_wide_as_the_vocabulary_can_have_an_adapter_and_an_embedding_
     load_job(folder / "job.yaml", ["trainer.lora={rank: 2, targets: [up_proj]}"])
     with pytest.raises(ConfigError, match=r"no layer called embed_tokens .* Choose of up_proj"):
         load_job(folder / "job.yaml", ["trainer.lora={rank: 2, targets: [embed_tokens]}"])
-
-
-def test_a_rank_that_is_not_below_the_width_of_a_layer_is_warned_of(folder):
-    LAYERS(folder)
-
-    def warned(lora: str) -> list[str]:
-        return [str(warning) for warning in advise_on_lora(load_job(folder / "job.yaml", [lora]))]
-
-    (warning,) = warned("trainer.lora={rank: 4, targets: [q_proj]}")
-    assert "trainer.lora.rank: 4 is not below the smaller side of q_proj (from 4)" in warning
-    assert "q_proj, up_proj" in warned("trainer.lora={rank: 9}")[0]
-    assert warned("trainer.lora={rank: 3}") == warned("trainer.lora={rank: 0}") == []
 
 
 IN_A_WORLD = "rollout.workflow=multi_turn", "rollout.workflow_args.environment=flows.py:World"
