@@ -115,7 +115,7 @@ def _check_further_models(job: JobConfig) -> Iterator[Mistake]:
         own, other = (_vocabulary(json_in(each / "tokenizer.json")) for each in (job.model, model))
         if field != "trainer.critic.model" and own != other and None not in (own, other):
             problem = f"{model} has another vocabulary than the policy's {job.model}"
-            yield Mistake(field, problem, "Give a model with the policy's tokenizer", ("model",))
+            yield Mistake(field, problem, "Give a model with the policy's tokenizer")
 
 
 def _vocabulary(tokenizer: Any) -> Any:
@@ -183,17 +183,17 @@ def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mist
         positions, longest = config.get("max_position_embeddings"), most_positions(config)
         if isinstance(positions, int) and length > positions:
             problem = f"{length} is more than the {positions} positions of the model"
-            yield Mistake("rollout.max_model_len", problem, f"Set it to {positions} or less", ("model",))
+            yield Mistake("rollout.max_model_len", problem, f"Set it to {positions} or less")
         if longest is not None and longest < length:
             problem = (
                 "rotary positions of the model depend on the longest row of a pass if that has more than "
                 f"{longest} tokens, and rows of {length} are allowed"
             )
-            yield Mistake("rollout.max_model_len", problem, f"Set it to {longest} or less", ("model",))
+            yield Mistake("rollout.max_model_len", problem, f"Set it to {longest} or less")
     yield from _check_packing(job.model, config, "model")
     if RankGrid.of(job.trainer).sequence > 1 and (why := looks_beyond_tokens(config)):
         fix = "Set it to 1, and give more ranks to trainer.parallel.shard, or take another model"
-        yield Mistake("trainer.parallel.sequence", f"{job.model} {why}", fix, ("model",))
+        yield Mistake("trainer.parallel.sequence", f"{job.model} {why}", fix)
 
 
 def _check_packing(model: Path, config: Any, field: str) -> Iterator[Mistake]:
@@ -213,7 +213,7 @@ def _check_mixture(model: Path) -> Iterator[Mistake]:
             problem = f"{model} is no mixture of experts: nothing is routed in it"
         except ValueError as error:
             problem = str(error)
-        yield Mistake("rollout.routes", problem, "Set it to off or auto", ("model",))
+        yield Mistake("rollout.routes", problem, "Set it to off or auto")
 
 
 def _check_lora_targets(job: JobConfig) -> Iterator[Mistake]:
@@ -229,7 +229,7 @@ def lora_target_mistakes(job: JobConfig, shapes: Mapping[str, tuple[int, ...]]) 
     linear = _linear_layers(job.model, shapes) if job.trainer.lora.targets else {}
     if linear and (unknown := [target for target in job.trainer.lora.targets if target not in linear]):
         problem = f"the model has no layer called {', '.join(unknown)} that can have an adapter"
-        yield Mistake("trainer.lora.targets", problem, f"Choose of {', '.join(sorted(linear))}", ("model",))
+        yield Mistake("trainer.lora.targets", problem, f"Choose of {', '.join(sorted(linear))}")
 
 
 def _stored_shapes(model: Path) -> dict[str, tuple[int, ...]]:
@@ -286,7 +286,7 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> Iterator[Mistake]:
     elif are_messages and job.model.is_dir() and not _has_chat_template(job.model):
         problem = f"the prompts of {path} are messages, and the tokenizer in {job.model} has no chat template"
         fix = "Add one to the tokenizer (chat_template.jinja), or make texts (data prepare --form text)"
-        yield Mistake(field, problem, fix, ("model",))
+        yield Mistake(field, problem, fix)
     if table is not None and field == "tasks.train":
         yield from _check_passes(job, len(table))
 
@@ -300,7 +300,7 @@ def _truth_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]
         return None
     problem = f"{len(found)} rows of {path} have no ground truth, which the reward {found[0][1]} needs"
     fix = "Fill in reward_model.ground_truth, or take the rows out"
-    return Mistake(field, f"{problem} (the first: row {found[0][0]})", fix, ("reward.name",))
+    return Mistake(field, f"{problem} (the first: row {found[0][0]})", fix)
 
 
 def _form_mistake(job: JobConfig, form: Form, path: Path) -> Mistake | None:
@@ -311,7 +311,7 @@ def _form_mistake(job: JobConfig, form: Form, path: Path) -> Mistake | None:
     needed = ", ".join(FORMS["preference"][wanted])
     problem = f"the loss {job.preference.loss} learns from the columns {needed}, which {path} lacks"
     other = "one of the others" if wanted == "labelled" else "kto"
-    return Mistake("preference.loss", problem, f"Set it to {other}, or give such a file", ("tasks.train",))
+    return Mistake("preference.loss", problem, f"Set it to {other}, or give such a file")
 
 
 def _check_forms(train: Path, held_out: Path) -> Iterator[Mistake]:
@@ -328,11 +328,11 @@ def _check_passes(job: JobConfig, rows: int) -> Iterator[Mistake]:
     if passes is not None and there < batch:
         problem = f"{passes} × {rows} tasks do not fill one batch of {batch}"
         fix = f"Set it to {there} or less, raise or remove tasks.passes, or give more tasks"
-        yield Mistake("buffer.batch_groups", problem, fix, ("tasks.train",))
+        yield Mistake("buffer.batch_groups", problem, fix)
     elif passes is not None and there < needed:
         problem = f"{passes} × {rows} tasks are fewer than trainer.steps × buffer.batch_groups = {needed}"
         fix = f"Set it to {-(-needed // rows)} or more, remove it, or lower trainer.steps"
-        yield Mistake("tasks.passes", problem, fix, ("tasks.train",))
+        yield Mistake("tasks.passes", problem, fix)
 
 
 def _check_arguments(job: JobConfig) -> Iterator[Mistake]:

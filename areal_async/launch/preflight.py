@@ -225,7 +225,7 @@ def _check_engines(job: JobConfig) -> Iterator[Mistake]:
             find_engine_python(engine, server.environment)
         except EngineMissing as error:
             problem, _, fix = str(error).rstrip(".").rpartition(". ")
-            yield Mistake(f"{section}.engine", problem, fix, (f"{section}.server.environment",))
+            yield Mistake(f"{section}.engine", problem, fix)
 
 
 def _check_redis(job: JobConfig) -> Iterator[Mistake]:

@@ -68,7 +68,7 @@ def _stop_mistakes(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
             if text.strip() and not tokenizer.decode(_known_ids(tokenizer, text)).strip():
                 problem = f"the model's tokenizer knows nothing of {text!r}, so no response can end with it"
                 fix = "Give a text that the model can write, or remove it"
-                yield Mistake(f"{section}.sampling.stop.{index}", problem, fix, ("model",))
+                yield Mistake(f"{section}.sampling.stop.{index}", problem, fix)
 
 
 def _end_warnings(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
@@ -76,10 +76,10 @@ def _end_warnings(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
     sources, shown = end_sources(tokenizer, job.model), partial(_shown, tokenizer)
     union: set[int] = set().union(*sources.values())
     where = f"the eos_token_id in {job.model / GENERATION_CONFIG}"
-    stops, fields = job.rollout.sampling.stop, ("rollout.sampling.stop",)
+    stops = job.rollout.sampling.stop
     if not union and not stops:
         problem = "nothing names a token that ends an answer: each has rollout.sampling.max_new_tokens"
-        yield Mistake("model", problem, f"Give {where}, or rollout.sampling.stop", fields, warns=True)
+        yield Mistake("model", problem, f"Give {where}, or rollout.sampling.stop", warns=True)
     named = sources[GENERATION_CONFIG]
     for who in (TOKENIZER, TEMPLATE):
         if named and (missing := sources[who] - named):
@@ -93,7 +93,7 @@ def _end_warnings(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
     if (end := closing.strip()) and not sources[TEMPLATE] and not any(stop in end for stop in stops):
         problem = f"the chat template ends a turn with {end!r:.80}, which is no token of its own"
         fix = f"Add that text to rollout.sampling.stop, or a template that ends turns with {shown(union)}"
-        yield Mistake("model", problem, fix, fields, warns=True)
+        yield Mistake("model", problem, fix, warns=True)
     if not end and (following := next_turn(tokenizer)) is not None and following not in union:
         problem = f"the chat template ends a turn with nothing, and begins the next with {shown({following})}"
         fix = f"Add {following} to {where}, so that an answer ends there too"
@@ -142,9 +142,7 @@ def _prompt_mistakes(
         problem = (
             f"its tokenizer gives the token {largest} for prompts of {path}, and the model has {vocab_size}"
         )
-        yield Mistake(
-            "model", problem, "Give the model with the tokenizer that it was trained with", (field,)
-        )
+        yield Mistake("model", problem, "Give the model with the tokenizer that it was trained with")
         return
     # Some tokenizers map unknown characters to a token, others omit them.
     known = [tokenizer.decode([token for token in ids if token != tokenizer.unk_token_id]) for ids in spelled]
@@ -152,7 +150,7 @@ def _prompt_mistakes(
     if lost > UNKNOWN_SHARE:
         of = f"of the characters of {len(texts)} prompts, drawn at random from {path},"
         fix = "Give tasks in the characters that it knows, or another model"
-        yield Mistake(field, f"{lost:.0%} {of} are unknown to the model's tokenizer", fix, ("model",))
+        yield Mistake(field, f"{lost:.0%} {of} are unknown to the model's tokenizer", fix)
     else:
         named = [(where, message_texts(prompt)) for where, prompt, _ in prompts]
         yield from _lost_characters(field, tokenizer, named or _example_texts(examples))
@@ -185,7 +183,7 @@ def _lost_characters(field: str, tokenizer: Any, texts: Iterable[tuple[str, str]
     if lost:
         some = ", ".join(f"{character!r} ({where})" for character, where in list(lost.items())[:5])
         problem = f"the model's tokenizer has no token for {len(lost)} of the characters in it: {some}"
-        yield Mistake(field, problem, "Write these rows in characters that it knows", ("model",), warns=True)
+        yield Mistake(field, problem, "Write these rows in characters that it knows", warns=True)
 
 
 def _known_ids(tokenizer: Any, text: str) -> list[int]:
@@ -245,7 +243,7 @@ def _too_long(
     if too_long:
         found = f"{len(too_long)} of {len(prompts)} prompts in {path} have {length} tokens or more"
         why = f"(the longest {max(too_long)}), which leaves no room for an answer in {limit} = {length}"
-        yield Mistake(field, f"{found} {why}", f"Raise {limit}, or take them out of the file", (limit,))
+        yield Mistake(field, f"{found} {why}", f"Raise {limit}, or take them out of the file")
         return
     tight, looked_at = lengths(length - asked + 1, LOOKED_AT)
     if tight:
@@ -254,7 +252,7 @@ def _too_long(
         why = f"and with {most} = {asked} that is more than {limit} = {length}"
         problem = f"{found}, {why}: their answers are cut short, and scored as they are"
         fix = f"Raise {limit} to {max(tight) + asked}, or lower max_new_tokens"
-        yield Mistake(field, problem, fix, (limit, most), warns=True)
+        yield Mistake(field, problem, fix, warns=True)
 
 
 if __name__ == "__main__":

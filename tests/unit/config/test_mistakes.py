@@ -154,10 +154,12 @@ def test_what_is_right_has_no_mistakes(folder, overrides):
     load_job(folder / "job.yaml", overrides)
 
 
-def test_all_mistakes_are_reported_at_once_but_none_that_rests_on_a_broken_field(folder):
+def test_mistakes_are_reported_at_once_but_no_broken_rule_between_fields_while_a_field_is_wrong(folder):
     """With batch_groups unknown, the rule about minibatches would speak about its default."""
-    fields = {"buffer.batch_groups": 0, "colour": "red", "rollout.group_size": 1, "model": "nowhere"}
-    given = [f"{field}={value}" for field, value in (fields | {"tasks.train": "no.jsonl"}).items()]
-    with pytest.raises(ConfigError, match="5 mistakes") as caught:
-        load_job(folder / "job.yaml", [*given, "trainer.minibatches=99"])
-    assert {mistake.field for mistake in caught.value.mistakes} == {*fields, "tasks.train"}
+    rules = {"rollout.group_size": 1, "model": "nowhere", "tasks.train": "no.jsonl"}
+    fields = {"buffer.batch_groups": 0, "colour": "red"}
+    for wrong, given in ((fields, rules | fields), (rules, rules)):
+        with pytest.raises(ConfigError, match=f"{len(wrong)} mistakes") as caught:
+            overrides = [f"{field}={value}" for field, value in given.items()]
+            load_job(folder / "job.yaml", overrides + ["trainer.minibatches=99"] * (wrong is fields))
+        assert {mistake.field for mistake in caught.value.mistakes} == {*wrong}
