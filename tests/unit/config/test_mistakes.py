@@ -159,7 +159,8 @@ def test_mistakes_are_reported_at_once_but_no_broken_rule_between_fields_while_a
     rules = {"rollout.group_size": 1, "model": "nowhere", "tasks.train": "no.jsonl"}
     fields = {"buffer.batch_groups": 0, "colour": "red"}
     for wrong, given in ((fields, rules | fields), (rules, rules)):
+        overrides = [f"{field}={value}" for field, value in given.items()]
+        overrides += ["trainer.minibatches=99"] * (wrong is fields)
         with pytest.raises(ConfigError, match=f"{len(wrong)} mistakes") as caught:
-            overrides = [f"{field}={value}" for field, value in given.items()]
-            load_job(folder / "job.yaml", overrides + ["trainer.minibatches=99"] * (wrong is fields))
+            load_job(folder / "job.yaml", overrides)
         assert {mistake.field for mistake in caught.value.mistakes} == {*wrong}

@@ -430,7 +430,8 @@ def test_the_plan_of_config_json_alone_is_that_of_the_files(tmp_path, family):
 
 def test_a_model_of_which_there_is_only_config_json_is_planned_without_the_other_files(tmp_path):
     FAMILIES["qwen2"]().save_pretrained(tmp_path)
-    text = "{job: p, model: ., tasks: {train: no.jsonl}, rollout: {max_model_len: 100, sampling: {max_new_tokens: 9}}}"
+    rollout = "{max_model_len: 100, sampling: {max_new_tokens: 9}}"
+    text = f"{{job: p, model: ., tasks: {{train: no.jsonl}}, rollout: {rollout}}}"
     (tmp_path / "job.yaml").write_text(text)
     done = plan(tmp_path, "--gpu", "L4")
     assert done.exit_code == 0, done.stderr
