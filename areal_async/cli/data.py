@@ -310,5 +310,4 @@ def _file_lines(file: FileReport) -> Iterator[str]:
     yield f"  {file.broken} broken, {file.duplicates} duplicates, {file.no_answer} without answer"
     for name, found in list(file.sources.items())[:20]:
         yield f"  data_source {name or '(none)'}: {found.rows} rows, reward {found.reward}"
-        yield f"    {found.example}"
     yield from (f"  remark: {each}" for each in file.remarks)

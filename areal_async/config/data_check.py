@@ -4,9 +4,8 @@ A problem stops a job or makes its figures meaningless. A remark does neither.""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -17,22 +16,21 @@ import msgspec
 from areal_async.base.records import Task
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import ImportedModules, Routing
-from areal_async.data.examples import COLUMNS, Example, Form, Kind, example_of, form_of, tools_of
+from areal_async.data.examples import COLUMNS, Form, Kind, example_of, form_of, tools_of
 from areal_async.data.prepare import Track, split_key
 from areal_async.data.sources import DataError
 from areal_async.data.tasks import TaskFileError, task_row, task_rows
-from areal_async.models.prompts import message_texts, prompt_ids
+from areal_async.models.prompts import prompt_ids
 
 SHOWN = 10  # Number of broken rows that are listed
 TASK_COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")
 
 
 class SourceReport(msgspec.Struct):
-    """The tasks of one `data_source`, and the reward that scores them."""
+    """The number of tasks of one `data_source`, and the reward that scores them."""
 
     rows: int
     reward: str
-    example: str
 
 
 class FileReport(msgspec.Struct):
@@ -101,8 +99,6 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
     kind = expected.kind or _kind(path)
     report = FileReport(str(path), kind)
     keys: Counter[str] = Counter()
-    answers: dict[str, str] = {}
-    others: list[str] = []
     form: Form | None = None
     lengths: list[int] = []
     known_rewards = Routing(expected.reward) if expected.reward is not None else None
@@ -125,13 +121,10 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
             except TaskFileError as error:
                 broken.append(error)
                 continue
-            keys[key := split_key(row)] += 1
+            keys[split_key(row)] += 1
             if kind == "rl":
                 task = _noted(report, row, known_rewards)
                 modules.note(task, task.ground_truth)
-                answer = f"{task.ground_truth!r:.60}"
-                if answers.setdefault(key, answer) != answer:
-                    others.append(f"{where} has {answer}, and a row before it {answers[key]}")
             if expected.tokenizer is not None and prompt:
                 lengths.append(_length(expected.tokenizer, where, prompt, row, broken))
     except TaskFileError as error:
@@ -143,9 +136,6 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
         report.problems.append(f"{len(broken) - SHOWN} more rows are broken.")
     if not report.rows:
         report.problems.append(f"{path} has no rows. It needs at least one.")
-    if others:
-        asked = f"{len(others)} rows ask what came before, with another answer."
-        report.remarks.append(f"{asked} The first: {others[0]}.")
     _sum_up(report, keys, lengths, expected.max_model_len)
     (report.remarks if expected.reward is None else report.problems).extend(modules.missing())
     return report, set(keys)
@@ -158,12 +148,6 @@ def _kind(path: Path) -> Kind:
         if "reward_model" not in row and ("messages" in row or "completion" in row):
             return "sft"
     return "rl"
-
-
-def _prompt(example: Example) -> Any:
-    """Return the text before the answer. In a chat, this is everything except its last message."""
-    first = example.answers[0]
-    return first.prompt or first.answer[:-1] or first.answer
 
 
 def _length(
@@ -184,28 +168,9 @@ def _noted(report: FileReport, row: Mapping[str, Any], routing: Routing | None) 
     truth = row["reward_model"]["ground_truth"]
     report.no_answer += truth in (None, "", [], {})
     task = Task("", row["prompt"], name, row.get("ability") or "", "", truth, row.get("extra_info") or {})
-    if (known := report.sources.get(name)) is not None:
-        known.rows += 1
-        return task
-    reward = routing.of(task).name if routing is not None else f"not named; {suggested(truth)} would fit"
-    asked = " ".join(message_texts(row["prompt"]).split())
-    report.sources[name] = SourceReport(1, reward, f"{asked[-60:]} → {truth!s:.40}")
+    reward = routing.of(task).name if routing is not None else "not named"
+    report.sources.setdefault(name, SourceReport(0, reward)).rows += 1
     return task
-
-
-NUMBER = re.compile(r"\s*[-+]?[0-9][0-9,]*(\.[0-9]+)?\s*")
-SUGGESTED: tuple[tuple[str, Callable[[Any], bool]], ...] = (
-    ("code", lambda truth: isinstance(truth, dict) or (isinstance(truth, str) and '"inputs"' in truth)),
-    ("gsm8k", lambda truth: isinstance(truth, str) and "####" in truth),
-    ("choice", lambda truth: isinstance(truth, str) and re.fullmatch(r"[A-J]", truth) is not None),
-    ("math", lambda truth: isinstance(truth, int | float) or NUMBER.fullmatch(str(truth)) is not None),
-    ("math", lambda truth: isinstance(truth, str) and re.search(r"\\[a-zA-Z]+|[\^_]\{", truth) is not None),
-)
-
-
-def suggested(truth: Any) -> str:
-    """Return a built-in reward for ground truths of this form (docs/rewards.md#use-built-in-rewards)."""
-    return next((name for name, fits in SUGGESTED if fits(truth)), "exact_match")
 
 
 def _sum_up(report: FileReport, keys: Counter[str], lengths: list[int], max_model_len: int | None) -> None:

@@ -99,12 +99,9 @@ def _how_it_is_asked(reward: RewardSection) -> Iterator[Mistake]:
 
 
 def reward_file_mistakes(reward: RewardSection) -> Iterator[Mistake]:
-    """Yield the mistakes in the scopes of users' functions, if their text shows the scope, and in the files
-    that arguments name."""
+    """Yield the mistakes in the files that arguments name."""
     for field, section in asked(reward):
-        if ".py:" in section.name:
-            yield from _own_scope(field, section)
-        elif (check := getattr(part_of(section.name), "check_files", None)) is not None:
+        if (check := getattr(part_of(section.name), "check_files", None)) is not None:
             yield from check(section.args, f"{field}.args")
 
 
@@ -153,17 +150,6 @@ def _masked_groups_can_go_on(job: JobConfig) -> Iterator[Mistake]:
 
 
 # --- functions of users ------------------------------------------------------------------------------
-
-
-def _own_scope(field: str, section: RewardSection | RouteSection) -> Iterator[Mistake]:
-    marked = scope_in_file(section.name)
-    path, _, function = section.name.rpartition(":")
-    problem, fix = "is marked as judging whole groups", "Set it to group"
-    if marked != "group":
-        problem = "is not marked as judging whole groups"
-        fix = 'Write `@reward(scope="group")` above it, or set this to episode'
-    if marked is not None and marked != section.scope:
-        yield Mistake(f"{field}.scope", f"{function} in {path} {problem}", fix)
 
 
 def scope_in_file(name: str) -> str | None:

@@ -9,7 +9,6 @@ import gc
 import json
 import math
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -393,10 +392,9 @@ class RewardTrial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def own_mistakes(job: JobConfig) -> list[Mistake]:
     """Return the mistakes that the files of the job's own parts report, and the unmet needs of this machine.
 
-    A scoring process reports rewards that cannot be loaded."""
+    A scoring process reports the mistakes in rewards."""
     found = own_part_mistakes(job, run=True)
-    kept = [each for each in found if not re.fullmatch(r"reward\..*\.name|reward\.name", each.field)]
-    return [*kept, *installed_mistakes(job)]
+    return [*(each for each in found if not each.field.startswith("reward.")), *installed_mistakes(job)]
 
 
 def reward_load_mistakes(job: JobConfig) -> list[Mistake]:
@@ -409,7 +407,8 @@ def reward_load_mistakes(job: JobConfig) -> list[Mistake]:
     ]
     if not own:
         return []
-    trial, fix = RewardTrial([RewardSpec(s.name, dict(s.args), s.scope) for _, s in own]), "Correct the file"
+    trial = RewardTrial([RewardSpec(s.name, dict(s.args), s.scope) for _, s in own])
+    fix = "Correct the file, or the reward's arguments and scope in the job"
     try:
         answer = _answer("reward_service.tools.loads", msgspec.json.encode(trial))
         said = msgspec.json.decode(answer, type=list[str])

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
-from areal_async.config.data_check import length_figures, suggested
+from areal_async.config.data_check import length_figures
 
 
 def task(prompt, truth="1", **more):
@@ -26,7 +26,6 @@ def test_a_good_file_is_counted(write, chat_model):
     assert (file["kind"], file["rows"], file["broken"]) == ("rl", 20, 0)
     assert file["tokens"] == {"p50": 10, "p95": 19, "max": 20}
     assert {name: found["rows"] for name, found in file["sources"].items()} == {"set0": 10, "set1": 10}
-    assert "math would fit" in file["sources"]["set0"]["reward"]
 
 
 def test_broken_rows_are_named_by_their_lines_and_the_rest_is_counted(write):
@@ -57,13 +56,6 @@ def test_what_would_stop_a_job_is_found(write, chat_model, rows, options, words)
     options = [part for name in options for part in ((name, chat_model) if name == "--model" else (name,))]
     (file,) = check(write("tasks.jsonl", rows), *options, status=2)["files"]
     assert any(words in problem for problem in file["problems"]), file["problems"]
-
-
-def test_two_answers_to_one_question_are_remarked_on(write):
-    rows = [task("1+1", "2"), task("1+1", "2"), task("1+1", "3"), task("2+2", "4")]
-    (file,) = check(write("tasks.jsonl", rows))["files"]
-    assert any("1 rows ask what came before, with another answer" in each for each in file["remarks"])
-    assert any("line 3 has '3', and a row before it '2'" in each for each in file["remarks"])
 
 
 @pytest.mark.parametrize(
@@ -123,21 +115,6 @@ def test_a_job_says_what_its_data_must_fit(write, tmp_path, chat_model):
     (tmp_path / "job.yaml").write_text(given)
     (file,) = check(tmp_path / "job.yaml", status=2)["files"]
     assert (file["tokens"]["max"], file["too_long"]) == (16, 1)
-
-
-@pytest.mark.parametrize(
-    ("truth", "reward"),
-    [
-        ("42", "math"),
-        (7, "math"),
-        ("\\frac{1}{2}", "math"),
-        ("B", "choice"),
-        ("so\n#### 4", "gsm8k"),
-        ("bcd", "exact_match"),
-    ],
-)
-def test_a_reward_is_suggested_by_the_form_of_the_answers(truth, reward):
-    assert suggested(truth) == reward
 
 
 def test_lengths_are_by_nearest_rank():
