@@ -10,7 +10,7 @@ from areal_async.base.mistakes import Mistake
 from areal_async.config.base import Section
 from areal_async.config.job import JobConfig
 from areal_async.config.presets import PRESETS
-from areal_async.config.rewardcheck import asked, programs_run
+from areal_async.config.rewardcheck import programs_run
 from areal_async.config.trainings import FILE_KINDS
 
 RUNNING_PER_STALENESS = 0.25
@@ -23,10 +23,6 @@ OF_RL = (
     *("trainer.self_check.", "trainer.minibatches", "trainer.record_batches"),
 )
 """Fields that only an rl job reads. A name with a dot at its end is a section."""
-NUMBERS = frozenset({"arithmetic", "gsm8k", "choice", "exact_match", "overlong"})
-"""Built-in rewards that return a number without components."""
-WITHOUT_STATES = frozenset({"single_turn", "tool_use"})
-"""Built-in workflows that name no states (`ctx.anchor`) and reward no single turns."""
 EVEN_TOKENS = 16
 """Largest number of new tokens, in one turn, for which all groups take about the same time. No answer then
 takes many more passes than another. Measured with 6 tokens: at η = 1 with a whole batch running, the
@@ -53,7 +49,6 @@ def _advise(job: JobConfig) -> Iterator[Mistake]:
         yield from _groups_finish_within_the_bound(job)
         yield from _programs_unprotected(job)
         yield from _kl_has_a_gradient(job)
-        yield from _advantage_has_what_it_compares(job)
 
 
 def _fields_are_of_the_kind(job: JobConfig) -> Iterator[Mistake]:
@@ -88,27 +83,6 @@ def _kl_has_a_gradient(job: JobConfig) -> Iterator[Mistake]:
         )
         fix = "Set it to k2 or k3, or kl.straight_through to true, or kl.place to reward"
         yield Mistake("trainer.objective.kl.estimator", problem, fix)
-
-
-def _advantage_has_what_it_compares(job: JobConfig) -> Iterator[Mistake]:
-    name, workflow = job.trainer.objective.advantage, job.rollout.workflow
-    rewards = {section.name for _, section in asked(job.reward)}
-    lacking = {
-        "gigpo": "states that come back, and {} names none (ctx.anchor): without them it is dr_grpo",
-        "marti": "turns by their own rewards, and {} gives turns none",
-    }
-    if name == "gdpo" and rewards <= NUMBERS:
-        them = ", ".join(sorted(rewards))
-        problem = (
-            f"gdpo compares the components of rewards, and {them} has none: the first step would end the job"
-        )
-        fix = "Make the reward of several with `weighted` (docs/rewards.md#use-built-in-rewards), or use grpo"
-        yield Mistake("trainer.objective.advantage", problem, fix)
-    if name in lacking and workflow in WITHOUT_STATES:
-        page = "docs/agents.md#play-an-environment"
-        fix = f"Use the workflow multi_turn ({page}) or one of your own, or the advantage grpo"
-        problem = f"{name} compares {lacking[name].format(workflow)}"
-        yield Mistake("trainer.objective.advantage", problem, fix)
 
 
 def _programs_unprotected(job: JobConfig) -> Iterator[Mistake]:

@@ -36,6 +36,7 @@ from areal_async.models.files import (
     most_positions,
     no_folder,
     stored_tensors,
+    weight_files,
 )
 
 READ_WHOLE_BYTES = 16 << 20
@@ -150,18 +151,14 @@ def json_in(path: Path) -> Any:
 
 def _check_shards(model: Path, field: str) -> Iterator[Mistake]:
     """Check that every file in the index of a sharded model exists."""
-    index = model / INDEX
-    if (model / ONE_FILE).is_file() or not index.is_file():
-        return
     try:
-        named = set(json_in(index)["weight_map"].values())
-        missing = sorted(name for name in named if not (model / Path(name).name).is_file())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        yield Mistake(field, f"{index} cannot be read", "Give a complete Hugging Face model directory")
+        files = weight_files(model)
+    except (OSError, ValueError) as error:
+        yield Mistake(field, str(error), "Give a complete Hugging Face model directory")
         return
-    if missing:
+    if missing := [path.name for path in files if not path.is_file()]:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
-        problem = f"{model} lacks {missing[0]}{more} of the {len(named)} files that {index.name} names"
+        problem = f"{model} lacks {missing[0]}{more} of the {len(files)} files that its index names"
         yield Mistake(field, problem, "Download or copy the model again, with all its files")
 
 
@@ -226,7 +223,7 @@ def _check_lora_targets(job: JobConfig) -> Iterator[Mistake]:
 
 def lora_target_mistakes(job: JobConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Mistake]:
     """Check each target for a model that has tensors with these names and shapes."""
-    linear = _linear_layers(job.model, shapes) if job.trainer.lora.targets else {}
+    linear = _linear_layers(job.model, shapes) if job.trainer.lora.targets else set()
     if linear and (unknown := [target for target in job.trainer.lora.targets if target not in linear]):
         problem = f"the model has no layer called {', '.join(unknown)} that can have an adapter"
         yield Mistake("trainer.lora.targets", problem, f"Choose of {', '.join(sorted(linear))}")
@@ -236,10 +233,10 @@ def _stored_shapes(model: Path) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in stored_tensors(model).items()}
 
 
-def _linear_layers(model: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Return the smallest side of each linear layer except the output layer, by the last part of its name.
-    The result is empty for a mixture of experts and for files that cannot be read."""
-    found: dict[str, int] = {}
+def _linear_layers(model: Path, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Return the last part of the name of each linear layer except the output layer. The result is empty for
+    a mixture of experts and for files that cannot be read."""
+    found: set[str] = set()
     config = json_in(model / "config.json")
     if is_mixture(model) or not isinstance(config, dict):
         return found
@@ -249,7 +246,7 @@ def _linear_layers(model: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
         # Embeddings and output layer are as wide as the vocabulary, and are not in a numbered block.
         is_block = any(part.isdigit() for part in above)
         if kind == "weight" and len(shape) == 2 and (is_block or shape[0] != vocabulary):
-            found[last] = min(*shape, found.get(last, shape[0]))
+            found.add(last)
     return found
 
 

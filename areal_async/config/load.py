@@ -30,7 +30,7 @@ from areal_async.base.yaml_file import (
 from areal_async.config.base import Overrides
 from areal_async.config.checks import check_fields, policies_mistakes
 from areal_async.config.compose import read_composed
-from areal_async.config.content import content_mistakes, in_urls
+from areal_async.config.content import content_mistakes
 from areal_async.config.dotted import put, section_with
 from areal_async.config.files import check_files
 from areal_async.config.job import JobConfig, policy_alone
@@ -68,7 +68,6 @@ def load_job(
     files: bool = True,
     source: str = "",
     base: Path | None = None,
-    **others: Any,
 ) -> JobConfig:
     """Read, override, resolve and check a job. This starts nothing and imports no user code.
 
@@ -80,7 +79,7 @@ def load_job(
 
     Without `files`, the files that the job names need not exist. Raises `ConfigError` with every mistake
     found. Rules between fields are checked once each field is correct."""
-    changes = overrides_of(overrides, others)
+    changes = overrides_of(overrides)
     content: Any = given
     if isinstance(given, JobConfig):
         content, source = given.model_dump(mode="json"), source or f"job {given.job}"
@@ -129,7 +128,7 @@ def _view(
     else:
         mistakes += check_fields(job)
         if files:  # Content that could not be fetched is not checked
-            mistakes += content_mistakes(job) or in_urls(check_files(job), job)
+            mistakes += content_mistakes(job) or check_files(job)
     return job, [*_as_written(mistakes, name, own, content)]
 
 
@@ -147,13 +146,9 @@ def dump_job(job: JobConfig) -> str:
     return dump_yaml(job.model_dump(mode="json"))
 
 
-def overrides_of(given: Overrides, others: Mapping[str, Any] | None = None) -> list[str]:
+def overrides_of(given: Overrides) -> list[str]:
     """Return overrides as `key=value`, with values in YAML. A nested mapping changes the fields that it names
-    and keeps the other fields of their section. Raises `ConfigError` for other types, and if `others` has
-    unknown keyword arguments."""
-    if others:
-        fix = f"Give fields as a mapping behind the job: {{{', '.join(f'{name!r}: …' for name in others)}}}"
-        raise ConfigError("the overrides", [Mistake(name, "it is no argument", fix) for name in others])
+    and keeps the other fields of their section. Raises `ConfigError` for other types."""
     if isinstance(given, str):
         return [given]
     if isinstance(given, Mapping) and (where := too_nested(given)) is not None:

@@ -32,7 +32,6 @@ from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.base.redis_binary import find_redis_server
 from areal_async.base.topology import ServicePlace
 from areal_async.config.cluster import ClusterConfig
-from areal_async.config.content import in_urls
 from areal_async.config.devices import device_mistakes, shared_with_engines
 from areal_async.config.engines import (
     EngineMissing,
@@ -41,7 +40,6 @@ from areal_async.config.engines import (
     evaluation_engine,
     find_engine_python,
 )
-from areal_async.config.files import json_in
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import named_parts, own_part_mistakes
 from areal_async.config.reward_routing import RewardSpec
@@ -158,15 +156,15 @@ def installed_mistakes(job: JobConfig) -> list[Mistake]:
     return mistakes
 
 
-def port_holder(port: int) -> str | None:
-    """Return a description of the process that listens on a loopback port; None if the port is free."""
+def _is_taken(port: int) -> bool:
+    """Return whether a process listens on a loopback port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((LOOPBACK, port))
         except OSError:
-            return _listener(port)
-    return None
+            return True
+    return False
 
 
 def published_bytes(model: Path, dtype: str) -> int:
@@ -188,11 +186,10 @@ def _check_ports(services: Sequence[ServicePlace]) -> Iterator[Mistake]:
     wanted = {service.metrics_port: service.name for service in services if service.metrics_port}
     if wanted:
         wanted[max(wanted) + 1] = "supervisor"
-    taken = [(port, name, holder) for port, name in wanted.items() if (holder := port_holder(port))]
+    taken = [port for port in wanted if _is_taken(port)]
     if taken:
-        port, name, holder = taken[0]
         more = f" (and {len(taken) - 1} more of the ports up to {max(wanted)})" if taken[1:] else ""
-        problem = f"port {port}, for the metrics of {name}, is busy{more}: {holder} listens there"
+        problem = f"port {taken[0]}, for the metrics of {wanted[taken[0]]}, is busy{more}"
         fix = "Set it to the first of some free consecutive ports, or to 0 for free ones"
         yield Mistake("observe.metrics_port", problem, fix)
 
@@ -264,14 +261,6 @@ def _check_shared_memory(job: JobConfig) -> Iterator[Mistake]:
         yield Mistake("model", problem, f"Make {root} larger (`mount -o remount,size=… {root}`), or free it")
 
 
-def _listener(port: int) -> str:
-    with suppress(psutil.Error):  # we may not read the table, and its owner's name only improves the message
-        for found in psutil.net_connections("tcp"):
-            if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
-                return f"process {found.pid} ({psutil.Process(found.pid).name()})"
-    return "another program"
-
-
 # --- the content of the job's files ----------------------------------------------------------------------
 
 SERVER_LIMIT_S = 3.0  # Longest time for a server to accept a connection
@@ -294,17 +283,16 @@ def check_contents(job: JobConfig, *, source: str) -> list[Mistake]:
         checks += [partial(reward_load_mistakes, job), partial(_server_mistakes, job)]
     with ThreadPoolExecutor() as pool:
         found = pool.map(lambda check: list(check()), checks)
-        mistakes = in_urls(dict.fromkeys(chain.from_iterable(found)), job)
+        mistakes = list(dict.fromkeys(chain.from_iterable(found)))
     if wrong := [each for each in mistakes if not each.warns]:
         raise ConfigError(source, wrong)
     return mistakes
 
 
 def _weight_mistakes(job: JobConfig) -> Iterator[Mistake]:
-    """Yield mistakes for weights that cannot be read completely, or that belong to another configuration."""
-    model, config = job.model, json_in(job.model / "config.json")
+    """Yield mistakes for weights that cannot be read completely."""
     try:
-        tensors = stored_tensors(model)
+        tensors = stored_tensors(job.model)
     except (OSError, ValueError) as error:
         yield Mistake("model", " ".join(str(error).split()), "Download or copy the model again")
         return
@@ -313,12 +301,6 @@ def _weight_mistakes(job: JobConfig) -> Iterator[Mistake]:
         if size < wanted:
             problem = f"{path} is cut short: it has {size} of {wanted} bytes"
             yield Mistake("model", problem, "Download or copy the model again")
-    found = config if isinstance(config, dict) else {}
-    width = found.get("word_embed_proj_dim") or found.get("hidden_size")
-    for name in ("model.embed_tokens.weight", "transformer.wte.weight") if width else ():
-        if name in tensors and (has := tensors[name].shape[-1]) != width:
-            problem = f"{tensors[name].path} has {has} numbers for each token, and config.json says {width}"
-            yield Mistake("model", problem, "Give config.json and weights of one model")
 
 
 def _server_mistakes(job: JobConfig) -> Iterator[Mistake]:

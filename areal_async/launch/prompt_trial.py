@@ -22,6 +22,7 @@ from areal_async.base.mistakes import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.data.chats import ChatError, answer_ids, whole_ids
 from areal_async.data.examples import Example, read_examples, tools_of
+from areal_async.data.prepare import split_key
 from areal_async.data.tasks import TaskFileError, drawn, task_row, task_rows
 from areal_async.models.answers import (
     GENERATION_CONFIG,
@@ -56,7 +57,19 @@ def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
         if (path := getattr(job.tasks, name)) is not None:
             size = getattr(config, "vocab_size", None)
             mistakes += _prompt_mistakes(job, f"tasks.{name}", path, tokenizer, size)
+    if job.kind == "rl" and job.tasks.evaluation is not None and all(each.warns for each in mistakes):
+        mistakes += _overlap(job.tasks.train, job.tasks.evaluation)
     return mistakes
+
+
+def _overlap(train: Path, evaluation: Path) -> Iterator[Mistake]:
+    """Warn of held-out prompts that are in the training file too."""
+    files = (itertools.islice(task_rows(path), MOST_ROWS) for path in (train, evaluation))
+    learned, held = ({split_key(task_row(where, row)) for where, row in rows} for rows in files)
+    if both := learned & held:
+        problem = f"{len(both)} of {len(held)} held-out prompts are in {train.name} too"
+        fix = "Split again with `areal-async data prepare … --held-out N`"
+        yield Mistake("tasks.evaluation", problem, fix, warns=True)
 
 
 def _end_warnings(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:

@@ -92,7 +92,6 @@ TOKENS = "abcdefghijklm0123456789+-="
 SPOILT = [
     (lose_a_shard, "model:", "lacks model-00002-of-00002.safetensors of the 2 files"),
     (cut_the_weights, "model:", "model.safetensors is cut short", "copy the model again"),
-    (lambda folder: configure(folder, hidden_size=4096), "and config.json says 4096", "of one model"),
     (have_long_tools, "tasks.train: 1 of 1 prompts", "have 64 tokens or more"),
     (
         have_tasks("1+1=", "1" * 64, "1" * 100),
@@ -133,6 +132,14 @@ def test_files_that_would_fail_a_run_are_found_together_with_rewards(folder, num
         overrides, words = [reward], [*words, "reward.name", said_of_it]
     said = refused(folder, *overrides)
     assert [text for text in words if text not in said] == []
+
+
+def test_held_out_prompts_of_the_training_file_are_warned_of(folder):
+    write_tasks(folder, ["1+1=", "2+2="])
+    (folder / "held.jsonl").write_bytes((folder / "train.jsonl").read_bytes())
+    (warning,) = tokenizer_mistakes(load_job(folder / "job.yaml", ["tasks.evaluation=held.jsonl"]))
+    assert str(warning).startswith("tasks.evaluation: 2 of 2 held-out prompts are in train.jsonl")
+    assert warning.warns
 
 
 def test_prompts_of_messages_need_a_chat_template(folder):
