@@ -120,7 +120,8 @@ def _view(
     """Return the job of one policy and its mistakes. The mistakes name fields as the file writes them. The
     rules between fields are checked only if each field is correct."""
     flat = copy.deepcopy(policy_alone(content, name, own))
-    job, mistakes = None, fill_preset(flat)
+    mistakes = fill_preset(flat)
+    job: JobConfig | None = None
     try:
         job = JobConfig.model_validate(flat)
     except ConfigError as error:
