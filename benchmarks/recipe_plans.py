@@ -113,7 +113,6 @@ def loaded(path: Path, models: Path) -> JobConfig:
         return str(folder)
 
     content = local(read_mapping(path))
-    load_job(content, source=str(path), base=path.parent, memory=True)
     return load_job(content, source=str(path), base=path.parent, files=False)
 
 

@@ -27,7 +27,7 @@ import msgspec
 
 from areal_async.base.errors import ArealError
 from areal_async.base.verdicts import Abstain, Parts, Score
-from areal_async.config.registry import MARK_REWARD, run_user_file
+from areal_async.config.registry import run_user_file
 from reward_service.inputs import RewardInput
 from reward_service.signatures import adapted
 
@@ -35,6 +35,12 @@ if TYPE_CHECKING:
     from areal_async.config.base import Section
 
 __all__ = ["BUILT_IN", "Abstain", "Parts", "RewardInput", "RewardLoadError", "Score", "load_reward", "reward"]
+
+MARK_REWARD = (
+    "Put `@reward` (from areal_async import reward) above it: it then takes one RewardInput, `given`, with "
+    "given.response and given.ground_truth. Functions of verl, with a parameter `solution_str`, and of TRL, "
+    "with one `completions`, need no mark"
+)
 
 _ends_s: ContextVar[float] = ContextVar("_ends_s", default=math.inf)
 

@@ -80,7 +80,6 @@ class Mistake:
     field: str
     problem: str
     fix: str
-    involves: tuple[str, ...] = ()  # other fields that the problem depends on
     warns: bool = False
     """Whether the job can run in spite of the mistake."""
 

@@ -54,6 +54,7 @@ MOVED = {
     "compare": "areal-async view RUN RUN --report FILE.HTML",
     "config diff": "areal-async diff",
     "config show": "areal-async validate JOB.YAML or areal-async status JOB --json",
+    "data check": "areal-async validate JOB.YAML",
     "reward new": "areal-async init DIR, which makes a reward with its test, too",
     "sweep": f"a loop of the shell: {SWEEP}",
     "submit --sweep": f"a loop of the shell: {SWEEP}",
@@ -193,9 +194,7 @@ def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
     """Print warnings about a job on standard error. There is a line for each field that the job's preset
     sets, for each doubtful setting, and for each warning in `found` about its files."""
     from areal_async.config.advice import advise
-    from areal_async.config.files import advise_on_lora
     from areal_async.config.presets import expansion
-    from areal_async.launch.preflight import machine_advice
 
     console = Console(stderr=True, soft_wrap=True)
     for name, view in job.views.items():
@@ -203,7 +202,7 @@ def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
         for line in expansion(view.model_dump(mode="json")):
             told = f"{whose}preset {view.trainer.objective.preset}: {line}"
             console.print(told, markup=False, highlight=False)
-    for warning in [*advise(job), *advise_on_lora(job), *machine_advice(job), *found]:
+    for warning in [*advise(job), *found]:
         console.print("warning:", style="bold yellow", end=" ")
         console.print(str(warning), markup=False, highlight=False)
 
@@ -308,13 +307,10 @@ def _run(
 def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a job file, its files and its requirements. Print the job with every field resolved."""
     with readable_errors():
-        from areal_async.config.advice import explain
         from areal_async.config.load import dump_job
 
         job, found = _checked_job(job_file, overrides)
         print_warnings(job, found)
-        for each in explain(job):
-            note(f"note: {each}")
         show(job.model_dump(mode="json"), dump_job(job).rstrip("\n"), as_json)
 
 

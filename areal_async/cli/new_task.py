@@ -64,7 +64,7 @@ def write_task_files(folder: Path, model: str | None) -> list[str]:
     steps = [
         f"python -m pytest -q {shown}",
         f"areal-async reward test {shown}/reward.py:score --data {shown}/train.jsonl",
-        f"areal-async data check {shown}/{RL}",
+        f"areal-async validate {shown}/{RL}",
         f"areal-async run {shown}/{RL}",
     ]
     return steps[:2] + ([f"areal-async run {shown}/{WARM}"] if model is None else []) + steps[2:]

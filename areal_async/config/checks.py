@@ -68,14 +68,14 @@ def _any_kind(job: JobConfig) -> Iterator[Mistake]:
     lora, first = job.trainer.lora, job.observe.metrics_port
     if job.tasks.evaluation is not None and job.tasks.evaluation == job.tasks.train:
         problem = "this is the training file, so the accuracy measured would not be held out"
-        yield Mistake("tasks.evaluation", problem, "Give another file, or remove it", ("tasks.train",))
+        yield Mistake("tasks.evaluation", problem, "Give another file, or remove it")
     last = first + job.rollout.workers + sum(view.trainer.ranks for view in job.views.values()) + 3
     fix = "Set it to the first of some free consecutive ports from 1024 up, or to 0 for free ones"
     if 0 < first < 1024:
         yield Mistake("observe.metrics_port", f"ports below 1024 need root, and {first} is one", fix)
     elif first and last > 65_535:
         problem = f"the services need the ports {first} to {last}, but 65535 is the last"
-        yield Mistake("observe.metrics_port", problem, fix, ("rollout.workers", "trainer.ranks"))
+        yield Mistake("observe.metrics_port", problem, fix)
     if not lora.rank and lora != LoraSection():
         problem = "trainer.lora is filled in, but with rank 0 the weights themselves are trained"
         yield Mistake("trainer.lora.rank", problem, "Set it, for example to 16, or remove trainer.lora")
@@ -110,7 +110,7 @@ def _redis(job: JobConfig) -> Iterator[Mistake]:
         yield Mistake("buffer.redis_login.password_env", problem, "Remove it, or password_file")
     if url.username and not (login.password_env or login.password_file or url.password):
         problem = f"the address names the user {url.username!r}, but no password is given"
-        yield Mistake("buffer.redis_login", problem, "Set password_env or password_file", ("buffer.redis",))
+        yield Mistake("buffer.redis_login", problem, "Set password_env or password_file")
     if not url.tls and tls != type(tls)():
         problem = f"certificates have no effect on a {url.scheme}:// address"
         yield Mistake("buffer.redis_tls", problem, "Write rediss:// in buffer.redis, or remove the section")
@@ -129,11 +129,11 @@ def _rollout(job: JobConfig) -> Iterator[Mistake]:
     elif limits.max and not limits.min <= rollout.workers <= limits.max:
         problem = f"{rollout.workers} is not within rollout.autoscale, {limits.min} to {limits.max}"
         fix = "Set it to a number of workers to begin with within the limits, or change these"
-        yield Mistake("rollout.workers", problem, fix, ("rollout.autoscale.min", "rollout.autoscale.max"))
+        yield Mistake("rollout.workers", problem, fix)
     if 0 < servers < needed:
         workers = f"{limits.max} workers with {rollout.replicas} replicas"
         problem = f"{workers} need {needed} servers, and rollout.server.urls has {servers}"
-        yield Mistake("rollout.autoscale.max", problem, "Lower it, or give more", ("rollout.replicas",))
+        yield Mistake("rollout.autoscale.max", problem, "Lower it, or give more")
     n, most = rollout.group_size, rollout.max_concurrent
     if n > most:
         problem = f"a worker runs at most {most} episodes at once, but one group has {n} (rollout.group_size)"
@@ -162,10 +162,9 @@ def _evaluation(job: JobConfig) -> Iterator[Mistake]:
         problem = f"greedy sampling gives the same answer {evaluation.samples} times"
         fix = "Set evaluation.sampling.temperature above 0, or samples to 1"
         yield Mistake("evaluation.samples", problem, fix)
-    involved = ("rollout.server.urls",)
     if shared := sorted(set(urls) & set(job.rollout.server.urls)):
         problem = f"{shared[0]} serves the rollout too, and an engine holds one version"
-        yield Mistake("evaluation.server.urls", problem, "Lend the evaluation another one", involved)
+        yield Mistake("evaluation.server.urls", problem, "Lend the evaluation another one")
     if len(urls) > 1:
         problem = f"the evaluation has one engine, and {len(urls)} are given"
         yield Mistake("evaluation.server.urls", problem, "Give one")
@@ -174,11 +173,7 @@ def _evaluation(job: JobConfig) -> Iterator[Mistake]:
 def _buffer(job: JobConfig) -> Iterator[Mistake]:
     buffer, groups, batch = job.buffer, held_groups(job), job.buffer.batch_groups
     room, most = buffer.max_groups // batch - _beside(job), buffer.max_groups * batch // groups
-    involved: tuple[str, ...] = ("checkpoint.every_steps", "buffer.batch_groups", "buffer.max_staleness")
-    involved, reuse = (*involved, "trainer.steps"), ""
-    if buffer.max_reuse > 1:
-        involved = (*involved, "buffer.max_reuse")
-        reuse = f" + max_staleness {buffer.max_staleness} for reuse"
+    reuse = f" + max_staleness {buffer.max_staleness} for reuse" if buffer.max_reuse > 1 else ""
     weight = groups * job.rollout.group_size * episode_limit_bytes(job)
     field, fix = "buffer.max_groups", f"Set it to {groups} or more"
     problem = (
@@ -192,14 +187,14 @@ def _buffer(job: JobConfig) -> Iterator[Mistake]:
         elif most >= 1:  # The batch is too large for any interval
             field, problem = "buffer.batch_groups", f"{batch} is too large: {problem}"
             fix = f"Set it to {most} or less, or buffer.max_groups to {groups} or more"
-        yield Mistake(field, problem, fix, involved)
+        yield Mistake(field, problem, fix)
     elif weight > buffer.max_bytes:
         problem = (
             f"{buffer.max_bytes} bytes may not hold one checkpoint interval: {groups} groups of "
             f"{job.rollout.group_size} episodes of {job.rollout.max_model_len} tokens can be {weight}"
         )
         fix = f"Set it to {weight} or more, or lower checkpoint.every_steps or rollout.max_model_len"
-        yield Mistake("buffer.max_bytes", problem, fix, (*involved, "rollout.group_size", field))
+        yield Mistake("buffer.max_bytes", problem, fix)
     most = buffer.max_staleness + 1
     if buffer.max_reuse > most:
         steps = f"max_staleness + 1 = {most} steps at most"
@@ -208,11 +203,11 @@ def _buffer(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _group(job: JobConfig) -> Iterator[Mistake]:
-    group, n, policy = job.buffer.group, job.rollout.group_size, ("buffer.group.policy",)
+    group, n = job.buffer.group, job.rollout.group_size
     deadline, least = "buffer.group.deadline_s", "buffer.group.min_samples"
     if group.policy != "complete" and group.deadline_s is None:
         problem = f"{group.policy} needs a deadline, and none is given"
-        yield Mistake(deadline, problem, "Set it to the seconds to wait for a group", policy)
+        yield Mistake(deadline, problem, "Set it to the seconds to wait for a group")
     if group.policy == "complete" and group.deadline_s is not None:
         problem = "`complete` waits for every sample, so this deadline would do nothing"
         fix = "Remove it, or set buffer.group.policy to deadline_drop or deadline_partial"
@@ -222,7 +217,7 @@ def _group(job: JobConfig) -> Iterator[Mistake]:
         yield Mistake(least, problem, "Remove it, or set buffer.group.policy to deadline_partial")
     if group.policy == "deadline_partial" and group.min_samples > n:
         problem = f"a group has {n} samples (rollout.group_size), so none would ever be enough"
-        yield Mistake(least, problem, f"Set it to {n} or less", policy)
+        yield Mistake(least, problem, f"Set it to {n} or less")
 
 
 def _trainer(job: JobConfig) -> Iterator[Mistake]:
@@ -234,8 +229,7 @@ def _trainer(job: JobConfig) -> Iterator[Mistake]:
     if kl.target is not None and not kl.coefficient:
         problem, coefficient = "there is no penalty to be adapted: kl.coefficient is 0", "kl.coefficient"
         fix = f"Set {coefficient} to what it begins with, or remove the target"
-        involved = (f"trainer.objective.{coefficient}",)
-        yield Mistake("trainer.objective.kl.target", problem, fix, involved)
+        yield Mistake("trainer.objective.kl.target", problem, fix)
     if trainer.critic.warmup_steps >= trainer.steps:
         problem = f"the critic alone would be trained in all {trainer.steps} steps (trainer.steps)"
         yield Mistake("trainer.critic.warmup_steps", problem, f"Set it below {trainer.steps}")
@@ -257,7 +251,7 @@ def _best_checkpoints(job: JobConfig) -> Iterator[Mistake]:
             f"checkpoint.every_steps {saved} meet every {both} steps, and there are {job.trainer.steps}"
         )
         fix = f"Make checkpoint.every_steps a multiple of {field}, or set it to 0"
-        yield Mistake("checkpoint.keep_best", problem, fix, ("trainer.steps",))
+        yield Mistake("checkpoint.keep_best", problem, fix)
 
 
 def _file_training(job: JobConfig) -> Iterator[Mistake]:
@@ -270,16 +264,16 @@ def _file_training(job: JobConfig) -> Iterator[Mistake]:
         yield Mistake(field, problem, "Write the lower limit first, as in [0.35, 0.45]")
     if job.kind == "reward_model" and job.trainer.lora.rank:
         problem = "adapters are trained of language models, and this trains a reward model"
-        yield Mistake("trainer.lora.rank", problem, "Set it to 0", ("kind",))
-    section, involved = job.preference, ("preference.loss",)
+        yield Mistake("trainer.lora.rank", problem, "Set it to 0")
+    section = job.preference
     owners = {"label_smoothing": "dpo", "weight_desirable": "kto", "weight_undesirable": "kto"}
     for name, loss in owners.items() if job.kind == "preference" else ():
         if getattr(section, name) != type(section).model_fields[name].default and section.loss != loss:
             problem = f"the loss {section.loss} does not use it, only {loss} does"
-            yield Mistake(f"preference.{name}", problem, "Remove it", involved)
+            yield Mistake(f"preference.{name}", problem, "Remove it")
     if job.kind == "preference" and section.loss == "kto" and section.batch_size < 2:
         problem = "kto compares each step's prompts with answers of others, so a step needs several"
-        yield Mistake("preference.batch_size", problem, "Set it to 2 or more", involved)
+        yield Mistake("preference.batch_size", problem, "Set it to 2 or more")
 
 
 # --- several policies ------------------------------------------------------------------------------------

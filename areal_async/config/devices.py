@@ -131,7 +131,7 @@ def shared_with_engines(job: JobConfig, visible: int | None = None) -> Iterator[
         gpu = f"one GPU (cuda:{min(shared)})"
         problem = f"trainer and engine are on {gpu}, and NCCL takes only one member from each"
         fix = "Set it to auto, or one of the devices to another GPU"
-        yield Mistake("weights.channel", problem, fix, ("rollout.device", "trainer.device"))
+        yield Mistake("weights.channel", problem, fix)
 
 
 def device_mistakes(job: JobConfig, visible: int) -> Iterator[Mistake]:
@@ -139,7 +139,7 @@ def device_mistakes(job: JobConfig, visible: int) -> Iterator[Mistake]:
     rollout, evaluation, ranks = job.rollout, job.evaluation, trainer_gpus(job)
     if ranks and ranks.stop > visible:
         problem = _too_few(job.trainer.device, len(ranks), ranks.stop, visible, "the trainer's ranks")
-        yield Mistake("trainer.device", problem, _fix(visible), ("trainer.ranks",))
+        yield Mistake("trainer.device", problem, _fix(visible))
         return
     # A running server manages its GPUs itself.
     asked: list[tuple[str, int | None]] = []
@@ -151,7 +151,7 @@ def device_mistakes(job: JobConfig, visible: int) -> Iterator[Mistake]:
         try:
             engine_gpus(job, worker=worker, replica=0, visible=visible)
         except ValueError as error:
-            yield Mistake(field, str(error), _fix(visible), ("trainer.device", "trainer.ranks"))
+            yield Mistake(field, str(error), _fix(visible))
             return
     needed, free = _of_workers(job), len(_free(job, visible))
     if job.kind == "rl" and needed > free:
@@ -164,7 +164,7 @@ def device_mistakes(job: JobConfig, visible: int) -> Iterator[Mistake]:
             "Lower rollout.workers, rollout.replicas or trainer.ranks, or name the one GPU that all engines "
             "are to share (cuda:0)"
         )
-        yield Mistake("rollout.device", problem, fix, ("trainer.device",))
+        yield Mistake("rollout.device", problem, fix)
 
 
 def _too_few(device: str, count: int, needed: int, visible: int, whose: str = "one engine") -> str:

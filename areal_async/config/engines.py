@@ -139,7 +139,7 @@ class EnginePart:
         if evaluates and not self.is_server and server != type(server)():
             problem = f"the evaluation's engine is `{evaluation_engine(job)}`, which has no server"
             fix = "Remove it, or set evaluation.engine"
-            yield Mistake("evaluation.server", problem, fix, ("rollout.engine",))
+            yield Mistake("evaluation.server", problem, fix)
 
     def make(self, job: JobConfig, *, slots: int, activity: str, place: Any, replica: int) -> Any:
         """Return the engine (`rollout_service.engines.base.Engine`) before its start. The parameters are

@@ -15,8 +15,6 @@ from pydantic_core import PydanticUndefined
 
 from areal_async.base.mistakes import ADD_IT, Mistake, blank_after_colon, value_in_words
 from areal_async.config.base import Section
-from areal_async.config.presets import PRESETS
-from areal_async.config.trainings import PreferenceSection
 
 JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,47}")  # The pattern of `JobConfig.job`
 _NAMES = {
@@ -54,19 +52,6 @@ _NAMES = {
 }
 OTHER_NAMES = {name: field for field, names in _NAMES.items() for name in names.split()}
 """Names of job fields in other trainers and in papers, each with our field."""
-PREFERENCE_LOSSES = get_args(PreferenceSection.model_fields["loss"].annotation)
-UNITS: Mapping[str, Mapping[str, float]] = {
-    "_s": {"ms": 1e-3, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400},
-    "_bytes": {
-        f"{prefix}{unit}": size**power
-        for unit, size in (("b", 1000), ("ib", 1024), ("", 1024))
-        for power, prefix in enumerate("kmgt", start=1)
-    },
-    "": {"%": 0.01, "k": 1e3, "m": 1e6},
-}
-"""Units that people write after a number, as factors of the field's unit. The key is the end of the field's
-name."""
-SURELY_MEANT = 0.8  # A field's name of at least this similarity comes before the same name in a section below
 NO_FIELD = "there is no such field"
 NAME_FORM = "Use at most 48 lower-case letters, digits, - and _, starting with a letter or digit"
 
@@ -129,23 +114,20 @@ def suggest(root: type[Section], section: str, key: str) -> str | None:
     `args` for the arguments of its part, only the section's own fields are suggested."""
     model, prefix = section_of(root, section), f"{section}." if section else ""
     own = list(model.model_fields) if model is not None else []
-    beside = difflib.get_close_matches(key, own, n=1, cutoff=0.65)
     other = OTHER_NAMES.get(key) if "trainer" in root.model_fields else None
+    beside = difflib.get_close_matches(key, own, n=1, cutoff=0.65)
     if "args" in own:
         return other if other and other.startswith(prefix) else prefix + beside[0] if beside else None
-    if other and not (beside and beside[0].startswith(key)):
-        return other
+    surely = difflib.get_close_matches(key, own, n=1, cutoff=0.8)
+    if other or surely:
+        return prefix + surely[0] if surely else other
     fields = fields_of(root)
     paths = dict.fromkeys([*fields, *(path.rpartition(".")[0] for path in fields)])
-    elsewhere = [path for path in paths if path.rpartition(".")[2] == key]
-    below = [path for path in elsewhere if path.startswith(prefix)]
-    if beside and not (below and difflib.SequenceMatcher(None, beside[0], key).ratio() < SURELY_MEANT):
-        return prefix + beside[0]
-    if elsewhere:
-        return (below or elsewhere)[0]
-    by_last_name = {path.rpartition(".")[2]: path for path in reversed(fields)}
-    close = difflib.get_close_matches(key, list(by_last_name), n=1, cutoff=0.75)
-    return by_last_name[close[0]] if close else None
+    by_name = {path.rpartition(".")[2]: path for path in reversed(paths)}
+    if key in by_name or beside:
+        return by_name.get(key) or prefix + beside[0]
+    close = difflib.get_close_matches(key, list(by_name), n=1, cutoff=0.75)
+    return by_name[close[0]] if close else None
 
 
 def numbers_or_words(details: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -189,8 +171,6 @@ def explain(root: type[Section], detail: Mapping[str, Any], within: str = "") ->
         return Mistake(".".join(location[:-1]), f"{found!r} is no name of a field", fix)
     if is_section:
         return Mistake(field or "file", f"{found!r} is not a section", _as_section(root, field, found))
-    if field == "kind" and (meant := _kind_of(str(found).lower())):
-        return Mistake(field, f"{found!r} is not a choice", f"Did you mean {meant}?")
     if (words := value_in_words(detail)) is not None:
         shown, fix = repr(found), words[1] + (f", or {detail['word']}" if "word" in detail else "")
         if isinstance(found, bool):
@@ -198,29 +178,9 @@ def explain(root: type[Section], detail: Mapping[str, Any], within: str = "") ->
             fix += "" if is_number else "; a yes, no, on or off needs quotation marks"
         elif found is None:
             shown, fix = "null", f"{fix}, or remove the field for its default"
-        else:
-            fix += _in_unit(field, found)
         return Mistake(field, f"{shown} {words[0]}", fix)
     problem = f"{found!r} is refused: {str(detail['msg']).rstrip('.')}"
     return Mistake(field, problem, f"Correct it. {about}".rstrip(". "))
-
-
-def _in_unit(field: str, found: Any) -> str:
-    """Return `: NUMBER`, in the field's unit, if `found` is a number with a unit or a decimal comma.
-    Otherwise return ""."""
-    text = str(found).strip().lower()
-    if re.fullmatch(r"\d+,\d+(e-?\d+)?", text):
-        return f": {text.replace(',', '.')}"
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z%]+)", text)
-    units = next(units for end, units in UNITS.items() if field.endswith(end))
-    return f": {float(match[1]) * units[match[2]]:.12g}" if match and match[2] in units else ""
-
-
-def _kind_of(name: str) -> str | None:
-    """Return the fields to write if `kind` is the name of an algorithm, or None."""
-    if name in PREFERENCE_LOSSES:
-        return f"kind: preference with preference.loss: {name}"
-    return f"kind: rl with trainer.objective.preset: {name}" if name in PRESETS else None
 
 
 def _unknown(root: type[Section], location: list[str], found: Any, within: str) -> Mistake:
@@ -231,15 +191,6 @@ def _unknown(root: type[Section], location: list[str], found: Any, within: str) 
     if (fix := blank_after_colon(key)) is not None:
         return Mistake(field, NO_FIELD, fix)
     suggestion = suggest(root, section, key)
-    if suggestion is not None and isinstance(found, dict) and len(found) == 1:
-        inner, below = str(next(iter(found))), section_of(root, suggestion)
-        if below is not None:
-            is_known = inner in below.model_fields
-            suggestion = (
-                f"{suggestion}.{inner}" if is_known else suggest(root, suggestion, inner) or suggestion
-            )
-    if suggestion is None:  # It may be a section of another trainer
-        suggestion = ", ".join(dict.fromkeys(_other_names(found))) or None
     if suggestion is not None and suggestion.startswith(within):
         return Mistake(field, NO_FIELD, f"Did you mean {suggestion}?")
     model = section_of(root, section)
@@ -248,15 +199,6 @@ def _unknown(root: type[Section], location: list[str], found: Any, within: str) 
     if model is not None and "args" in model.model_fields:
         fix = f"Write {section}.args.{key} if the part takes it"
     return Mistake(field, NO_FIELD, f"{fix}; the fields here are {known}")
-
-
-def _other_names(found: Any) -> Iterator[str]:
-    """Yield our names for the fields in another trainer's section."""
-    for name, inner in found.items() if isinstance(found, dict) else ():
-        if isinstance(inner, dict):
-            yield from _other_names(inner)
-        elif name in OTHER_NAMES:
-            yield f"{OTHER_NAMES[name]} for {name}"
 
 
 def _as_section(root: type[Section], field: str, found: Any) -> str:

@@ -36,6 +36,7 @@ from areal_async.models.files import (
     most_positions,
     no_folder,
     stored_tensors,
+    weight_files,
 )
 
 READ_WHOLE_BYTES = 16 << 20
@@ -115,7 +116,7 @@ def _check_further_models(job: JobConfig) -> Iterator[Mistake]:
         own, other = (_vocabulary(json_in(each / "tokenizer.json")) for each in (job.model, model))
         if field != "trainer.critic.model" and own != other and None not in (own, other):
             problem = f"{model} has another vocabulary than the policy's {job.model}"
-            yield Mistake(field, problem, "Give a model with the policy's tokenizer", ("model",))
+            yield Mistake(field, problem, "Give a model with the policy's tokenizer")
 
 
 def _vocabulary(tokenizer: Any) -> Any:
@@ -150,18 +151,14 @@ def json_in(path: Path) -> Any:
 
 def _check_shards(model: Path, field: str) -> Iterator[Mistake]:
     """Check that every file in the index of a sharded model exists."""
-    index = model / INDEX
-    if (model / ONE_FILE).is_file() or not index.is_file():
-        return
     try:
-        named = set(json_in(index)["weight_map"].values())
-        missing = sorted(name for name in named if not (model / Path(name).name).is_file())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        yield Mistake(field, f"{index} cannot be read", "Give a complete Hugging Face model directory")
+        files = weight_files(model)
+    except (OSError, ValueError) as error:
+        yield Mistake(field, str(error), "Give a complete Hugging Face model directory")
         return
-    if missing:
+    if missing := [path.name for path in files if not path.is_file()]:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
-        problem = f"{model} lacks {missing[0]}{more} of the {len(named)} files that {index.name} names"
+        problem = f"{model} lacks {missing[0]}{more} of the {len(files)} files that its index names"
         yield Mistake(field, problem, "Download or copy the model again, with all its files")
 
 
@@ -183,17 +180,17 @@ def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mist
         positions, longest = config.get("max_position_embeddings"), most_positions(config)
         if isinstance(positions, int) and length > positions:
             problem = f"{length} is more than the {positions} positions of the model"
-            yield Mistake("rollout.max_model_len", problem, f"Set it to {positions} or less", ("model",))
+            yield Mistake("rollout.max_model_len", problem, f"Set it to {positions} or less")
         if longest is not None and longest < length:
             problem = (
                 "rotary positions of the model depend on the longest row of a pass if that has more than "
                 f"{longest} tokens, and rows of {length} are allowed"
             )
-            yield Mistake("rollout.max_model_len", problem, f"Set it to {longest} or less", ("model",))
+            yield Mistake("rollout.max_model_len", problem, f"Set it to {longest} or less")
     yield from _check_packing(job.model, config, "model")
     if RankGrid.of(job.trainer).sequence > 1 and (why := looks_beyond_tokens(config)):
         fix = "Set it to 1, and give more ranks to trainer.parallel.shard, or take another model"
-        yield Mistake("trainer.parallel.sequence", f"{job.model} {why}", fix, ("model",))
+        yield Mistake("trainer.parallel.sequence", f"{job.model} {why}", fix)
 
 
 def _check_packing(model: Path, config: Any, field: str) -> Iterator[Mistake]:
@@ -213,7 +210,7 @@ def _check_mixture(model: Path) -> Iterator[Mistake]:
             problem = f"{model} is no mixture of experts: nothing is routed in it"
         except ValueError as error:
             problem = str(error)
-        yield Mistake("rollout.routes", problem, "Set it to off or auto", ("model",))
+        yield Mistake("rollout.routes", problem, "Set it to off or auto")
 
 
 def _check_lora_targets(job: JobConfig) -> Iterator[Mistake]:
@@ -226,35 +223,20 @@ def _check_lora_targets(job: JobConfig) -> Iterator[Mistake]:
 
 def lora_target_mistakes(job: JobConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Mistake]:
     """Check each target for a model that has tensors with these names and shapes."""
-    linear = _linear_layers(job.model, shapes) if job.trainer.lora.targets else {}
+    linear = _linear_layers(job.model, shapes) if job.trainer.lora.targets else set()
     if linear and (unknown := [target for target in job.trainer.lora.targets if target not in linear]):
         problem = f"the model has no layer called {', '.join(unknown)} that can have an adapter"
-        yield Mistake("trainer.lora.targets", problem, f"Choose of {', '.join(sorted(linear))}", ("model",))
-
-
-def advise_on_lora(job: JobConfig) -> Iterator[Mistake]:
-    """Warn if an adapter is not smaller than its layer."""
-    lora, widths = job.trainer.lora, {}
-    with suppress(OSError, ValueError):
-        widths = _linear_layers(job.model, _stored_shapes(job.model)) if lora.rank else {}
-    adapted = {name: width for name, width in widths.items() if not lora.targets or name in lora.targets}
-    if small := {name: width for name, width in adapted.items() if width <= lora.rank}:
-        problem = (
-            f"{lora.rank} is not below the smaller side of {', '.join(sorted(small))} (from "
-            f"{min(small.values())}): an adapter there has more numbers than the layer itself"
-        )
-        fix = f"Give less than {min(small.values())}, or other trainer.lora.targets"
-        yield Mistake("trainer.lora.rank", problem, fix, ("model",))
+        yield Mistake("trainer.lora.targets", problem, f"Choose of {', '.join(sorted(linear))}")
 
 
 def _stored_shapes(model: Path) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in stored_tensors(model).items()}
 
 
-def _linear_layers(model: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Return the smallest side of each linear layer except the output layer, by the last part of its name.
-    The result is empty for a mixture of experts and for files that cannot be read."""
-    found: dict[str, int] = {}
+def _linear_layers(model: Path, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Return the last part of the name of each linear layer except the output layer. The result is empty for
+    a mixture of experts and for files that cannot be read."""
+    found: set[str] = set()
     config = json_in(model / "config.json")
     if is_mixture(model) or not isinstance(config, dict):
         return found
@@ -264,7 +246,7 @@ def _linear_layers(model: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
         # Embeddings and output layer are as wide as the vocabulary, and are not in a numbered block.
         is_block = any(part.isdigit() for part in above)
         if kind == "weight" and len(shape) == 2 and (is_block or shape[0] != vocabulary):
-            found[last] = min(*shape, found.get(last, shape[0]))
+            found.add(last)
     return found
 
 
@@ -301,7 +283,7 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> Iterator[Mistake]:
     elif are_messages and job.model.is_dir() and not _has_chat_template(job.model):
         problem = f"the prompts of {path} are messages, and the tokenizer in {job.model} has no chat template"
         fix = "Add one to the tokenizer (chat_template.jinja), or make texts (data prepare --form text)"
-        yield Mistake(field, problem, fix, ("model",))
+        yield Mistake(field, problem, fix)
     if table is not None and field == "tasks.train":
         yield from _check_passes(job, len(table))
 
@@ -315,7 +297,7 @@ def _truth_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]
         return None
     problem = f"{len(found)} rows of {path} have no ground truth, which the reward {found[0][1]} needs"
     fix = "Fill in reward_model.ground_truth, or take the rows out"
-    return Mistake(field, f"{problem} (the first: row {found[0][0]})", fix, ("reward.name",))
+    return Mistake(field, f"{problem} (the first: row {found[0][0]})", fix)
 
 
 def _form_mistake(job: JobConfig, form: Form, path: Path) -> Mistake | None:
@@ -326,7 +308,7 @@ def _form_mistake(job: JobConfig, form: Form, path: Path) -> Mistake | None:
     needed = ", ".join(FORMS["preference"][wanted])
     problem = f"the loss {job.preference.loss} learns from the columns {needed}, which {path} lacks"
     other = "one of the others" if wanted == "labelled" else "kto"
-    return Mistake("preference.loss", problem, f"Set it to {other}, or give such a file", ("tasks.train",))
+    return Mistake("preference.loss", problem, f"Set it to {other}, or give such a file")
 
 
 def _check_forms(train: Path, held_out: Path) -> Iterator[Mistake]:
@@ -343,11 +325,11 @@ def _check_passes(job: JobConfig, rows: int) -> Iterator[Mistake]:
     if passes is not None and there < batch:
         problem = f"{passes} × {rows} tasks do not fill one batch of {batch}"
         fix = f"Set it to {there} or less, raise or remove tasks.passes, or give more tasks"
-        yield Mistake("buffer.batch_groups", problem, fix, ("tasks.train",))
+        yield Mistake("buffer.batch_groups", problem, fix)
     elif passes is not None and there < needed:
         problem = f"{passes} × {rows} tasks are fewer than trainer.steps × buffer.batch_groups = {needed}"
         fix = f"Set it to {-(-needed // rows)} or more, remove it, or lower trainer.steps"
-        yield Mistake("tasks.passes", problem, fix, ("tasks.train",))
+        yield Mistake("tasks.passes", problem, fix)
 
 
 def _check_arguments(job: JobConfig) -> Iterator[Mistake]:

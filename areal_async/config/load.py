@@ -9,15 +9,12 @@ import copy
 import json
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.base.versions import POLICY_NAME
@@ -33,11 +30,10 @@ from areal_async.base.yaml_file import (
 from areal_async.config.base import Overrides
 from areal_async.config.checks import check_fields, policies_mistakes
 from areal_async.config.compose import read_composed
-from areal_async.config.content import content_mistakes, in_urls
+from areal_async.config.content import content_mistakes
 from areal_async.config.dotted import put, section_with
-from areal_async.config.fields import numbers_or_words
-from areal_async.config.files import check_config, check_files
-from areal_async.config.job import JobConfig, job_fields, policy_alone
+from areal_async.config.files import check_files
+from areal_async.config.job import JobConfig, policy_alone
 from areal_async.config.paths import policies_of, resolve_paths
 from areal_async.config.presets import fill_preset, name_preset
 
@@ -62,10 +58,6 @@ OF_EACH: dict[str, tuple[str, ...]] = {
 """Sections that a policy may have, and their fields. () means the whole section. Other sections allow only
 the listed fields if there are several policies."""
 MOST_POLICIES = 64
-OF_MEMORY = ("model.", "trainer.", "rollout.max_model_len.", "weights.")
-"""Fields and sections that affect the trainer's memory. Each has a dot at its end."""
-OVERRIDE = re.compile(r"[\w.-]+=")
-NAMED = re.compile(r"\b[a-z_]+(?:\.\w+)+")  # A dotted field in a text
 TOO_NESTED = f"it is nested more than {MOST_LEVELS} levels deep, or holds more than {MOST_NODES} values"
 
 
@@ -74,10 +66,8 @@ def load_job(
     overrides: Overrides = (),
     *,
     files: bool = True,
-    memory: bool = False,
     source: str = "",
     base: Path | None = None,
-    **others: Any,
 ) -> JobConfig:
     """Read, override, resolve and check a job. This starts nothing and imports no user code.
 
@@ -87,10 +77,9 @@ def load_job(
     directory. `source` names the job in errors. Content that the job names by URL is copied to this host and
     checked.
 
-    Without `files`, the files that the job names need not exist. With `memory`, only fields that affect the
-    trainer's memory are checked, and of all files only the model's config.json. Raises `ConfigError` with
-    every mistake found."""
-    changes = overrides_of(overrides, others)
+    Without `files`, the files that the job names need not exist. Raises `ConfigError` with every mistake
+    found. Rules between fields are checked once each field is correct."""
+    changes = overrides_of(overrides)
     content: Any = given
     if isinstance(given, JobConfig):
         content, source = given.model_dump(mode="json"), source or f"job {given.job}"
@@ -114,7 +103,7 @@ def load_job(
     mistakes += _policy_mistakes(content)
     content.setdefault("run_dir", str(base / JobConfig.model_fields["run_dir"].default))
     resolve_paths(content, base)
-    found = [_view(content, *each, files=files, memory=memory) for each in policies.items() or [("", {})]]
+    found = [_view(content, *each, files=files) for each in policies.items() or [("", {})]]
     mistakes += [mistake for _, of_view in found for mistake in of_view]
     views = [job for job, _ in found if job is not None]
     if len(found) > 1 and len(views) == len(found):
@@ -126,26 +115,22 @@ def load_job(
 
 
 def _view(
-    content: dict[str, Any], name: str, own: dict[str, Any], *, files: bool, memory: bool
+    content: dict[str, Any], name: str, own: dict[str, Any], *, files: bool
 ) -> tuple[JobConfig | None, list[Mistake]]:
-    """Return the job of one policy and its mistakes. The mistakes name fields as the file writes them."""
+    """Return the job of one policy and its mistakes. The mistakes name fields as the file writes them. The
+    rules between fields are checked only if each field is correct."""
     flat = copy.deepcopy(policy_alone(content, name, own))
-    unknown = fill_preset(flat)
-    job, mistakes = _checked(flat, files=files, memory=memory)
-    return job, [*_as_written([*unknown, *mistakes], name, own, content)]
-
-
-def _checked(content: dict[str, Any], *, files: bool, memory: bool) -> tuple[JobConfig | None, list[Mistake]]:
-    """Return the job of one policy, and its mistakes."""
-    job, structural = _validate(content)
-    if job is None:
-        return None, structural
-    broken = {mistake.field for mistake in structural}
-    rules = memory_mistakes(job) if memory else (*check_fields(job), *(_named(job) if files else ()))
-    if memory:  # An unknown field may be a misspelt field of any section
-        known = tuple(f"{path}." for path in job_fields())
-        structural = [m for m in structural if _is_of_memory(m) or not f"{m.field}.".startswith(known)]
-    return job, structural + [mistake for mistake in rules if not broken & _fields_of(mistake)]
+    mistakes = fill_preset(flat)
+    job: JobConfig | None = None
+    try:
+        job = JobConfig.model_validate(flat)
+    except ConfigError as error:
+        mistakes += error.mistakes
+    else:
+        mistakes += check_fields(job)
+        if files:  # Content that could not be fetched is not checked
+            mistakes += content_mistakes(job) or check_files(job)
+    return job, [*_as_written(mistakes, name, own, content)]
 
 
 def _own(job: JobConfig) -> dict[str, Any]:
@@ -157,41 +142,14 @@ def _own(job: JobConfig) -> dict[str, Any]:
     }
 
 
-def memory_mistakes(job: JobConfig) -> list[Mistake]:
-    """Return the broken rules about fields that affect the trainer's memory."""
-    of_model = content_mistakes(job, ("model",)) or check_config(job)
-    return [*filter(_is_of_memory, check_fields(job)), *of_model]
-
-
-def _named(job: JobConfig) -> list[Mistake]:
-    """Return the mistakes in files that the job names. Content that could not be fetched is not checked."""
-    away = content_mistakes(job)
-    fields = {mistake.field for mistake in away}
-    return away + [each for each in in_urls(check_files(job), job) if not fields & _fields_of(each)]
-
-
-def _is_of_memory(mistake: Mistake) -> bool:
-    return f"{mistake.field}.".startswith(OF_MEMORY)
-
-
-def _fields_of(mistake: Mistake) -> set[str]:
-    """Return the fields that a mistake depends on: its field, the involved fields, and the fields in its
-    text."""
-    return {mistake.field, *mistake.involves, *NAMED.findall(f"{mistake.problem} {mistake.fix}")}
-
-
 def dump_job(job: JobConfig) -> str:
     """Return the resolved job as YAML with every field. Loading the YAML gives the same job."""
     return dump_yaml(job.model_dump(mode="json"))
 
 
-def overrides_of(given: Overrides, others: Mapping[str, Any] | None = None) -> list[str]:
+def overrides_of(given: Overrides) -> list[str]:
     """Return overrides as `key=value`, with values in YAML. A nested mapping changes the fields that it names
-    and keeps the other fields of their section. Raises `ConfigError` for other types, and if `others` has
-    unknown keyword arguments."""
-    if others:
-        fix = f"Give fields as a mapping behind the job: {{{', '.join(f'{name!r}: …' for name in others)}}}"
-        raise ConfigError("the overrides", [Mistake(name, "it is no argument", fix) for name in others])
+    and keeps the other fields of their section. Raises `ConfigError` for other types."""
     if isinstance(given, str):
         return [given]
     if isinstance(given, Mapping) and (where := too_nested(given)) is not None:
@@ -217,16 +175,8 @@ def _fields(given: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[Mistake]:
     """Set each `dotted.key=value` in `content`. Return mistakes for the overrides that cannot be set."""
-    mistakes, left = [], list(overrides)
-    while left:
-        if words := _split_by_shell(left):
-            quoted = shlex.quote(" ".join(words))
-            split = "the shell split this override at a blank"
-            mistakes.append(Mistake(words[0].partition("=")[0], split, f"Quote it: {quoted}"))
-            del left[: len(words)]
-        elif (mistake := _overridden(content, left.pop(0))) is not None:
-            mistakes.append(mistake)
-    return mistakes
+    found = (_overridden(content, override) for override in overrides)
+    return [mistake for mistake in found if mistake is not None]
 
 
 def _overridden(content: dict[str, Any], override: str) -> Mistake | None:
@@ -248,52 +198,6 @@ def _overridden(content: dict[str, Any], override: str) -> Mistake | None:
         return None
     fix = f"Override {'.'.join(names[:-1])} as a whole, or correct the file"
     return Mistake(key, f"the override goes through {place}, which is not a section", fix)
-
-
-def _split_by_shell(words: Sequence[str]) -> Sequence[str]:
-    """Return the first of the `words` that the shell split from one override at its blanks. Return none if
-    the first word is complete."""
-    key, equals, text = words[0].partition("=")
-    if equals and text.strip() and not _is_yaml(text):  # An unfinished list or mapping
-        ends = (n for n in range(2, len(words) + 1) if _is_yaml(" ".join(words[:n]).partition("=")[2]))
-        return words[: next(ends, 0)]
-    rest = [*takewhile(lambda word: not OVERRIDE.match(word), words[1:])]
-    is_split = bool(rest) and bool(OVERRIDE.match(f"{key}=")) and not text.strip()
-    return words[: 1 + len(rest)] if is_split and (equals or rest[0].startswith("=")) else ()
-
-
-def _is_yaml(text: str) -> bool:
-    try:
-        parse_yaml(text)
-    except yaml.YAMLError:
-        return False
-    return True
-
-
-def _validate(content: dict[str, Any]) -> tuple[JobConfig | None, list[Mistake]]:
-    """Return the job and its structural mistakes. If there are mistakes, the job is built from the rest of
-    the file if possible, so that all mistakes are reported at once."""
-    try:
-        return JobConfig.model_validate(content), []
-    except ConfigError as error:
-        refused, mistakes = error.__cause__, [*error.mistakes]
-    for detail in numbers_or_words(refused.errors()) if isinstance(refused, ValidationError) else ():
-        _remove(content, detail["loc"])
-    try:
-        return JobConfig.model_validate(content), mistakes
-    except ConfigError:
-        return None, mistakes
-
-
-def _remove(content: Any, location: Sequence[int | str]) -> None:
-    """Remove the mapping key that contains an error location. A list is removed as a whole."""
-    owner, key, inner = None, None, content
-    for name in location:
-        if not isinstance(inner, dict) or name not in inner:
-            break
-        owner, key, inner = inner, name, inner[name]
-    if owner is not None:
-        del owner[key]
 
 
 def flattened(content: dict[str, Any]) -> dict[str, Any]:

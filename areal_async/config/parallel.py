@@ -68,4 +68,4 @@ def parallel_mistakes(trainer: TrainerSection, axes: Collection[str]) -> Iterato
         ranks = f"{grid.expert} of {grid.data_ranks} ranks"
         problem = f"experts are dealt over {ranks} with rows of their own, which leaves some out"
         fix = "Set it to a divisor of data x shard"
-        yield Mistake("trainer.parallel.expert", problem, fix, ("trainer.parallel.shard",))
+        yield Mistake("trainer.parallel.expert", problem, fix)

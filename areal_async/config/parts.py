@@ -6,7 +6,7 @@ arguments."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -14,7 +14,6 @@ from areal_async.base.mistakes import Mistake
 from areal_async.config import registry
 from areal_async.config.job import JobConfig
 from areal_async.config.parallel import parallel_mistakes
-from areal_async.config.presets import OBJECTIVE, PRESETS
 from areal_async.config.registry import PartError, Registry
 from areal_async.config.rewardcheck import asked
 
@@ -55,8 +54,6 @@ class NamedPart:
         `job`. A user's file is run only with `run_own`; otherwise only its text is checked."""
         fields = {"field": self.field, "args_field": self.args_field}
         broken = list(self.registry.mistakes(self.name, self.arguments, **fields, run_own=run_own))
-        if broken and (meant := self._meant()):
-            broken = [replace(broken[0], fix=f"Write {', or '.join(meant)}")]
         yield from broken
         if not broken and (run_own or not self.is_own):
             part = self.registry.find(self.name)
@@ -77,16 +74,6 @@ class NamedPart:
         if job.rollout.routes == "replay" and not getattr(backend, "replays_routes", False):
             fix = "Set it to off, or use another back end"
             yield Mistake("rollout.routes", f"{named} replays no routes", fix)
-
-    def _meant(self) -> list[str]:
-        """Return the fields of the objective that accept this name as a part or preset, if the name is
-        unknown here."""
-        word = self.name.lower()
-        if self.is_own or self.name in self.registry.names or not self.field.startswith(OBJECTIVE):
-            return []
-        parts = {field.removeprefix(OBJECTIVE): kind for field, kind in PART_FIELDS.items()}
-        preset = [f"preset: {word}"] if word in PRESETS else []
-        return preset + [f"{name}: {word}" for name, kind in parts.items() if word in kind.names]
 
 
 def named_part(job: JobConfig, field: str) -> NamedPart:

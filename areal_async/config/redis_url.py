@@ -38,35 +38,27 @@ class RedisUrl:
 
 def parse_redis_url(url: str) -> RedisUrl:
     """Return the parts of a URL. Raises ValueError; its text never contains the password."""
-    scheme, separator, _ = url.partition("://")
-    if not separator or scheme not in ("redis", "rediss", "unix"):
-        raise ValueError("this is not a Redis address")
     try:
         parts = urlsplit(url)
         port = 6379 if parts.port is None else parts.port
     except ValueError:
         raise ValueError("the address has no valid port") from None
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    username = options.pop("username", unquote(parts.username or ""))
-    password = options.pop("password", unquote(parts.password or ""))
-    db = options.pop("db", "")
-    if options:
-        raise ValueError(f"a Redis address has no parameter {', '.join(sorted(options))}")
-    if scheme == "unix":
-        if parts.hostname:
-            raise ValueError("a unix:// address has three slashes before its path, and no host")
-        if not parts.path:
-            raise ValueError("the address names no socket")
-        return RedisUrl(scheme, path=unquote(parts.path), db=_db(db), username=username, password=password)
-    if "," in parts.netloc.rpartition("@")[2]:
-        raise ValueError("the address names several hosts, and a job is in one Redis")
-    if not parts.hostname or port == 0:
-        raise ValueError("the address names no host or port")
-    number = _db(db or parts.path[1:])
-    return RedisUrl(scheme, parts.hostname, port, db=number, username=username, password=password)
-
-
-def _db(text: str) -> int:
-    if text and not text.isdecimal():
-        raise ValueError("the database of the address is not a number")
-    return int(text or 0)
+    options, is_socket, host = dict(parse_qsl(parts.query)), parts.scheme == "unix", parts.hostname or ""
+    db = options.pop("db", "" if is_socket else parts.path[1:])
+    for problem, is_wrong in (
+        ("this is not a Redis address", "://" not in url or parts.scheme not in ("redis", "rediss", "unix")),
+        (f"a Redis address has no parameter {', '.join(sorted(options))}", options),
+        ("a unix:// address has three slashes before its path, and no host", is_socket and host),
+        ("the address names no socket", is_socket and not parts.path),
+        (
+            "the address names several hosts, and a job is in one Redis",
+            "," in parts.netloc.rpartition("@")[2],
+        ),
+        ("the address names no host or port", not is_socket and not (host and port)),
+        ("the database of the address is not a number", db and not db.isdecimal()),
+    ):
+        if is_wrong:
+            raise ValueError(problem)
+    path = unquote(parts.path) if is_socket else ""
+    login = (unquote(each or "") for each in (parts.username, parts.password))
+    return RedisUrl(parts.scheme, host, port, path, int(db or 0), *login)

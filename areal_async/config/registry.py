@@ -80,12 +80,6 @@ class Registry:
     """Keyword parameters of a part that the caller fills."""
     coroutine: bool = False
     """True if a function must be an `async def`."""
-    signatures: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """Functions of other frameworks, which have no decorator. The key is the parameter that identifies the
-    framework. The value is the parameters that the caller fills. If it is empty, the caller fills all
-    parameters that have no argument."""
-    mark: str = ""
-    """Instruction for users to mark a function, if a mark is needed."""
     _own_parts: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -171,14 +165,14 @@ class Registry:
         """Yield the mistakes in `name` and its `arguments`, which the job has in `field` and `args_field`.
         `arguments` is None if parts of this kind have no arguments in a job file.
 
-        A user's file is run only with `run_own`. The part's `check_job` yields mistakes that depend on the
-        rest of the job."""
+        A user's file is run only with `run_own`; otherwise its text must define the name. The part's
+        `check_job` yields mistakes that depend on the rest of the job."""
         if name not in self.names:
             if (place := _own_place(name)) is None:
                 yield Mistake(field, self._unknown(name), _half_named(name) or self._choice)
                 return
             if not run_own:
-                yield from self._mistakes_of_file(*place, arguments, field, args_field)
+                yield from self._mistakes_of_file(*place, field)
                 return
         try:
             part = self.find(name)
@@ -196,9 +190,7 @@ class Registry:
             typed = [each.replace(annotation=_type_of(each, scope)) for each in taken]
             yield from _keyword_mistakes(name, arguments, parameters, typed, args_field)
 
-    def _mistakes_of_file(
-        self, path: Path, attribute: str, given: Mapping[str, Any] | None, field: str, args_field: str
-    ) -> Iterator[Mistake]:
+    def _mistakes_of_file(self, path: Path, attribute: str, field: str) -> Iterator[Mistake]:
         try:
             tree = ast.parse(read_regular(path))
         except OSError as error:
@@ -213,39 +205,12 @@ class Registry:
             yield Mistake(field, f"{path} defines no {attribute!r}", _meant(attribute, _defined(tree)))
         elif self.coroutine and isinstance(node, ast.FunctionDef):
             yield Mistake(field, f"{attribute} in {path} is not a coroutine", "Write it as `async def`")
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and given is not None:
-            parameters = _parameters(node)
-            foreign = [each for each in self.signatures if each in {one.name for one in parameters}]
-            taken = _taken(parameters, self.leading, self.filled)
-            if foreign and not node.decorator_list:
-                filled = self.signatures[foreign[0]]
-                taken = _taken(parameters, 0, filled)
-                taken = taken if filled else [each.replace(default=None) for each in taken]
-            owner = f"the {self.kind} {attribute} in {path}"
-            mistakes = [*_keyword_mistakes(owner, given, parameters, taken, args_field)]
-            marked = foreign or node.decorator_list or _is_passed(attribute, tree)
-            # Loading a reward reports a missing mark too, together with mistakes in other files.
-            if mistakes and self.mark and not marked:
-                mistakes = [Mistake(field, f"{attribute} in {path} is not marked", self.mark)]
-            yield from mistakes
 
 
 def _own_place(name: str) -> tuple[Path, str] | None:
     """Return path and name of `path.py:name`, or None for a name of another form."""
     path, _, attribute = name.rpartition(":")
     return (Path(path), attribute) if path.endswith(".py") and attribute.isidentifier() else None
-
-
-def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[Parameter]:
-    """Return the parameters of a function in a syntax tree. Each default value is replaced by None."""
-    a, empty = function.args, Parameter.empty
-    positional, keywords = [*a.posonlyargs, *a.args], zip(a.kwonlyargs, a.kw_defaults, strict=True)
-    given = len(positional) - len(a.defaults)
-    names = [(each.arg, empty if place < given else None) for place, each in enumerate(positional)]
-    found = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in names]
-    named = [(each.arg, empty if default is None else None) for each, default in keywords]
-    found += [Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in named]
-    return found + ([Parameter(a.kwarg.arg, Parameter.VAR_KEYWORD)] if a.kwarg is not None else [])
 
 
 def _taken(parameters: list[Parameter], leading: int, filled: Collection[str]) -> list[Parameter]:
@@ -269,12 +234,6 @@ def _defined(tree: ast.Module) -> dict[str, ast.AST]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = node
     return found
-
-
-def _is_passed(attribute: str, tree: ast.Module) -> bool:
-    """Return whether a file passes the object of this name to a call. Such a call may mark the object."""
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return any(isinstance(each, ast.Name) and each.id == attribute for call in calls for each in call.args)
 
 
 def _meant(attribute: str, defined: Collection[str]) -> str:
@@ -372,25 +331,11 @@ def _half_named(name: str) -> str:
     return f"Name the file with its ending: `{stem}.py:{attribute}`" if stem and colon and attribute else ""
 
 
-MARK_REWARD = (
-    "Put `@reward` (from areal_async import reward) above it: it then takes one RewardInput, `given`, with "
-    "given.response and given.ground_truth. Functions of verl, with a parameter `solution_str`, and of TRL, "
-    "with one `completions`, need no mark"
-)
 ENGINES = Registry("engine", "rollout_service.engines:BUILT_IN")
 WORKFLOWS = Registry("workflow", "rollout_service.workflows:BUILT_IN", leading=2, coroutine=True)
 ENVIRONMENTS = Registry("environment", "rollout_service.environments:BUILT_IN")
 TOOLS = Registry("tool", "rollout_service.workflows.tools:BUILT_IN")
-REWARDS = Registry(
-    "reward",
-    "reward_service.sdk:BUILT_IN",
-    leading=1,
-    signatures={
-        "solution_str": ("data_source", "solution_str", "ground_truth", "extra_info"),
-        "completions": (),
-    },
-    mark=MARK_REWARD,
-)
+REWARDS = Registry("reward", "reward_service.sdk:BUILT_IN", leading=1)
 ADVANTAGES = Registry("advantage", "trainer_service.algorithms:ADVANTAGES", leading=1)
 LOSSES = Registry("loss", "trainer_service.algorithms:LOSSES", leading=2)
 CORRECTIONS = Registry("correction", "trainer_service.algorithms:CORRECTIONS", leading=2)

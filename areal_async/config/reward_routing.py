@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -41,19 +41,6 @@ class RewardSpec(msgspec.Struct, frozen=True, dict=True):
         return self.name.rpartition("/")[2]
 
 
-class Asking(Protocol):
-    """The fields of a task or of a reward's input that routes match."""
-
-    @property
-    def data_source(self) -> str: ...
-
-    @property
-    def ability(self) -> str: ...
-
-    @property
-    def extra_info(self) -> dict[str, Any]: ...
-
-
 class Routing:
     """Routing table of a job. `Routing(job.reward).of(task)` is the reward of a task."""
 
@@ -66,14 +53,14 @@ class Routing:
         """All rewards of the job without duplicates. The default is the last."""
         return list({spec.key: spec for spec in [*(spec for _, spec in self._routes), self.default]}.values())
 
-    def of(self, task: Asking) -> RewardSpec:
+    def of(self, task: Any) -> RewardSpec:
         if not self._routes:  # The usual case, executed for each episode
             return self.default
         return next((spec for route, spec in self._routes if matches(route, task)), self.default)
 
 
-def matches(route: RouteSection, task: Asking) -> bool:
-    """Return whether every pattern of `route` matches. Matching is case-sensitive."""
+def matches(route: RouteSection, task: Any) -> bool:
+    """Return whether every pattern of `route` matches a task or a reward's input, by case."""
     tags = task.extra_info.get("tag", ())
     tags = [tags] if isinstance(tags, str) else [tag for tag in tags or () if isinstance(tag, str)]
     return (
@@ -104,7 +91,7 @@ class ImportedModules:
             ]
             self._programs[spec.key] = [each for each in inside if hasattr(each[2], "modules_of")]
 
-    def note(self, task: Asking, truth: Any) -> None:
+    def note(self, task: Any, truth: Any) -> None:
         key = self._routing.of(task).key
         for _, _, part in self._programs[key][:1]:
             self._counts[key].update(part.modules_of(truth))

@@ -92,19 +92,16 @@ def _how_it_is_asked(reward: RewardSection) -> Iterator[Mistake]:
         yield from _budget_ends_first(field, section, section.timeout_s or reward.timeout_s)
         if section.scope not in scopes_of(part) and section.scope == "group":
             problem = f"`{section.name}` judges one episode at a time, not the whole of a group"
-            yield Mistake(f"{field}.scope", problem, "Set it to episode", (f"{field}.name",))
+            yield Mistake(f"{field}.scope", problem, "Set it to episode")
         elif section.scope not in scopes_of(part):
             problem = f"`{section.name}` judges whole groups"
-            yield Mistake(f"{field}.scope", problem, "Set it to group", (field,))
+            yield Mistake(f"{field}.scope", problem, "Set it to group")
 
 
 def reward_file_mistakes(reward: RewardSection) -> Iterator[Mistake]:
-    """Yield the mistakes in the scopes of users' functions, if their text shows the scope, and in the files
-    that arguments name."""
+    """Yield the mistakes in the files that arguments name."""
     for field, section in asked(reward):
-        if ".py:" in section.name:
-            yield from _own_scope(field, section)
-        elif (check := getattr(part_of(section.name), "check_files", None)) is not None:
+        if (check := getattr(part_of(section.name), "check_files", None)) is not None:
             yield from check(section.args, f"{field}.args")
 
 
@@ -135,7 +132,7 @@ def _budget_ends_first(
             f"after {deadline_s:g} s: what takes too long would be a timeout, not a wrong answer"
         )
         fix = f"Set it to {needed_s:g} or more, or lower {' and '.join(budgets)}"
-        yield Mistake(f"{field}.timeout_s", problem, fix, tuple(budgets))
+        yield Mistake(f"{field}.timeout_s", problem, fix)
 
 
 def _masked_groups_can_go_on(job: JobConfig) -> Iterator[Mistake]:
@@ -149,21 +146,10 @@ def _masked_groups_can_go_on(job: JobConfig) -> Iterator[Mistake]:
             f"trained with {reward.min_scored}"
         )
         fix = f"Set it to {size - 1} or less, or {masks[0]} to drop_group"
-        yield Mistake("reward.min_scored", problem, fix, ("rollout.group_size", *masks))
+        yield Mistake("reward.min_scored", problem, fix)
 
 
 # --- functions of users ------------------------------------------------------------------------------
-
-
-def _own_scope(field: str, section: RewardSection | RouteSection) -> Iterator[Mistake]:
-    marked = scope_in_file(section.name)
-    path, _, function = section.name.rpartition(":")
-    problem, fix = "is marked as judging whole groups", "Set it to group"
-    if marked != "group":
-        problem = "is not marked as judging whole groups"
-        fix = 'Write `@reward(scope="group")` above it, or set this to episode'
-    if marked is not None and marked != section.scope:
-        yield Mistake(f"{field}.scope", f"{function} in {path} {problem}", fix)
 
 
 def scope_in_file(name: str) -> str | None:

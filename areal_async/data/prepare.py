@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,13 @@ def _split(rows: list[Row], recipe: Recipe) -> tuple[list[Row], list[Row]]:
     if not train:
         raise DataError("all rows have one prompt, so none can be held out. Leave out --held-out.")
     return [row for row in rows if split_key(row) in held], train
+
+
+def length_figures(lengths: Sequence[int]) -> dict[str, int]:
+    """Return p50, p95 and max, computed by nearest rank."""
+    ordered = sorted(lengths)
+    at = {"p50": (len(ordered) - 1) // 2, "p95": -(-95 * len(ordered) // 100) - 1, "max": len(ordered) - 1}
+    return dict(zip(at, itemgetter(*at.values())(ordered), strict=True))
 
 
 def write_rows(files: Mapping[Path, Sequence[Row]], *, overwrite: bool) -> None:

@@ -9,7 +9,6 @@ import gc
 import json
 import math
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -33,7 +32,6 @@ from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.base.redis_binary import find_redis_server
 from areal_async.base.topology import ServicePlace
 from areal_async.config.cluster import ClusterConfig
-from areal_async.config.content import in_urls
 from areal_async.config.devices import device_mistakes, shared_with_engines
 from areal_async.config.engines import (
     EngineMissing,
@@ -42,7 +40,6 @@ from areal_async.config.engines import (
     evaluation_engine,
     find_engine_python,
 )
-from areal_async.config.files import json_in
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import named_parts, own_part_mistakes
 from areal_async.config.reward_routing import RewardSpec
@@ -133,15 +130,6 @@ def _refuse(source: str, rules: Iterable[Rule], else_do: str = "") -> None:
         raise ConfigError(source, mistakes)
 
 
-def machine_advice(job: JobConfig) -> list[Mistake]:
-    """Return warnings about settings of `job` that are slow on this machine."""
-    ranks, cores = job.trainer.ranks, len(os.sched_getaffinity(0))
-    if job.trainer.device != "cpu" or ranks <= cores:
-        return []
-    problem = f"{ranks} training processes share {cores} cores, and each step waits for the slowest"
-    return [Mistake("trainer.ranks", problem, f"Set it to {cores} or less")]
-
-
 def no_sandbox() -> tuple[str, str]:
     """Return why programs cannot be isolated here, and the fix. Both texts are empty if isolation works.
 
@@ -168,15 +156,15 @@ def installed_mistakes(job: JobConfig) -> list[Mistake]:
     return mistakes
 
 
-def port_holder(port: int) -> str | None:
-    """Return a description of the process that listens on a loopback port; None if the port is free."""
+def _is_taken(port: int) -> bool:
+    """Return whether a process listens on a loopback port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((LOOPBACK, port))
         except OSError:
-            return _listener(port)
-    return None
+            return True
+    return False
 
 
 def published_bytes(model: Path, dtype: str) -> int:
@@ -198,11 +186,10 @@ def _check_ports(services: Sequence[ServicePlace]) -> Iterator[Mistake]:
     wanted = {service.metrics_port: service.name for service in services if service.metrics_port}
     if wanted:
         wanted[max(wanted) + 1] = "supervisor"
-    taken = [(port, name, holder) for port, name in wanted.items() if (holder := port_holder(port))]
+    taken = [port for port in wanted if _is_taken(port)]
     if taken:
-        port, name, holder = taken[0]
         more = f" (and {len(taken) - 1} more of the ports up to {max(wanted)})" if taken[1:] else ""
-        problem = f"port {port}, for the metrics of {name}, is busy{more}: {holder} listens there"
+        problem = f"port {taken[0]}, for the metrics of {wanted[taken[0]]}, is busy{more}"
         fix = "Set it to the first of some free consecutive ports, or to 0 for free ones"
         yield Mistake("observe.metrics_port", problem, fix)
 
@@ -234,7 +221,7 @@ def _check_engines(job: JobConfig) -> Iterator[Mistake]:
             find_engine_python(engine, server.environment)
         except EngineMissing as error:
             problem, _, fix = str(error).rstrip(".").rpartition(". ")
-            yield Mistake(f"{section}.engine", problem, fix, (f"{section}.server.environment",))
+            yield Mistake(f"{section}.engine", problem, fix)
 
 
 def _check_redis(job: JobConfig) -> Iterator[Mistake]:
@@ -274,14 +261,6 @@ def _check_shared_memory(job: JobConfig) -> Iterator[Mistake]:
         yield Mistake("model", problem, f"Make {root} larger (`mount -o remount,size=… {root}`), or free it")
 
 
-def _listener(port: int) -> str:
-    with suppress(psutil.Error):  # we may not read the table, and its owner's name only improves the message
-        for found in psutil.net_connections("tcp"):
-            if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
-                return f"process {found.pid} ({psutil.Process(found.pid).name()})"
-    return "another program"
-
-
 # --- the content of the job's files ----------------------------------------------------------------------
 
 SERVER_LIMIT_S = 3.0  # Longest time for a server to accept a connection
@@ -304,17 +283,16 @@ def check_contents(job: JobConfig, *, source: str) -> list[Mistake]:
         checks += [partial(reward_load_mistakes, job), partial(_server_mistakes, job)]
     with ThreadPoolExecutor() as pool:
         found = pool.map(lambda check: list(check()), checks)
-        mistakes = in_urls(dict.fromkeys(chain.from_iterable(found)), job)
+        mistakes = list(dict.fromkeys(chain.from_iterable(found)))
     if wrong := [each for each in mistakes if not each.warns]:
         raise ConfigError(source, wrong)
     return mistakes
 
 
 def _weight_mistakes(job: JobConfig) -> Iterator[Mistake]:
-    """Yield mistakes for weights that cannot be read completely, or that belong to another configuration."""
-    model, config = job.model, json_in(job.model / "config.json")
+    """Yield mistakes for weights that cannot be read completely."""
     try:
-        tensors = stored_tensors(model)
+        tensors = stored_tensors(job.model)
     except (OSError, ValueError) as error:
         yield Mistake("model", " ".join(str(error).split()), "Download or copy the model again")
         return
@@ -323,12 +301,6 @@ def _weight_mistakes(job: JobConfig) -> Iterator[Mistake]:
         if size < wanted:
             problem = f"{path} is cut short: it has {size} of {wanted} bytes"
             yield Mistake("model", problem, "Download or copy the model again")
-    found = config if isinstance(config, dict) else {}
-    width = found.get("word_embed_proj_dim") or found.get("hidden_size")
-    for name in ("model.embed_tokens.weight", "transformer.wte.weight") if width else ():
-        if name in tensors and (has := tensors[name].shape[-1]) != width:
-            problem = f"{tensors[name].path} has {has} numbers for each token, and config.json says {width}"
-            yield Mistake("model", problem, "Give config.json and weights of one model")
 
 
 def _server_mistakes(job: JobConfig) -> Iterator[Mistake]:
@@ -402,10 +374,9 @@ class RewardTrial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def own_mistakes(job: JobConfig) -> list[Mistake]:
     """Return the mistakes that the files of the job's own parts report, and the unmet needs of this machine.
 
-    A scoring process reports rewards that cannot be loaded."""
+    A scoring process reports the mistakes in rewards."""
     found = own_part_mistakes(job, run=True)
-    kept = [each for each in found if not re.fullmatch(r"reward\..*\.name|reward\.name", each.field)]
-    return [*kept, *installed_mistakes(job)]
+    return [*(each for each in found if not each.field.startswith("reward.")), *installed_mistakes(job)]
 
 
 def reward_load_mistakes(job: JobConfig) -> list[Mistake]:
@@ -418,7 +389,8 @@ def reward_load_mistakes(job: JobConfig) -> list[Mistake]:
     ]
     if not own:
         return []
-    trial, fix = RewardTrial([RewardSpec(s.name, dict(s.args), s.scope) for _, s in own]), "Correct the file"
+    trial = RewardTrial([RewardSpec(s.name, dict(s.args), s.scope) for _, s in own])
+    fix = "Correct the file, or the reward's arguments and scope in the job"
     try:
         answer = _answer("reward_service.tools.loads", msgspec.json.encode(trial))
         said = msgspec.json.decode(answer, type=list[str])

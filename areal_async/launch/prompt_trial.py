@@ -11,7 +11,7 @@ import gc
 import itertools
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from areal_async.base.mistakes import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.data.chats import ChatError, answer_ids, whole_ids
 from areal_async.data.examples import Example, read_examples, tools_of
+from areal_async.data.prepare import split_key
 from areal_async.data.tasks import TaskFileError, drawn, task_row, task_rows
 from areal_async.models.answers import (
     GENERATION_CONFIG,
@@ -29,7 +30,6 @@ from areal_async.models.answers import (
     TOKENIZER,
     end_ids,
     end_sources,
-    next_turn,
     turn_closing,
 )
 from areal_async.models.prompts import message_texts, prompt_ids, prompt_text, text_ids, with_template_args
@@ -52,23 +52,24 @@ def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
         tokenizer = with_template_args(tokenizer, job.rollout.template_args)
     except Exception as error:  # a broken file can make the library raise anything
         return [_not_loaded(job.model, error)]
-    mistakes = [*_stop_mistakes(job, tokenizer), *_end_warnings(job, tokenizer)] if job.kind == "rl" else []
+    mistakes = [*_end_warnings(job, tokenizer)] if job.kind == "rl" else []
     for name in ("train", "evaluation"):
         if (path := getattr(job.tasks, name)) is not None:
             size = getattr(config, "vocab_size", None)
             mistakes += _prompt_mistakes(job, f"tasks.{name}", path, tokenizer, size)
+    if job.kind == "rl" and job.tasks.evaluation is not None and all(each.warns for each in mistakes):
+        mistakes += _overlap(job.tasks.train, job.tasks.evaluation)
     return mistakes
 
 
-def _stop_mistakes(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
-    """Yield stop texts that have no character known to the tokenizer. No response can end with such a
-    text."""
-    for section in ("rollout", "evaluation"):
-        for index, text in enumerate(getattr(job, section).sampling.stop):
-            if text.strip() and not tokenizer.decode(_known_ids(tokenizer, text)).strip():
-                problem = f"the model's tokenizer knows nothing of {text!r}, so no response can end with it"
-                fix = "Give a text that the model can write, or remove it"
-                yield Mistake(f"{section}.sampling.stop.{index}", problem, fix, ("model",))
+def _overlap(train: Path, evaluation: Path) -> Iterator[Mistake]:
+    """Warn of held-out prompts that are in the training file too."""
+    files = (itertools.islice(task_rows(path), MOST_ROWS) for path in (train, evaluation))
+    learned, held = ({split_key(task_row(where, row)) for where, row in rows} for rows in files)
+    if both := learned & held:
+        problem = f"{len(both)} of {len(held)} held-out prompts are in {train.name} too"
+        fix = "Split again with `areal-async data prepare … --held-out N`"
+        yield Mistake("tasks.evaluation", problem, fix, warns=True)
 
 
 def _end_warnings(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
@@ -76,10 +77,10 @@ def _end_warnings(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
     sources, shown = end_sources(tokenizer, job.model), partial(_shown, tokenizer)
     union: set[int] = set().union(*sources.values())
     where = f"the eos_token_id in {job.model / GENERATION_CONFIG}"
-    stops, fields = job.rollout.sampling.stop, ("rollout.sampling.stop",)
+    stops = job.rollout.sampling.stop
     if not union and not stops:
         problem = "nothing names a token that ends an answer: each has rollout.sampling.max_new_tokens"
-        yield Mistake("model", problem, f"Give {where}, or rollout.sampling.stop", fields, warns=True)
+        yield Mistake("model", problem, f"Give {where}, or rollout.sampling.stop", warns=True)
     named = sources[GENERATION_CONFIG]
     for who in (TOKENIZER, TEMPLATE):
         if named and (missing := sources[who] - named):
@@ -93,10 +94,6 @@ def _end_warnings(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
     if (end := closing.strip()) and not sources[TEMPLATE] and not any(stop in end for stop in stops):
         problem = f"the chat template ends a turn with {end!r:.80}, which is no token of its own"
         fix = f"Add that text to rollout.sampling.stop, or a template that ends turns with {shown(union)}"
-        yield Mistake("model", problem, fix, fields, warns=True)
-    if not end and (following := next_turn(tokenizer)) is not None and following not in union:
-        problem = f"the chat template ends a turn with nothing, and begins the next with {shown({following})}"
-        fix = f"Add {following} to {where}, so that an answer ends there too"
         yield Mistake("model", problem, fix, warns=True)
 
 
@@ -118,7 +115,6 @@ def _prompt_mistakes(
     job: JobConfig, field: str, path: Path, tokenizer: Any, vocab_size: int | None
 ) -> Iterator[Mistake]:
     prompts: list[TaskPrompt] = []
-    examples: list[Example] = []
     try:
         if job.kind == "rl":
             rows = itertools.islice(task_rows(path), MOST_ROWS)
@@ -127,11 +123,12 @@ def _prompt_mistakes(
             spelled = tokens = [_prompt_tokens(tokenizer, *each) for each in some]
             texts = [prompt_text(tokenizer, prompt, tools) for _, prompt, tools in some]
         else:
-            examples = list(itertools.islice(read_examples(path, job.kind)[1], MOST_ROWS))
-            chosen = drawn(examples, SAMPLE)
+            examples = itertools.islice(read_examples(path, job.kind)[1], MOST_ROWS)
+            chosen = drawn(list(examples), SAMPLE)
             ends = end_ids(tokenizer, job.model)
             tokens = [ids for one in chosen for ids in _answer_tokens(job, tokenizer, one, ends)]
-            texts = [text.replace("\n", "") for _, text in _example_texts(chosen)]
+            parts = [part for one in chosen for each in one.answers for part in (each.prompt, each.answer)]
+            texts = [message_texts(part).replace("\n", "") for part in parts]
             spelled = [text_ids(tokenizer, text, special=False) for text in texts]
     except (TaskFileError, ChatError) as error:
         problem, _, fix = str(error).rstrip(".").rpartition(". ")
@@ -142,9 +139,7 @@ def _prompt_mistakes(
         problem = (
             f"its tokenizer gives the token {largest} for prompts of {path}, and the model has {vocab_size}"
         )
-        yield Mistake(
-            "model", problem, "Give the model with the tokenizer that it was trained with", (field,)
-        )
+        yield Mistake("model", problem, "Give the model with the tokenizer that it was trained with")
         return
     # Some tokenizers map unknown characters to a token, others omit them.
     known = [tokenizer.decode([token for token in ids if token != tokenizer.unk_token_id]) for ids in spelled]
@@ -152,47 +147,11 @@ def _prompt_mistakes(
     if lost > UNKNOWN_SHARE:
         of = f"of the characters of {len(texts)} prompts, drawn at random from {path},"
         fix = "Give tasks in the characters that it knows, or another model"
-        yield Mistake(field, f"{lost:.0%} {of} are unknown to the model's tokenizer", fix, ("model",))
-    else:
-        named = [(where, message_texts(prompt)) for where, prompt, _ in prompts]
-        yield from _lost_characters(field, tokenizer, named or _example_texts(examples))
+        yield Mistake(field, f"{lost:.0%} {of} are unknown to the model's tokenizer", fix)
     if job.kind == "rl":
         yield from _too_long(job, field, path, tokenizer, prompts)
 
 
-def _example_texts(examples: Iterable[Example]) -> list[tuple[str, str]]:
-    """Return the places and texts of all prompts and answers of these examples."""
-    return [
-        (one.where, message_texts(part))
-        for one in examples
-        for answer in one.answers
-        for part in (answer.prompt, answer.answer)
-    ]
-
-
-def _lost_characters(field: str, tokenizer: Any, texts: Iterable[tuple[str, str]]) -> Iterator[Mistake]:
-    """Warn about characters that have no token, because the model does not see them.
-
-    `texts` has the place and text of each row."""
-    first: dict[str, str] = {}
-    for where, text in texts:
-        first |= dict.fromkeys(set(text).difference(first), where)
-    lost = {
-        character: where
-        for character, where in first.items()
-        if not (character.isspace() or tokenizer.decode(_known_ids(tokenizer, character)).strip())
-    }
-    if lost:
-        some = ", ".join(f"{character!r} ({where})" for character, where in list(lost.items())[:5])
-        problem = f"the model's tokenizer has no token for {len(lost)} of the characters in it: {some}"
-        yield Mistake(field, problem, "Write these rows in characters that it knows", ("model",), warns=True)
-
-
-def _known_ids(tokenizer: Any, text: str) -> list[int]:
-    return [token for token in text_ids(tokenizer, text, special=False) if token != tokenizer.unk_token_id]
-
-
-LOOKED_AT = 1000  # Most prompts that are tokenized for a warning
 TaskPrompt = tuple[str, Any, Sequence[Any]]
 """Place of a task in its file, its prompt, and the tool schemas for its template."""
 
@@ -223,38 +182,19 @@ def _answer_tokens(
 def _too_long(
     job: JobConfig, field: str, path: Path, tokenizer: Any, prompts: list[TaskPrompt]
 ) -> Iterator[Mistake]:
-    """Yield a mistake if prompts leave no room for an answer, because each would fail in every worker.
-
-    Also warns of prompts that leave less room than answers may need. For this, at most `LOOKED_AT` long
-    prompts are tokenized."""
-    length, asked = job.rollout.max_model_len, job.rollout.sampling.max_new_tokens
-
-    def lengths(least: int, most_texts: int = sys.maxsize) -> tuple[list[int], int]:
-        # A token has at least one byte, so only long texts are tokenized.
-        may_be = [
-            (prompt, tools)
-            for _, prompt, tools in prompts
-            if tools or len(message_texts(prompt).encode()) + TEMPLATE_TOKENS >= least
-        ]
-        looked_at = may_be[:: -(-len(may_be) // most_texts) or 1]
-        counts = [len(prompt_ids(tokenizer, *each)) for each in looked_at]
-        return [count for count in counts if count >= least], len(looked_at)
-
-    too_long, _ = lengths(length)
-    limit = "rollout.max_model_len"
-    if too_long:
+    """Yield a mistake if prompts leave no room for an answer, because each would fail in every worker."""
+    length, limit = job.rollout.max_model_len, "rollout.max_model_len"
+    # A token has at least one byte, so only long texts are tokenized.
+    may_be = (
+        (prompt, tools)
+        for _, prompt, tools in prompts
+        if tools or len(message_texts(prompt).encode()) + TEMPLATE_TOKENS >= length
+    )
+    counts = (len(prompt_ids(tokenizer, *each)) for each in may_be)
+    if too_long := [count for count in counts if count >= length]:
         found = f"{len(too_long)} of {len(prompts)} prompts in {path} have {length} tokens or more"
         why = f"(the longest {max(too_long)}), which leaves no room for an answer in {limit} = {length}"
-        yield Mistake(field, f"{found} {why}", f"Raise {limit}, or take them out of the file", (limit,))
-        return
-    tight, looked_at = lengths(length - asked + 1, LOOKED_AT)
-    if tight:
-        most = "rollout.sampling.max_new_tokens"
-        found = f"{len(tight)} of {looked_at} long prompts looked at in {path} have up to {max(tight)} tokens"
-        why = f"and with {most} = {asked} that is more than {limit} = {length}"
-        problem = f"{found}, {why}: their answers are cut short, and scored as they are"
-        fix = f"Raise {limit} to {max(tight) + asked}, or lower max_new_tokens"
-        yield Mistake(field, problem, fix, (limit, most), warns=True)
+        yield Mistake(field, f"{found} {why}", f"Raise {limit}, or take them out of the file")
 
 
 if __name__ == "__main__":

@@ -44,25 +44,9 @@ def end_sources(tokenizer: Any, folder: Path | None = None) -> dict[str, frozens
 def turn_closing(tokenizer: Any) -> str | None:
     """Return the text that the chat template adds after an assistant's message. Return None if there is no
     template or it does not render such a chat."""
-    return _after_answer(tokenizer)
-
-
-def turn_end(tokenizer: Any) -> int | None:
-    """Return the token with which the chat template ends an assistant's turn. Return None if there is no such
-    token, or if the turn ends with characters that the model also writes elsewhere."""
-    return _first_mark(tokenizer, turn_closing(tokenizer))
-
-
-def next_turn(tokenizer: Any) -> int | None:
-    """Return the token that follows an assistant's turn if a user's message comes next. Return None as in
-    `turn_end`."""
-    return _first_mark(tokenizer, _after_answer(tokenizer, {"role": "user", "content": "."}))
-
-
-def _after_answer(tokenizer: Any, *more: dict[str, str]) -> str | None:
     if not tokenizer.chat_template:
         return None
-    chat = [{"role": "user", "content": "."}, {"role": "assistant", "content": PROBE}, *more]
+    chat = [{"role": "user", "content": "."}, {"role": "assistant", "content": PROBE}]
     try:
         shown = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=False))
     except Exception:  # A template may raise anything
@@ -71,8 +55,10 @@ def _after_answer(tokenizer: Any, *more: dict[str, str]) -> str | None:
     return closing if found else None
 
 
-def _first_mark(tokenizer: Any, text: str | None) -> int | None:
-    closing = (text or "").lstrip()
+def turn_end(tokenizer: Any) -> int | None:
+    """Return the token with which the chat template ends an assistant's turn. Return None if there is no such
+    token, or if the turn ends with characters that the model also writes elsewhere."""
+    closing = (turn_closing(tokenizer) or "").lstrip()
     ids = text_ids(tokenizer, closing, special=False) if closing else []
     first = next((token for token in ids if tokenizer.decode([token]).strip()), None)
     marks = {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "added_tokens_decoder", ())}

@@ -18,7 +18,7 @@ from areal_async.base.processes import ChildProcess
 from areal_async.base.topology import Role
 from areal_async.config.base import Overrides
 from areal_async.config.job import JobConfig
-from areal_async.config.load import load_job, overrides_of
+from areal_async.config.load import load_job
 from areal_async.launch.folders import TOPOLOGY, supervisor_of
 from areal_async.launch.plan import MODULES
 from areal_async.launch.preflight import check_contents
@@ -34,7 +34,6 @@ def run(
     overwrite: bool = False,
     resume: bool = False,
     inline: bool = False,
-    **others: Any,
 ) -> Run:
     """Start a job in separate processes, and return its run as soon as the run has its folder.
 
@@ -46,7 +45,7 @@ def run(
     With `inline`, the whole job runs in this process, in the main thread, and the function returns when the
     job is done. Errors of user code are raised here."""
     source = str(job) if isinstance(job, str | Path) else "the job"
-    job = load_job(job, overrides_of(overrides, others))
+    job = load_job(job, overrides)
     check_contents(job, source=source)
     if not inline:
         return start(job, overwrite=overwrite, resume=resume)

@@ -68,8 +68,7 @@ def _check_environment(job: JobConfig, _: Mapping[str, Any], field: str) -> Iter
     if records is not None and not records(arguments):
         problem = f"`environment` is the reward that the workflow records, and {workflow} records none here"
         fix = "Set it to another reward, or give the workflow an environment"
-        involved = ("rollout.workflow", "rollout.workflow_args")
-        yield Mistake(f"{field.removesuffix('args')}name", problem, fix, involved)
+        yield Mistake(f"{field.removesuffix('args')}name", problem, fix)
 
 
 environment.check_job = _check_environment  # type: ignore[attr-defined]

@@ -129,10 +129,6 @@ def test_a_file_of_the_users_is_checked_without_being_run(mistakes: Mistakes, tm
     file = tmp_path / "own.py"
     file.write_text("raise SystemExit('it was run')\ndef mine(given, size, *, colour='red'): ...\n")
     assert mistakes(f"{file}:mine", size=1) == []
-    assert mistakes(f"{file}:mine", colours="red") == [
-        f"job.thing_args.colours: the thing mine in {file} has no argument 'colours'. It takes size, colour.",
-        f"job.thing_args.size: the thing mine in {file} needs 'size', and it is missing. Add it.",
-    ]
     assert mistakes(f"{file}:yours") == [f"job.thing: {file} defines no 'yours'. It defines mine."]
     assert "No such file" in mistakes(f"{tmp_path}/none.py:mine")[0]
 

@@ -44,7 +44,7 @@ def clipped(
     }
 
 
-@loss(columns=RATIO, figures=CLIP_SHARES, clipped=True, prox="loglinear")
+@loss(columns=RATIO, figures=CLIP_SHARES, prox="loglinear")
 def ppo(
     logp: Tensor,
     units: UnitTable,
@@ -61,7 +61,7 @@ def ppo(
     return clipped(ratio_of(logp - units["prox"]), units.advantage, clip_low, clip_high, dual_clip)
 
 
-@loss(columns=RATIO, figures=CLIP_SHARES, clipped=True)
+@loss(columns=RATIO, figures=CLIP_SHARES)
 def raft_pp(
     logp: Tensor, units: UnitTable, *, clip_low: ClipLow = CLIP, clip_high: Positive = CLIP
 ) -> WithFigures:
@@ -77,7 +77,7 @@ def log_ratio(logp: Tensor, units: UnitTable, **_: Any) -> Tensor:
     return logp - units["prox"]
 
 
-@loss(columns=RATIO, figures=CLIP_SHARES, clipped=True, statistic=log_ratio)
+@loss(columns=RATIO, figures=CLIP_SHARES, statistic=log_ratio)
 def gspo(
     logp: Tensor, units: UnitTable, *, clip_low: ClipLow = 3e-4, clip_high: Positive = 4e-4
 ) -> WithFigures:
@@ -98,7 +98,7 @@ def clipped_log_ratio(
     return d.clamp(max=clip_high).where(units.advantage > 0, d.clamp(min=-clip_low))
 
 
-@loss(columns=RATIO, figures=CLIP_SHARES, clipped=True, statistic=clipped_log_ratio)
+@loss(columns=RATIO, figures=CLIP_SHARES, statistic=clipped_log_ratio)
 def gmpo(
     logp: Tensor, units: UnitTable, *, clip_low: Positive = 0.4, clip_high: Positive = 0.4
 ) -> WithFigures:
@@ -114,7 +114,7 @@ def gmpo(
     }
 
 
-@loss(columns=RATIO, figures=CLIP_SHARES, clipped=True)
+@loss(columns=RATIO, figures=CLIP_SHARES)
 def cispo(
     logp: Tensor,
     units: UnitTable,
@@ -133,7 +133,7 @@ def cispo(
     }
 
 
-@loss(columns=RATIO, clipped=True)
+@loss(columns=RATIO)
 def sapo(
     logp: Tensor, units: UnitTable, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05
 ) -> Tensor:
@@ -146,7 +146,7 @@ def sapo(
     return -units.advantage * gate
 
 
-@loss(columns=RATIO, figures=("moved_share",), clipped=True)
+@loss(columns=RATIO, figures=("moved_share",))
 def dppo(
     logp: Tensor,
     units: UnitTable,
@@ -177,7 +177,7 @@ def log_rest(p: Tensor) -> Tensor:
     return (1 - p).clamp(min=1e-8).log()
 
 
-@loss(columns=RATIO, clipped=True, statistic=log_ratio)
+@loss(columns=RATIO, statistic=log_ratio)
 def kimi(logp: Tensor, units: UnitTable, *, tau: NotNegative = 0.1) -> Tensor:
     """Return -A logp + τ/2 D (logp - prox), with the gradient of τ/2 D²: f32 [S].
 
@@ -189,7 +189,7 @@ def kimi(logp: Tensor, units: UnitTable, *, tau: NotNegative = 0.1) -> Tensor:
     return -units.advantage * logp + tau * ratio * (d - d.detach() / 2)
 
 
-@loss(columns=RATIO, clipped=True)
+@loss(columns=RATIO)
 def kimi_token(logp: Tensor, units: UnitTable, *, tau: NotNegative = 0.1) -> Tensor:
     """Return -A logp + τ/2 (logp - prox)²: f32 [S].
 

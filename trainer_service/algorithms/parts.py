@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -118,14 +117,12 @@ def _teacher_is_one(job: JobConfig, part: str) -> Iterator[Mistake]:
             "trainer.teacher",
             f"the objective compares with a teacher, and {said}",
             "Name its folder in trainer.teacher.model, or servers in trainer.teacher.urls",
-            (part,),
         )
     if teacher.urls and temperature != 1:
         yield Mistake(
             "rollout.sampling.temperature",
             f"the teacher's servers score at temperature 1, and tokens are sampled at {temperature:g}",
             "Set it to 1, or name the teacher's folder in trainer.teacher.model",
-            ("trainer.teacher.urls",),
         )
 
 
@@ -156,47 +153,46 @@ class Advantage(ObjectivePart):
             job.buffer.group,
             job.reward,
         )
-        least, chosen = self.needs_group, "trainer.objective.advantage"
+        least = self.needs_group
         the, fix = f"the {objective.advantage} advantage", f"Set it to {least} or more"
-        wrong = partial(Mistake, involves=(chosen,))
         if self.losses and objective.loss in set(LOSSES.names) - {*self.losses}:
-            yield wrong(
+            yield Mistake(
                 "trainer.objective.loss",
                 f"{the} is the slope of a loss of its own, of which `{objective.loss}` makes another",
                 f"Set it to {' or '.join(self.losses)}, and beside it what docs/other-trainings.md says",
             )
         if self.of != "sample" and objective.group_by != "task":
             problem = f"{the} is one of each {self.of}, not of samples that are compared"
-            yield wrong("trainer.objective.group_by", problem, "Leave it out")
+            yield Mistake("trainer.objective.group_by", problem, "Leave it out")
         if self.needs_greedy and objective.group_by != "task":
             problem = f"{the} compares whole answers with a greedy one"
-            yield wrong("trainer.objective.group_by", problem, "Leave it out")
+            yield Mistake("trainer.objective.group_by", problem, "Leave it out")
         if self.unpenalised and objective.kl.coefficient and objective.kl.place == "reward":
             problem = f"{the} does not read the rewards that the penalty would be taken off"
-            yield wrong("trainer.objective.kl.place", problem, "Set it to loss")
+            yield Mistake("trainer.objective.kl.place", problem, "Set it to loss")
         if "prox" in self.columns and objective.prox in ("reuse", "loglinear"):
             need = f"{the} needs proximal log-probs before the first update"
             problem = f"{need}, and `{objective.prox}` has them with it"
-            yield wrong("trainer.objective.prox", problem, "Set it to auto")
+            yield Mistake("trainer.objective.prox", problem, "Set it to auto")
         if self.needs_greedy and not job.rollout.greedy_baseline:
             problem = f"{the} compares with a greedy answer to the task, and there is none"
-            yield wrong("rollout.greedy_baseline", problem, "Set it to true")
+            yield Mistake("rollout.greedy_baseline", problem, "Set it to true")
         if job.rollout.greedy_baseline and not self.needs_greedy and job.kind == "rl":
             problem = f"{the} makes nothing of a greedy answer, and would count it as a sample"
-            yield wrong("rollout.greedy_baseline", problem, "Set it to false")
+            yield Mistake("rollout.greedy_baseline", problem, "Set it to false")
         if size < least:
             problem = f"{the} of a group of {_episodes(size)} is always zero, so nothing is learned"
-            yield wrong("rollout.group_size", problem, fix)
+            yield Mistake("rollout.group_size", problem, fix)
             return
         if group.policy == "deadline_partial" and group.min_samples < least:
             cut = _episodes(group.min_samples)
             problem = f"{the} of a group cut down to {cut} is zero, so nothing is learned of it"
-            yield Mistake("buffer.group.min_samples", problem, fix, ("buffer.group.policy", chosen))
+            yield Mistake("buffer.group.min_samples", problem, fix)
         masking = [f"reward.{name}.then" for name in OUTCOMES if getattr(reward, name).then == "mask"]
         if masking and reward.min_scored < least:
             left = _episodes(reward.min_scored)
             problem = f"{the} of a group of which {left} is left is zero, so nothing is learned"
-            yield Mistake("reward.min_scored", problem, fix, ("rollout.group_size", chosen, *masking))
+            yield Mistake("reward.min_scored", problem, fix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,8 +207,6 @@ class UnitPart(ObjectivePart):
 class Loss(UnitPart):
     """A part that computes the loss of each unit from its log-prob."""
 
-    clipped: bool = False
-    """Whether it keeps the policy near the proximal one. This has no effect while the two are equal."""
     corrects: bool = False
     """Whether it already weighs by the behaviour policy; a correction would weigh a second time."""
     prox: Literal["", "loglinear"] = ""
@@ -262,7 +256,6 @@ class Loss(UnitPart):
                 f"`reuse` is wrong with trainer.minibatches = {job.trainer.minibatches}: after the first "
                 "update the current policy is no longer the one the step started from",
                 "Set it to auto, or trainer.minibatches to 1",
-                ("trainer.minibatches",),
             )
 
 
@@ -288,19 +281,18 @@ class Correction(UnitPart):
         if job.kind != "rl":
             return
         objective, bound = job.trainer.objective, job.buffer.max_staleness
-        name, chosen, also = objective.correction, "trainer.objective.correction", "trainer.objective.loss"
+        name, chosen = objective.correction, "trainer.objective.correction"
         loss = LOSSES.known(objective.loss)
         weighs_itself = isinstance(loss, Loss) and loss.corrects
         if weighs_itself and (self.corrects or self.prox):
             weighs = f"the {objective.loss} loss weighs by the behaviour policy itself"
-            yield Mistake(chosen, f"{weighs}, and `{name}` would do so again", "Set it to none", (also,))
+            yield Mistake(chosen, f"{weighs}, and `{name}` would do so again", "Set it to none")
         elif isinstance(loss, Loss) and self.prox and "prox" not in loss.columns:
             yield Mistake(
                 chosen,
                 f"`{name}` leaves it to the ratio of the loss to make up for stale samples, and the "
                 f"{objective.loss} loss has none",
                 "Set it to decoupled",
-                (also,),
             )
         if bound > 0 and not (self.corrects or weighs_itself or objective.allow_uncorrected):
             yield Mistake(
@@ -308,17 +300,16 @@ class Correction(UnitPart):
                 f"`{name}` with buffer.max_staleness = {bound} trains on stale units as if they were fresh",
                 "Set it to decoupled, or max_staleness to 0, or trainer.objective.allow_uncorrected to true "
                 "for an experiment",
-                ("buffer.max_staleness", "trainer.objective.allow_uncorrected"),
             )
         if self.over_step(arguments) and objective.prox in ("reuse", "loglinear"):
             problem = (
                 f"`{name}` compares the units of a whole step, which takes a pass over it first; "
                 f"`{objective.prox}` saves that pass"
             )
-            yield Mistake("trainer.objective.prox", problem, "Set it to auto", (chosen,))
+            yield Mistake("trainer.objective.prox", problem, "Set it to auto")
         if self.prox and objective.prox != "auto":
             problem = f"`{name}` takes the behaviour policy for the proximal one"
-            yield Mistake("trainer.objective.prox", problem, "Leave it out", (chosen,))
+            yield Mistake("trainer.objective.prox", problem, "Leave it out")
 
 
 def _declares(

@@ -21,9 +21,11 @@ from rich.table import Table
 
 from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.cli.tools import PlanRequest, print_json, run_tool
-from areal_async.config.files import lora_target_mistakes
+from areal_async.config.checks import check_fields
+from areal_async.config.content import content_mistakes
+from areal_async.config.files import check_config, lora_target_mistakes
 from areal_async.config.job import JobConfig
-from areal_async.config.load import load_job, memory_mistakes
+from areal_async.config.load import load_job
 from areal_async.config.parallel import RankGrid
 from areal_async.config.parts import load_part
 from areal_async.config.registry import PartError
@@ -43,7 +45,9 @@ MIB = 1 << 20
 
 def main(request: PlanRequest) -> None:
     """Print the plan. Raises `ConfigError` if a job or a model cannot be read."""
-    job = load_job(Path(request.job_file), request.overrides or (), memory=True)
+    job = load_job(Path(request.job_file), request.overrides or (), files=False)
+    if mistakes := content_mistakes(job, ("model",)) or check_config(job):
+        raise ConfigError(request.job_file, mistakes)
     gpu = _gpu(request.gpu, job)
     shapes, rank = _planned(job, request.job_file)
     found = figures(job, shapes[TRAINED_MODEL], rank, gpu) | {
@@ -56,7 +60,7 @@ def main(request: PlanRequest) -> None:
         "uncounted_layers": sorted({layer for model in shapes.values() for layer in model.uncounted}),
     }
     if gpu is not None and not found["gpu"]["fits"]:
-        found["gpu"]["enough"] = changes_that_fit(job, lambda other: _most_tokens(other, job, gpu))
+        found["gpu"]["enough"] = changes_that_fit(job, lambda other: _most_tokens(other, gpu))
     if request.as_json:
         print_json(found)
     else:
@@ -168,9 +172,9 @@ def _tokens_that_fit(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: G
     return rank.tokens_that_fit(room - sent) if rank.state + 2 * sent <= room else 0
 
 
-def _most_tokens(changed: JobConfig, job: JobConfig, gpu: Gpu) -> int:
-    """Return the number of tokens that fit after a change of `job`; 0 if the change breaks a rule."""
-    if set(memory_mistakes(changed)) - set(memory_mistakes(job)):
+def _most_tokens(changed: JobConfig, gpu: Gpu) -> int:
+    """Return the number of tokens that fit after a change of the job; 0 if the change breaks a rule."""
+    if check_fields(changed) or check_config(changed):
         return 0
     return _tokens_that_fit(changed, *job_memory(changed), gpu)
 

@@ -93,7 +93,7 @@ class Shm(Channel):
     def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
         for name, node in job.placement.pretend.items():
             problem = f"{name} is on {node}, and shared memory reaches no other host"
-            yield Mistake("weights.channel", problem, "Set it to auto, zmq or disk", ("placement.pretend",))
+            yield Mistake("weights.channel", problem, "Set it to auto, zmq or disk")
             return
 
 

@@ -141,8 +141,6 @@ def test_doctor_validate_and_mistakes_are_read_by_scripts(job_file):
     assert {finding["level"] for finding in told["findings"]} <= {"ok", "warn", "fail"}
     resolved = json.loads(call("validate", job_file, "seed=7", "--json").stdout)
     assert resolved["seed"] == 7
-    said = call("validate", job_file, "trainer.minibatches=1", "trainer.objective.prox=reuse").stderr
-    assert "note: trainer.minibatches: with one update a step" in said
 
 
 def test_doctor_fails_where_a_run_would(monkeypatch):

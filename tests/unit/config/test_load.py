@@ -6,7 +6,7 @@ import yaml
 
 from areal_async.base.mistakes import ConfigError
 from areal_async.base.yaml_file import parse_yaml
-from areal_async.config.advice import advise, explain, running_groups
+from areal_async.config.advice import advise, running_groups
 from areal_async.config.files import READ_WHOLE_BYTES
 from areal_async.config.load import dump_job, load_job
 from areal_async.config.redis_url import RedisUrl, parse_redis_url
@@ -125,21 +125,15 @@ def table(name):
 
 @pytest.mark.parametrize(("overrides", "words"), table("advice.txt"))
 def test_a_warning_names_the_field_and_nothing_else_is_warned_of(folder, overrides, words):
-    row = (folder / "train.jsonl").read_text().splitlines()[0] + "\n"
-    for name, rows in (("many", 40), ("few", 4)):
-        (folder / f"{name}.jsonl").write_text(row * rows)
     given = [] if overrides == "defaults" else overrides.split("; ")
     found = [str(warning) for warning in advise(load_job(folder / "job.yaml", given))]
     assert len(found) == (words != "none"), found
     assert words == "none" or words in found[0]
 
 
-@pytest.mark.parametrize(("overrides", "clip", "prox"), table("proximal.txt"))
-def test_a_clip_that_does_nothing_is_explained_and_auto_takes_a_pass_only_where_one_is_needed(
-    folder, overrides, clip, prox
-):
+@pytest.mark.parametrize(("overrides", "prox"), table("proximal.txt"))
+def test_auto_takes_a_pass_only_where_one_is_needed(folder, overrides, prox):
     job = load_job(folder / "job.yaml", ["trainer.minibatches=1", *overrides.split("; ")])
-    assert [note.field for note in explain(job)] == (["trainer.minibatches"] if clip == "idle" else [])
     assert advise(job) == []
     objective = Objective(job.trainer.objective, job, minibatches=job.trainer.minibatches)
     assert objective.prox == prox

@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from areal_async.base.mistakes import WHOLE_FILE, ConfigError
-from areal_async.config.files import advise_on_lora
 from areal_async.config.load import load_job
 
 
@@ -121,18 +120,6 @@ def test_a_layer_as_wide_as_the_vocabulary_can_have_an_adapter_and_an_embedding_
         load_job(folder / "job.yaml", ["trainer.lora={rank: 2, targets: [embed_tokens]}"])
 
 
-def test_a_rank_that_is_not_below_the_width_of_a_layer_is_warned_of(folder):
-    LAYERS(folder)
-
-    def warned(lora: str) -> list[str]:
-        return [str(warning) for warning in advise_on_lora(load_job(folder / "job.yaml", [lora]))]
-
-    (warning,) = warned("trainer.lora={rank: 4, targets: [q_proj]}")
-    assert "trainer.lora.rank: 4 is not below the smaller side of q_proj (from 4)" in warning
-    assert "q_proj, up_proj" in warned("trainer.lora={rank: 9}")[0]
-    assert warned("trainer.lora={rank: 3}") == warned("trainer.lora={rank: 0}") == []
-
-
 IN_A_WORLD = "rollout.workflow=multi_turn", "rollout.workflow_args.environment=flows.py:World"
 WITH_TOOLS = (
     "rollout.workflow=tool_use",
@@ -167,10 +154,13 @@ def test_what_is_right_has_no_mistakes(folder, overrides):
     load_job(folder / "job.yaml", overrides)
 
 
-def test_all_mistakes_are_reported_at_once_but_none_that_rests_on_a_broken_field(folder):
+def test_mistakes_are_reported_at_once_but_no_broken_rule_between_fields_while_a_field_is_wrong(folder):
     """With batch_groups unknown, the rule about minibatches would speak about its default."""
-    fields = {"buffer.batch_groups": 0, "colour": "red", "rollout.group_size": 1, "model": "nowhere"}
-    given = [f"{field}={value}" for field, value in (fields | {"tasks.train": "no.jsonl"}).items()]
-    with pytest.raises(ConfigError, match="5 mistakes") as caught:
-        load_job(folder / "job.yaml", [*given, "trainer.minibatches=99"])
-    assert {mistake.field for mistake in caught.value.mistakes} == {*fields, "tasks.train"}
+    rules = {"rollout.group_size": 1, "model": "nowhere", "tasks.train": "no.jsonl"}
+    fields = {"buffer.batch_groups": 0, "colour": "red"}
+    for wrong, given in ((fields, rules | fields), (rules, rules)):
+        overrides = [f"{field}={value}" for field, value in given.items()]
+        overrides += ["trainer.minibatches=99"] * (wrong is fields)
+        with pytest.raises(ConfigError, match=f"{len(wrong)} mistakes") as caught:
+            load_job(folder / "job.yaml", overrides)
+        assert {mistake.field for mistake in caught.value.mistakes} == {*wrong}

@@ -84,11 +84,13 @@ def test_a_part_judges_the_job_once_its_own_arguments_are_right(tmp_path):
 def test_a_name_that_nothing_has_is_a_mistake_and_a_users_file_is_read_apart(tmp_path):
     (said,) = about_rewards(part_mistakes(job_with(tmp_path, "carefull")))
     assert said.startswith("reward.name: there is no reward 'carefull'")
-    (tmp_path / "mine.py").write_text("raise SystemExit\n@reward\ndef mine(episode, *, size): ...\n")
-    own = job_with(tmp_path, f"{tmp_path}/mine.py:mine")
-    assert about_rewards(part_mistakes(own)) == []
-    assert about_rewards(own_part_mistakes(own)) == [
-        f"reward.args.size: the reward mine in {tmp_path}/mine.py needs 'size', and it is missing. Add it."
+    file = tmp_path / "mine.py"
+    file.write_text("raise SystemExit\ndef mine(episode, *, size): ...\n")
+    own = job_with(tmp_path, f"{file}:mine")
+    assert about_rewards(part_mistakes(own)) == about_rewards(own_part_mistakes(own)) == []
+    file.write_text("def mine(episode, *, size): ...\n")
+    assert about_rewards(own_part_mistakes(own, run=True)) == [
+        f"reward.args.size: {file}:mine needs 'size', and it is missing. Add it."
     ]
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.config.data_check import Expected, check_data
-from areal_async.config.reward import RewardSection
 from reward_service.sandbox import CompilerMissing, Program, RunLimits, languages
 from reward_service.sdk import RewardInput, RewardLoadError, Score
 from reward_service.verifiers.code_rewards import code_stdio, code_tests
@@ -146,30 +144,6 @@ def task_file(tmp_path):
         return path
 
     return made
-
-
-def test_data_check_names_the_modules_that_tests_miss(best, task_file):
-    path = task_file(*TESTS.values(), ["import json, math, numpy\nassert f(1) == 1"], SUM, "42", "no code (")
-    inside = {"parts": [{"name": "code_tests"}]}
-    for reward in (RewardSection(name="code_tests"), RewardSection(name="weighted", args=inside)):
-        report = check_data([path], Expected("rl", reward=reward))
-        (problem,) = report.files[0].problems
-        assert "'nobody' (tasks: 4)" in problem
-        assert "environment" in problem
-        assert report.stops
-    report = check_data([path], Expected("rl"))
-    assert [one for one in report.files[0].remarks if "'nobody'" in one]
-    assert not report.stops
-    assert not check_data([path], Expected("rl", reward=RewardSection(name="math"))).stops
-
-
-def test_data_check_looks_into_the_environment_of_the_job(best, task_file, environment):
-    path = task_file(["import greeting\nassert f(1) == 1"])
-    for args, stops in (({}, True), ({"environment": environment}, False)):
-        assert (
-            check_data([path], Expected("rl", reward=RewardSection(name="code_tests", args=args))).stops
-            == stops
-        )
 
 
 def test_reward_test_names_them_before_it_runs(best, task_file, capfd, monkeypatch):

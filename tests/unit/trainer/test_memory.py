@@ -428,14 +428,15 @@ def test_the_plan_of_config_json_alone_is_that_of_the_files(tmp_path, family):
     assert found == expected
 
 
-def test_a_model_of_which_there_is_only_config_json_is_planned_whatever_else_is_wrong(tmp_path):
+def test_a_model_of_which_there_is_only_config_json_is_planned_without_the_other_files(tmp_path):
     FAMILIES["qwen2"]().save_pretrained(tmp_path)
-    text = "{job: p, model: ., tasks: {train: no.jsonl}, rollout: {engine: no, max_model_len: 100}, "
-    (tmp_path / "job.yaml").write_text(text + "buffer: {max_bytes: 1}, reward: {name: no}}")
+    rollout = "{max_model_len: 100, sampling: {max_new_tokens: 9}}"
+    text = f"{{job: p, model: ., tasks: {{train: no.jsonl}}, rollout: {rollout}}}"
+    (tmp_path / "job.yaml").write_text(text)
     done = plan(tmp_path, "--gpu", "L4")
     assert done.exit_code == 0, done.stderr
     assert "Its shapes are those of config.json" in done.stdout
-    wrong = ("trainer.dtype=fp8", "rollout.max_model_len=9999", "buffer.max_byte=3")
+    wrong = ("trainer.dtype=fp8", "rollout.max_model_len=0", "buffer.max_byte=3")
     told = plan(tmp_path, "trainer.lora={rank: 4, targets: [nothing]}").stderr
     assert "trainer.lora.targets: the model has no layer called nothing" in told
     told = plan(tmp_path, *wrong).stderr

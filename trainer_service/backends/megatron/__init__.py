@@ -57,7 +57,6 @@ class Megatron:
                 "trainer.device",
                 "Megatron-Core computes on CUDA devices alone",
                 "Set it to cuda, or use the back end fsdp",
-                ("trainer.backend",),
             )
         told = set()
         for name, use in _models_of(job).items():
@@ -65,7 +64,7 @@ class Megatron:
             for where, problem, fix in _reasons(use, RankGrid.of(job.trainer), asked.virtual_stages):
                 own = field if where == "model" else f"trainer.{where}"
                 if (own, problem) not in told:
-                    yield Mistake(own, problem, fix, ("trainer.backend",))
+                    yield Mistake(own, problem, fix)
                 told.add((own, problem))
 
     def memory(
