@@ -54,6 +54,7 @@ MOVED = {
     "compare": "areal-async view RUN RUN --report FILE.HTML",
     "config diff": "areal-async diff",
     "config show": "areal-async validate JOB.YAML or areal-async status JOB --json",
+    "data prepare": "a script: docs/your-task.md#convert-a-data-set",
     "reward new": "areal-async init DIR, which makes a reward with its test, too",
     "sweep": f"a loop of the shell: {SWEEP}",
     "submit --sweep": f"a loop of the shell: {SWEEP}",

@@ -4,9 +4,11 @@ A problem stops a job or makes its figures meaningless. A remark does neither.""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -17,12 +19,11 @@ import msgspec
 from areal_async.base.records import Task
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import ImportedModules, Routing
-from areal_async.data.examples import COLUMNS, Example, Form, Kind, example_of, form_of, tools_of
-from areal_async.data.prepare import Track, split_key
-from areal_async.data.sources import DataError
-from areal_async.data.tasks import TaskFileError, task_row, task_rows
+from areal_async.data.examples import COLUMNS, Form, Kind, example_of, form_of, tools_of
+from areal_async.data.tasks import DataError, TaskFileError, task_row, task_rows
 from areal_async.models.prompts import message_texts, prompt_ids
 
+Track = Callable[[Iterable[Any], str], Iterable[Any]]
 SHOWN = 10  # Number of broken rows that are listed
 TASK_COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")
 
@@ -88,7 +89,7 @@ def check_data(
         report.overlap = len(both)
         report.problems.append(
             f"{len(both)} of {len(prompts[1])} held-out prompts are in {files[0]} too, so what is measured "
-            "on them says nothing. Split again with `areal-async data prepare … --held-out N`."
+            "on them says nothing. Take them out of one file."
         )
     if expected.tokenizer is None:
         report.remarks.append(
@@ -125,7 +126,7 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
             except TaskFileError as error:
                 broken.append(error)
                 continue
-            keys[key := split_key(row)] += 1
+            keys[key := _key(prompt)] += 1
             if kind == "rl":
                 task = _noted(report, row, known_rewards)
                 modules.note(task, task.ground_truth)
@@ -160,10 +161,10 @@ def _kind(path: Path) -> Kind:
     return "rl"
 
 
-def _prompt(example: Example) -> Any:
-    """Return the text before the answer. In a chat, this is everything except its last message."""
-    first = example.answers[0]
-    return first.prompt or first.answer[:-1] or first.answer
+def _key(prompt: Any) -> str:
+    """Return a key that is equal for equal prompts."""
+    text = prompt.strip() if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _length(
@@ -215,7 +216,7 @@ def _sum_up(report: FileReport, keys: Counter[str], lengths: list[int], max_mode
     if report.no_answer:
         report.problems.append(
             f"{report.no_answer} of {report.rows} rows have no answer (reward_model.ground_truth), which "
-            "most rewards need. Take them out, or name the column: data prepare --map answer=COLUMN."
+            "most rewards need. Take them out, or add the answers."
         )
     if lengths:
         report.tokens = length_figures(lengths)
@@ -223,8 +224,7 @@ def _sum_up(report: FileReport, keys: Counter[str], lengths: list[int], max_mode
         report.too_long = long
         report.problems.append(
             f"{long} of {len(lengths)} prompts have {max_model_len} tokens or more, which leaves no room for "
-            f"an answer. Take them out (data prepare --max-prompt-tokens {max_model_len // 2}), or raise "
-            "rollout.max_model_len."
+            "an answer. Take them out, or raise rollout.max_model_len."
         )
 
 

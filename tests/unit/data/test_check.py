@@ -43,12 +43,11 @@ def test_broken_rows_are_named_by_their_lines_and_the_rest_is_counted(write):
     [
         ([task("1+1", None), task("2+2", "")], (), "2 of 2 rows have no answer"),
         ([task("a" * 30)], ("--model",), "1 of 1 prompts have 30 tokens or more"),
-        ([task("a" * 9)], ("--model", "--max-model-len", "9"), "1 of 1 prompts have 9 tokens or more"),
         ([{"prompt": "q", "chosen": "a", "rejected": "a"}], (), "are the same"),
         (
             [{"question": "q", "reward_model": {"style": "rule", "ground_truth": "2"}}],
             (),
-            "it is not there. Name the column that it is to be made of",
+            "it is not there. Convert the file to the columns of a task",
         ),
         ([], (), "has no rows"),
     ],
