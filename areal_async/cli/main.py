@@ -61,8 +61,6 @@ MOVED = {
     "top": "areal-async ps --watch",
 }
 """Commands and options of earlier releases, each with its replacement."""
-OTHER_OVERRIDES = ("--override", "--overrides", "--set", "--config", "--cfg", "--opt", "--param", "-o", "-c")
-"""Options of other programs that precede a changed field."""
 PANELS = {
     "Start": "quickstart init data reward doctor objectives validate diff plan simulate",
     "Train": "run resume stop scale drain",
@@ -82,20 +80,6 @@ def _without_types(parameters: list[Any]) -> list[Any]:
 
 
 UsageError: Any = typer.BadParameter.__base__
-
-
-def _how_to_change_fields(ctx: Any, option: str) -> str | None:
-    """Return how the command of `ctx` changes a field that `option` changes in other programs. Return None
-    for another option, or if the command changes no field."""
-    field = option.lstrip("-") if "." in option else "trainer.steps"
-    if field == "trainer.steps" and option not in OTHER_OVERRIDES:
-        return None
-    for each in ctx.command.params:
-        if "KEY=VALUE" in (each.metavar or ""):
-            before = f"{each.opts[0]} " if each.param_type_name == "option" else ""
-            what = f"by {before}KEY=VALUE" if before else "by KEY=VALUE alone, without an option"
-            return f"Change a field of the job {what}: {before}{field}=5"
-    return None
 
 
 class CommandGroup(TyperGroup):
@@ -125,9 +109,7 @@ class CommandGroup(TyperGroup):
             option = getattr(error, "option_name", "")
             if moved := MOVED.get(f"{getattr(error.ctx, 'info_name', '')} {option}"):
                 error.ctx.fail(f"No such option: {option}. Use {moved}")
-            if not option or (how := _how_to_change_fields(error.ctx, option)) is None:
-                raise
-            error.ctx.fail(f"No such option: {option}. {how}")
+            raise
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if (found := super().get_command(ctx, cmd_name)) is not None:
