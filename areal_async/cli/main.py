@@ -39,18 +39,10 @@ if TYPE_CHECKING:
     from areal_async.config.job import JobConfig
     from areal_async.rpc.control_messages import WorkersChanged
 
-OTHER_COMMANDS = {
-    **dict.fromkeys(("train", "start", "launch", "fit"), "run"),
-    **dict.fromkeys(("list", "ls", "jobs"), "ps"),
-    **dict.fromkeys(("kill", "cancel"), "stop"),
-    **dict.fromkeys(("continue", "restart"), "resume"),
-    **dict.fromkeys(("check", "lint"), "validate"),
-    **dict.fromkeys(("eval", "score", "benchmark"), "evaluate"),
-    **dict.fromkeys(("chat", "sample", "infer", "talk"), "generate"),
-}
-"""Command names of other programs, each with our name."""
 SWEEP = "for lr in 1e-6 3e-6; do areal-async submit JOB.YAML job=NAME-$lr trainer.optimizer.lr=$lr; done"
 MOVED = {
+    "check --max-model-len": "areal-async data check JOB.YAML, with rollout.max_model_len",
+    "check --template-arg": "areal-async data check JOB.YAML, with rollout.template_args",
     "compare": "areal-async view RUN RUN --report FILE.HTML",
     "config diff": "areal-async diff",
     "config show": "areal-async validate JOB.YAML or areal-async status JOB --json",
@@ -83,8 +75,8 @@ UsageError: Any = typer.BadParameter.__base__
 
 
 class CommandGroup(TyperGroup):
-    """Group of commands that lists them in the order of use. If a command name comes from an earlier release
-    or another program, the error gives the current name."""
+    """Group of commands that lists them in the order of use. If a command or an option comes from an
+    earlier release, the error gives its replacement."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return super().list_commands(ctx) if ctx.parent else list(PANEL_OF)
@@ -98,8 +90,6 @@ class CommandGroup(TyperGroup):
             for name in (" ".join(words[:2]), words[0]):
                 if name in MOVED:
                     ctx.fail(f"No such command {name!r}. Use {MOVED[name]}")
-            if not ctx.parent and args[0] in OTHER_COMMANDS:
-                ctx.fail(f"No such command {args[0]!r}. Did you mean {OTHER_COMMANDS[args[0]]!r}?")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

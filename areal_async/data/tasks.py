@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")
-MESSAGE_COLUMNS = frozenset(("messages", "conversations", "conversation", "dialog", "prompt", "completion"))
-MESSAGE_COLUMNS |= {"chosen", "rejected", "tools", "functions"}
+MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
 VISION_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 WEIGHTS = ("weight", "trainable", "loss_mask", "train", "training", "loss", "learn")
 """Fields in which data sets mark whether a turn of the assistant is learned."""

@@ -217,13 +217,6 @@ def test_help_shows_no_type_for_flags(arguments):
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"), [("train", "run"), ("ls", "ps"), ("kill", "stop"), ("lint", "validate")]
-)
-def test_the_name_of_another_program_leads_to_the_command(said, meant):
-    assert f"Did you mean {meant!r}?" in " ".join(call(said, "job.yaml").stderr.split())
-
-
-@pytest.mark.parametrize(
     ("words", "says"),
     [
         (("run", "--overwrit"), "Possible options: --overwrite"),
@@ -253,6 +246,8 @@ def test_several_runs_are_compared_in_a_file():
         (("config", "diff", "job.yaml"), "Use areal-async diff"),
         (("reward", "new", "tidy"), "Use areal-async init DIR"),
         (("sweep",), "areal-async submit JOB.YAML job=NAME-$lr"),
+        (("data", "check", "job.yaml", "--template-arg", "a=1"), "with rollout.template_args"),
+        (("data", "prepare", "rows.jsonl"), "a script: docs/your-task.md"),
         (("submit", "job.yaml", "--sweep", "lr=1,2"), "areal-async submit JOB.YAML job=NAME-$lr"),
     ],
 )
