@@ -162,7 +162,7 @@ def ps(
         client, console = controller(), console_for_tables()
         if not watch:
             found = client.jobs(ended=with_ended)
-            return show(found, jobs_table(found, time.time()), as_json)
+            return show(found, jobs_table(found, {}), as_json)
         answer, page = frame_of(client, ended=with_ended)
         if as_json or not console.is_terminal:
             return show(answer, page, as_json)

@@ -15,7 +15,6 @@ from typer.core import TyperGroup
 
 from areal_async import __version__
 from areal_async.cli.dashboards import dashboards
-from areal_async.cli.data import data
 from areal_async.cli.fields import fields
 from areal_async.cli.jobs import jobs, told
 from areal_async.cli.keys import keys
@@ -39,32 +38,21 @@ if TYPE_CHECKING:
     from areal_async.config.job import JobConfig
     from areal_async.rpc.control_messages import WorkersChanged
 
-OTHER_COMMANDS = {
-    **dict.fromkeys(("train", "start", "launch", "fit"), "run"),
-    **dict.fromkeys(("list", "ls", "jobs"), "ps"),
-    **dict.fromkeys(("kill", "cancel"), "stop"),
-    **dict.fromkeys(("continue", "restart"), "resume"),
-    **dict.fromkeys(("check", "lint"), "validate"),
-    **dict.fromkeys(("eval", "score", "benchmark"), "evaluate"),
-    **dict.fromkeys(("chat", "sample", "infer", "talk"), "generate"),
-}
-"""Command names of other programs, each with our name."""
 SWEEP = "for lr in 1e-6 3e-6; do areal-async submit JOB.YAML job=NAME-$lr trainer.optimizer.lr=$lr; done"
 MOVED = {
     "compare": "areal-async view RUN RUN --report FILE.HTML",
     "config diff": "areal-async diff",
     "config show": "areal-async validate JOB.YAML or areal-async status JOB --json",
     "data check": "areal-async validate JOB.YAML",
+    "data prepare": "a script: docs/your-task.md#convert-a-data-set",
     "reward new": "areal-async init DIR, which makes a reward with its test, too",
     "sweep": f"a loop of the shell: {SWEEP}",
     "submit --sweep": f"a loop of the shell: {SWEEP}",
     "top": "areal-async ps --watch",
 }
 """Commands and options of earlier releases, each with its replacement."""
-OTHER_OVERRIDES = ("--override", "--overrides", "--set", "--config", "--cfg", "--opt", "--param", "-o", "-c")
-"""Options of other programs that precede a changed field."""
 PANELS = {
-    "Start": "quickstart init data reward doctor objectives validate diff plan simulate",
+    "Start": "quickstart init reward doctor objectives validate diff plan simulate",
     "Train": "run resume stop scale drain",
     "Look": "status logs view advise evaluate generate export buffer dashboards",
     "Cluster": "up down submit ps pause keys",
@@ -84,23 +72,9 @@ def _without_types(parameters: list[Any]) -> list[Any]:
 UsageError: Any = typer.BadParameter.__base__
 
 
-def _how_to_change_fields(ctx: Any, option: str) -> str | None:
-    """Return how the command of `ctx` changes a field that `option` changes in other programs. Return None
-    for another option, or if the command changes no field."""
-    field = option.lstrip("-") if "." in option else "trainer.steps"
-    if field == "trainer.steps" and option not in OTHER_OVERRIDES:
-        return None
-    for each in ctx.command.params:
-        if "KEY=VALUE" in (each.metavar or ""):
-            before = f"{each.opts[0]} " if each.param_type_name == "option" else ""
-            what = f"by {before}KEY=VALUE" if before else "by KEY=VALUE alone, without an option"
-            return f"Change a field of the job {what}: {before}{field}=5"
-    return None
-
-
 class CommandGroup(TyperGroup):
-    """Group of commands that lists them in the order of use. If a command name comes from an earlier release
-    or another program, the error gives the current name."""
+    """Group of commands that lists them in the order of use. If a command or an option comes from an
+    earlier release, the error gives its replacement."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return super().list_commands(ctx) if ctx.parent else list(PANEL_OF)
@@ -114,8 +88,6 @@ class CommandGroup(TyperGroup):
             for name in (" ".join(words[:2]), words[0]):
                 if name in MOVED:
                     ctx.fail(f"No such command {name!r}. Use {MOVED[name]}")
-            if not ctx.parent and args[0] in OTHER_COMMANDS:
-                ctx.fail(f"No such command {args[0]!r}. Did you mean {OTHER_COMMANDS[args[0]]!r}?")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -125,9 +97,7 @@ class CommandGroup(TyperGroup):
             option = getattr(error, "option_name", "")
             if moved := MOVED.get(f"{getattr(error.ctx, 'info_name', '')} {option}"):
                 error.ctx.fail(f"No such option: {option}. Use {moved}")
-            if not option or (how := _how_to_change_fields(error.ctx, option)) is None:
-                raise
-            error.ctx.fail(f"No such option: {option}. {how}")
+            raise
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if (found := super().get_command(ctx, cmd_name)) is not None:
@@ -167,7 +137,7 @@ def main(
     pass
 
 
-groups = {"buffer": buffer, "reward": reward, "data": data, "keys": keys, "dashboards": dashboards}
+groups = {"buffer": buffer, "reward": reward, "keys": keys, "dashboards": dashboards}
 for name, group in groups.items():
     app.add_typer(group, name=name, cls=CommandGroup)
 for each in (jobs, page, fields):

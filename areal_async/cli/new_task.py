@@ -13,7 +13,7 @@ import string
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from areal_async.data.sources import DataError
+from areal_async.data.tasks import DataError
 from areal_async.models.files import no_folder
 from areal_async.storage.hub import hub_url
 from areal_async.storage.urls import is_url
@@ -86,7 +86,7 @@ def _write_tiny(folder: Path) -> None:
 
 DATA = '''"""Makes train.jsonl and held_out.jsonl: `python make_data.py`. Change `question` and `solve`.
 
-A data set that is there already needs no such file: `areal-async data prepare` makes both from it.
+For a data set that is there already, convert its rows here (docs/your-task.md#convert-a-data-set).
 """
 
 import json

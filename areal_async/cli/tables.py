@@ -31,15 +31,15 @@ COLORS = {
     "FAILED": "red",
     "STOPPED": "bright_black",
 }
-MOST_SHOWN = 200  # Number of rows in a frame of `ps --watch`
 WATCHED = 16  # Number of jobs whose runs are queried for each frame
 
 
-def jobs_table(jobs: Sequence[JobAnswer], now_s: float) -> Table:
-    """Return the table of `ps`."""
-    table = _table("ID", "JOB", "STATE", "PRIORITY", "AGE", "NEEDS", "")
+def jobs_table(jobs: Sequence[JobAnswer], figures: Mapping[int, FiguresAnswer]) -> Table:
+    """Return the table of `ps`. The last column has the progress of each job in `figures`, else a reason."""
+    table, now_s = _table("ID", "JOB", "STATE", "PRIORITY", "AGE", "NEEDS", ""), time.time()
     for job in jobs:
-        why, age = Text(_first_line(job.waits_for or job.reason)), clock_text(now_s - job.submitted_s)
+        told = _progress_text(figures[job.id]) if job.id in figures else job.waits_for or job.reason
+        why, age = Text(_first_line(told)), clock_text(now_s - job.submitted_s)
         table.add_row(str(job.id), job.name, _state(job), str(job.priority), age, needs_text(job.needs), why)
     return table
 
@@ -53,32 +53,16 @@ def frame_of(client: ControllerClient, *, ended: bool) -> tuple[dict[str, Any], 
             figures[job.id] = client.figures(str(job.id))
         except ArealError as error:  # A busy run must not hide the others
             figures[job.id] = FiguresAnswer(message=str(error))
-    page = Group(cluster_page(cluster, client.url), Text(), progress_table(jobs, figures, time.time()))
+    page = Group(cluster_page(cluster, client.url), Text(), jobs_table(jobs, figures))
     return {"cluster": cluster, "jobs": jobs, "figures": figures}, page
 
 
-def progress_table(jobs: Sequence[JobAnswer], figures: Mapping[int, FiguresAnswer], now_s: float) -> Table:
-    """Return the table of jobs, with the progress of their runs."""
-    table = _table(
-        *["JOB", "STATE", "AGE", "STEP", "LEFT", "REWARD", "ACCURACY", "STALENESS", "TOKENS/S"], ""
-    )
-    order = {"RUNNING": 0, "STARTING": 1, "PENDING": 2}
-    for job in sorted(jobs, key=lambda job: (order.get(job.state, 3), -job.priority, job.id))[:MOST_SHOWN]:
-        said = figures.get(job.id, FiguresAnswer())
-        mean = said.staleness_mean
-        table.add_row(
-            job.name,
-            _state(job),
-            clock_text(now_s - job.submitted_s),
-            "" if said.step is None else f"{said.step}/{said.steps}",
-            "" if said.eta_s is None else clock_text(said.eta_s),
-            _number(said.reward, ".3f"),
-            _number(said.accuracy, ".3f"),
-            "" if mean is None else f"{mean:.1f} (most {said.staleness_max})",
-            _number(said.generated_per_s, ",.0f"),
-            Text(_first_line(said.message or job.waits_for)),
-        )
-    return table
+def _progress_text(figures: FiguresAnswer) -> str:
+    """Return the progress of a run on one line."""
+    step = "" if figures.step is None else f"step {figures.step} of {figures.steps}"
+    reward = "" if figures.reward is None else f"reward {figures.reward:.3f}"
+    left = "" if figures.eta_s is None else f"{clock_text(figures.eta_s)} left"
+    return ", ".join(filter(None, (step, reward, left, figures.message)))
 
 
 def cluster_page(cluster: ClusterAnswer, url: str) -> RenderableType:
@@ -134,7 +118,7 @@ def run_page(run: Run, status: RunStatus) -> RenderableType:
 def _progress(figures: FiguresAnswer | RunStatus) -> list[tuple[str, RenderableType]]:
     found: list[tuple[str, RenderableType]] = [("step", f"{figures.step} of {figures.steps}")]
     scores = (("reward", figures.reward), ("accuracy", figures.accuracy))
-    return found + [(label, _number(value, ".3f")) for label, value in scores if value is not None]
+    return found + [(label, f"{value:.3f}") for label, value in scores if value is not None]
 
 
 def _rows(rows: Sequence[tuple[str, RenderableType]]) -> Table:
@@ -161,10 +145,6 @@ def _table(*names: str) -> Table:
 
 def _state(job: JobAnswer) -> Text:
     return Text(f"{job.state} ({job.doing})" if job.doing else job.state, style=COLORS[job.state])
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 def _first_line(text: str) -> str:

@@ -282,7 +282,7 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> Iterator[Mistake]:
         yield mistake
     elif are_messages and job.model.is_dir() and not _has_chat_template(job.model):
         problem = f"the prompts of {path} are messages, and the tokenizer in {job.model} has no chat template"
-        fix = "Add one to the tokenizer (chat_template.jinja), or make texts (data prepare --form text)"
+        fix = "Add one to the tokenizer (chat_template.jinja), or write the prompts as texts"
         yield Mistake(field, problem, fix)
     if table is not None and field == "tasks.train":
         yield from _check_passes(job, len(table))

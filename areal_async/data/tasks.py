@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")
-MESSAGE_COLUMNS = frozenset(("messages", "conversations", "conversation", "dialog", "prompt", "completion"))
-MESSAGE_COLUMNS |= {"chosen", "rejected", "tools", "functions"}
+MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
 VISION_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 WEIGHTS = ("weight", "trainable", "loss_mask", "train", "training", "loss", "learn")
 """Fields in which data sets mark whether a turn of the assistant is learned."""
@@ -58,6 +57,12 @@ T = TypeVar("T")
 
 class TaskFileError(ArealError):
     """Error if a task file cannot be used. The text names the file, the row, the column and the fix."""
+
+
+class DataError(TaskFileError):
+    """Error if data, or the options of a command about data, cannot be used."""
+
+    exit_status = 2
 
 
 class TaskTable:
@@ -143,7 +148,7 @@ def task_file(path: Path) -> Path:
     there = ", ".join(str(each.relative_to(path)) for each in files[:5]) or "none"
     raise TaskFileError(
         f"task file {path} is a folder with {len(files)} files of rows ({there}). Name a "
-        ".parquet or .jsonl file, or make one with `areal-async data prepare`."
+        ".parquet or .jsonl file, or make one with a script (docs/your-task.md#convert-a-data-set)."
     )
 
 
@@ -172,7 +177,7 @@ def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str] | None) -
     try:
         table = pq.ParquetFile(file)
         names = table.schema_arrow.names
-        refuse_vision(path, names)
+        _refuse_vision(path, names)
         # The footer also has the size of each page, so nothing large is unpacked to find the size.
         metadata = table.metadata
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
@@ -195,12 +200,12 @@ def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str] | None) -
                 taken += batch.nbytes + batch.num_rows * ROW_BYTES
                 if taken > most:
                     raise _unfolds(path, size, taken)
-                yield from map(without_fillers, batch.to_pylist())
+                yield from map(_without_fillers, batch.to_pylist())
     except (OSError, ValueError, pa.ArrowException) as error:
         raise TaskFileError(f"task file {path} is not a readable parquet file: {error}") from error
 
 
-def without_fillers(row: dict[str, Any]) -> dict[str, Any]:
+def _without_fillers(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of a columnar file without nulls in messages and schemas. Most of them stand for fields
     that only other rows have."""
     made = {name: _without_nulls(row[name]) if name in MESSAGE_COLUMNS else row[name] for name in row}
@@ -257,7 +262,7 @@ def _jsonl_rows(
                 raise
             broken.append(error)
             continue
-        refuse_vision(path, [name for name in VISION_COLUMNS if row.get(name)])
+        _refuse_vision(path, [name for name in VISION_COLUMNS if row.get(name)])
         yield where, {name: row[name] for name in row if columns is None or name in columns}
 
 
@@ -281,7 +286,7 @@ def _field_of(line: bytes) -> str:
     return f"column `{names.decode('utf-8', 'replace')}`" if names else "it"
 
 
-def refuse_vision(path: Path, names: Collection[str]) -> None:
+def _refuse_vision(path: Path, names: Collection[str]) -> None:
     if found := [name for name in VISION_COLUMNS if name in names]:
         raise TaskFileError(
             f"task file {path} has the column {found[0]}: its tasks cannot be solved from their text, and "
@@ -295,8 +300,8 @@ def task_row(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
     prompt = row.get("prompt")
     if "prompt" not in row:
         raise TaskFileError(
-            f"{where}: column `prompt` {_NO_TEXT}; it is not there. Name the column that it is to be "
-            "made of: `areal-async data prepare --map prompt=COLUMN`."
+            f"{where}: column `prompt` {_NO_TEXT}; it is not there. Convert the file to the columns of "
+            "a task (docs/your-task.md#convert-a-data-set)."
         )
     if not prompt:
         raise TaskFileError(f"{where}: column `prompt` {_NO_TEXT}; found {prompt!r:.80}.")

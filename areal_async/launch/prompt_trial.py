@@ -8,6 +8,7 @@ transformers. A tokenizer does not need torch, and its import would take most of
 from __future__ import annotations
 
 import gc
+import hashlib
 import itertools
 import os
 import sys
@@ -22,7 +23,6 @@ from areal_async.base.mistakes import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.data.chats import ChatError, answer_ids, whole_ids
 from areal_async.data.examples import Example, read_examples, tools_of
-from areal_async.data.prepare import split_key
 from areal_async.data.tasks import TaskFileError, drawn, task_row, task_rows
 from areal_async.models.answers import (
     GENERATION_CONFIG,
@@ -65,11 +65,17 @@ def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
 def _overlap(train: Path, evaluation: Path) -> Iterator[Mistake]:
     """Warn of held-out prompts that are in the training file too."""
     files = (itertools.islice(task_rows(path), MOST_ROWS) for path in (train, evaluation))
-    learned, held = ({split_key(task_row(where, row)) for where, row in rows} for rows in files)
+    learned, held = ({_prompt_key(task_row(where, row)["prompt"]) for where, row in rows} for rows in files)
     if both := learned & held:
         problem = f"{len(both)} of {len(held)} held-out prompts are in {train.name} too"
-        fix = "Split again with `areal-async data prepare … --held-out N`"
+        fix = "Split again, all rows of a prompt on one side (docs/your-task.md#convert-a-data-set)"
         yield Mistake("tasks.evaluation", problem, fix, warns=True)
+
+
+def _prompt_key(prompt: Any) -> bytes:
+    """Return a key that is equal for equal prompts."""
+    text = prompt.strip() if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def _end_warnings(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:

@@ -19,8 +19,6 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from areal_async.base.addresses import Address
@@ -376,22 +374,10 @@ def _report(job: JobConfig, folders: RunFolders) -> None:
 
 def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
     """Print the results of the run and their location. With several policies, these are the results of the
-    first policy.
-
-    The output is a panel on a terminal. Otherwise it consists of lines that are never wrapped, however long a
-    path is."""
-    rows, title = list(_closing_rows(job, result)), f"{job.job} is done"
+    first policy. Lines are never wrapped, however long a path is."""
+    lines = [f"{job.job} is done", *(f"{label}: {value}" for label, value in _closing_rows(job, result))]
     with suppress(OSError, ValueError):  # the output cannot be written, but the run is done
-        if not console.is_terminal:
-            text = "\n".join([title, *(f"{label}: {value}" for label, value in rows)])
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-            return
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        for label, value in rows:
-            table.add_row(label, Text(value))
-        console.print(Panel(table, title=title, title_align="left", border_style="green", expand=False))
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def _closing_rows(job: JobConfig, result: RunResult) -> Iterator[tuple[str, str]]:

@@ -178,7 +178,7 @@ def test_commands_exist_with_their_options(block):
     [
         ("areal-async advice runs/sums", "no command advice"),
         ("areal-async run job.yaml --inlin", "No such option: --inlin"),
-        ("areal-async data prepare", "Missing parameter"),
+        ("areal-async validate", "Missing parameter"),
         ("make tests", "no target tests"),
         ("python benchmarks/nothing.py", "no benchmarks/nothing.py"),
         ("python -m reward_service.sandbx", "no module reward_service.sandbx"),

@@ -207,7 +207,7 @@ def test_scale_and_drain_say_so_where_nothing_runs(tmp_path):
     assert call("scale", tmp_path, "--workers", 0).exit_code == 2
 
 
-@pytest.mark.parametrize("arguments", [(), ("run",), ("data", "prepare"), ("view",), ("keys", "add")])
+@pytest.mark.parametrize("arguments", [(), ("run",), ("data", "check"), ("view",), ("keys", "add")])
 def test_help_shows_no_type_for_flags(arguments):
     said = call(*arguments, "--help").output
     assert "--help" in said
@@ -215,25 +215,13 @@ def test_help_shows_no_type_for_flags(arguments):
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"), [("train", "run"), ("ls", "ps"), ("kill", "stop"), ("lint", "validate")]
-)
-def test_the_name_of_another_program_leads_to_the_command(said, meant):
-    assert f"Did you mean {meant!r}?" in " ".join(call(said, "job.yaml").stderr.split())
-
-
-@pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("run", "--override", "trainer.steps=5"), "by KEY=VALUE alone, without an option: trainer.steps=5"),
-        (("validate", "--set", "a=5"), "by KEY=VALUE alone, without an option: trainer.steps=5"),
-        (("submit", "--trainer.lr", "5"), "by KEY=VALUE alone, without an option: trainer.lr=5"),
-        (("reward", "test", "--override=workers=2"), "KEY=VALUE alone"),
-        (("evaluate", "--override", "a=5"), "by --set KEY=VALUE: --set trainer.steps=5"),
         (("run", "--overwrit"), "Possible options: --overwrite"),
         (("down", "--override"), "No such option: --override"),
     ],
 )
-def test_an_option_of_another_program_leads_to_how_a_field_is_changed(words, says):
+def test_an_unknown_option_is_refused_and_a_similar_one_is_named(words, says):
     done = call(*words, "job.yaml")
     assert done.exit_code == 2
     said = " ".join(done.stderr.replace("│", " ").split())
@@ -256,6 +244,8 @@ def test_several_runs_are_compared_in_a_file():
         (("config", "diff", "job.yaml"), "Use areal-async diff"),
         (("reward", "new", "tidy"), "Use areal-async init DIR"),
         (("sweep",), "areal-async submit JOB.YAML job=NAME-$lr"),
+        (("data", "check", "job.yaml", "--template-arg", "a=1"), "with rollout.template_args"),
+        (("data", "prepare", "rows.jsonl"), "a script: docs/your-task.md"),
         (("submit", "job.yaml", "--sweep", "lr=1,2"), "areal-async submit JOB.YAML job=NAME-$lr"),
     ],
 )

@@ -3,7 +3,6 @@
 import pytest
 
 from areal_async.data.examples import read_examples
-from areal_async.data.prepare import length_figures
 from areal_async.data.tasks import TaskFileError, read_tasks
 
 
@@ -25,8 +24,3 @@ def test_half_a_character_is_named_by_its_row(write, kind, row):
     path = write("tasks.jsonl", [row, row])
     with pytest.raises(TaskFileError, match=r"line 1: column `.*half of a surrogate pair"):
         list(read_tasks(path) if kind == "rl" else read_examples(path, kind)[1])
-
-
-def test_lengths_are_by_nearest_rank():
-    assert length_figures([5]) == {"p50": 5, "p95": 5, "max": 5}
-    assert length_figures(range(1, 101)) == {"p50": 50, "p95": 95, "max": 100}

@@ -79,18 +79,13 @@ def test_the_tiny_model_takes_a_chat_file_too_and_writes_every_character_of_a_ta
     from transformers import AutoTokenizer
 
     folder, _ = made
-    asked = ((f"{n} or 500?", str(max(n, 500))) for n in range(100, 140))
-    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in asked]
-    lines = (json.dumps({"messages": chat}) + "\n" for chat in chats)
-    (tmp_path / "chats.jsonl").write_text("".join(lines))
-    how = ["--held-out", "8", "--model", str(folder / "base"), "--json"]
-    prepare = ["data", "prepare", str(tmp_path / "chats.jsonl"), "--out", str(tmp_path / "train.jsonl"), *how]
-    done = CliRunner().invoke(app, prepare)
-    assert done.exit_code == 0, done.output
+    asked = [({"role": "user", "content": f"{n} or 500?"}, str(max(n, 500))) for n in range(100, 140)]
+    tasks = ({"prompt": [question], "reward_model": {"ground_truth": answer}} for question, answer in asked)
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     job = load_job(folder / "warm_start.yaml", [f"tasks.train={tmp_path}/train.jsonl"])
     assert tokenizer_mistakes(job) == []
     tokenizer = AutoTokenizer.from_pretrained(job.model, local_files_only=True)
-    assert tokenizer.decode(prompt_ids(tokenizer, chats[0][:1])) == "100 or 500?="
+    assert tokenizer.decode(prompt_ids(tokenizer, [asked[0][0]])) == "100 or 500?="
     text = "Sort 3 words,\n\tdon't (ask): A_b{c}~="
     ids = tokenizer(text)["input_ids"]
     assert (len(ids), tokenizer.decode(ids)) == (len(text), text)
