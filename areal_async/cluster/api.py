@@ -232,7 +232,7 @@ class ControllerApi:
 
     async def _submit(self, request: Request) -> JobsAnswer:
         body = await read_body(request, SUBMISSION_BYTES)
-        answer = await self._call(lambda: self._listed(self._controller.submit(read_submission(body))))
+        answer = await self._call(lambda: self._listed([self._controller.submit(read_submission(body))]))
         self._wake()
         return answer
 
@@ -244,7 +244,7 @@ class ControllerApi:
                 config = self._controller.config_of(job).model_dump(mode="json")
             except (ConfigError, RunFolderError):
                 config = job.content  # another release may read job files differently
-            return JobDetailAnswer(shown, self._controller.store.history(job.id), hidden(config, JobConfig))
+            return JobDetailAnswer(shown, job.history, hidden(config, JobConfig))
 
         return await self._call(detail)
 

@@ -75,7 +75,7 @@ class Controller:
 
     # --- requests ----------------------------------------------------------------------------------
 
-    def submit(self, given: Submission) -> list[StoredJob]:
+    def submit(self, given: Submission) -> StoredJob:
         """Store the job of a submission. Raises `ConfigError` and `JobRefused`."""
         if known := self.store.of_submission(given.key):
             return known  # the sender did not receive the first answer
@@ -100,7 +100,7 @@ class Controller:
             shutil.rmtree(self.folder(job).path, ignore_errors=True)
             raise
         log.info("job submitted", name=job.name, id=job.id)
-        return [job]
+        return self.store.get(job.id)
 
     def find(self, name: str) -> StoredJob:
         """Return the newest job with this name, or the job with this id. Raises `UnknownJob`."""
