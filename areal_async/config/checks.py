@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from areal_async.base.mistakes import Mistake
 from areal_async.config.devices import trainer_gpus
-from areal_async.config.job import JobConfig, LoraSection, job_fields
+from areal_async.config.job import JobConfig, LoraSection, ShapeSection, job_fields
 from areal_async.config.parts import part_mistakes
 from areal_async.config.presets import PRESETS
 from areal_async.config.redis_url import FORMS, parse_redis_url
@@ -94,6 +94,9 @@ def _redis(job: JobConfig) -> Iterator[Mistake]:
             if section != type(section)():
                 problem = "the embedded Redis listens on a private socket and has neither users nor TLS"
                 yield Mistake(f"buffer.{name}", problem, "Remove it, or set buffer.redis")
+        if job.placement.buffer != ShapeSection():
+            problem = "a buffer with an embedded Redis runs on the host where the run is started"
+            yield Mistake("placement.buffer", problem, "Remove it, or set buffer.redis")
         return
     try:
         url = parse_redis_url(buffer.redis)

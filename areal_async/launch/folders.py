@@ -47,7 +47,7 @@ from areal_async.weights.manifest import remove_snapshots
 
 LOCK = "run.lock"
 TOPOLOGY = "topology.json"
-STATE = frozenset({LOCK, "job.yaml", TOPOLOGY, "logs", "buffer", "buffer-node.json", "events", "failpoints"})
+STATE = frozenset({LOCK, "job.yaml", TOPOLOGY, "logs", "buffer", "events", "failpoints"})
 """Entries that a run needs while it runs. All other entries of its folder are work, including unknown
 files."""
 OWNER = "owner.json"

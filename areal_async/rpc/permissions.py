@@ -35,7 +35,6 @@ CALLERS: Mapping[type, Roles] = {
     **dict.fromkeys((messages.OpenTrainer, messages.NextBatch, messages.Commit), TRAINER),
     **dict.fromkeys((messages.ExportLedger, messages.Checkpointed), TRAINER),
     **dict.fromkeys((messages.Fetch, messages.Stats, messages.SeeTasks), PEOPLE | TRAINER),
-    messages.SeeLedger: PEOPLE,
     # to the trainer's publisher, and to every server of snapshot chunks
     **dict.fromkeys((weights.WaitSnapshot, weights.AckSnapshot), GENERATORS),
     **dict.fromkeys((weights.FindSources, weights.GetChunk), GENERATORS),

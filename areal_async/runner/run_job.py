@@ -44,7 +44,6 @@ from areal_async.config.content import materialise, store_url
 from areal_async.config.job import JobConfig
 from areal_async.launch.aggregator import DropReport, RunStatus, StatusAggregator
 from areal_async.launch.autoscale import ScaleChange
-from areal_async.launch.buffer_files import recover_here
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
 from areal_async.launch.inline import InlineRun
 from areal_async.launch.launcher import Launcher
@@ -176,7 +175,7 @@ def run_job(
     console = console or RunConsole()
     raise_file_limit()
     check_start(job, modules=modules, cluster=cluster, inline=inline)
-    if on_cluster := cluster is not None and cluster.launcher == "ray":
+    if cluster is not None and cluster.launcher == "ray":
         job = with_fields(job, "observe", metrics_port=0)  # consecutive ports work on one machine only
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
     run_dir = folders.run_dir
@@ -202,8 +201,6 @@ def run_job(
             (run_dir / "summary.json").unlink(missing_ok=True)  # a run that goes on is finished no more
             if job.observe.event_log:
                 open_events(run_dir, "supervisor")
-            if not on_cluster:
-                recover_here(run_dir)
             watch_disk(run_dir)
             run_log.write("resume" if resume else "start")
             life = _Life(job, folders, run_log, lines, port, f"areal-async resume {_short(run_dir)}{by}")
