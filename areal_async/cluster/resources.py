@@ -56,15 +56,13 @@ def resources_of(
     Cores: the initial threads of the trainer's ranks, the workers' engines and the evaluator. A job that
     would use more cores than exist takes all of them. Each engine and each rank needs one GPU. On a cluster
     with one GPU, all of them share it, as `config/devices.py` describes."""
-    workers = max(job.rollout.workers, job.rollout.autoscale.max)
-    job = job.model_copy(update={"rollout": job.rollout.model_copy(update={"workers": workers})})
     if by_ray:
         reserved = needs_of(job, services_of(job))
         return Resources(math.ceil(reserved.get("CPU", 0)), math.ceil(reserved.get("GPU", 0)), memory_gb)
     cpus = 0
     for view in job.views.values():
         cpus += view.trainer.ranks * first_threads(view.trainer.torch_threads)
-        cpus += workers * first_threads(view.rollout.torch_threads) if job.kind == "rl" else 0
+        cpus += job.rollout.workers * first_threads(view.rollout.torch_threads) if job.kind == "rl" else 0
     if job.kind == "rl" and job.tasks.evaluation is not None:
         cpus += job.evaluation.torch_threads
     gpus = max(_gpus_of(view, total.gpus) for view in job.views.values())

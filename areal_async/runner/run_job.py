@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ from areal_async.config.cluster import ClusterConfig
 from areal_async.config.content import materialise, store_url
 from areal_async.config.job import JobConfig
 from areal_async.launch.aggregator import DropReport, RunStatus, StatusAggregator
-from areal_async.launch.autoscale import ScaleChange
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
 from areal_async.launch.inline import InlineRun
 from areal_async.launch.launcher import Launcher
@@ -236,10 +235,6 @@ def _run(
         run_log.write(kind, **fields)
         aggregator.tell(shown, time.monotonic())
 
-    def on_scale(change: ScaleChange) -> None:
-        shown = f"from {change.before} to {change.workers} workers: {change.text}"
-        record("scale", shown, **asdict(change))
-
     supervisor = Supervisor(
         job,
         life.folders,
@@ -251,8 +246,6 @@ def _run(
             on_ending=on_ending,
             on_restart=lambda name, text: record("restart", text, service=name, text=text),
             on_death=lambda name, text: record("death", text, service=name, text=text),
-            on_scale=on_scale,
-            newest=lambda: monitor.newest,
         ),
     )
     aggregator = StatusAggregator(job, list(supervisor.phases()), life.started_s)
