@@ -211,27 +211,16 @@ def logs(
         str, Argument(metavar="[SERVICE]", help="`run`, or a process such as trainer or rollout-0.")
     ] = "run",
     follow: Annotated[bool, Option("--follow", "-f", help="Go on until the job has ended.")] = False,
-    names: Annotated[bool, Option("--list", help="Only the names of its logs.")] = False,
-    as_json: Annotated[bool, Option("--json", help="The names as JSON.")] = False,
 ) -> None:
     """Print the log of a job, or of one of its processes."""
     with readable_errors():
-        from areal_async.cluster.logs import logs_in, sizes_of
-        from areal_async.cluster.messages import LogFile
         from areal_async.launch.run_handle import Run
 
-        folder = Run.open(job).folder if is_run(job) else None
-        if names or as_json:
-            if folder is None:
-                found = controller().logs(job).logs
-            else:
-                found = [LogFile(*each) for each in sizes_of(logs_in(folder)).items()]
-            return show(found, "\n".join(f"{each.name}  {each.size_bytes} bytes" for each in found), as_json)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        if folder is None:
-            pieces = controller().log(job, service, follow=follow)
+        if is_run(job):
+            pieces = _log(Run.open(job).folder, service, follow)
         else:
-            pieces = _log(folder, service, follow)
+            pieces = controller().log(job, service, follow=follow)
         for piece in pieces:
             sys.stdout.write(plain(decoder.decode(piece)))
             sys.stdout.flush()

@@ -34,7 +34,7 @@ from areal_async.base.own_files import NotOurs, read_own
 from areal_async.base.secrecy import shown as hidden
 from areal_async.cluster.controller import Controller
 from areal_async.cluster.folder import ClusterFolder, Right
-from areal_async.cluster.logs import read_log, sizes_of
+from areal_async.cluster.logs import read_log
 from areal_async.cluster.messages import (
     LOG_WAIT_S,
     OFFSET_HEADER,
@@ -46,8 +46,6 @@ from areal_async.cluster.messages import (
     JobAnswer,
     JobDetailAnswer,
     JobsAnswer,
-    LogFile,
-    LogsAnswer,
     RefusalAnswer,
     ResumeRequest,
     ScaleRequest,
@@ -102,7 +100,6 @@ OPERATIONS = (
     Operation("resume", "POST", "/v1/jobs/{job}/resume", "submit"),
     Operation("scale", "POST", "/v1/jobs/{job}/scale", "submit"),
     Operation("drain", "POST", "/v1/jobs/{job}/drain", "submit"),
-    Operation("list_logs", "GET", "/v1/jobs/{job}/logs", "look"),
     Operation("log", "GET", "/v1/jobs/{job}/logs/{log}", "look"),
     Operation("down", "POST", "/v1/down", "submit", 202),
 )
@@ -289,18 +286,13 @@ class ControllerApi:
         found = msgspec.convert(status, FiguresAnswer, from_attributes=True)
         return found if status.stall is None else structs.replace(found, message=status.stall.detail)
 
-    async def _list_logs(self, request: Request) -> LogsAnswer:
-        job = await self._job_of(request)
-        found = await asyncio.to_thread(lambda: sizes_of(self._controller.folder(job).logs()))
-        return LogsAnswer([LogFile(*each) for each in found.items()])
-
     async def _log(self, request: Request) -> Response:
         offset = int(_number(request, "offset", 0, 0, 2**53))
         wait_s = _number(request, "wait_s", 0, 0, LOG_WAIT_S)
         job, name = await self._job_of(request), request.path_params["log"]
         logs = await asyncio.to_thread(self._controller.folder(job).logs)
         if name not in logs:
-            there = ", ".join(sizes_of(logs)) or "none yet"
+            there = ", ".join(logs)
             raise ApiRefusal(404, f"job {job.name} has no such log. Its logs are: {there}")
         deadline_s = time.monotonic() + wait_s
         while True:

@@ -58,18 +58,12 @@ def void(folder: Path) -> bool:
 
 
 def _claim(folder: Path, owner: Owner) -> int | None:
-    mine = folder / f"{CLAIM}.{os.getpid()}.tmp"
-    fd = os.open(mine, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    take_lock(fd)
-    os.write(fd, msgspec.json.encode(owner))
-    os.fsync(fd)
-    try:
-        os.link(mine, folder / CLAIM)  # the link appears complete and locked, and only once
-    except FileExistsError:
+    fd = os.open(folder / CLAIM, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    if not take_lock(fd) or os.fstat(fd).st_size:  # a claim with content is never taken over
         os.close(fd)
         return None
-    finally:
-        mine.unlink()
+    os.pwrite(fd, msgspec.json.encode(owner), 0)
+    os.fsync(fd)
     sync(folder)
     return fd
 
@@ -84,7 +78,9 @@ def holder_of(folder: Path) -> Owner | Literal["nobody", "void", "gone"]:
     except FileNotFoundError:
         return "nobody"
     with os.fdopen(fd, "rb") as file:
-        owner = msgspec.json.decode(file.read(RECORD_BYTES), type=Owner)
+        if not (record := file.read(RECORD_BYTES)):
+            return "nobody"
+        owner = msgspec.json.decode(record, type=Owner)
         if is_locked(fd):
             return owner
     return "void" if owner == NOBODY else "gone"

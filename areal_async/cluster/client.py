@@ -29,7 +29,6 @@ from areal_async.cluster.messages import (
     JobAnswer,
     JobDetailAnswer,
     JobsAnswer,
-    LogsAnswer,
     RefusalAnswer,
     ResumeRequest,
     WorkersAnswer,
@@ -146,9 +145,6 @@ class ControllerClient:
 
     def down(self, *, keep_jobs: bool) -> list[JobAnswer]:
         return self._ask(JobsAnswer, "POST", "/v1/down", DownRequest(keep_jobs)).jobs
-
-    def logs(self, name: str) -> LogsAnswer:
-        return self._ask(LogsAnswer, "GET", _path(name, "logs"))
 
     def log(self, name: str, log: str, *, follow: bool) -> Iterator[bytes]:
         """Yield the content of a job's log. With `follow`, yield new content until the job has ended.

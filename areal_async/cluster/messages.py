@@ -115,17 +115,6 @@ class FiguresAnswer(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-class LogFile(msgspec.Struct, frozen=True):
-    """A log of a job. `run` is the output of its run. The other logs belong to its processes."""
-
-    name: str
-    size_bytes: int
-
-
-class LogsAnswer(msgspec.Struct, frozen=True):
-    logs: list[LogFile]
-
-
 class RefusalAnswer(msgspec.Struct, frozen=True):
     """The reason why the request was refused."""
 
