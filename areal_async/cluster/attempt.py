@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from areal_async.base.own_files import NotOurs, is_locked, read_own, sync, take_lock
+from areal_async.base.own_files import NotOurs, is_locked, lock_file, read_own, sync
 from areal_async.base.processes import start_of
 from areal_async.base.topology import Role
 from areal_async.cluster.states import RunEnded
@@ -58,8 +58,9 @@ def void(folder: Path) -> bool:
 
 
 def _claim(folder: Path, owner: Owner) -> int | None:
-    fd = os.open(folder / CLAIM, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    if not take_lock(fd) or os.fstat(fd).st_size:  # a claim with content is never taken over
+    if (fd := lock_file(folder / CLAIM)) is None:
+        return None
+    if os.fstat(fd).st_size:  # a claim with content is never taken over
         os.close(fd)
         return None
     os.pwrite(fd, msgspec.json.encode(owner), 0)
