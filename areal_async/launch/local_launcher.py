@@ -28,7 +28,6 @@ from areal_async.launch.spares import PRELOADED, Spares
 from areal_async.service.context import SERVED_VARIABLE
 from areal_async.service.rank_group import LISTENING_VARIABLE, MEETING_VARIABLE, PULSE_VARIABLE
 
-VMSTAT = Path("/proc/vmstat")
 SWEEP_S = 1.0
 OF_RAY = ("RAY_AUTH_TOKEN", "RAY_TLS_")  # Beginnings of variables with the secrets of a Ray cluster
 BACKLOG = 1024  # Ranks that may connect at once
@@ -55,9 +54,6 @@ class LocalChild:
 
     def is_heard(self) -> bool:
         return True
-
-    def memory_kills(self) -> int:
-        return memory_kills()
 
     def close(self) -> None:
         self._process.close()
@@ -206,15 +202,6 @@ class LocalLauncher:
             # Reward and workflow code is the user's, so it must not see the buffer's passwords.
             environment.pop(self._job.buffer.redis_login.password_env, None)
         return {name: value for name, value in environment.items() if not name.startswith(OF_RAY)}
-
-
-def memory_kills(vmstat: Path = VMSTAT) -> int:
-    """Return the number of processes that the kernel has killed for lack of memory; 0 if unknown."""
-    with suppress(OSError):
-        for line in vmstat.read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.partition(" ")[2])
-    return 0
 
 
 def write_targets(path: Path, targets: Sequence[Mapping[str, object]]) -> None:

@@ -198,7 +198,7 @@ class Supervisor:
             log.info("service ended", service=name, status=status)
             events.record("ended", service=name, service_pid=pid, status=status)
             lost = self.children[name].lost()
-            cause = lost or self._lines.cause_of(name, status, time.monotonic())
+            cause = lost or self._lines.cause_of(name, time.monotonic())
             self._lines.forget(name)
             brought_down = states[name].felled  # if not in `felled`, by a service of this look
             self._apply(self.lifecycle.exited(name, status, time.monotonic(), cause))

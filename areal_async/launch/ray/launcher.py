@@ -107,7 +107,6 @@ class RemoteChild:
     said: bytearray = field(default_factory=bytearray)
     answered_s: float = -UNHEARD_S
     """Time of the host's last answer with news."""
-    kills: int = 0
     actor: Any = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -128,9 +127,6 @@ class RemoteChild:
 
     def is_heard(self) -> bool:
         return time.monotonic() - self.answered_s < UNHEARD_S
-
-    def memory_kills(self) -> int:
-        return self.kills
 
     def terminate(self) -> None:
         self._end("terminate")
@@ -244,7 +240,7 @@ class RayPlace:
                 self._confirmed = news.confirmed
                 with suppress(OSError):  # the next revision is written instead
                     write_confirmed(self._run_dir, self._confirmed)
-            child.kills, child.report = news.memory_kills, news.ready or child.report
+            child.report = news.ready or child.report
             if news.status is not None and not brought:
                 child.status = news.status
                 return

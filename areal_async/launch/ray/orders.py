@@ -64,7 +64,6 @@ class ProcessNews(msgspec.Struct, frozen=True):
     ready: dict[str, Any] | None
     status: int | None
     heard: bytes
-    memory_kills: int
     files: list[FileNews] = []
     confirmed: int = 0
     """Newest revision that the Redis of a buffer has confirmed."""

@@ -108,17 +108,17 @@ class ProcessHost:
         deadline_s = time.monotonic() + wait_s
         while True:
             status = ready = None
-            heard, kills = b"", 0
+            heard = b""
             if (child := self._child) is not None:
                 status, ready = child.poll(), child.ready_report()
-                heard, kills = child.heard(), child.memory_kills()
+                heard = child.heard()
             own = shipped_by(self._order.place.name)
             paths = [p for p in self._run_dir.glob("*/*") if own.fullmatch(f"{p.parent.name}/{p.name}")]
             files = list(pieces_of(self._run_dir, paths, have))
             told = bool(files or heard) or status is not None or (ready is not None and not serves)
             if told or time.monotonic() > deadline_s:
                 confirmed = confirmed_in(self._run_dir) if self._order.place.role == "buffer" else 0
-                return ProcessNews(ready, status, heard, kills, files, confirmed)
+                return ProcessNews(ready, status, heard, files, confirmed)
             time.sleep(LOOK_S)
 
     def terminate(self) -> None:
