@@ -117,9 +117,6 @@ def submit(
     job_file: Annotated[Path, Argument(metavar="JOB.YAML", help="The job file.")],
     overrides: Overrides = None,
     priority: Annotated[int, Option(min=-1000, max=1000, help="Jobs of a higher one are started first.")] = 0,
-    memory_gb: Annotated[
-        float, Option(min=0, help="Memory that the job needs, in GiB; 0: it does not count.")
-    ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Send a job to the controller, which runs it when resources are free."""
@@ -134,7 +131,7 @@ def submit(
         with suppress(ControllerGone):
             client = ControllerClient.find()
         key, here = uuid.uuid4().hex, client is None or client.here
-        packed = pack(job_file, overrides or (), key=key, here=here, priority=priority, memory_gb=memory_gb)
+        packed = pack(job_file, overrides or (), key=key, here=here, priority=priority)
         if client is None:
             folder = ClusterFolder(cluster_dir())
             note(f"note: a controller was started at {start_controller(folder)}, in {folder.path}")

@@ -56,6 +56,7 @@ MOVED = {
     "logs --list": "areal-async logs JOB NAME with any name: if there is no such log, the error lists them",
     "reward new": "areal-async init DIR, which makes a reward with its test, too",
     "sweep": f"a loop of the shell: {SWEEP}",
+    "submit --memory-gb": "placement.ROLE.memory_gb=N, which Ray reserves",
     "submit --sweep": f"a loop of the shell: {SWEEP}",
     "top": "areal-async ps --watch",
 }
