@@ -8,7 +8,7 @@ from areal_async.config.cluster import ResourcesSection
 from areal_async.config.job import ShapeSection
 from tests.unit.launch.launching import changed
 
-PLENTY = Resources(64, 16, 512.0)
+PLENTY = Resources(64, 16)
 
 
 def test_cores_are_the_threads_that_trainer_workers_and_evaluator_begin_with(job, tmp_path):
