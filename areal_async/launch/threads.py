@@ -4,10 +4,9 @@ The module is pure: its caller passes in the time, the steps and the busy shares
 
 Each rank and each engine begin with one thread. If one side is busier by more than `BAND`, each of its
 processes gets one more thread. These threads come from the unused cores, or else from the other side. Each
-split is on trial, like a number of workers in `autoscale.py`. The split is kept if the steps per second
-rose by `WORTH`, and otherwise undone. After an undone trial, that side gets no further thread for a while.
-The time doubles with each failure. So a balanced job keeps its split, and the split follows a job that
-changes."""
+split is on trial. The split is kept if the steps per second rose by `WORTH`, and otherwise undone. After an
+undone trial, that side gets no further thread for a while. The time doubles with each failure. So a balanced
+job keeps its split, and the split follows a job that changes."""
 
 from __future__ import annotations
 

@@ -332,7 +332,7 @@ class RayLauncher:
     def _keep_here(self, place: ServicePlace) -> ServicePlace:
         endpoints = {served: self._hold_port() for served in served_by(place)}
         self._buffer = endpoints["buffer"]
-        fds = [sock.fileno() for sock in self._held.values()]
+        fds = [self._held[endpoint].fileno() for endpoint in endpoints.values()]
         self._here = LocalLauncher(self.job, self.folders, pass_fds=fds)
         return msgspec.structs.replace(place, node_id=HOME, status=endpoints["status"])
 
