@@ -4,8 +4,8 @@ them, the time until training goes on, and what the plain lines say.
     PYTHONPATH=. python benchmarks/failing_hosts.py supervisor --durability everysec --json FILE.json
     PYTHONPATH=. python benchmarks/failing_hosts.py hosts --json FILE.json
 
-`supervisor`: a job on the three hosts of `tests/sealed` (root), the buffer and the trainer on the second, the
-engine on the third. Its supervisor is killed with SIGKILL before and after the first checkpoint, and the run
+`supervisor`: a job on the three hosts of `tests/sealed` (root), the trainer on the second, the engine on the
+third. Its supervisor is killed with SIGKILL before and after the first checkpoint, and the run
 resumed at once. `hosts`: a job on one host with a /dev/shm of its own (root). That is filled, Redis' clock is
 set back an hour while one of two workers is stopped, and each process is stopped for `--hang-s`, which is
 twice `supervisor.hang_s`. A lost episode is one that a worker has an acknowledgement of, and that no ledger
@@ -37,7 +37,6 @@ from tests.chaos.job import Job, promise_of, write_job
 from tests.sealed.world import CLUSTER, PLACES, KilledJob, judged, sealed_hosts, unusable
 from tests.waiting import wait_for
 
-AWAY = PLACES | {"buffer": {"labels": {"part": "trainer"}}}
 STEPS, FIRST_CHECKPOINT = 14, 6
 KILLS = {"before the first checkpoint": 3, "after the first checkpoint": FIRST_CHECKPOINT + 2}
 DULL = ("time=", "step=", "self_check=", "evaluation=")
@@ -147,7 +146,7 @@ def killed_supervisors(folder: Path, durability: str) -> dict[str, Any]:
     work.mkdir()
     changes = {
         "rollout__workers": 1,
-        "placement": AWAY,
+        "placement": PLACES,
         "checkpoint": {"every_steps": FIRST_CHECKPOINT, "keep": 2},
     }
     job_file = write_job(work, "killed", steps=STEPS, seed=5, durability=durability, **changes)

@@ -113,9 +113,6 @@ class PackedChild:
     def is_heard(self) -> bool:
         return True
 
-    def memory_kills(self) -> int:
-        return 0
-
     def terminate(self) -> None:
         self._pack.tell(f"stop {self._name}")
 

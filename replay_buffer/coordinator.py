@@ -41,7 +41,7 @@ from replay_buffer.ledger.decide import (
     KeepAlive,
     decide,
 )
-from replay_buffer.ledger.index import Edge, Index, LedgerRecords, WriteSet
+from replay_buffer.ledger.index import Edge, Index, WriteSet
 from replay_buffer.ledger.leasing import StoreEpisodes
 from replay_buffer.ledger.records import GroupRecord, GroupState, LedgerMeta, Versions
 from replay_buffer.ledger.rules import Rules, Tasks
@@ -257,13 +257,6 @@ class Coordinator:
         if self._store.routes is None:
             return [None] * len(wanted)
         return await self._store.routes.read(wanted, by_file=by_file)
-
-    def records(self) -> LedgerRecords:
-        """Return all records in their present state. Raises `FaultError("unavailable")`."""
-        index = self._ready()
-        return LedgerRecords(
-            index.meta, {**index.groups}, {**index.leases}, {**index.claims}, {**index.batches}
-        )
 
     def tasks(self, task_ids: Sequence[str]) -> list[Task]:
         """Return the existing tasks among these. Raises `FaultError("unavailable")`."""

@@ -39,13 +39,11 @@ from areal_async.rpc.messages import (
     Heartbeat,
     Lease,
     Leases,
-    LedgerSeen,
     NextBatch,
     OpenTrainer,
     PutEpisodes,
     PutVerdicts,
     Release,
-    SeeLedger,
     SeeTasks,
     Stats,
     TasksSeen,
@@ -123,7 +121,6 @@ class BufferServer:
             OpenTrainer: self._open_trainer,
             Drain: self._drain,
             Stats: self._stats,
-            SeeLedger: self._see,
             SeeTasks: self._see_tasks,
         }
         """Handlers of requests: some need only the ledger's decision, others need more."""
@@ -259,11 +256,6 @@ class BufferServer:
     async def _stats(self, peer: Peer, message: Stats, attachments: list[memoryview]) -> Answer:
         reply = (await self._coordinator.execute(message)).reply
         return self._with_redis(reply) if isinstance(reply, BufferStats) else reply
-
-    async def _see(self, peer: Peer, message: SeeLedger, attachments: list[memoryview]) -> Answer:
-        records = self._coordinator.records()
-        seen = LedgerSeen(self._coordinator.now_ms, self._redis_bytes)
-        return seen, [await asyncio.to_thread(msgspec.msgpack.encode, records)]
 
     async def _see_tasks(self, peer: Peer, message: SeeTasks, attachments: list[memoryview]) -> Answer:
         return TasksSeen(self._coordinator.tasks(message.task_ids))

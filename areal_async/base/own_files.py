@@ -257,6 +257,25 @@ def take_lock(fd: int) -> bool:
     return True
 
 
+def lock_file(path: Path) -> int | None:
+    """Open or create a file of this user, lock it, and return the descriptor. Return None if another open
+    file has the lock.
+
+    Raises OSError, and `NotOurs` if others may change the file.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(path, flags, 0o600)
+    try:
+        check_own(fd, path)
+    except NotOurs:
+        os.close(fd)
+        raise
+    if take_lock(fd):
+        return fd
+    os.close(fd)
+    return None
+
+
 def is_locked(fd: int) -> bool:
     """Return whether another open file has the lock.
 

@@ -117,9 +117,6 @@ def submit(
     job_file: Annotated[Path, Argument(metavar="JOB.YAML", help="The job file.")],
     overrides: Overrides = None,
     priority: Annotated[int, Option(min=-1000, max=1000, help="Jobs of a higher one are started first.")] = 0,
-    memory_gb: Annotated[
-        float, Option(min=0, help="Memory that the job needs, in GiB; 0: it does not count.")
-    ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Send a job to the controller, which runs it when resources are free."""
@@ -134,7 +131,7 @@ def submit(
         with suppress(ControllerGone):
             client = ControllerClient.find()
         key, here = uuid.uuid4().hex, client is None or client.here
-        packed = pack(job_file, overrides or (), key=key, here=here, priority=priority, memory_gb=memory_gb)
+        packed = pack(job_file, overrides or (), key=key, here=here, priority=priority)
         if client is None:
             folder = ClusterFolder(cluster_dir())
             note(f"note: a controller was started at {start_controller(folder)}, in {folder.path}")
@@ -211,27 +208,16 @@ def logs(
         str, Argument(metavar="[SERVICE]", help="`run`, or a process such as trainer or rollout-0.")
     ] = "run",
     follow: Annotated[bool, Option("--follow", "-f", help="Go on until the job has ended.")] = False,
-    names: Annotated[bool, Option("--list", help="Only the names of its logs.")] = False,
-    as_json: Annotated[bool, Option("--json", help="The names as JSON.")] = False,
 ) -> None:
     """Print the log of a job, or of one of its processes."""
     with readable_errors():
-        from areal_async.cluster.logs import logs_in, sizes_of
-        from areal_async.cluster.messages import LogFile
         from areal_async.launch.run_handle import Run
 
-        folder = Run.open(job).folder if is_run(job) else None
-        if names or as_json:
-            if folder is None:
-                found = controller().logs(job).logs
-            else:
-                found = [LogFile(*each) for each in sizes_of(logs_in(folder)).items()]
-            return show(found, "\n".join(f"{each.name}  {each.size_bytes} bytes" for each in found), as_json)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        if folder is None:
-            pieces = controller().log(job, service, follow=follow)
+        if is_run(job):
+            pieces = _log(Run.open(job).folder, service, follow)
         else:
-            pieces = _log(folder, service, follow)
+            pieces = controller().log(job, service, follow=follow)
         for piece in pieces:
             sys.stdout.write(plain(decoder.decode(piece)))
             sys.stdout.flush()

@@ -34,9 +34,8 @@ from areal_async.cli.tools import (
 
 if TYPE_CHECKING:
     from areal_async.base.mistakes import Mistake
-    from areal_async.cluster.messages import WorkersAnswer
     from areal_async.config.job import JobConfig
-    from areal_async.rpc.control_messages import WorkersChanged
+    from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 
 SWEEP = "for lr in 1e-6 3e-6; do areal-async submit JOB.YAML job=NAME-$lr trainer.optimizer.lr=$lr; done"
 MOVED = {
@@ -45,8 +44,10 @@ MOVED = {
     "config show": "areal-async validate JOB.YAML or areal-async status JOB --json",
     "data check": "areal-async validate JOB.YAML",
     "data prepare": "a script: docs/your-task.md#convert-a-data-set",
+    "logs --list": "areal-async logs JOB NAME with any name: if there is no such log, the error lists them",
     "reward new": "areal-async init DIR, which makes a reward with its test, too",
     "sweep": f"a loop of the shell: {SWEEP}",
+    "submit --memory-gb": "placement.ROLE.memory_gb=N, which Ray reserves",
     "submit --sweep": f"a loop of the shell: {SWEEP}",
     "top": "areal-async ps --watch",
 }
@@ -331,7 +332,9 @@ def scale(
     as_json: AsJson = False,
 ) -> None:
     """Change the number of rollout workers of a run. The newest workers leave first."""
-    _change(run, "scale", {"workers": workers}, timeout_s, as_json)
+    from areal_async.rpc.control_messages import ScaleWorkers
+
+    _change(run, ScaleWorkers(workers, int(timeout_s * 1000)), as_json)
 
 
 @app.command()
@@ -346,20 +349,19 @@ def drain(
 ) -> None:
     """Remove a rollout worker: it finishes its groups, returns the rest and exits. Wait until it has
     exited."""
-    _change(run, "drain", {"worker": worker, "outside": outside}, timeout_s, as_json)
+    from areal_async.rpc.control_messages import DrainWorker
+
+    _change(run, DrainWorker(worker, int(timeout_s * 1000), outside), as_json)
 
 
-def _change(run: str, how: str, request: dict[str, Any], timeout_s: float, as_json: bool) -> None:
+def _change(run: str, change: ScaleWorkers | DrainWorker, as_json: bool) -> None:
     with readable_errors():
-        done: WorkersAnswer | WorkersChanged
         if (client := of_controller(run)) is not None:
-            done = client.change(run, how, request | {"timeout_s": timeout_s}, timeout_s)
+            done = client.change(run, change)
         else:
             from areal_async.launch.run_handle import change_workers
-            from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 
-            kind = ScaleWorkers if how == "scale" else DrainWorker
-            done = change_workers(run, kind(**request, limit_ms=int(timeout_s * 1000)))
+            done = change_workers(run, change)
         show({"text": done.text, "workers": done.workers}, done.text, as_json)
 
 

@@ -132,8 +132,7 @@ def _rows(rows: Sequence[tuple[str, RenderableType]]) -> Table:
 def needs_text(needs: Resources) -> str:
     """Return resources as text: `2 cores, 1 GPU`."""
     counts = [f"{n} {what}{'s' * (n != 1)}" for n, what in ((needs.cpus, "core"), (needs.gpus, "GPU"))]
-    memory = [f"{needs.memory_gb:g} GiB"] if needs.memory_gb else []
-    return ", ".join(counts[: 1 + bool(needs.gpus)] + memory)
+    return ", ".join(counts[: 1 + bool(needs.gpus)])
 
 
 def _table(*names: str) -> Table:

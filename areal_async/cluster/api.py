@@ -34,25 +34,20 @@ from areal_async.base.own_files import NotOurs, read_own
 from areal_async.base.secrecy import shown as hidden
 from areal_async.cluster.controller import Controller
 from areal_async.cluster.folder import ClusterFolder, Right
-from areal_async.cluster.logs import read_log, sizes_of
+from areal_async.cluster.logs import read_log
 from areal_async.cluster.messages import (
     LOG_WAIT_S,
     OFFSET_HEADER,
     OVER_HEADER,
     ClusterAnswer,
     DownRequest,
-    DrainRequest,
     FiguresAnswer,
     JobAnswer,
     JobDetailAnswer,
     JobsAnswer,
-    LogFile,
-    LogsAnswer,
     RefusalAnswer,
     ResumeRequest,
-    ScaleRequest,
     ScrapeTargets,
-    WorkersAnswer,
 )
 from areal_async.cluster.metrics import JOBS, REFUSED
 from areal_async.cluster.states import ACTIVE, ENDED, STATES, JobRefused, UnknownJob, Verb
@@ -61,7 +56,7 @@ from areal_async.cluster.submission import read_submission
 from areal_async.config.cluster import ClusterConfig
 from areal_async.config.job import JobConfig
 from areal_async.launch.run_handle import Run, change_workers
-from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
+from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers, WorkersChanged
 from areal_async.show.page.app import page_routes
 from areal_async.show.page.folder import told_of
 
@@ -70,7 +65,7 @@ SUBMISSION_BYTES = 96 << 20  # Largest submission, with its files in Base64
 BODY_BYTES = 256 << 10
 LOG_BYTES = 256 << 10  # Most bytes of a log in one answer
 MOST_LISTED = 1000
-LONGEST_CHANGE_S = 600.0
+LONGEST_CHANGE_MS = 600_000
 LOOK_S = 0.25  # Poll interval of a log while a request waits for it
 
 log = get_logger("controller")
@@ -102,7 +97,6 @@ OPERATIONS = (
     Operation("resume", "POST", "/v1/jobs/{job}/resume", "submit"),
     Operation("scale", "POST", "/v1/jobs/{job}/scale", "submit"),
     Operation("drain", "POST", "/v1/jobs/{job}/drain", "submit"),
-    Operation("list_logs", "GET", "/v1/jobs/{job}/logs", "look"),
     Operation("log", "GET", "/v1/jobs/{job}/logs/{log}", "look"),
     Operation("down", "POST", "/v1/down", "submit", 202),
 )
@@ -232,7 +226,7 @@ class ControllerApi:
 
     async def _submit(self, request: Request) -> JobsAnswer:
         body = await read_body(request, SUBMISSION_BYTES)
-        answer = await self._call(lambda: self._listed(self._controller.submit(read_submission(body))))
+        answer = await self._call(lambda: self._listed([self._controller.submit(read_submission(body))]))
         self._wake()
         return answer
 
@@ -244,7 +238,7 @@ class ControllerApi:
                 config = self._controller.config_of(job).model_dump(mode="json")
             except (ConfigError, RunFolderError):
                 config = job.content  # another release may read job files differently
-            return JobDetailAnswer(shown, self._controller.store.history(job.id), hidden(config, JobConfig))
+            return JobDetailAnswer(shown, job.history, hidden(config, JobConfig))
 
         return await self._call(detail)
 
@@ -259,25 +253,20 @@ class ControllerApi:
     _stop = partialmethod(_ask, "stop")
     _resume = partialmethod(_ask, "resume")
 
-    async def _scale(self, request: Request) -> WorkersAnswer:
-        given = await _message(request, ScaleRequest)
-        if not 1 <= given.workers <= 10_000:
-            raise ApiRefusal(400, "workers is not within 1 and 10000")
-        return await self._change(request, ScaleWorkers(given.workers, _ms(given.timeout_s)))
-
-    async def _drain(self, request: Request) -> WorkersAnswer:
-        given = await _message(request, DrainRequest)
-        drain = DrainWorker(given.worker, _ms(given.timeout_s), given.outside)
-        return await self._change(request, drain)
-
-    async def _change(self, request: Request, change: ScaleWorkers | DrainWorker) -> WorkersAnswer:
-        job = await self._call(self._controller.find, request.path_params["job"])
+    async def _change(self, kind: type[ScaleWorkers] | type[DrainWorker], request: Request) -> WorkersChanged:
+        change = await _message(request, kind)
+        if not 0 <= change.limit_ms <= LONGEST_CHANGE_MS:
+            raise ApiRefusal(400, f"limit_ms is not within 0 and {LONGEST_CHANGE_MS}")
+        job = await self._job_of(request)
         if job.state not in ACTIVE or job.wish != "run":
             raise JobRefused(f"job {job.name} is {job.state}, and only a job that runs has workers")
         done = await asyncio.to_thread(change_workers, self._controller.folder(job).run_folder, change)
         if done.workers:
             await self._call(self._controller.scaled, job, len(done.workers))
-        return WorkersAnswer(done.text, done.workers)
+        return done
+
+    _scale = partialmethod(_change, ScaleWorkers)
+    _drain = partialmethod(_change, DrainWorker)
 
     async def _figures(self, request: Request) -> FiguresAnswer:
         job = await self._job_of(request)
@@ -289,18 +278,13 @@ class ControllerApi:
         found = msgspec.convert(status, FiguresAnswer, from_attributes=True)
         return found if status.stall is None else structs.replace(found, message=status.stall.detail)
 
-    async def _list_logs(self, request: Request) -> LogsAnswer:
-        job = await self._job_of(request)
-        found = await asyncio.to_thread(lambda: sizes_of(self._controller.folder(job).logs()))
-        return LogsAnswer([LogFile(*each) for each in found.items()])
-
     async def _log(self, request: Request) -> Response:
         offset = int(_number(request, "offset", 0, 0, 2**53))
         wait_s = _number(request, "wait_s", 0, 0, LOG_WAIT_S)
         job, name = await self._job_of(request), request.path_params["log"]
         logs = await asyncio.to_thread(self._controller.folder(job).logs)
         if name not in logs:
-            there = ", ".join(sizes_of(logs)) or "none yet"
+            there = ", ".join(logs)
             raise ApiRefusal(404, f"job {job.name} has no such log. Its logs are: {there}")
         deadline_s = time.monotonic() + wait_s
         while True:
@@ -340,12 +324,6 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     REFUSED.labels("request").inc()
     return _json(RefusalAnswer("there is no such operation: docs/controller.md lists them"), status)
-
-
-def _ms(seconds: float) -> int:
-    if not 0 <= seconds <= LONGEST_CHANGE_S:
-        raise ApiRefusal(400, f"timeout_s is not within 0 and {LONGEST_CHANGE_S:g}")
-    return int(seconds * 1000)
 
 
 def _number(request: Request, name: str, default: float, least: float, most: float) -> float:

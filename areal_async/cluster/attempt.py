@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from areal_async.base.own_files import NotOurs, is_locked, read_own, sync, take_lock
+from areal_async.base.own_files import NotOurs, is_locked, lock_file, read_own, sync
 from areal_async.base.processes import start_of
 from areal_async.base.topology import Role
 from areal_async.cluster.states import RunEnded
@@ -58,18 +58,13 @@ def void(folder: Path) -> bool:
 
 
 def _claim(folder: Path, owner: Owner) -> int | None:
-    mine = folder / f"{CLAIM}.{os.getpid()}.tmp"
-    fd = os.open(mine, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    take_lock(fd)
-    os.write(fd, msgspec.json.encode(owner))
-    os.fsync(fd)
-    try:
-        os.link(mine, folder / CLAIM)  # the link appears complete and locked, and only once
-    except FileExistsError:
+    if (fd := lock_file(folder / CLAIM)) is None:
+        return None
+    if os.fstat(fd).st_size:  # a claim with content is never taken over
         os.close(fd)
         return None
-    finally:
-        mine.unlink()
+    os.pwrite(fd, msgspec.json.encode(owner), 0)
+    os.fsync(fd)
     sync(folder)
     return fd
 
@@ -84,7 +79,9 @@ def holder_of(folder: Path) -> Owner | Literal["nobody", "void", "gone"]:
     except FileNotFoundError:
         return "nobody"
     with os.fdopen(fd, "rb") as file:
-        owner = msgspec.json.decode(file.read(RECORD_BYTES), type=Owner)
+        if not (record := file.read(RECORD_BYTES)):
+            return "nobody"
+        owner = msgspec.json.decode(record, type=Owner)
         if is_locked(fd):
             return owner
     return "void" if owner == NOBODY else "gone"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
@@ -29,14 +29,13 @@ from areal_async.cluster.messages import (
     JobAnswer,
     JobDetailAnswer,
     JobsAnswer,
-    LogsAnswer,
     RefusalAnswer,
     ResumeRequest,
-    WorkersAnswer,
 )
 from areal_async.cluster.states import JobRefused, UnknownJob
 from areal_async.cluster.submission import Submission
 from areal_async.config.cluster import cluster_dir
+from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers, WorkersChanged
 
 URL_VARIABLE = "AREAL_ASYNC_CONTROLLER"
 """Environment variable with the URL of a controller on another machine."""
@@ -140,15 +139,14 @@ class ControllerClient:
         request = ResumeRequest(list(overrides))
         return self._ask(JobsAnswer, "POST", _path(name, "resume"), request, once_s=ANSWER_S).jobs[0]
 
-    def change(self, name: str, how: str, request: Mapping[str, Any], limit_s: float) -> WorkersAnswer:
-        """Scale the workers, or drain a worker. The change may take `limit_s`."""
-        return self._ask(WorkersAnswer, "POST", _path(name, how), request, once_s=limit_s + ANSWER_S)
+    def change(self, name: str, change: ScaleWorkers | DrainWorker) -> WorkersChanged:
+        """Scale the workers, or drain a worker."""
+        how = "scale" if isinstance(change, ScaleWorkers) else "drain"
+        limit_s = change.limit_ms / 1000 + ANSWER_S
+        return self._ask(WorkersChanged, "POST", _path(name, how), change, once_s=limit_s)
 
     def down(self, *, keep_jobs: bool) -> list[JobAnswer]:
         return self._ask(JobsAnswer, "POST", "/v1/down", DownRequest(keep_jobs)).jobs
-
-    def logs(self, name: str) -> LogsAnswer:
-        return self._ask(LogsAnswer, "GET", _path(name, "logs"))
 
     def log(self, name: str, log: str, *, follow: bool) -> Iterator[bytes]:
         """Yield the content of a job's log. With `follow`, yield new content until the job has ended.

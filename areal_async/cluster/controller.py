@@ -75,7 +75,7 @@ class Controller:
 
     # --- requests ----------------------------------------------------------------------------------
 
-    def submit(self, given: Submission) -> list[StoredJob]:
+    def submit(self, given: Submission) -> StoredJob:
         """Store the job of a submission. Raises `ConfigError` and `JobRefused`."""
         if known := self.store.of_submission(given.key):
             return known  # the sender did not receive the first answer
@@ -89,7 +89,7 @@ class Controller:
             submitted_s=now_s,
             changed_s=now_s,
             content=content,
-            needs=self._fitting(config, given.memory_gb),
+            needs=self._fitting(config),
         )
         self.store.check_room(job)
         try:
@@ -100,7 +100,7 @@ class Controller:
             shutil.rmtree(self.folder(job).path, ignore_errors=True)
             raise
         log.info("job submitted", name=job.name, id=job.id)
-        return [job]
+        return self.store.get(job.id)
 
     def find(self, name: str) -> StoredJob:
         """Return the newest job with this name, or the job with this id. Raises `UnknownJob`."""
@@ -121,7 +121,7 @@ class Controller:
         if verb == "resume":
             if len(gathered) > MOST_OVERRIDES:
                 raise JobRefused(f"a job keeps at most {MOST_OVERRIDES} changes for its next start")
-            needs = self._fitting(self.config_of(job, gathered), job.needs.memory_gb)
+            needs = self._fitting(self.config_of(job, gathered))
             changes = {"overrides": gathered, "needs": needs}
         return self._move(job, event, **changes)
 
@@ -131,7 +131,7 @@ class Controller:
         The job's GPUs stay the same: engines that join share them."""
         config = job_of(job.content, self._jobs, self._jobs)
         rollout = config.rollout.model_copy(update={"workers": workers})
-        needs = self._needs_of(config.model_copy(update={"rollout": rollout}), job.needs.memory_gb)
+        needs = self._needs_of(config.model_copy(update={"rollout": rollout}))
         self.store.set_needs(job.id, msgspec.structs.replace(needs, gpus=job.needs.gpus))
 
     def stop_all(self) -> list[StoredJob]:
@@ -165,14 +165,14 @@ class Controller:
             return Turns((), {job.id: "waits for the cluster to come up" for job in order_of(waiting)})
         return take_turns(waiting, self.free())
 
-    def _needs_of(self, config: JobConfig, memory_gb: float) -> Resources:
-        return resources_of(config, self.total, memory_gb, by_ray=not self._own_gpus)
+    def _needs_of(self, config: JobConfig) -> Resources:
+        return resources_of(config, self.total, by_ray=not self._own_gpus)
 
-    def _fitting(self, config: JobConfig, memory_gb: float) -> Resources:
+    def _fitting(self, config: JobConfig) -> Resources:
         """Return the needs of a job. Raises `ConfigError` if the whole cluster cannot meet them."""
-        needs = self._needs_of(config, memory_gb)
+        needs = self._needs_of(config)
         if lacking := self.total.lacks(needs):
-            has = f"{self.total.cpus} cores, {self.total.gpus} GPUs, {self.total.memory_gb:g} GiB of memory"
+            has = f"{self.total.cpus} cores, {self.total.gpus} GPUs"
             problem = f"it needs {lacking}, and the whole cluster has {has}"
             fix = "Ask for less, or name what there is in `resources` of the cluster file"
             raise ConfigError(f"job {config.job}", [Mistake("resources", problem, fix)])

@@ -30,11 +30,10 @@ from areal_async.base.errors import ArealError
 from areal_async.base.log import get_logger
 from areal_async.base.own_files import (
     NotOurs,
-    check_own,
     close_folder,
     is_locked,
+    lock_file,
     read_own,
-    take_lock,
     write_whole,
 )
 from areal_async.base.processes import start_of
@@ -91,15 +90,11 @@ class ClusterFolder:
         """Return a descriptor that makes this process the controller as long as it is open.
 
         Returns None if another process is the controller. The address of a dead controller is removed."""
-        path = self.path / "lock"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            check_own(fd, path)
+            fd = lock_file(self.path / "lock")
         except NotOurs as error:
-            os.close(fd)
             raise ClusterFolderError(str(error)) from error
-        if not take_lock(fd):
-            os.close(fd)
+        if fd is None:
             return None
         self.address.unlink(missing_ok=True)
         os.ftruncate(fd, 0)

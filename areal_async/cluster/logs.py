@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,16 +22,6 @@ def logs_in(run_folder: Path) -> dict[str, Path]:
         paths = sorted((run_folder / "logs").glob("*.log"))
         return {path.stem: path for path in paths if NAME.fullmatch(path.stem)}
     return {}
-
-
-def sizes_of(logs: Mapping[str, Path]) -> dict[str, int]:
-    """Return the size in bytes of each log that can be read."""
-    found = {}
-    for name, path in logs.items():
-        if (fd := _open(path)) is not None:
-            found[name] = os.fstat(fd).st_size
-            os.close(fd)
-    return found
 
 
 def read_log(path: Path, offset: int, most_bytes: int) -> tuple[bytes, int]:

@@ -70,33 +70,10 @@ class ResumeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     overrides: list[str] = []
 
 
-class ScaleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The requested number of rollout workers. Each leaving worker has `timeout_s` to finish its groups."""
-
-    workers: int
-    timeout_s: float = 60.0
-
-
-class DrainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The worker that must finish its groups and exit. `outside` means that the worker was started by
-    hand."""
-
-    worker: str
-    timeout_s: float = 60.0
-    outside: bool = False
-
-
 class DownRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An order to stop all running jobs (unless they are kept) and then the controller."""
 
     keep_jobs: bool = False
-
-
-class WorkersAnswer(msgspec.Struct, frozen=True):
-    """A description of the change, and the workers that stay."""
-
-    text: str
-    workers: list[str]
 
 
 class FiguresAnswer(msgspec.Struct, frozen=True):
@@ -113,17 +90,6 @@ class FiguresAnswer(msgspec.Struct, frozen=True):
     """Tokens per second."""
     trained_per_s: float | None = None
     message: str = ""
-
-
-class LogFile(msgspec.Struct, frozen=True):
-    """A log of a job. `run` is the output of its run. The other logs belong to its processes."""
-
-    name: str
-    size_bytes: int
-
-
-class LogsAnswer(msgspec.Struct, frozen=True):
-    logs: list[LogFile]
 
 
 class RefusalAnswer(msgspec.Struct, frozen=True):

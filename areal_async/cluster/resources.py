@@ -8,7 +8,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from areal_async.config.cluster import ResourcesSection
 from areal_async.config.devices import device_mistakes, engine_gpus, first_threads, rollout_gpus, trainer_gpus
@@ -20,19 +19,16 @@ NVIDIA_DEVICES = Path("/dev")
 
 
 class Resources(msgspec.Struct, frozen=True):
-    """Cores, GPUs and memory that exist, or that a job needs."""
+    """Cores and GPUs that exist, or that a job needs."""
 
     cpus: int = 0
     gpus: int = 0
-    memory_gb: float = 0.0
-    """GiB; 0 if the job was submitted without a memory size."""
 
     def without(self, others: Collection[Resources]) -> Resources:
         """Return the rest after subtracting `others`; negative if they hold more than exists."""
         return Resources(
             self.cpus - sum(other.cpus for other in others),
             self.gpus - sum(other.gpus for other in others),
-            self.memory_gb - sum(other.memory_gb for other in others),
         )
 
     def lacks(self, needed: Resources) -> str:
@@ -42,33 +38,27 @@ class Resources(msgspec.Struct, frozen=True):
             short.append("1 GPU" if needed.gpus == 1 else f"{needed.gpus} GPUs")
         if needed.cpus > max(0, self.cpus):
             short.append("1 core" if needed.cpus == 1 else f"{needed.cpus} cores")
-        if needed.memory_gb > max(0.0, self.memory_gb):
-            short.append(f"{needed.memory_gb:g} GiB of memory")
         return " and ".join(short)
 
 
-def resources_of(
-    job: JobConfig, total: Resources, memory_gb: float = 0.0, *, by_ray: bool = False
-) -> Resources:
+def resources_of(job: JobConfig, total: Resources, *, by_ray: bool = False) -> Resources:
     """Return the needs of `job` on a cluster that has `total`. With `by_ray`, return the resources that Ray
     reserves.
 
     Cores: the initial threads of the trainer's ranks, the workers' engines and the evaluator. A job that
     would use more cores than exist takes all of them. Each engine and each rank needs one GPU. On a cluster
     with one GPU, all of them share it, as `config/devices.py` describes."""
-    workers = max(job.rollout.workers, job.rollout.autoscale.max)
-    job = job.model_copy(update={"rollout": job.rollout.model_copy(update={"workers": workers})})
     if by_ray:
         reserved = needs_of(job, services_of(job))
-        return Resources(math.ceil(reserved.get("CPU", 0)), math.ceil(reserved.get("GPU", 0)), memory_gb)
+        return Resources(math.ceil(reserved.get("CPU", 0)), math.ceil(reserved.get("GPU", 0)))
     cpus = 0
     for view in job.views.values():
         cpus += view.trainer.ranks * first_threads(view.trainer.torch_threads)
-        cpus += workers * first_threads(view.rollout.torch_threads) if job.kind == "rl" else 0
+        cpus += job.rollout.workers * first_threads(view.rollout.torch_threads) if job.kind == "rl" else 0
     if job.kind == "rl" and job.tasks.evaluation is not None:
         cpus += job.evaluation.torch_threads
     gpus = max(_gpus_of(view, total.gpus) for view in job.views.values())
-    return Resources(min(cpus, total.cpus), gpus, memory_gb)
+    return Resources(min(cpus, total.cpus), gpus)
 
 
 def _gpus_of(job: JobConfig, total: int) -> int:
@@ -89,7 +79,6 @@ def machine_resources(given: ResourcesSection) -> Resources:
     return Resources(
         cpus=given.cpus or len(os.sched_getaffinity(0)),
         gpus=_visible_gpus() if given.gpus is None else given.gpus,
-        memory_gb=given.memory_gb or math.floor(psutil.virtual_memory().total / (1 << 30)),
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from areal_async.base.errors import ArealError
 from areal_async.cluster.resources import Resources
@@ -26,17 +27,10 @@ BUSY_S = 10.0
 
 TABLES = """
 CREATE TABLE jobs (
-    id INTEGER PRIMARY KEY, name TEXT NOT NULL, key TEXT NOT NULL, place INTEGER NOT NULL,
-    priority INTEGER NOT NULL, submitted_s REAL NOT NULL, content TEXT NOT NULL, overrides TEXT NOT NULL,
-    needs TEXT NOT NULL, state TEXT NOT NULL, wish TEXT NOT NULL, attempt INTEGER NOT NULL,
-    changed_s REAL NOT NULL, reason TEXT NOT NULL, gpus TEXT NOT NULL, UNIQUE (key, place));
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL, key TEXT NOT NULL UNIQUE, state TEXT NOT NULL,
+    job TEXT NOT NULL);
 CREATE INDEX jobs_by_name ON jobs (name, id);
 CREATE INDEX jobs_by_state ON jobs (state, id);
-CREATE TABLE history (
-    job INTEGER NOT NULL, number INTEGER NOT NULL, state TEXT NOT NULL, wish TEXT NOT NULL,
-    time_s REAL NOT NULL, reason TEXT NOT NULL, PRIMARY KEY (job, number)) WITHOUT ROWID;
-CREATE TABLE ids (next INTEGER NOT NULL);
-INSERT INTO ids VALUES (1);
 """
 
 
@@ -65,20 +59,6 @@ class ShownJob(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of the GPUs that the job holds."""
 
 
-class StoredJob(ShownJob, frozen=True, kw_only=True):
-    """A job as the controller stores it."""
-
-    key: str  # Key of the submission
-    place: int = 0  # Number of the job in its submission
-    content: dict[str, Any]
-    overrides: list[str] = []  # Overrides for the next attempt
-    wish: Wish = "run"
-
-    @property
-    def standing(self) -> Standing:
-        return Standing(self.state, self.wish, self.attempt)
-
-
 class HistoryEntry(msgspec.Struct, frozen=True):
     """One move of a job: its new state, the unix time in seconds, and the reason."""
 
@@ -88,9 +68,21 @@ class HistoryEntry(msgspec.Struct, frozen=True):
     reason: str
 
 
+class StoredJob(ShownJob, frozen=True, kw_only=True):
+    """A job as the controller stores it."""
+
+    key: str  # Key of the submission
+    content: dict[str, Any]
+    overrides: list[str] = []  # Overrides for the next attempt
+    wish: Wish = "run"
+    history: list[HistoryEntry] = []  # Newest moves, oldest first
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(self.state, self.wish, self.attempt)
+
+
 J = TypeVar("J", bound=ShownJob)
-COLUMNS = StoredJob.__struct_fields__
-AS_JSON = {"content": dict[str, Any], "overrides": list[str], "needs": Resources, "gpus": list[int]}
 
 
 class JobStore:
@@ -116,6 +108,7 @@ class JobStore:
                 f"{path} was written by another release (schema {version}, this one has {SCHEMA}). Use that "
                 "release, or another cluster folder."
             )
+        self._last_id = max(self.ids(), default=0)
 
     def close(self) -> None:
         self._db.close()
@@ -154,20 +147,13 @@ class JobStore:
         """Return the PENDING jobs without their contents, because there are many and they are read often."""
         return self._rows(ShownJob, "state = 'PENDING'")
 
-    def of_submission(self, key: str) -> list[StoredJob]:
-        return self._jobs("key = ? ORDER BY place", key)
+    def of_submission(self, key: str) -> StoredJob | None:
+        return next(iter(self._jobs("key = ?", key)), None)
 
     def counts(self) -> dict[State, int]:
         """Return the number of jobs in each state."""
         found = dict(self._db.execute("SELECT state, COUNT(*) FROM jobs GROUP BY state").fetchall())
         return {state: found.get(state, 0) for state in STATES}
-
-    def history(self, id: int) -> list[HistoryEntry]:
-        """Return the newest moves of a job, oldest first."""
-        rows = self._db.execute(
-            "SELECT state, wish, time_s, reason FROM history WHERE job = ? ORDER BY number", (id,)
-        )
-        return [HistoryEntry(*row) for row in rows]
 
     def ids(self) -> set[int]:
         return {id for (id,) in self._db.execute("SELECT id FROM jobs")}
@@ -176,33 +162,25 @@ class JobStore:
         return self._rows(StoredJob, where, *values)
 
     def _rows(self, kind: type[J], where: str, *values: object) -> list[J]:
-        columns = kind.__struct_fields__
-        rows = self._db.execute(f"SELECT {', '.join(columns)} FROM jobs WHERE {where}", values)
-        return [
-            kind(**{name: _value(name, stored) for name, stored in zip(columns, row, strict=True)})
-            for row in rows
-        ]
+        rows = self._db.execute(f"SELECT job FROM jobs WHERE {where}", values)
+        return [msgspec.json.decode(stored, type=kind) for (stored,) in rows]
 
     # --- writing -----------------------------------------------------------------------------------
 
     def new_id(self) -> int:
-        """Return an id that was never given out. An unused id is never given out again."""
-        with self._transaction():
-            (following,) = self._db.execute("SELECT next FROM ids").fetchone()
-            self._db.execute("UPDATE ids SET next = ?", (following + 1,))
-        return int(following)
+        """Return an id that no job has and that this object has not given out before."""
+        self._last_id += 1
+        return self._last_id
 
     def pass_over(self, id: int) -> None:
         """Give out only ids above `id` from now on."""
-        self._db.execute("UPDATE ids SET next = MAX(next, ?)", (id + 1,))
+        self._last_id = max(self._last_id, id)
 
     def add(self, job: StoredJob) -> None:
         """Add a new job. Raises the errors of `check_room`."""
         with self._transaction():
             self.check_room(job)
-            marks = ", ".join("?" * len(COLUMNS))
-            self._db.execute(f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({marks})", _row(job))
-            self._note(job)
+            self._write(_noted(job))
 
     def check_room(self, job: StoredJob) -> None:
         """Raise `JobRefused` if there are too many jobs, or if an active or waiting job has the same name."""
@@ -228,39 +206,28 @@ class JobStore:
         changes |= {"state": standing.state, "wish": standing.wish, "attempt": standing.attempt}
         changes |= {"changed_s": move.at_s, "reason": move.reason}
         held = list(gpus or job.gpus) if standing.state in ACTIVE else []
-        after = msgspec.structs.replace(job, gpus=held, **changes)
+        after = _noted(structs.replace(job, gpus=held, **changes))
         with self._transaction():
-            changed = self._db.execute(
-                f"UPDATE jobs SET {', '.join(f'{column} = ?' for column in COLUMNS)} "
-                "WHERE id = ? AND state = ? AND wish = ? AND attempt = ?",
-                (*_row(after), job.id, job.state, job.wish, job.attempt),
-            )
-            if changed.rowcount != 1:
+            if self.get(job.id).standing != job.standing:
                 raise JobRefused(f"job {job.name} has changed meanwhile: look at it, and ask again")
-            self._note(after)
+            self._write(after)
         return after
 
     def set_needs(self, id: int, needs: Resources) -> None:
         """Store the present needs of a job."""
         with self._transaction():
-            values = (msgspec.json.encode(needs).decode(), id)
-            self._db.execute("UPDATE jobs SET needs = ? WHERE id = ?", values)
+            self._write(structs.replace(self.get(id), needs=needs))
 
-    def _note(self, job: StoredJob) -> None:
-        """Add the last change of a job to its history."""
-        (last,) = self._db.execute("SELECT MAX(number) FROM history WHERE job = ?", (job.id,)).fetchone()
-        number = (last or 0) + 1
-        entry = (job.id, number, job.state, job.wish, job.changed_s, job.reason)
-        self._db.execute("INSERT INTO history VALUES (?, ?, ?, ?, ?, ?)", entry)
-        self._db.execute("DELETE FROM history WHERE job = ? AND number <= ?", (job.id, number - MOST_HISTORY))
-
-
-def _row(job: StoredJob) -> list[Any]:
-    values = msgspec.structs.asdict(job)
-    return [
-        msgspec.json.encode(values[name]).decode() if name in AS_JSON else values[name] for name in COLUMNS
-    ]
+    def _write(self, job: StoredJob) -> None:
+        """Add or replace a job."""
+        self._db.execute(
+            "INSERT INTO jobs VALUES (?, ?, ?, ?, ?) "
+            "ON CONFLICT (id) DO UPDATE SET state = excluded.state, job = excluded.job",
+            (job.id, job.name, job.key, job.state, msgspec.json.encode(job).decode()),
+        )
 
 
-def _value(name: str, stored: Any) -> Any:
-    return msgspec.json.decode(stored, type=AS_JSON[name]) if name in AS_JSON else stored
+def _noted(job: StoredJob) -> StoredJob:
+    """Return the job with its last change in its history."""
+    entry = HistoryEntry(job.state, job.wish, job.changed_s, job.reason)
+    return structs.replace(job, history=[*job.history, entry][-MOST_HISTORY:])

@@ -53,16 +53,12 @@ class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Files that the job names by relative paths. Keys are the paths, values are the contents in Base64."""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     """Priority in the queue. The highest starts first."""
-    memory_gb: Annotated[float, Meta(ge=0, le=1 << 20)] = 0.0
-    """Memory that the job needs, in GiB. 0: memory is not counted."""
 
 
 # --- the sender's side ---------------------------------------------------------------------------------
 
 
-def pack(
-    path: Path, overrides: Sequence[str], *, key: str, here: bool, priority: int = 0, memory_gb: float = 0.0
-) -> Submission:
+def pack(path: Path, overrides: Sequence[str], *, key: str, here: bool, priority: int = 0) -> Submission:
     """Return the submission of the job file at `path`.
 
     `here` means that the controller is on this machine, so paths of files that are not sent become absolute.
@@ -81,7 +77,7 @@ def pack(
         package.mistakes.append(Mistake("file", problem, BY_PLACE))
     if package.mistakes:
         raise ConfigError(str(path), package.mistakes)
-    return Submission(key, packed, files=package.files, priority=priority, memory_gb=memory_gb)
+    return Submission(key, packed, files=package.files, priority=priority)
 
 
 class _Package:

@@ -99,7 +99,7 @@ def running_groups(job: JobConfig) -> float:
 
 
 def _engines(job: JobConfig) -> int:
-    return max(job.rollout.workers, job.rollout.autoscale.max) * job.rollout.replicas
+    return job.rollout.workers * job.rollout.replicas
 
 
 def _groups_finish_within_the_bound(job: JobConfig) -> Iterator[Mistake]:

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from areal_async.base.mistakes import Mistake
 from areal_async.config.devices import trainer_gpus
-from areal_async.config.job import JobConfig, LoraSection, job_fields
+from areal_async.config.job import JobConfig, LoraSection, ShapeSection, job_fields
 from areal_async.config.parts import part_mistakes
 from areal_async.config.presets import PRESETS
 from areal_async.config.redis_url import FORMS, parse_redis_url
@@ -94,6 +94,9 @@ def _redis(job: JobConfig) -> Iterator[Mistake]:
             if section != type(section)():
                 problem = "the embedded Redis listens on a private socket and has neither users nor TLS"
                 yield Mistake(f"buffer.{name}", problem, "Remove it, or set buffer.redis")
+        if job.placement.buffer != ShapeSection():
+            problem = "a buffer with an embedded Redis runs on the host where the run is started"
+            yield Mistake("placement.buffer", problem, "Remove it, or set buffer.redis")
         return
     try:
         url = parse_redis_url(buffer.redis)
@@ -121,19 +124,7 @@ def _redis(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _rollout(job: JobConfig) -> Iterator[Mistake]:
-    rollout, limits, sampling = job.rollout, job.rollout.autoscale, job.rollout.sampling
-    servers, needed = len(rollout.server.urls), limits.max * rollout.replicas
-    if limits.max and limits.min > limits.max:
-        problem = f"{limits.min} is more than rollout.autoscale.max = {limits.max}"
-        yield Mistake("rollout.autoscale.min", problem, "Lower it, or raise max")
-    elif limits.max and not limits.min <= rollout.workers <= limits.max:
-        problem = f"{rollout.workers} is not within rollout.autoscale, {limits.min} to {limits.max}"
-        fix = "Set it to a number of workers to begin with within the limits, or change these"
-        yield Mistake("rollout.workers", problem, fix)
-    if 0 < servers < needed:
-        workers = f"{limits.max} workers with {rollout.replicas} replicas"
-        problem = f"{workers} need {needed} servers, and rollout.server.urls has {servers}"
-        yield Mistake("rollout.autoscale.max", problem, "Lower it, or give more")
+    rollout, sampling = job.rollout, job.rollout.sampling
     n, most = rollout.group_size, rollout.max_concurrent
     if n > most:
         problem = f"a worker runs at most {most} episodes at once, but one group has {n} (rollout.group_size)"

@@ -28,8 +28,6 @@ class ResourcesSection(Section):
     """Cores."""
     gpus: int | None = Field(default=None, ge=0, le=1_000_000)
     """GPUs."""
-    memory_gb: float | None = Field(default=None, gt=0)
-    """GiB of memory, for jobs submitted with `--memory-gb`."""
 
 
 class ApiSection(Section):

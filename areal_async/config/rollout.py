@@ -77,25 +77,6 @@ class GatewaySection(Section):
         return host
 
 
-class AutoscaleSection(Section):
-    """Automatic number of workers. It depends on whether the trainer or the workers wait."""
-
-    max: int = Field(default=0, ge=0, le=1024)
-    """Maximum workers; 0 disables autoscaling."""
-    min: int = Field(default=1, ge=1, le=1024)
-    """Minimum workers."""
-    every_s: float = Field(default=30.0, gt=0)
-    """Seconds between changes, but at least ten steps."""
-    retry_s: float = Field(default=300.0, gt=0)
-    """Seconds until a failed change is retried. The time doubles at each failure, up to an hour."""
-    wait_share: float = Field(default=0.1, gt=0, lt=1)
-    """Share of its time that the trainer waits. Above it, workers are added."""
-    busy_share: float = Field(default=0.8, gt=0, le=1)
-    """Workers count as fully loaded if they compute for at least this share of their time."""
-    drain_s: float = Field(default=60.0, ge=0)
-    """Seconds for a removed worker to finish its episodes."""
-
-
 class RolloutSection(Section):
     engine: str = "local"
     """`local` (torch), `sglang` or `vllm` (installed by `make engines`), an installed engine, or
@@ -103,8 +84,7 @@ class RolloutSection(Section):
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the engine; built-in engines have none."""
     workers: int = Field(default=1, ge=1, le=1024)
-    """Worker processes. With `autoscale.max`, this is the initial number."""
-    autoscale: AutoscaleSection = AutoscaleSection()
+    """Worker processes. `areal-async scale` changes their number during a run."""
     replicas: int = Field(default=1, ge=1, le=64)
     """Engines per worker."""
     group_size: int = Field(default=8, ge=1, le=65_536)

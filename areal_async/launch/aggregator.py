@@ -87,7 +87,6 @@ class Progress:
         self.done = 0  # Number of finished steps
         self.trained = False  # Whether a step has finished since the run was started or resumed
         self.tokens = 0
-        self.waited_s = 0.0
         self.loss: float | None = None
         self.staleness_seen: int | None = None
         self.self_check = ""
@@ -119,7 +118,6 @@ class Progress:
                 self._times.clear()  # a restarted trainer repeats steps, at a different pace
             self.newest, self.done, self.trained = record, record.done, True
             self.tokens += record.tokens
-            self.waited_s += record.wait_s
             self.loss = record.loss if record.loss is not None else self.loss
             if record.time_s is not None:
                 self._times.append((record.done, record.time_s))
@@ -256,7 +254,6 @@ class RunStatus:
     self_check: str = ""  # Outcome of the trainer's self-check in words; empty before the first check
     dropped: DropReport = field(default_factory=DropReport)
     pacing: str = ""  # Number of groups generated ahead, with the reason; empty if it is the full bound
-    waited_s: float = 0.0  # Seconds that the trainer has waited for batches, over all finished steps
     lease_wait: str = ""  # Reason why the buffer grants no lease now; empty if it grants leases
     warning: str = ""  # Warning from the rewards of training and of evaluations
 
@@ -455,7 +452,6 @@ class StatusAggregator:
             self_check=progress.self_check,
             dropped=self._dropped,
             pacing=self._pacing(),
-            waited_s=progress.waited_s,
             warning=progress.warning,
             lease_wait=stats.lease_wait if (stats := self._buffer_stats) is not None else "",
         )

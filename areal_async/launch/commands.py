@@ -72,11 +72,6 @@ class FleetChange:
     joined: list[str]
     leaving: Mapping[str, Future[str]]
     workers: list[str]
-    ends_autoscale: bool = False
-
-    @property
-    def note(self) -> str:
-        return "; autoscaling is off from now on" if self.ends_autoscale else ""
 
 
 class ControlSocket(ControlServer):
@@ -125,10 +120,6 @@ class ControlSocket(ControlServer):
                 except Exception as error:
                     begun.set_exception(error)
 
-    def tell_of_drain(self, name: str) -> None:
-        """Ask the buffer to stop leasing to a worker, without waiting for the answer."""
-        self.do(self._tell_buffer(name))
-
     async def _status(self, peer: Peer, request: Status, attachments: list[memoryview]) -> ServiceStatus:
         return board.status("supervisor", serves=True)
 
@@ -173,7 +164,7 @@ class ControlSocket(ControlServer):
         }
         nothing = f"nothing to do: the workers are {', '.join(begun.workers)}"
         text = "; ".join(part for part, names in parts.items() if names) or nothing
-        return WorkersChanged(text + begun.note, begun.workers)
+        return WorkersChanged(text, begun.workers)
 
     async def _drain(self, peer: Peer, request: DrainWorker, attachments: list[memoryview]) -> WorkersChanged:
         if request.outside:
@@ -186,7 +177,7 @@ class ControlSocket(ControlServer):
         await self._tell_buffer(name)
         # Shielded, because other clients may wait for the same future.
         text = await asyncio.shield(asyncio.wrap_future(ending))
-        return WorkersChanged(text + begun.note, begun.workers)
+        return WorkersChanged(text, begun.workers)
 
     async def _begin(self, request: WorkersRequest) -> FleetChange:
         log.info("asked to change the workers", request=repr(request))

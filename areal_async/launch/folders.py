@@ -27,13 +27,12 @@ import msgspec
 from areal_async.base.errors import RunFolderError
 from areal_async.base.own_files import (
     NotOurs,
-    check_own,
     check_owner,
     close_folder,
     is_locked,
     is_own_folder,
+    lock_file,
     read_own,
-    take_lock,
 )
 from areal_async.base.processes import start_of
 from areal_async.base.topology import OnHost, RunHost
@@ -47,7 +46,7 @@ from areal_async.weights.manifest import remove_snapshots
 
 LOCK = "run.lock"
 TOPOLOGY = "topology.json"
-STATE = frozenset({LOCK, "job.yaml", TOPOLOGY, "logs", "buffer", "buffer-node.json", "events", "failpoints"})
+STATE = frozenset({LOCK, "job.yaml", TOPOLOGY, "logs", "buffer", "events", "failpoints"})
 """Entries that a run needs while it runs. All other entries of its folder are work, including unknown
 files."""
 OWNER = "owner.json"
@@ -198,16 +197,7 @@ def mark_owned(folder: Path) -> None:
 
 
 def _lock(run_dir: Path) -> int:
-    path = run_dir / LOCK
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    lock_fd = os.open(path, flags, 0o600)
-    try:
-        check_own(lock_fd, path)
-    except NotOurs as error:
-        os.close(lock_fd)
-        raise RunFolderError(str(error)) from error
-    if not take_lock(lock_fd):
-        os.close(lock_fd)
+    if (lock_fd := lock_file(run_dir / LOCK)) is None:
         raise _running(run_dir)
     return lock_fd
 
@@ -234,7 +224,7 @@ def clean_up(run_dir: Path) -> None:
 
     Does nothing if there are none, or if a run holds the lock."""
     if (run_dir / LOCK).exists():
-        with suppress(RunFolderError, OSError), os.fdopen(_lock(run_dir), "r+b") as lock:
+        with suppress(RunFolderError, NotOurs, OSError), os.fdopen(_lock(run_dir), "r+b") as lock:
             _end_dead_run(lock.fileno())
             lock.truncate(0)
 

@@ -10,7 +10,6 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -27,7 +26,6 @@ from areal_async.rpc.home_messages import HomeFile, HomeFiles, ListHome, ReadHom
 from areal_async.rpc.schema import Ok
 from areal_async.rpc.server import Answer, Handler, Peer
 from areal_async.storage.home import FILES, PROTOCOL, RUN
-from areal_async.storage.remote import StorageMissing
 from areal_async.storage.transfer import fetch
 from areal_async.storage.urls import local_path, url_of
 
@@ -39,9 +37,6 @@ CODE = frozenset({".py", ".json", ".yaml", ".yml", ".txt", ".toml", ".jinja"})
 """Suffixes of files beside a user's part that are sent with it."""
 MOST_CODE_BYTES = 64 << 20
 OWN = re.compile(r"(/[^:]*\.py):\w+")
-BUFFER = "buffer"
-"""Folder in a run folder with the files of the buffer's own Redis. The files are copied home after the run
-has ended."""
 UPLOAD = ".upload-"
 UPLOAD_NAME = re.compile(r"[0-9a-f]{16}")
 
@@ -87,15 +82,6 @@ def bring_content(job: Mapping[str, Any], role: Role) -> dict[str, Any]:
     if mistakes := content_mistakes(moved, content_of(role, moved)):
         raise ConfigError(f"job {moved.job}", mistakes)
     return here
-
-
-def bring_buffer(job: str, target: Path) -> None:
-    """Fetch the buffer's files of an ended run of `job` from its home to `target`, if any exist.
-
-    `HomeFileSystem` must be connected. Raises `StorageError`."""
-    if not target.exists():
-        with suppress(StorageMissing):
-            fetch(f"{PROTOCOL}://{RUN}/{job}/{BUFFER}", target)
 
 
 def with_home_store(job: JobConfig) -> JobConfig:
@@ -249,10 +235,8 @@ class HomeFilesServer:
 
         Raises `FaultError` if this peer may read none of them."""
         root, rest, parts = self._parsed(name)
-        if root == RUN and parts:
-            trains = peer.key in ("trainer", "")
-            if (trains and parts[0] in WRITTEN) or ((trains or peer.key == BUFFER) and parts[0] == BUFFER):
-                return [(_Root(self._run_dir / parts[0], "run"), "/".join(parts[1:]))]
+        if root == RUN and parts and peer.key in ("trainer", "") and parts[0] in WRITTEN:
+            return [(_Root(self._run_dir / parts[0], "run"), "/".join(parts[1:]))]
         path = Path("/") / rest
         if root == FILES and (roots := [each for each in self._roots if path.is_relative_to(each.path)]):
             return [(each, "/".join(path.relative_to(each.path).parts)) for each in roots]

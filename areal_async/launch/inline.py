@@ -316,31 +316,15 @@ _turn = threading.RLock()
 
 
 class OnePrompt(pdb.Pdb):
-    """The standard debugger. Its prompt belongs to one thread, from the breakpoint to `c` or `q`.
-
-    The run keeps its own handler of Ctrl-C."""
+    """The standard debugger, with one prompt of all threads at a time. The run keeps its own handler of
+    Ctrl-C."""
 
     def __init__(self) -> None:
         super().__init__(nosigint=True)
-        self._has_turn = False
 
     def interaction(self, frame: FrameType | None, traceback: TracebackType | None) -> None:
-        if not self._has_turn:
-            self._has_turn = _turn.acquire()
-        super().interaction(frame, traceback)
-
-    def set_continue(self) -> None:
-        super().set_continue()
-        self._give_up_turn()
-
-    def set_quit(self) -> None:
-        super().set_quit()
-        self._give_up_turn()
-
-    def _give_up_turn(self) -> None:
-        if self._has_turn:
-            self._has_turn = False
-            _turn.release()
+        with _turn:
+            super().interaction(frame, traceback)
 
 
 @contextmanager

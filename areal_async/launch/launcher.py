@@ -37,9 +37,6 @@ class Child(Protocol):
     def is_heard(self) -> bool:
         """Return whether the link to its host works. Without the link, its line cannot be read."""
 
-    def memory_kills(self) -> int:
-        """Return the number of processes that the kernel of its host has killed for lack of memory."""
-
     def terminate(self) -> None:
         """Ask the process to end."""
 

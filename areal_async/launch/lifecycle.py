@@ -171,19 +171,13 @@ class Lifecycle:
         state.killed_s = now_s
         return [Action("kill", name)]
 
-    def exited(
-        self, name: str, status: int, now_s: float, cause: str = "", *, with_host: bool = False
-    ) -> list[Action]:
-        """Handle the exit of a service.
-
-        `cause` explains the exit beyond its status, if known. With `with_host`, the service was lost with its
-        host. Then it has left and is not restarted, and its end is no failure."""
+    def exited(self, name: str, status: int, now_s: float, cause: str = "") -> list[Action]:
+        """Handle the exit of a service. `cause` explains the exit beyond its status, if known."""
         state = self.states[name]
         lived_s = now_s - state.started_s
         state.phase, state.status, state.killed_s = Phase.ENDED, status, None
         if self.stopping:
             return self.tick(now_s)
-        state.leaving = state.leaving or with_host
         if state.leaving:
             return []
         if state.felled:

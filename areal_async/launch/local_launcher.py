@@ -28,8 +28,8 @@ from areal_async.launch.spares import PRELOADED, Spares
 from areal_async.service.context import SERVED_VARIABLE
 from areal_async.service.rank_group import LISTENING_VARIABLE, MEETING_VARIABLE, PULSE_VARIABLE
 
-VMSTAT = Path("/proc/vmstat")
 SWEEP_S = 1.0
+OF_RAY = ("RAY_AUTH_TOKEN", "RAY_TLS_")  # Beginnings of variables with the secrets of a Ray cluster
 BACKLOG = 1024  # Ranks that may connect at once
 
 
@@ -54,9 +54,6 @@ class LocalChild:
 
     def is_heard(self) -> bool:
         return True
-
-    def memory_kills(self) -> int:
-        return memory_kills()
 
     def close(self) -> None:
         self._process.close()
@@ -123,13 +120,19 @@ class RankLines:
 
 class LocalLauncher:
     """Starts all processes on this machine, in the folders of a run. `spare_modules` are the modules that
-    spares import."""
+    spares import. Processes inherit the descriptors `pass_fds`."""
 
     def __init__(
-        self, job: JobConfig, folders: RunFolders, *, spare_modules: Sequence[str] = PRELOADED
+        self,
+        job: JobConfig,
+        folders: RunFolders,
+        *,
+        spare_modules: Sequence[str] = PRELOADED,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self._job = job
         self._folders = folders
+        self._pass_fds = pass_fds
         views = job.views
         self._lines = {  # Key "" has the only trainer and the services that belong to no policy
             name: RankLines(folders.host.loopback, several=job.of(name or job.policy).trainer.ranks > 1)
@@ -161,7 +164,7 @@ class LocalLauncher:
         if served_before:
             environment[SERVED_VARIABLE] = "1"
         child = self._children[place.name] = self._lines[place.policy].start(
-            place, self._folders.topology, self._folders.logs, environment, spares=self._spares
+            place, self._folders.topology, self._folders.logs, environment, self._pass_fds, self._spares
         )
         return child
 
@@ -198,16 +201,7 @@ class LocalLauncher:
         if role != "buffer":
             # Reward and workflow code is the user's, so it must not see the buffer's passwords.
             environment.pop(self._job.buffer.redis_login.password_env, None)
-        return environment
-
-
-def memory_kills(vmstat: Path = VMSTAT) -> int:
-    """Return the number of processes that the kernel has killed for lack of memory; 0 if unknown."""
-    with suppress(OSError):
-        for line in vmstat.read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.partition(" ")[2])
-    return 0
+        return {name: value for name, value in environment.items() if not name.startswith(OF_RAY)}
 
 
 def write_targets(path: Path, targets: Sequence[Mapping[str, object]]) -> None:

@@ -1,14 +1,10 @@
-"""Prometheus series of the supervisor: autoscaling, restarts, and the disk of the run folder."""
+"""Prometheus series of the supervisor: restarts, and the disk of the run folder."""
 
 import shutil
 from pathlib import Path
 
 from prometheus_client import Counter, Gauge
 
-WORKERS = Gauge("areal_autoscale_workers", "Rollout workers that autoscaling wants now.")
-CHANGES = Counter(
-    "areal_autoscale_changes", "Changes of the number of rollout workers by autoscaling.", ["reason"]
-)
 RESTARTS = Counter("areal_supervisor_restarts", "Processes that died and were started again.", ["died"])
 DISK_FREE = Gauge("areal_run_disk_free_bytes", "Room left on the disk that the run folder lies on.")
 DISK_SIZE = Gauge("areal_run_disk_size_bytes", "Size of the disk that the run folder lies on.")

@@ -100,7 +100,7 @@ def check_inline(job: JobConfig, cluster: ClusterConfig | None = None, *, source
 
     Raises `RunError` outside the main thread."""
     rules: list[Rule] = []
-    fields = {"trainer.ranks": 1, "rollout.workers": 1, "rollout.replicas": 1, "rollout.autoscale.max": 0}
+    fields = {"trainer.ranks": 1, "rollout.workers": 1, "rollout.replicas": 1}
     for field, only in fields.items():
         value = attrgetter(field)(job)
         problem = f"it is {value}, and an inline run has one trainer, one worker and one engine"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import itertools
+import json
 import os
 import sys
 from collections.abc import Collection, Iterator, Sequence

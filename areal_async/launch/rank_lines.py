@@ -8,7 +8,6 @@ from the first pulse. `supervisor.ready_s` limits the time before the first puls
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,9 +20,6 @@ from areal_async.launch.plan import rank_name
 from areal_async.service.rank_group import SILENT, Note
 
 LONGEST_LOOK_S = 1.0  # Longest silence that counts between two looks
-MEMORY_KILL_S = 30.0
-"""Seconds after a kill by the kernel for lack of memory. A death of a service in this time counts as such a
-kill."""
 
 
 @dataclass
@@ -32,9 +28,6 @@ class _Line:
 
     place: ServicePlace
     child: Child
-    memory_kills: int
-    """Number of processes that the kernel of its host had killed for lack of memory at the last look."""
-    memory_killed_s: float | None = None  # Time of the last known kill for lack of memory
     silent_s: float | None = None
     """Seconds since the last pulse; None before the first pulse."""
     rest: bytes = b""
@@ -50,11 +43,6 @@ class _Line:
                 notes.append(msgspec.json.decode(line, type=Note))
         return notes
 
-    def watch_memory(self, now_s: float) -> None:
-        before, self.memory_kills = self.memory_kills, self.child.memory_kills()
-        if self.memory_kills > before:
-            self.memory_killed_s = now_s
-
 
 class Lines:
     """The lines of all services. `look` finds services that hang, and `cause_of` reports why a service
@@ -69,7 +57,7 @@ class Lines:
     def started(self, place: ServicePlace, child: Child) -> None:
         """Listen to a new process from now on."""
         self.forget(place.name)
-        self._lines[place.name] = _Line(place, child, child.memory_kills())
+        self._lines[place.name] = _Line(place, child)
 
     def look(self, now_s: float) -> list[str]:
         """Return the names of services that hang, and of ranks that other ranks wait for in vain."""
@@ -79,7 +67,6 @@ class Lines:
         for name, line in self._lines.items():
             if line.silent_s is not None and line.child.is_heard():
                 line.silent_s += passed_s
-            line.watch_memory(now_s)
             for note in line.read():
                 for said_of in [rank_name(rank, line.place.policy) for rank in note.ranks] or [name]:
                     self._causes.setdefault(said_of, note.cause)
@@ -90,15 +77,11 @@ class Lines:
                 hanging.append(name)
         return [name for name in dict.fromkeys(hanging) if name in self._lines]
 
-    def cause_of(self, name: str, status: int, now_s: float) -> str:
-        """Return why the service `name` died with `status`; empty if only the status is known."""
+    def cause_of(self, name: str, now_s: float) -> str:
+        """Return why the service `name` died; empty if only its exit status is known."""
         if name not in self._lines:
             return ""
         self.look(now_s)
-        killed_s = self._lines[name].memory_killed_s
-        recent = killed_s is not None and now_s - killed_s < MEMORY_KILL_S
-        if status == -signal.SIGKILL and recent:
-            self._causes.setdefault(name, "was killed by SIGKILL when the machine was out of memory")
         return self._causes.get(name, "")
 
     def forget(self, name: str) -> None:

@@ -34,7 +34,7 @@ The lock and the topology belong to this host. The buffer's Redis files are usef
 each checkpoint contains them. The trainer writes the other entries to the store itself."""
 WORK = frozenset({"checkpoints", "model", "adapter", "batches"})
 """Folders that are deleted only on request."""
-TO_RESUME = frozenset({"job.yaml", "metrics.jsonl", "published.jsonl", "buffer-node.json"})
+TO_RESUME = frozenset({"job.yaml", "metrics.jsonl", "published.jsonl"})
 """Files that are stored beside the checkpoints if the run folder itself is only on this host."""
 
 log = get_logger("supervisor")

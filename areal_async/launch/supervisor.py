@@ -29,12 +29,10 @@ from areal_async.base.errors import FaultError
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import elsewhere
 from areal_async.base.own_files import write_whole
-from areal_async.base.processes import INCURABLE_STATUS, exit_text
+from areal_async.base.processes import exit_text
 from areal_async.base.topology import Role, ServicePlace, Topology
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
-from areal_async.launch.aggregator import RunStatus
-from areal_async.launch.autoscale import Autoscaler, ScaleChange
 from areal_async.launch.commands import ControlSocket, FleetChange, LeavingWorker, WorkersRequest
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.home_files import HomeFilesServer
@@ -51,7 +49,7 @@ from areal_async.launch.plan import (
     workers_to_change,
 )
 from areal_async.launch.rank_lines import Lines
-from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
+from areal_async.rpc.control_messages import DrainWorker
 from areal_async.service.main import SignalHandler, ignore, signal_pipe
 from areal_async.service.record import RunLog
 
@@ -77,10 +75,6 @@ class RunHooks:
     on_death: Callable[[str, str], None] = lambda name, text: None
     """Called with the same arguments if the service is not restarted, or only together with another
     service."""
-    on_scale: Callable[[ScaleChange], None] = lambda change: None
-    """Called with each automatic change of the workers."""
-    newest: Callable[[], RunStatus | None] = lambda: None
-    """Returns the newest status of the run, for `rollout.autoscale`."""
 
 
 class Supervisor:
@@ -115,9 +109,6 @@ class Supervisor:
         """Metrics port of each service: the planned port until the service is ready, then the port that it
         reports."""
         self._hooks = hooks
-        scales = job.kind == "rl" and job.rollout.autoscale.max > 0
-        self._autoscaler = Autoscaler(job, hooks.newest) if scales else None
-        self._never_came = 0  # Workers that joined and never served
         self._metrics_port = metrics_port
         self._told_serving = False
         self._named: object = None  # Services and ports in the last file for Prometheus
@@ -170,7 +161,7 @@ class Supervisor:
         for name in self._lines.look(time.monotonic()):
             self._apply(self.lifecycle.silent(name, time.monotonic()))
         self._apply(self.lifecycle.tick(time.monotonic()))
-        self._socket.carry_out(self._change_by_hand)
+        self._socket.carry_out(self._change_workers)
         if not self.lifecycle.stopping:
             moved = self._launcher.tend(time.monotonic(), calm=self.lifecycle.all_serve())
             for place in moved:
@@ -180,7 +171,6 @@ class Supervisor:
                 self.topology = self._publish()
         for name in [name for name, state in self.lifecycle.states.items() if state.gone]:
             self._forget(name)
-        self._autoscale()
         if self.lifecycle.stopping or not self.lifecycle.all_serve():
             return
         named = (self.services, list(self.metrics_ports.values()))
@@ -208,13 +198,10 @@ class Supervisor:
             log.info("service ended", service=name, status=status)
             events.record("ended", service=name, service_pid=pid, status=status)
             lost = self.children[name].lost()
-            cause = lost or self._lines.cause_of(name, status, time.monotonic())
+            cause = lost or self._lines.cause_of(name, time.monotonic())
             self._lines.forget(name)
             brought_down = states[name].felled  # if not in `felled`, by a service of this look
-            # If a worker is lost with its node, autoscaling replaces it by another worker.
-            worker = states[name].place.role == "rollout" and self._autoscaler is not None
-            with_host = bool(lost) and worker and status != INCURABLE_STATUS
-            self._apply(self.lifecycle.exited(name, status, time.monotonic(), cause, with_host=with_host))
+            self._apply(self.lifecycle.exited(name, status, time.monotonic(), cause))
             if stopping or name in felled or (states[name].leaving and not lost):
                 continue
             if states[name].phase is Phase.RESTARTING and not brought_down:
@@ -254,34 +241,6 @@ class Supervisor:
         names = [place.name for place in (*staying, *joining) if place.name not in gone]
         return FleetChange([place.name for place in joining], ends, names)
 
-    def _change_by_hand(self, asked: WorkersRequest) -> FleetChange:
-        """Begin a change that a user requested. It ends autoscaling."""
-        autoscaler, self._autoscaler = self._autoscaler, None
-        try:
-            begun = self._change_workers(asked)
-        except BaseException:
-            self._autoscaler = autoscaler
-            raise
-        return dataclasses.replace(begun, ends_autoscale=autoscaler is not None)
-
-    def _autoscale(self) -> None:
-        """Change the number of workers according to the run's figures, after all services have served."""
-        if self._autoscaler is None or self.lifecycle.stopping or not self._told_serving:
-            return
-        staying, states = [place.name for place in self._staying()], self.lifecycle.states
-        serving = {name for name in staying if states[name].phase is Phase.SERVING}
-        leave, never_came = len(self._leaving), self._never_came
-        change = self._autoscaler.look(serving, workers=len(staying), leave=leave, never_came=never_came)
-        if change is None:
-            return
-        told = dataclasses.asdict(change)
-        log.info("the number of workers changes", **told)
-        events.record("scale", **told)
-        limit_ms = int(self.job.rollout.autoscale.drain_s * 1000)
-        for name in self._change_workers(ScaleWorkers(change.workers, limit_ms)).leaving:
-            self._socket.tell_of_drain(name)
-        self._hooks.on_scale(change)
-
     def _staying(self) -> list[ServicePlace]:
         """Return the workers that are not leaving, oldest first."""
         states = self.lifecycle.states
@@ -302,17 +261,11 @@ class Supervisor:
         if entry is not None:
             entry.left(name, state.status, time.monotonic())
         elif not state.served_before:
-            self._never_came += 1
             self._hooks.on_restart(name, f"{name} joined but did not come to serve; see logs/{name}.log")
 
     def _record_workers(self) -> None:
-        """Record the number of workers. A resumed run begins with this number, and autoscales if this run
-        does."""
-        scale = self.job.rollout.autoscale
-        if self._autoscaler is None:
-            scale = scale.model_copy(update={"max": 0})
-        workers = max(scale.min if scale.max else 1, len(self._staying()))
-        self.job = with_fields(self.job, "rollout", workers=workers, autoscale=scale)
+        """Record the number of workers. A resumed run begins with this number."""
+        self.job = with_fields(self.job, "rollout", workers=max(1, len(self._staying())))
         self.topology = self._publish()
 
     def _tell_restart(self, name: str, ended: str) -> None:

@@ -4,10 +4,9 @@ The module is pure: its caller passes in the time, the steps and the busy shares
 
 Each rank and each engine begin with one thread. If one side is busier by more than `BAND`, each of its
 processes gets one more thread. These threads come from the unused cores, or else from the other side. Each
-split is on trial, like a number of workers in `autoscale.py`. The split is kept if the steps per second
-rose by `WORTH`, and otherwise undone. After an undone trial, that side gets no further thread for a while.
-The time doubles with each failure. So a balanced job keeps its split, and the split follows a job that
-changes."""
+split is on trial. The split is kept if the steps per second rose by `WORTH`, and otherwise undone. After an
+undone trial, that side gets no further thread for a while. The time doubles with each failure. So a balanced
+job keeps its split, and the split follows a job that changes."""
 
 from __future__ import annotations
 
@@ -19,7 +18,6 @@ from areal_async.base.log import get_logger
 from areal_async.config.devices import first_threads
 from areal_async.config.job import JobConfig
 from areal_async.launch.aggregator import RunStatus
-from areal_async.launch.autoscale import SPAN_STEPS, WORTH, Hold
 
 log = get_logger("threads")
 
@@ -31,6 +29,23 @@ SPAN_S = 15.0
 """Least number of seconds over which a rate is measured."""
 PATIENCE_S = 60.0
 """First time in seconds until a side is tried again after a trial without gain."""
+LONGEST_PATIENCE_S = 3600.0
+WORTH = 1.03
+"""Least gain in steps per second, as a factor, for a split on trial to be kept."""
+SPAN_STEPS = 10
+"""Least number of steps over which a rate is measured."""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Time until a side may be tried again. It doubles with each consecutive failure."""
+
+    until_s: float = 0.0
+    patience_s: float = 0.0
+
+    def again(self, first_s: float, now_s: float) -> Hold:
+        patience_s = min(LONGEST_PATIENCE_S, 2 * self.patience_s) if self.patience_s else first_s
+        return Hold(now_s + patience_s, patience_s)
 
 
 @dataclass(frozen=True)
@@ -72,10 +87,9 @@ def sides_of(job: JobConfig, cores: int) -> Sides:
     """Return the sides of a job.
 
     A side is fixed unless its torch computes on the CPU with `torch_threads: auto`. Both sides are fixed if
-    the number of workers may change or several policies are trained, because the effect of a split could not
-    be measured."""
+    several policies are trained, because the effect of a split could not be measured."""
     trainer, rollout = job.trainer, job.rollout
-    fixed: set[Side] = {"trainer", "rollout"} if rollout.autoscale.max or job.policies else set()
+    fixed: set[Side] = {"trainer", "rollout"} if job.policies else set()
     if trainer.torch_threads != "auto" or trainer.device != "cpu":
         fixed.add("trainer")
     if rollout.torch_threads != "auto" or rollout.device != "cpu" or rollout.engine != "local":

@@ -102,7 +102,7 @@ class DrainWorker(Request[WorkersChanged], frozen=True):
     """
 
     worker: str
-    limit_ms: int
+    limit_ms: int = 60_000
     outside: bool = False
 
 
@@ -111,4 +111,4 @@ class ScaleWorkers(Request[WorkersChanged], frozen=True):
     `limit_ms`."""
 
     workers: int
-    limit_ms: int
+    limit_ms: int = 60_000

@@ -302,17 +302,6 @@ class LedgerCopy(Message, frozen=True):
     step: int
 
 
-class LedgerSeen(Message, frozen=True):
-    """The records of the ledger at `now_ms`, as bytes in one attachment."""
-
-    now_ms: int
-    redis_bytes: int
-
-
-class SeeLedger(Request[LedgerSeen], frozen=True):
-    """Ask for the current ledger, read-only."""
-
-
 class TasksSeen(Message, frozen=True):
     tasks: list[Task]
 

@@ -33,9 +33,10 @@ CALLERS: Mapping[type, Roles] = {
     messages.Claim: REWARD,
     messages.PutVerdicts: REWARD,
     **dict.fromkeys((messages.OpenTrainer, messages.NextBatch, messages.Commit), TRAINER),
-    **dict.fromkeys((messages.ExportLedger, messages.Checkpointed), TRAINER),
-    **dict.fromkeys((messages.Fetch, messages.Stats, messages.SeeTasks), PEOPLE | TRAINER),
-    messages.SeeLedger: PEOPLE,
+    **dict.fromkeys(
+        (messages.ExportLedger, messages.Checkpointed, messages.Fetch, messages.SeeTasks), TRAINER
+    ),
+    messages.Stats: PEOPLE | TRAINER,
     # to the trainer's publisher, and to every server of snapshot chunks
     **dict.fromkeys((weights.WaitSnapshot, weights.AckSnapshot), GENERATORS),
     **dict.fromkeys((weights.FindSources, weights.GetChunk), GENERATORS),

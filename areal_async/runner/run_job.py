@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,6 @@ from areal_async.config.cluster import ClusterConfig
 from areal_async.config.content import materialise, store_url
 from areal_async.config.job import JobConfig
 from areal_async.launch.aggregator import DropReport, RunStatus, StatusAggregator
-from areal_async.launch.autoscale import ScaleChange
-from areal_async.launch.buffer_files import recover_here
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
 from areal_async.launch.inline import InlineRun
 from areal_async.launch.launcher import Launcher
@@ -174,7 +172,7 @@ def run_job(
     console = console or RunConsole()
     raise_file_limit()
     check_start(job, modules=modules, cluster=cluster, inline=inline)
-    if on_cluster := cluster is not None and cluster.launcher == "ray":
+    if cluster is not None and cluster.launcher == "ray":
         job = with_fields(job, "observe", metrics_port=0)  # consecutive ports work on one machine only
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
     run_dir = folders.run_dir
@@ -200,8 +198,6 @@ def run_job(
             (run_dir / "summary.json").unlink(missing_ok=True)  # a run that goes on is finished no more
             if job.observe.event_log:
                 open_events(run_dir, "supervisor")
-            if not on_cluster:
-                recover_here(run_dir)
             watch_disk(run_dir)
             run_log.write("resume" if resume else "start")
             life = _Life(job, folders, run_log, lines, port, f"areal-async resume {_short(run_dir)}{by}")
@@ -237,10 +233,6 @@ def _run(
         run_log.write(kind, **fields)
         aggregator.tell(shown, time.monotonic())
 
-    def on_scale(change: ScaleChange) -> None:
-        shown = f"from {change.before} to {change.workers} workers: {change.text}"
-        record("scale", shown, **asdict(change))
-
     supervisor = Supervisor(
         job,
         life.folders,
@@ -252,8 +244,6 @@ def _run(
             on_ending=on_ending,
             on_restart=lambda name, text: record("restart", text, service=name, text=text),
             on_death=lambda name, text: record("death", text, service=name, text=text),
-            on_scale=on_scale,
-            newest=lambda: monitor.newest,
         ),
     )
     aggregator = StatusAggregator(job, list(supervisor.phases()), life.started_s)

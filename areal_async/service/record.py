@@ -236,7 +236,7 @@ class Tail:
                         yield _decoder.decode(line)
 
 
-LIFE_KINDS = frozenset({"start", "resume", "restart", "death", "scale", "end"})
+LIFE_KINDS = frozenset({"start", "resume", "restart", "death", "end"})
 """Kinds of records that are not results. These records are about lives, deaths and the number of workers."""
 
 

@@ -267,12 +267,8 @@ ROLLOUT = Board(
                 ),
                 Panel(
                     "Workers",
-                    "That answer, and that autoscaling wants.",
-                    {
-                        "answer": 'count by (job) (up{<job>, service="rollout"} == 1)',
-                        "wanted": "areal_autoscale_workers{<job>} > 0",
-                        "{{reason}}": increase("areal_autoscale_changes_total"),
-                    },
+                    "That answer.",
+                    {"answer": 'count by (job) (up{<job>, service="rollout"} == 1)'},
                     low=0,
                 ),
                 Panel(

@@ -1,7 +1,7 @@
 """Read-only access to a job's ledger and episodes.
 
-Promises: nothing is changed. For a live run, its Redis is read without a new front epoch. If that Redis is on
-another host, the buffer is asked instead. For an ended run, a copy of its files is read in a temporary Redis.
+Promises: nothing is changed. For a live run, its Redis is read without a new front epoch. For an ended run, a
+copy of its files is read in a temporary Redis.
 The ledger is read as of one moment. Episodes are read later, so episodes are missing if their group has left
 the buffer since then.
 """
@@ -17,16 +17,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from areal_async.base.addresses import Address
-from areal_async.base.errors import FaultError, RunFolderError
+from areal_async.base.errors import RunFolderError
 from areal_async.launch.folders import mark_owned
 from areal_async.launch.one_host import short_socket_dir
 from areal_async.launch.run_handle import Run
-from areal_async.rpc.client import Client
-from areal_async.rpc.messages import Fetch, SeeLedger
-from replay_buffer.ledger.index import Index, LedgerRecords
+from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import GroupRecord
 from replay_buffer.ledger.rules import Rules, TaskOrder, Tasks
 from replay_buffer.redis.address import RedisAddress, StoreUnavailable
@@ -35,8 +30,6 @@ from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.large import EPISODES, BlobRef, read_ref
 from replay_buffer.redis.store import read_ledger
 from replay_buffer.redis.writer import Keys
-
-ANSWER_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -102,36 +95,6 @@ class LedgerReader:
         return await asyncio.to_thread(_from_file, self._run.folder / "buffer" / EPISODES / ref.name, ref)
 
 
-class BufferReader:
-    """Reader with the same methods that asks a running buffer."""
-
-    def __init__(self, client: Client, run: Run, tasks: Tasks) -> None:
-        self.tasks = tasks
-        self._client = client
-        self._run = run
-
-    async def look(self) -> Look:
-        """Return the present ledger. Raises `WireError`."""
-        seen, (data,) = await self._client.exchange(SeeLedger(), timeout_s=ANSWER_S)
-        records = msgspec.msgpack.decode(data, type=LedgerRecords)
-        index = Index(Rules.of(self._run.job), self.tasks, records, nonce="")
-        return Look(index, seen.now_ms, seen.now_ms, seen.redis_bytes)
-
-    async def blobs(self, group: GroupRecord) -> dict[int, bytes]:
-        """Return the bytes of the episodes by sample, as `LedgerReader` does. Raises `WireError`."""
-        blobs = {}
-        for sample in range(len(group.episodes)):
-            asked = Fetch([f"{group.group_id}.{sample}"])
-            try:
-                _, (blob,) = await self._client.exchange(asked, timeout_s=ANSWER_S)
-            except FaultError as error:
-                if error.kind != "invalid":
-                    raise
-            else:
-                blobs[sample] = bytes(blob)
-        return blobs
-
-
 def _from_file(path: Path, ref: BlobRef) -> bytes | None:
     try:
         with path.open("rb") as file:
@@ -143,21 +106,14 @@ def _from_file(path: Path, ref: BlobRef) -> bytes | None:
 
 
 @contextlib.asynccontextmanager
-async def open_reader(run: Run) -> AsyncIterator[LedgerReader | BufferReader]:
+async def open_reader(run: Run) -> AsyncIterator[LedgerReader]:
     """Yield a reader of the run's ledger. Raises `RunFolderError` if the ledger no longer exists, and
-    `TaskFileError` if the task file is missing. Raises `WireError` if a buffer on another host does not
-    answer."""
+    `TaskFileError` if the task file is missing."""
     tasks = TaskOrder.of(run.job)
     async with contextlib.AsyncExitStack() as stack:
         if run.job.buffer.redis != "embedded":
             address = RedisAddress.of(run.job.buffer)
         elif run.topology is not None:
-            host = run.topology.hosts[run.topology.place("buffer").node_id]
-            if host.socket_dir != run.topology.home_host.socket_dir:
-                at = Address(run.topology.buffer, "buffer")
-                client = Client(at, job=run.job.job, role="cli", name="reader", access=run.keys)
-                yield BufferReader(await stack.enter_async_context(client), run, tasks)
-                return
             password = run.keys.token("redis")
             address = RedisAddress.parse(f"unix://:{password}@{run.topology.home_host.socket_dir}/redis")
         else:

@@ -127,7 +127,6 @@ def test_a_cluster_of_one_by_its_commands_alone(areal, workspace, tmp_path):
     assert "of 5000" in frame
     assert json.loads(areal("status", "first", "--json"))["figures"]["steps"] == 5000
     assert "1 RUNNING" in areal("status")
-    assert "trainer" in areal("logs", "first", "--list")
     assert '"event"' in areal("logs", "first", "supervisor")
     assert "trainer.steps: 5000  |  100" in areal("diff", "first", status=1)
     assert json.loads(areal("status", "first", "--json"))["config"]["trainer"]["steps"] == 5000

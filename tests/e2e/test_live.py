@@ -42,7 +42,6 @@ def parts(given: RewardInput) -> Score:
 """
 """Its verdicts have components, and some are errors once a test wants them."""
 RUN = {
-    "rollout__autoscale": {"max": 2},
     "buffer__batch_groups": 4,
     "reward": {"name": "parts.py:parts", "on_error": {"then": "mask"}},
     "trainer__objective": {"prox": "reuse", "kl": {"coefficient": 1e-3}},
@@ -53,7 +52,7 @@ RUN = {
     "observe": {"metrics_port": 0, "stall_s": 0.2},
     "placement": {"pretend": {"rollout-0": "host-1"}},
 }
-"""Weights go to another host, there is a reference, and the number of workers may change."""
+"""Weights go to another host, and there is a reference."""
 DATA_S = deadline_s(120)
 MOST_GROWTH_BYTES = 200 << 20
 """Of a process that trains or generates meanwhile."""
@@ -105,8 +104,6 @@ def test_another_user_gets_nothing_but_refusals_and_the_job_goes_on(live):
     out, and the metrics."""
     segments, record = sysv_segments(), live.record
     processes = [psutil.Process(live.process.pid), *processes_of(record["run_id"])]
-    # Autoscaling may end a worker that it added.
-    processes = [process for process in processes if "rollout-1" not in process.cmdline()]
     before = {process.pid: (process.num_fds(), process.memory_info().rss) for process in processes}
     ports = {at: " ".join(one.cmdline()[-6:]) for at, one in listening(processes).items()}
     folders = [str(live.folder), record["socket_dir"], record["shm_dir"]]

@@ -31,7 +31,7 @@ def write_jobs(folder: Path) -> None:
     for name, label in LABELS.items():
         job = job_of(model, folder / "runs", steps=STEPS, ranks=2, torch_threads=1)
         # All others at home: a share of a rank's host would leave no room for the rank.
-        at_home = {role: {"labels": {"part": "home"}} for role in ("buffer", "reward", "rollout")}
+        at_home = {role: {"labels": {"part": "home"}} for role in ("reward", "rollout")}
         placement = {**at_home, "trainer": {"labels": {"part": label}}}
         values = job.model_dump(mode="json") | {
             "job": name,

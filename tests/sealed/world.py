@@ -40,7 +40,6 @@ resources: {{cpus: 6, gpus: 0}}
 dir: {CONTROLLER}
 """
 PLACES = {
-    "buffer": {"labels": {"part": "home"}},
     "reward": {"labels": {"part": "home"}},
     "trainer": {"labels": {"part": "trainer"}},
     "rollout": {"labels": {"part": "engine"}},

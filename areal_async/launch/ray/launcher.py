@@ -5,8 +5,7 @@ Promises:
 - Nothing starts before the whole job has its places.
 - A process whose node is lost is reported as lost. Its next start asks Ray for another place.
 - Lines that processes append to their logs and events arrive on the home host within a second.
-- When `close` has returned, the files of the buffer's own Redis are on the home host for a resume.
-  Otherwise they stay on their node, and the resume fetches them.
+- A buffer with its own Redis runs on the home host, so its files are there for a resume.
 - After `close`, or after the death of this process, no process of the run is left on any node.
 
 One thread for each process of the run talks to its actor. The supervisor's thread never waits for an
@@ -16,6 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,15 +38,13 @@ from areal_async.base.processes import INCURABLE_STATUS
 from areal_async.base.topology import RunHost, ServicePlace, Topology
 from areal_async.config.cluster import RaySection
 from areal_async.config.job import JobConfig
-from areal_async.launch.buffer_files import BufferNode, forget_at_home, write_confirmed
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.home_files import with_home_store
-from areal_async.launch.launcher import WAITS
-from areal_async.launch.local_launcher import write_json
+from areal_async.launch.launcher import WAITS, Child
+from areal_async.launch.local_launcher import LocalLauncher, write_json
 from areal_async.launch.plan import thread_count, with_channel
 from areal_async.launch.ray.actor import T, answer_of, call, new_actor
 from areal_async.launch.ray.head import check_head
-from areal_async.launch.ray.node_files import HOME, NodeFiles, alive_nodes, first_line
 from areal_async.launch.ray.orders import (
     FileNews,
     Placed,
@@ -65,10 +63,18 @@ from areal_async.launch.ray.placement import (
     needs_in_words,
     together,
 )
-from areal_async.launch.ray.process_host import listen_in, shipped_by
+from areal_async.launch.ray.process_host import (
+    confirmed_in,
+    listen_in,
+    served_by,
+    shipped_by,
+    write_confirmed,
+)
 from areal_async.rpc.endpoints import HELD_VARIABLE
 from areal_async.service.context import SERVED_VARIABLE
 
+HOME = "home"
+"""Node id of the supervisor's host. No process that Ray places shares its memory."""
 LEAST_CPUS = 0.01  # Every place in a group must reserve at least this
 NEWS_S = 1.0
 UNHEARD_S = 3 * NEWS_S  # Seconds without an answer of its host after which a process counts as unheard
@@ -101,7 +107,6 @@ class RemoteChild:
     said: bytearray = field(default_factory=bytearray)
     answered_s: float = -UNHEARD_S
     """Time of the host's last answer with news."""
-    kills: int = 0
     actor: Any = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -122,9 +127,6 @@ class RemoteChild:
 
     def is_heard(self) -> bool:
         return time.monotonic() - self.answered_s < UNHEARD_S
-
-    def memory_kills(self) -> int:
-        return self.kills
 
     def terminate(self) -> None:
         self._end("terminate")
@@ -150,11 +152,9 @@ class RayPlace:
         self.host: RunHost | None = None
         self.endpoints: dict[str, str] = {}
         self.actor: Any = None
-        self.keeps_files = place.role == "buffer" and launcher.job.buffer.redis == "embedded"
-        """Whether the process needs files that are only on its node."""
-        self._confirmed = 0  # Newest known revision that the buffer's Redis has confirmed
         self._launcher = launcher
         self._run_dir = launcher.folders.run_dir
+        self._confirmed = confirmed_in(self._run_dir) if place.role == "buffer" else 0
         self._have: dict[str, int] = {}
         self._lives = 0
 
@@ -168,8 +168,6 @@ class RayPlace:
             order = PlaceOrder(folders.run_id, self.place, folders.secret.of(self.place.role), ports)
             placed = _answer(call(actor, "place", order), Placed, cancelled)
             if self.host is None or self.host.node_id != placed.host.node_id:
-                if self.host is not None and self.keeps_files:
-                    raise RunError(f"the files of its Redis are on {self.host.address}, which was lost")
                 self._have = {}
         except BaseException:
             ray.kill(actor)
@@ -204,9 +202,9 @@ class RayPlace:
             if meeting is not None and self.place.is_first and not meeting.done():
                 meeting.cancel()
 
-    def close(self, *, keep_buffer: bool = False) -> Any:
+    def close(self) -> Any:
         """Close the actor's host. Return the reference of this call; None if there is no actor."""
-        return call(self.actor, "close", keep_buffer) if self.actor is not None else None
+        return call(self.actor, "close") if self.actor is not None else None
 
     def _start(self, child: RemoteChild, served_before: bool, meeting: Future[str] | None) -> None:
         makes_meeting = meeting is not None and self.place.is_first
@@ -215,13 +213,10 @@ class RayPlace:
             environment=self._launcher.environment_of(self.place, served_before),
             meets=meeting is not None,
             meeting="" if meeting is None or makes_meeting else meeting.result(MEETING_S),
+            confirmed=self._confirmed,
         )
-        if self.keeps_files:
-            self._note_buffer()
         # The start may take long, because the host first fetches the model's files.
         started = _answer(call(self.actor, "start", order), ProcessStarted, child.cancelled)
-        if self.keeps_files:
-            forget_at_home(self._run_dir)
         child.pid = started.pid
         if meeting is not None and makes_meeting:
             meeting.set_result(started.meeting)
@@ -244,8 +239,8 @@ class RayPlace:
             if news.confirmed > self._confirmed:
                 self._confirmed = news.confirmed
                 with suppress(OSError):  # the next revision is written instead
-                    self._note_buffer()
-            child.kills, child.report = news.memory_kills, news.ready or child.report
+                    write_confirmed(self._run_dir, self._confirmed)
+            child.report = news.ready or child.report
             if news.status is not None and not brought:
                 child.status = news.status
                 return
@@ -264,26 +259,11 @@ class RayPlace:
             self._have[piece.name] = piece.offset + len(piece.data)
         return bool(files)
 
-    def _note_buffer(self) -> None:
-        """Record the newest confirmed revision of the buffer's Redis. For the buffer's own Redis, also record
-        its node and folder."""
-        if not self.keeps_files:
-            write_confirmed(self._run_dir, self._confirmed)
-        elif (host := self.host) is not None:
-            BufferNode(host.node_id, host.address, host.run_dir, self._confirmed).write(self._run_dir)
-
     def _gone(self, child: RemoteChild, how: str, status: int = LOST_STATUS) -> None:
         if self.actor is not None:
             with suppress(Exception):
                 ray.kill(self.actor)
         self.actor = None
-        if status == LOST_STATUS and self.host is not None and self.keeps_files:
-            with suppress(RayError):
-                if any(node["NodeID"].startswith(self.host.node_id) for node in alive_nodes()):
-                    child.how_lost, child.status = how, status
-                    return
-            how = f"{how}, and with it the files of its Redis, on {self.host.address}"
-            status = INCURABLE_STATUS
         child.how_lost, child.status = how, status
 
 
@@ -302,16 +282,20 @@ class RayLauncher:
         self._changed = threading.Condition()
         self._meeting: Future[str] | None = None
         self._files = threading.Lock()
-        self._left = NodeFiles(folders.run_dir, tell, self.refuse_listeners)
+        self._held: dict[str, socket.socket] = {}
+        self._here: LocalLauncher | None = None
+        """Launcher of a buffer with its own Redis. Such a buffer runs on this host."""
+        self._buffer = ""
 
     def begin(self, job: JobConfig, services: list[ServicePlace]) -> list[ServicePlace]:
         try:
             self.job = job
             self._connect()
-            self._left.recover(self.folders.topology if job.observe.event_log else None)
+            here = [self._keep_here(place) for place in services if runs_at_home(job, place)]
+            services = [place for place in services if not runs_at_home(job, place)]
             for group in together(services):
                 self._reserve(group, needs_in_words(job, services))
-            return self._take_places(services)
+            return [*here, *self._take_places(services)]
         except BaseException:
             self.close()
             raise
@@ -334,10 +318,23 @@ class RayLauncher:
             signal.signal(signal.SIGTERM, handler)  # Ray's handler would end this process with a trace
         self._node = ray.util.get_node_ip_address()
         address = section.home_address or self._node
-        self._control = listen_in(address, section.ports)
-        self._endpoint = f"tcp://{address}:{self._control.getsockname()[1]}"
-        os.environ[HELD_VARIABLE] = f"{self._endpoint}={self._control.fileno()}"
         self._home = msgspec.structs.replace(self.folders.host, node_id=HOME, address=address)
+        self._endpoint = self._hold_port()
+
+    def _hold_port(self) -> str:
+        """Reserve a port of this host for this process and its children, and return its endpoint."""
+        sock = listen_in(self._home.address, self.section.ports)
+        endpoint = f"tcp://{self._home.address}:{sock.getsockname()[1]}"
+        self._held[endpoint] = sock
+        os.environ[HELD_VARIABLE] = " ".join(f"{name}={each.fileno()}" for name, each in self._held.items())
+        return endpoint
+
+    def _keep_here(self, place: ServicePlace) -> ServicePlace:
+        endpoints = {served: self._hold_port() for served in served_by(place)}
+        self._buffer = endpoints["buffer"]
+        fds = [self._held[endpoint].fileno() for endpoint in endpoints.values()]
+        self._here = LocalLauncher(self.job, self.folders, pass_fds=fds)
+        return msgspec.structs.replace(place, node_id=HOME, status=endpoints["status"])
 
     def _take_places(self, services: Sequence[ServicePlace]) -> list[ServicePlace]:
         """Create actors for all services at the same time. Raises `RunError`."""
@@ -369,7 +366,9 @@ class RayLauncher:
 
             threading.Thread(target=end, name=f"end-{name}", daemon=True).start()
 
-    def start(self, place: ServicePlace, *, served_before: bool) -> RemoteChild:
+    def start(self, place: ServicePlace, *, served_before: bool) -> Child:
+        if self._here is not None and place.node_id == HOME:
+            return self._here.start(place, served_before=served_before)
         ours, meeting = self._places[place.name], None
         if place.role == "trainer" and self.job.trainer.ranks > 1:
             if place.is_first or self._meeting is None:
@@ -393,7 +392,7 @@ class RayLauncher:
             {HOME: self._home, **hosts},
             services,
             control=self._endpoint,
-            buffer=self._endpoint_of("buffer", "buffer"),
+            buffer=self._buffer or self._endpoint_of("buffer", "buffer"),
             weights=self._endpoint_of("trainer", "weights"),
             job=job.model_dump(mode="json"),
         )
@@ -410,10 +409,7 @@ class RayLauncher:
         return moved
 
     def close(self) -> None:
-        buffer, keep = self._places.get("buffer"), False
-        if buffer is not None and buffer.actor is not None and buffer.keeps_files:
-            keep = not self._left.keep(buffer.actor)
-        closing = [place.close(keep_buffer=keep) for place in self._places.values()]
+        closing = [place.close() for place in self._places.values()]
         with suppress(RayError):
             if ends := [ending for ending in closing if ending is not None]:
                 ray.wait(ends, num_returns=len(ends), timeout=CLOSE_S)
@@ -424,6 +420,8 @@ class RayLauncher:
         for group in self._groups:
             with suppress(RayError):
                 remove_placement_group(group)
+        if self._here is not None:
+            self._here.close()
         os.environ.pop(HELD_VARIABLE, None)
         ray.shutdown()
 
@@ -497,7 +495,7 @@ class RayLauncher:
             waited_s = time.monotonic() - begun_s
             if waited_s <= min(told_at_s, limit_s):
                 continue
-            nodes = [node["Labels"] for node in alive_nodes()]
+            nodes = [node["Labels"] for node in ray.nodes() if node["Alive"]]
             free = {name: n for name, n in ray.available_resources().items() if name in BUILT_IN}
             wants = f"the job needs {needed}, and free are {in_words(free) or 'none'}{lacking(needs, nodes)}"
             if waited_s > limit_s:
@@ -524,6 +522,16 @@ class RayLauncher:
     def _endpoint_of(self, name: str, served: str) -> str:
         place = self._places.get(name)
         return place.endpoints.get(served, "") if place is not None else ""
+
+
+def runs_at_home(job: JobConfig, place: ServicePlace) -> bool:
+    """Return whether a process runs on the home host, because its files must survive the run."""
+    return place.role == "buffer" and job.buffer.redis == "embedded"
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]
 
 
 def _answer(reference: Any, kind: type[T], cancelled: threading.Event | None = None) -> T:

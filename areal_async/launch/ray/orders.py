@@ -38,6 +38,8 @@ class StartOrder(msgspec.Struct, frozen=True):
     """True for a rank of a trainer with several ranks."""
     meeting: str
     """Address at which these ranks meet. The value is empty for rank 0, which creates the meeting."""
+    confirmed: int = 0
+    """Newest revision that the Redis of a buffer has confirmed."""
 
 
 class ProcessStarted(msgspec.Struct, frozen=True):
@@ -62,7 +64,6 @@ class ProcessNews(msgspec.Struct, frozen=True):
     ready: dict[str, Any] | None
     status: int | None
     heard: bytes
-    memory_kills: int
     files: list[FileNews] = []
     confirmed: int = 0
     """Newest revision that the Redis of a buffer has confirmed."""

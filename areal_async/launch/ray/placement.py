@@ -3,7 +3,7 @@ pure.
 
 Three placement groups exist. The ranks of a trainer are packed on as few nodes as possible. The first workers
 of a job and its evaluator are spread. Buffer and reward service are the third group. A buffer with its own
-Redis stays on the node with its files. Ray reserves each group completely or not at all."""
+Redis runs on the home host and is in no group. Ray reserves each group completely or not at all."""
 
 from __future__ import annotations
 

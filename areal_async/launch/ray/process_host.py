@@ -8,7 +8,7 @@ Promises:
   lost or repeated.
 - After `close`, or after the death of this host, nothing of the process is left running.
 - After the last host of a run on a node has ended, the run's folders there are removed. The last host or the
-  next run removes them. The files of a buffer stay until they have been copied home (`buffer_files.py`).
+  next run removes them.
 
 This module does not depend on Ray. An actor (`actor.py`) passes requests to it."""
 
@@ -22,7 +22,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -31,12 +31,11 @@ import msgspec
 
 from areal_async.base.addresses import Address
 from areal_async.base.errors import RunError
-from areal_async.base.own_files import NotOurs, is_own_folder, read_own, write_whole
+from areal_async.base.own_files import NotOurs, is_own_folder, open_beneath, read_own, write_whole
 from areal_async.base.processes import service_environment
 from areal_async.base.topology import Role, RunHost, ServicePlace, Topology
-from areal_async.launch.buffer_files import LeftFiles, Part, confirmed_in, is_forgotten, pieces_of
-from areal_async.launch.home_files import BUFFER, bring_buffer, bring_content
-from areal_async.launch.local_launcher import LocalChild, RankLines
+from areal_async.launch.home_files import bring_content
+from areal_async.launch.local_launcher import OF_RAY, LocalChild, RankLines
 from areal_async.launch.one_host import SHM_ROOT, sweep_processes, volatile_host, volatile_roots
 from areal_async.launch.ray.orders import (
     FileNews,
@@ -52,6 +51,8 @@ from areal_async.storage.home import HomeFileSystem
 
 TOPOLOGY = "topology.json"
 IN_USE = "in-use"  # Each host of a run on this node holds a shared lock on this file
+CONFIRMED = "buffer/confirmed"  # File of a buffer with the newest revision that Redis has confirmed
+PIECE_BYTES = 1 << 20  # Largest number of file bytes in one answer
 LOOK_S = 0.05
 SWEEP_S = 2.0
 BACKLOG = 512
@@ -71,7 +72,6 @@ class ProcessHost:
         # The kernel ends a child with the thread that started it, so this thread lives as long as the actor.
         self._starter = ThreadPoolExecutor(1, "starter")
         self._lock_fd: int | None = None
-        self._left: LeftFiles | None = None
 
     def place(self, order: PlaceOrder) -> Placed:
         """Make the folders, write the keys, and reserve the ports. Raises OSError or `RunError`."""
@@ -79,7 +79,6 @@ class ProcessHost:
         sweep(order.run_id)
         self.host = make_folders(order.run_id, self._node_id, self._address)
         self._run_dir = Path(self.host.run_dir)
-        self._buffer = self._run_dir / BUFFER if order.place.role == "buffer" else None
         # Not beside the sockets, because a clean-up after a dead supervisor on this host removes their
         # folder.
         self._lock_fd = os.open(self._run_dir / IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -109,17 +108,17 @@ class ProcessHost:
         deadline_s = time.monotonic() + wait_s
         while True:
             status = ready = None
-            heard, kills = b"", 0
+            heard = b""
             if (child := self._child) is not None:
                 status, ready = child.poll(), child.ready_report()
-                heard, kills = child.heard(), child.memory_kills()
+                heard = child.heard()
             own = shipped_by(self._order.place.name)
             paths = [p for p in self._run_dir.glob("*/*") if own.fullmatch(f"{p.parent.name}/{p.name}")]
             files = list(pieces_of(self._run_dir, paths, have))
             told = bool(files or heard) or status is not None or (ready is not None and not serves)
             if told or time.monotonic() > deadline_s:
-                confirmed = confirmed_in(self._buffer) if self._buffer is not None else 0
-                return ProcessNews(ready, status, heard, kills, files, confirmed)
+                confirmed = confirmed_in(self._run_dir) if self._order.place.role == "buffer" else 0
+                return ProcessNews(ready, status, heard, files, confirmed)
             time.sleep(LOOK_S)
 
     def terminate(self) -> None:
@@ -130,14 +129,14 @@ class ProcessHost:
         if self._child is not None:
             self._child.kill()
 
-    def close(self, keep_buffer: bool = False) -> None:
+    def close(self) -> None:
         """End the process and its detached processes, and release the ports.
 
-        The folders are removed if no other process of the run is on this node. With `keep_buffer`, the
-        buffer's files are kept, because they are not at home."""
-        self._end()
-        if self._buffer is not None and not keep_buffer:
-            shutil.rmtree(self._buffer, ignore_errors=True)
+        The folders are removed if no other process of the run is on this node."""
+        self.kill()
+        # Other processes of the run have other marks.
+        child = self._child
+        sweep_processes(self._mark, SWEEP_S, lambda: child is None or child.poll() is not None)
         if self._child is not None:
             self._child.close()
         for sock in self._held.values():
@@ -149,32 +148,14 @@ class ProcessHost:
             os.close(self._lock_fd)
             self._lock_fd = None
 
-    def kept(self, have: dict[str, int]) -> list[FileNews]:
-        """End the process, and return pieces of the buffer's files that the reader does not have yet."""
-        self._end()
-        return list(pieces_of(self._run_dir, (self._run_dir / BUFFER).rglob("*"), have))
-
-    def left(self, folder: str, part: Part, have: dict[str, int]) -> list[FileNews]:
-        """Return pieces of the files that a dead run left in `folder` (`LeftFiles`)."""
-        self._left = self._left or LeftFiles(folder)
-        return self._left.read(part, have)
-
-    def remove_left(self) -> None:
-        if self._left is not None:
-            self._left.remove()
-
-    def _end(self) -> None:
-        """Kill the process and all processes that it started. Other processes of the run have other marks."""
-        self.kill()
-        child = self._child
-        sweep_processes(self._mark, SWEEP_S, lambda: child is None or child.poll() is not None)
-
     @property
     def _mark(self) -> str:
         return f"{self._order.run_id}.{self._order.place.name}"
 
     def _start(self, order: StartOrder) -> ProcessStarted:
         place = self._order.place
+        if place.role == "buffer" and order.confirmed > confirmed_in(self._run_dir):
+            write_confirmed(self._run_dir, order.confirmed)
         topology = self._run_dir / f"{place.name}.{TOPOLOGY}"
         write_whole(topology, msgspec.json.encode(self._bring(order)))
         ours = service_environment(self._mark, int(order.environment.get("OMP_NUM_THREADS", "1")))
@@ -199,8 +180,6 @@ class ProcessHost:
         HomeFileSystem.connect(address, job=str(topology.job["job"]), role=keys.role, name=name, access=keys)
         try:
             job = bring_content(topology.job, self._order.place.role)
-            if self._buffer is not None:
-                bring_buffer(str(job["job"]), self._buffer)
         finally:
             HomeFileSystem.disconnect()
         return msgspec.structs.replace(topology, job=job)
@@ -215,13 +194,42 @@ def shipped_by(name: str) -> re.Pattern[str]:
     return re.compile(rf"logs/{name}\.log|logs/{name}-[a-z]\w*-\d+\.log|events/{name}-\d+\.jsonl")
 
 
+def pieces_of(root: Path, paths: Iterable[Path], have: Mapping[str, int]) -> Iterator[FileNews]:
+    """Yield bytes of these files below `root` that the reader does not have yet, at most `PIECE_BYTES`.
+
+    Links are skipped."""
+    room = PIECE_BYTES
+    for path in sorted(paths):
+        name = path.relative_to(root).as_posix()
+        offset = have.get(name, -1)  # An empty file is reported, too
+        with suppress(OSError), os.fdopen(open_beneath(root, name), "rb") as file:
+            if room > 0 and os.fstat(file.fileno()).st_size > offset:
+                file.seek(max(0, offset))
+                data = file.read(room)
+                room -= len(data)
+                yield FileNews(name, max(0, offset), data)
+
+
+def write_confirmed(run_dir: Path, revision: int) -> None:
+    """Record for the next buffer that Redis has confirmed this revision."""
+    (run_dir / CONFIRMED).parent.mkdir(mode=0o700, exist_ok=True)
+    write_whole(run_dir / CONFIRMED, revision.to_bytes(8, "little", signed=True))
+
+
+def confirmed_in(run_dir: Path) -> int:
+    """Return the newest revision that Redis has confirmed according to the buffer in `run_dir`."""
+    with suppress(OSError):
+        return int.from_bytes((run_dir / CONFIRMED).read_bytes()[:8], "little", signed=True)
+    return 0
+
+
 def is_secret(variable: str, role: Role) -> bool:
     """Return whether a variable of the node is hidden from processes of this role.
 
     With Ray's secrets, a process could start programs anywhere on the cluster. `AWS_…` variables open the
     stores of all jobs, and workers and rewards run foreign code."""
     runs_code_of_others = role in ("rollout", "evaluator", "reward")
-    return variable.startswith(("RAY_AUTH_TOKEN", "RAY_TLS_", *(("AWS_",) if runs_code_of_others else ())))
+    return variable.startswith((*OF_RAY, *(("AWS_",) if runs_code_of_others else ())))
 
 
 def served_by(place: ServicePlace) -> list[str]:
@@ -268,20 +276,10 @@ def folders_of(host: RunHost) -> list[Path]:
 
 
 def remove_folders(folders: Iterable[Path]) -> None:
-    """Remove folders that belong to this user and are named like a run's folder.
-
-    Files of a buffer that a resume may need are kept."""
+    """Remove folders that belong to this user and are named like a run's folder."""
     for folder in folders:
-        if not folder.name.startswith(f"areal-{os.getuid()}-") or not is_own_folder(folder):
-            continue
-        if is_forgotten(folder):
+        if folder.name.startswith(f"areal-{os.getuid()}-") and is_own_folder(folder):
             shutil.rmtree(folder, ignore_errors=True)
-            continue
-        for entry in folder.iterdir():
-            if entry.is_dir() and entry.name != BUFFER:
-                shutil.rmtree(entry, ignore_errors=True)
-            elif not entry.is_dir() and entry.name != IN_USE:
-                entry.unlink(missing_ok=True)
 
 
 def sweep(run_id: str) -> None:

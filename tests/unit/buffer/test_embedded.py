@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 from redis.exceptions import RedisError
 
-from areal_async.launch.buffer_files import BufferNode, recover_here
 from areal_async.launch.one_host import short_socket_dir
 from replay_buffer.redis import connection, embedded
 from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
@@ -225,36 +224,6 @@ async def test_a_hung_server_is_started_again_unless_that_would_cost_what_it_hol
         redis = connect(server.url)
         assert await redis.get("episode") == b"acknowledged"
         await redis.aclose()
-
-
-@pytest.mark.parametrize(
-    ("durability", "end"),
-    [("everysec", signal.SIGKILL), ("always", signal.SIGKILL), ("memory", signal.SIGTERM)],
-)
-async def test_what_was_acknowledged_on_a_node_is_there_by_its_ids_after_a_resume(
-    folder, tmp_path, durability, end
-):
-    node, home = tmp_path / f"areal-{os.getuid()}-0123456789ab-run", tmp_path / "home"
-    for each in (node, home):
-        each.mkdir(mode=0o700)
-    ids = {f"episode-{number}" for number in range(300)}
-    before = EmbeddedRedis(node / "buffer", folder / "redis", durability)
-    await before.start()
-    redis = connect(before.url)
-    for name in ids:
-        await redis.set(name, name)  # answered: acknowledged
-    await redis.aclose()
-    BufferNode("node", "127.0.0.1", str(node), len(ids)).write(home)
-    os.kill(before.pid, end)
-    await asyncio.to_thread(recover_here, home)
-    again = EmbeddedRedis(home / "buffer", folder / "redis", durability)
-    await again.start()
-    redis = connect(again.url)
-    found = {name.decode() for name in await redis.keys("*")}
-    await redis.aclose()
-    await again.stop()
-    await before.stop()
-    assert ids - found == set()
 
 
 def test_a_server_that_ends_at_once_gives_its_last_words(folder):

@@ -76,13 +76,6 @@ class Workplace:
     def publish(self, topology: Topology) -> None:
         (self.folder / "topology.json").write_bytes(msgspec.json.encode(topology))
 
-    def is_elsewhere(self) -> None:
-        """The buffer is on another host: nothing of it is seen here but its port."""
-        other = msgspec.structs.replace(self.ctx.host, node_id="b", socket_dir="/nowhere")
-        buffer = msgspec.structs.replace(self.ctx.place, node_id="b")
-        hosts = self.topology.hosts | {"b": other}
-        self.publish(msgspec.structs.replace(self.topology, hosts=hosts, services=[buffer]))
-
     def is_alive(self, alive: bool) -> None:
         record = {"run_id": "1234", "pid": os.getpid(), "started": start_of(os.getpid())}
         (self.folder / "run.lock").write_text(json.dumps(record) if alive else "")
@@ -206,26 +199,6 @@ async def test_looking_at_a_run_that_is_alive_takes_nothing_over(workplace, blob
         group = next(g for g in looks[1].index.groups.values() if g.missing)
         leases = await client.call(Heartbeat("rollout-0", list(group.leases)))
         assert leases.lost == [], "the front still serves, and may write"
-
-
-async def test_of_a_buffer_on_another_host_is_seen_what_is_seen_of_one_here(workplace, blob):
-    place = workplace()
-    async with place.serving() as client:
-        stored = await fill(client, blob)
-        await client.call(NextBatch("policy", 1, 0))
-        seen = []
-        for _ in ("here", "there"):
-            async with open_reader(find_run(place.folder)) as reader:
-                look = await reader.look()
-                held = {group: await reader.blobs(record) for group, record in look.index.groups.items()}
-                seen.append(
-                    (look.index.groups, look.index.leases, look.index.claims, look.index.batches, held)
-                )
-            place.is_elsewhere()
-        assert seen[0] == seen[1]
-        assert seen[1][3], "a batch"
-        blobs = {f"{group}.{n}": data for group, one in seen[1][4].items() for n, data in one.items()}
-        assert blobs == stored
 
 
 async def test_a_run_without_files_of_a_buffer_is_refused(workplace):

@@ -180,7 +180,7 @@ def test_a_run_folder_names_a_run_in_every_command_that_takes_a_job(tmp_path, jo
     (folder / "logs" / "trainer.log").write_text("of the trainer\x1b\n")
     assert call("logs", folder).stdout == "of the run\n"
     assert call("logs", folder, "trainer", "--follow").stdout == "of the trainer\\x1b\n"
-    assert "supervisor  11 bytes" in call("logs", folder, "--list").stdout
+    assert "if there is no such log" in call("logs", folder, "--list").stderr
     refused = call("logs", folder, "rollout-7")
     assert (refused.exit_code, "Its logs: supervisor, trainer" in refused.stderr) == (2, True)
     assert "ended, not finished" in call("status", folder).stdout

@@ -43,7 +43,7 @@ def test_a_job_waits_starts_serves_and_ends_and_its_history_says_so(world, sums)
     world.tick()
     job = world.controller.find("sums")
     assert (job.state, job.gpus, job.attempt) == ("SUCCEEDED", [], 1)
-    history = world.controller.store.history(job.id)
+    history = world.controller.store.get(job.id).history
     assert [(entry.state, entry.reason) for entry in history] == [
         ("PENDING", "submitted"),
         ("STARTING", "its turn came"),
@@ -131,8 +131,6 @@ def test_a_process_that_came_just_before_it_was_to_be_kept_away_is_told_to_stop(
 def test_a_job_that_could_never_fit_is_refused_with_what_it_lacks(world):
     with pytest.raises(ConfigError, match=r"it needs 1 GPU, and the whole cluster has 4 cores, 0 GPUs"):
         world.controller.submit(submission("sums", job={"trainer": {"device": "cuda"}}))
-    with pytest.raises(ConfigError, match="it needs 9 GiB"):
-        world.controller.submit(submission("sums", memory_gb=9.0))
     assert world.states() == {}
     assert not list((world.folder / "jobs").iterdir())
 
@@ -149,12 +147,12 @@ def test_gpus_are_one_jobs_at_a_time(tmp_path):
 
 
 def test_a_name_is_free_again_once_its_job_has_ended(world, sums):
-    (first,) = world.controller.submit(sums)
+    first = world.controller.submit(sums)
     again = msgspec.structs.replace(sums, key="another-key")
     with pytest.raises(JobRefused, match="job sums is PENDING already"):
         world.controller.submit(again)
     world.controller.ask("sums", "stop")
-    (second,) = world.controller.submit(again)
+    second = world.controller.submit(again)
     assert world.controller.find("sums") == second
     assert world.controller.find(str(first.id)).state == "STOPPED"
     with pytest.raises(UnknownJob):
@@ -164,8 +162,8 @@ def test_a_name_is_free_again_once_its_job_has_ended(world, sums):
 def test_a_job_that_is_refused_leaves_nothing(world, monkeypatch):
     lr = "trainer.optimizer.lr"
     taken = [world.controller.submit(submission(f"sums-{n}", overrides=[f"{lr}={n}e-3"])) for n in (1, 2)]
-    assert [job.content["trainer"]["optimizer"]["lr"] for (job,) in taken] == [1e-3, 2e-3]
-    assert [job.id for (job,) in taken] == [1, 2]
+    assert [job.content["trainer"]["optimizer"]["lr"] for job in taken] == [1e-3, 2e-3]
+    assert [job.id for job in taken] == [1, 2]
     again = msgspec.structs.replace(submission("sums-2"), key="another-key")
     with pytest.raises(JobRefused, match="sums-2 is PENDING"):
         world.controller.submit(again)
@@ -187,7 +185,7 @@ def test_what_was_run_is_never_deleted_even_if_the_database_is_gone(world, sums)
         path.unlink()
     world.controller = world._begin()
     assert {path.name for path in (world.folder / "jobs").iterdir()} == {"1-sums", "40-old", "notes"}
-    (job,) = world.controller.submit(sums)
+    job = world.controller.submit(sums)
     assert job.id == 41
 
 
@@ -218,7 +216,7 @@ def test_a_history_is_bounded(world, sums, monkeypatch):
     for _ in range(10):
         world.controller.ask("sums", "pause")
         world.controller.ask("sums", "resume")
-    history = world.controller.store.history(1)
+    history = world.controller.store.get(1).history
     assert len(history) == 5
     assert history[-1].state == "PENDING"
 

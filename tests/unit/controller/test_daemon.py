@@ -26,8 +26,6 @@ from areal_async.cluster.store import JobStore, StoredJob
 from tests.processes import is_gone
 from tests.waiting import LIMIT_S, wait_for
 
-NEVER = "resources: {cpus: 2, gpus: 1, memory_gb: 4}\n"
-
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
@@ -43,7 +41,7 @@ def cluster(tmp_path, monkeypatch):
 
 @pytest.fixture
 def job_file(tmp_path):
-    """A job that waits for ever beside the one that has the cluster's memory."""
+    """A job whose model does not exist."""
     path = tmp_path / "sums.yaml"
     path.write_text("job: sums\nmodel: /models/tiny\ntasks: {train: /data/train.parquet}\n")
     return path
@@ -182,14 +180,14 @@ def test_a_port_that_is_taken_and_a_folder_that_is_broken_are_said(cluster, tmp_
 
 def test_up_in_the_foreground_is_the_controller_until_a_signal(cluster, tmp_path):
     cluster_file = tmp_path / "cluster.yaml"
-    cluster_file.write_text("cluster: big\nresources: {cpus: 3, gpus: 2, memory_gb: 7}\n")
+    cluster_file.write_text("cluster: big\nresources: {cpus: 3, gpus: 2}\n")
     command = [sys.executable, "-m", "areal_async.cli.main", "up", str(cluster_file), "--foreground"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         reading = threading.Thread(target=process.stderr.read)
         reading.start()
         wait_for(lambda: cluster.url() is not None, "its address")
         answer = ControllerClient.find().cluster()
-        assert (answer.cluster, answer.total) == ("big", Resources(3, 2, 7.0))
+        assert (answer.cluster, answer.total) == ("big", Resources(3, 2))
         umask = os.umask(0o022)
         assert "is up already" in call("up", "--foreground", status=1).stderr
         umask_left = os.umask(umask)
@@ -198,7 +196,7 @@ def test_up_in_the_foreground_is_the_controller_until_a_signal(cluster, tmp_path
         reading.join()
     assert umask_left == 0o022
     start_controller(cluster)  # as it was brought up last
-    assert ControllerClient.find().cluster().total == Resources(3, 2, 7.0)
+    assert ControllerClient.find().cluster().total == Resources(3, 2)
 
 
 def test_down_after_a_death_ends_what_runs_and_starts_nothing(cluster, job_file):

@@ -130,7 +130,7 @@ def test_a_run_that_several_controllers_start_is_run_once_to_its_end(place, beha
     assert (done.state, done.attempt) == ("SUCCEEDED", 1), done.reason
     records = read_run_log(place.run_folder(job) / "metrics.jsonl")
     assert sum(record["kind"] == "start" for record in records) == 1
-    assert {"PENDING", "STARTING", "SUCCEEDED"} <= {each.state for each in place.store.history(job.id)}
+    assert {"PENDING", "STARTING", "SUCCEEDED"} <= {each.state for each in place.store.get(job.id).history}
     assert "sums is done" in place.controller.folder(job).output.read_text()
     folder = place.controller.folder(job)
     assert (folder.files / "reward.py").exists()

@@ -45,7 +45,7 @@ def test_of_two_moves_of_one_job_the_second_is_refused(store):
     assert (started.state, started.attempt, started.gpus) == ("STARTING", 1, [3])
     ended = store.move(started, decide(started.standing, RunEnded("failed"), 3.0))
     assert (ended.state, ended.gpus) == ("FAILED", [])
-    assert [entry.state for entry in store.history(1)] == ["PENDING", "STARTING", "FAILED"]
+    assert [entry.state for entry in store.get(1).history] == ["PENDING", "STARTING", "FAILED"]
 
 
 def test_a_job_is_added_whole_or_not_at_all(store, monkeypatch):
@@ -56,10 +56,13 @@ def test_a_job_is_added_whole_or_not_at_all(store, monkeypatch):
         store.add(msgspec.structs.replace(job(5, "fourth"), key="key-1"))
     assert store.ids() == {1}
 
+    write = store._write
+
     def full(job: StoredJob) -> None:
+        write(job)
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(store, "_note", full)
+    monkeypatch.setattr(store, "_write", full)
     with pytest.raises(OSError, match="full"):
         store.add(job(6, "third"))
     assert store.ids() == {1}

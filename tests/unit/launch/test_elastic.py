@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,12 @@ from areal_async.base.own_files import take_lock
 from areal_async.base.processes import RestartPolicy
 from areal_async.base.topology import ServicePlace
 from areal_async.config.load import load_job
-from areal_async.config.rollout import AutoscaleSection
-from areal_async.launch.aggregator import ServiceActivity, StatusAggregator
 from areal_async.launch.lifecycle import STAGE_LIMITS_S, Action, Ending, Lifecycle
-from areal_async.launch.local_launcher import LocalLauncher
 from areal_async.launch.one_host import make_host
 from areal_async.launch.plan import name_is_held, services_of, workers_to_change
 from areal_async.launch.run_handle import change_workers
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
-from tests.unit.launch.launching import changed, supervisor_of
+from tests.unit.launch.launching import supervisor_of
 from tests.waiting import wait_for
 
 
@@ -117,7 +113,7 @@ def test_a_worker_that_does_not_serve_leaves_at_once(job):
     assert life.states["rollout-0"].gone
 
 
-def drive(job, folders, script, on_restart=lambda name, text: None, told_by=None, **hooks):
+def drive(job, folders, script, on_restart=lambda name, text: None, **hooks):
     """Run the supervisor; `script` runs beside it, in a thread, once all serve. The run is then stopped."""
     failures = []
 
@@ -132,8 +128,6 @@ def drive(job, folders, script, on_restart=lambda name, text: None, told_by=None
     thread = threading.Thread(target=follow)
     told = {"on_serving": thread.start, "on_restart": on_restart, **hooks}
     supervisor = supervisor_of(job, folders, **told)
-    if told_by is not None:
-        told_by.supervisor = supervisor
     try:
         ending = supervisor.run()
     finally:
@@ -217,132 +211,3 @@ def test_a_worker_that_cannot_start_leaves_the_run_alone(job, folders, behave):
     assert told == ["rollout-1 joined but did not come to serve; see logs/rollout-1.log"]
     assert [place.name for place in supervisor.services][-1] == "rollout-0"
     assert load_job(folders.run_dir / "job.yaml", files=False).rollout.workers == 1
-
-
-# --- autoscaling ---
-
-AUTOSCALE = {"min": 1, "max": 3, "every_s": 1.0, "retry_s": 600.0, "drain_s": 0.1}
-
-
-def scaled(job, workers=1, **autoscale):
-    section = AutoscaleSection(**(AUTOSCALE | autoscale))
-    return changed(job, "rollout", workers=workers, autoscale=section)
-
-
-class Told:
-    """How a run stands, as a test says. Each time it is asked it is 0.5 s later, and as many more steps are
-    done as `speed` says for the number of workers that serve."""
-
-    def __init__(self, job):
-        self.status = StatusAggregator(job, [], 0.0).status(0.0)
-        self.waits = 0.4  # Share of the time that the trainer waits
-        self.busy = 1.0
-        self.held_back = ""
-        self.speed = lambda serving: 4 * serving
-        self.supervisor = None
-
-    def __call__(self):
-        now, phases = self.status, self.supervisor.phases()
-        serving = [name for name in phases if name.startswith("rollout") and phases[name] == "serving"]
-        self.status = replace(
-            now,
-            elapsed_s=now.elapsed_s + 0.5,
-            step=now.step + self.speed(len(serving)),
-            waited_s=now.waited_s + 0.5 * self.waits,
-            lease_wait=self.held_back,
-            services=tuple(ServiceActivity(name, "serving", self.busy) for name in serving),
-        )
-        return self.status
-
-
-class SpotLauncher(LocalLauncher):
-    """Workers whose names are `taken` end because their nodes were."""
-
-    def __init__(self, job, folders):
-        super().__init__(job, folders)
-        self.taken = set()
-
-    def start(self, place, *, served_before):
-        child, taken = super().start(place, served_before=served_before), self.taken
-        child.lost = lambda: "was lost with its node" if place.name in taken else ""
-        return child
-
-
-def scaling(job, folders, script, **hooks):
-    """Run the supervisor by what a `Told` says, with `script(supervisor, told)` beside it."""
-    told, changes = Told(job), []
-    launcher = SpotLauncher(job, folders)
-    hooks |= {"newest": told, "on_scale": changes.append, "launcher": launcher}
-    drive(job, folders, lambda supervisor: script(supervisor, told, launcher), told_by=told, **hooks)
-    return changes
-
-
-def test_workers_join_while_the_trainer_waits_for_busy_ones_and_leave_when_they_are_idle(
-    job, folders, behave
-):
-    behave()
-
-    def script(supervisor, told, launcher):
-        wait_for(lambda: supervisor.phases().get("rollout-2") == "serving")
-        told.speed, told.waits, told.busy, told.held_back = (lambda serving: 20), 0.0, 0.1, "need not wait"
-        wait_for(lambda: set(supervisor.phases()) == {"buffer", "trainer", "reward", "rollout-0"})
-
-    changes = scaling(scaled(job), folders, script)
-    assert [(c.before, c.workers) for c in changes] == [(1, 2), (2, 3), (3, 2), (2, 1)]
-    assert [c.reason for c in changes] == ["trainer_waits"] * 2 + ["workers_idle"] * 2
-    assert changes[0].text.startswith("the trainer waited for batches 40% of ")
-    kept = load_job(folders.run_dir / "job.yaml", files=False).rollout
-    assert (kept.workers, kept.autoscale.max) == (1, 3), "a resume goes on with it"
-
-
-def test_a_worker_lost_with_its_node_is_replaced_and_is_no_crash_of_the_jobs(job, folders, behave):
-    behave()
-
-    def script(supervisor, told, launcher):
-        told.waits = 0.07  # neither more nor fewer
-        launcher.taken.add("rollout-1")
-        lost = supervisor.children["rollout-1"]
-        lost.kill()
-        wait_for(lambda: supervisor.children.get("rollout-1", lost) is not lost)
-        wait_for(lambda: supervisor.phases().get("rollout-1") == "serving")
-
-    deaths = []
-    # No restart at all is allowed to this job.
-    changes = scaling(
-        scaled(job, workers=2), folders, script, on_restart=lambda name, text: deaths.append(name)
-    )
-    assert [(c.before, c.workers, c.reason) for c in changes] == [(1, 2, "replaced")]
-    assert deaths == []
-
-
-def test_a_worker_that_never_comes_to_serve_is_not_asked_for_again_soon(job, folders, behave):
-    behave({"rollout-1": "dies at start"})
-    failed = []
-
-    def script(supervisor, told, launcher):
-        wait_for(lambda: failed)
-        asked_s = told.status.elapsed_s
-        wait_for(lambda: told.status.elapsed_s > asked_s + 20)
-
-    changes = scaling(scaled(job), folders, script, on_restart=lambda name, text: failed.append(name))
-    assert [(c.before, c.workers) for c in changes] == [(1, 2)]
-    assert failed == ["rollout-1"]
-
-
-def test_who_scales_by_hand_ends_autoscaling_for_the_run_and_its_resumes(job, folders, behave):
-    behave()
-
-    def script(supervisor, told, launcher):
-        told.waits = 0.07
-        with pytest.raises(RunError, match="1 to 1024"):
-            change_workers(folders.run_dir, ScaleWorkers(0, 100))
-        told_so = change_workers(folders.run_dir, ScaleWorkers(2, 100)).text
-        assert told_so == "started rollout-1; autoscaling is off from now on"
-        wait_for(lambda: supervisor.phases().get("rollout-1") == "serving")
-        told.waits = 0.9
-        assert change_workers(folders.run_dir, ScaleWorkers(2, 100)).text.startswith("nothing to do: ")
-
-    changes = scaling(scaled(job), folders, script)
-    assert changes == []
-    kept = load_job(folders.run_dir / "job.yaml", files=False).rollout
-    assert (kept.workers, kept.autoscale.max) == (2, 0)

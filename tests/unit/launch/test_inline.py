@@ -32,11 +32,10 @@ def test_what_is_several_processes_is_refused_with_its_field(job, section, field
     assert fix in mistake.fix
 
 
-def test_workers_that_come_and_go_and_a_cluster_are_refused(job):
-    scale = job.rollout.autoscale.model_copy(update={"max": 2})
+def test_a_cluster_is_refused(job):
     with pytest.raises(ConfigError) as refused:
-        check_inline(changed(job, "rollout", autoscale=scale), ClusterConfig(), source="job.yaml")
-    assert [mistake.field for mistake in refused.value.mistakes] == ["rollout.autoscale.max", "--cluster"]
+        check_inline(job, ClusterConfig(), source="job.yaml")
+    assert [mistake.field for mistake in refused.value.mistakes] == ["--cluster"]
 
 
 def test_the_trainer_is_in_the_main_thread(job):

@@ -1,25 +1,17 @@
 """The host of one process on a node, without the Ray that tells it what to do."""
 
-import fcntl
 import os
 import shutil
 import signal
 import socket
-import subprocess
-import threading
-import time
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import psutil
 import pytest
 
 from areal_async.base.errors import RunError
-from areal_async.base.processes import RUN_VARIABLE, processes_of
 from areal_async.config.cluster import RaySection
-from areal_async.launch import buffer_files
 from areal_async.launch.commands import ControlSocket
 from areal_async.launch.home_files import HomeFilesServer
 from areal_async.launch.one_host import topology_here
@@ -30,7 +22,7 @@ from areal_async.launch.ray.orders import FileNews, PlaceOrder, StartOrder
 from areal_async.launch.ray.process_host import ProcessHost, listen_in
 from replay_buffer.redis.writer import FILE, ConfirmedRevision
 from tests.unit.launch.launching import STAND_IN
-from tests.waiting import LIMIT_S, wait_for
+from tests.waiting import wait_for
 
 NODE, ADDRESS = "node-1", "127.0.0.1"
 
@@ -214,204 +206,6 @@ def test_nothing_is_left_of_it_and_the_last_one_on_a_node_takes_the_folders_away
     assert all(folder.is_dir() for folder in folders), "the worker is still there"
     worker.host.close()
     assert not any(folder.exists() for folder in folders)
-
-
-def test_what_a_buffer_leaves_comes_home_and_goes_to_the_host_of_the_next(placed, folders, behave):
-    behave({"buffer": "serve"})
-    buffer = placed(name="buffer")
-    there = Path(buffer.placed.host.run_dir) / "buffer"
-    pid = buffer.start().pid
-    buffer.follow(lambda it: it.report is not None)
-    content = {"appendonlydir/one.aof": os.urandom(buffer_files.PIECE_BYTES + 3), "empty.aof": b""}
-    for name, data in content.items():
-        (there / name).parent.mkdir(parents=True, exist_ok=True)
-        (there / name).write_bytes(data)
-    have = {}
-    while pieces := buffer.host.kept(have):
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        for piece in pieces:
-            at_home = folders.run_dir / piece.name
-            at_home.parent.mkdir(parents=True, exist_ok=True)
-            with at_home.open("ab") as file:
-                assert file.tell() == piece.offset
-                file.write(piece.data)
-            have[piece.name] = piece.offset + len(piece.data)
-    assert have == {f"buffer/{name}": len(data) for name, data in content.items()}
-    buffer.host.close()
-    assert not there.exists()
-    following = placed(name="buffer")
-    following.start()
-    assert {name: (there / name).read_bytes() for name in content} == content
-    (there / "empty.aof").write_bytes(b"newer")
-    following.host.kill()
-    following.follow(lambda it: it.status is not None)
-    following.start()
-    assert (there / "empty.aof").read_bytes() == b"newer", "what is there is not overwritten"
-
-
-LOG = {"appendonlydir/one.aof": b"acknowledged", "episodes/large": bytes(5), "confirmed": bytes(8)}
-
-
-def left_on(node, age_s=0.0):
-    """The folder of a run there whose host was killed, with the files of its buffer."""
-    dead = process_host.make_folders("0123456789ab", NODE, ADDRESS)
-    in_use = process_host.InUse("0123456789ab", [str(folder) for folder in process_host.folders_of(dead)])
-    run_dir = Path(dead.run_dir)
-    (run_dir / process_host.IN_USE).write_bytes(msgspec.json.encode(in_use))
-    (run_dir / "logs" / "buffer.log").write_text("x")
-    written_s = time.time() - age_s
-    for name, data in LOG.items():
-        path = run_dir / "buffer" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-        os.utime(path, (written_s, written_s))
-    for folder in run_dir.rglob("*/"):
-        os.utime(folder, (written_s, written_s))
-    return dead
-
-
-def files_in(folder):
-    found = (path for path in folder.rglob("*") if path.is_file() and path.name != "redis.lock")
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
-
-
-@pytest.mark.parametrize(
-    ("age_s", "stays"),
-    [(0.0, True), (buffer_files.KEPT_S - 3600, True), (buffer_files.KEPT_S + 3600, False)],
-    ids=["just now", "two weeks less an hour", "two weeks and an hour"],
-)
-def test_the_next_run_on_a_node_leaves_the_acknowledged_work_of_one_that_was_killed(
-    placed, node, age_s, stays
-):
-    dead = left_on(node, age_s)
-    placed()
-    run_dir = Path(dead.run_dir)
-    assert (files_in(run_dir / "buffer") == LOG) is stays
-    assert run_dir.exists() is stays
-    assert not (run_dir / "logs").exists()
-    assert not Path(dead.shm_dir).exists()
-
-
-def test_a_resume_on_the_same_machine_finds_what_the_buffer_left_on_its_node(tmp_path, node):
-    dead, run_dir = left_on(node), tmp_path / "home"
-    run_dir.mkdir()
-    buffer_files.BufferNode(NODE, ADDRESS, dead.run_dir, 7).write(run_dir)
-    buffer_files.recover_here(run_dir)
-    assert files_in(run_dir / "buffer") == LOG
-    assert not (Path(dead.run_dir) / "buffer").exists(), "there is one copy"
-    (run_dir / "buffer" / "episodes" / "large").write_bytes(b"newer")
-    buffer_files.recover_here(run_dir)
-    assert (run_dir / "buffer" / "episodes" / "large").read_bytes() == b"newer"
-
-
-@pytest.mark.parametrize("kind", ["gone", "of another", "without files"])
-def test_what_cannot_be_had_again_is_expected_to_be_lost(tmp_path, node, kind):
-    dead, run_dir = left_on(node), tmp_path / "home"
-    run_dir.mkdir()
-    folder = {
-        "gone": str(node / "nowhere"),
-        "of another": str(node / "theirs"),
-        "without files": dead.run_dir,
-    }
-    shutil.copytree(dead.run_dir, node / "theirs")
-    shutil.rmtree(Path(dead.run_dir) / "buffer")
-    buffer_files.BufferNode(NODE, ADDRESS, folder[kind], 7).write(run_dir)
-    buffer_files.recover_here(run_dir)
-    mark = ConfirmedRevision(run_dir / "buffer" / FILE)
-    assert mark.read() == 7
-    mark.close()
-
-
-def test_what_came_home_in_order_is_newer_than_what_a_node_has(tmp_path, node):
-    dead, run_dir = left_on(node), tmp_path / "home"
-    (run_dir / "buffer").mkdir(parents=True)
-    (run_dir / "buffer" / "appendonly.aof").write_bytes(b"home")
-    buffer_files.BufferNode(NODE, ADDRESS, dead.run_dir, 7).write(run_dir)
-    buffer_files.recover_here(run_dir)
-    assert files_in(run_dir / "buffer") == {"appendonly.aof": b"home"}
-
-
-def test_a_resume_waits_for_the_redis_of_the_run_before_to_end(tmp_path, node, monkeypatch):
-    dead, run_dir = left_on(node), tmp_path / "home"
-    run_dir.mkdir()
-    buffer_files.BufferNode(NODE, ADDRESS, dead.run_dir, 7).write(run_dir)
-    with (Path(dead.run_dir) / "buffer" / "redis.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with monkeypatch.context() as patch:
-            patch.setattr(buffer_files, "ENDING_S", 0.0)
-            with pytest.raises(RunError, match="still uses its files"):
-                buffer_files.recover_here(run_dir)
-        assert not (run_dir / "buffer").exists()
-        waiting = threading.Thread(target=buffer_files.recover_here, args=(run_dir,))
-        waiting.start()
-        fcntl.flock(lock, fcntl.LOCK_UN)
-        waiting.join(LIMIT_S)
-    assert files_in(run_dir / "buffer") == LOG
-
-
-def test_a_resume_ends_what_the_run_before_has_left_running(tmp_path, node, monkeypatch):
-    dead, run_dir = left_on(node), tmp_path / "home"
-    run_dir.mkdir()
-    buffer_files.BufferNode(NODE, ADDRESS, dead.run_dir, 7).write(run_dir)
-    monkeypatch.setattr(buffer_files, "ORDERLY_S", 0.0)
-    variables = {**os.environ, RUN_VARIABLE: "0123456789ab.rollout-0"}
-    with subprocess.Popen(["sleep", "600"], env=variables) as helper:
-        wait_for(lambda: helper.pid in [each.pid for each in processes_of("0123456789ab")], "its mark")
-        reaper = threading.Thread(target=helper.wait)  # else it stays as a zombie of this process
-        reaper.start()
-        buffer_files.recover_here(run_dir)
-        reaper.join(LIMIT_S)
-    assert files_in(run_dir / "buffer") == LOG
-
-
-def test_files_are_read_once_no_process_of_their_run_is_seen_any_more(tmp_path, node, monkeypatch):
-    dead, lasting = left_on(node), SimpleNamespace(kill=lambda: None)
-    looks = iter([[lasting], [lasting], [], []])
-    monkeypatch.setattr(buffer_files, "processes_of", lambda run_id: next(looks))
-    assert buffer_files.LeftFiles(dead.run_dir).read("buffer", {})
-    assert len(list(looks)) == 1
-
-
-def test_a_log_that_takes_several_pieces_comes_home_whole(tmp_path):
-    there, run_dir = tmp_path / "node" / "buffer", tmp_path / "home"
-    for folder in (there, run_dir):
-        folder.mkdir(parents=True)
-    content = os.urandom(2 * buffer_files.PIECE_BYTES + 5)
-    (there / "appendonly.aof").write_bytes(content)
-
-    def pull(have):
-        return list(buffer_files.pieces_of(there.parent, there.rglob("*"), have))
-
-    assert buffer_files.fetch_buffer(run_dir, pull)
-    assert (run_dir / "buffer" / "appendonly.aof").read_bytes() == content
-
-
-def test_the_end_of_event_logs_comes_home_and_nothing_twice(tmp_path, node):
-    dead, run_dir = left_on(node), tmp_path / "home"
-    there, here = Path(dead.run_dir) / "events", run_dir / "events"
-    contents = {"buffer-7.jsonl": b'{"n":0}\n{"n":1}\n', "trainer-9.jsonl": b"x" * 10, "reward-1.jsonl": b"y"}
-    for folder, cut in ((there, {}), (here, {"buffer-7.jsonl": 8, "trainer-9.jsonl": 10})):
-        folder.mkdir(parents=True)
-        for name, data in contents.items():
-            if folder is there or name in cut:
-                (folder / name).write_bytes(data[: cut.get(name, len(data))])
-    left = buffer_files.LeftFiles(dead.run_dir)
-    for found in (True, False):
-        assert buffer_files.append_rest(run_dir, "events", partial(left.read, "events")) is found
-        assert files_in(here) == contents
-
-
-def test_files_of_a_buffer_stay_on_a_node_unless_they_are_at_home(placed, behave):
-    behave({"buffer": "serve"})
-    for keep in (True, False):
-        buffer = placed(name="buffer")
-        buffer.start()
-        buffer.follow(lambda it: it.report is not None)
-        there = Path(buffer.placed.host.run_dir) / "buffer"
-        (there / "appendonly.aof").parent.mkdir(exist_ok=True)
-        (there / "appendonly.aof").write_bytes(b"x")
-        buffer.host.close(keep_buffer=keep)
-        assert there.exists() is keep
 
 
 def test_a_buffer_tells_home_how_much_is_confirmed(placed, behave):

@@ -225,9 +225,6 @@ class PlayedChild(LocalChild):
     def heard(self):
         return b""
 
-    def memory_kills(self):
-        return 0
-
     def terminate(self):
         self.status = self.status or 0
 

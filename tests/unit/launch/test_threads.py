@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.config.rollout import AutoscaleSection
 from areal_async.launch.threads import SPAN_S, Search, Sides, Split, follow, sides_of
 
 LOOK_S = 0.5
@@ -106,7 +105,6 @@ def test_no_split_takes_more_cores_than_there_are_nor_changes_what_is_fixed(
         ({"trainer": {"device": "cuda"}}, {"trainer"}),
         ({"rollout": {"engine": "sglang"}}, {"rollout"}),
         ({"rollout": {"torch_threads": 1}}, {"rollout"}),
-        ({"rollout": {"autoscale": AutoscaleSection(max=2)}}, {"trainer", "rollout"}),
     ],
 )
 def test_only_what_the_job_leaves_open_and_torch_computes_on_the_cpu_is_split(job, changes, fixed):

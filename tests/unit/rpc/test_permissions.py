@@ -24,7 +24,7 @@ SECRET = RunSecret.generate()
 RECORDS = "WriteRecord WriteSamples ReadRecords ListHome ReadHome"
 GENERATES = f"""{RECORDS} WaitSnapshot AckSnapshot FindSources GetChunk OpenSession ServeAgents EndSession
     Sample TakePieces RecordCall DropCall CountCalls"""
-LOOKS = "Drain Fetch Stats SeeLedger SeeTasks Status ReadRecords ScaleWorkers DrainWorker"
+LOOKS = "Drain Stats Status ReadRecords ScaleWorkers DrainWorker"
 OPENS = {
     "buffer": RECORDS,
     "trainer": f"""{RECORDS} WriteHome RemoveHome OpenTrainer NextBatch Fetch Commit ExportLedger Checkpointed

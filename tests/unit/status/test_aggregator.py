@@ -426,10 +426,8 @@ def test_what_a_run_uses_up_is_recorded_now_and_then_while_steps_are_done(tmp_pa
     assert records[0]["cores"] >= 1
 
 
-def test_how_long_the_trainer_waited_and_whether_groups_would_be_leased_is_told(aggregator):
-    steps = [{"kind": "step", "step": step, "wait_s": wait_s} for step, wait_s in ((0, 1.5), (1, 0.25))]
-    aggregator.feed_status("trainer", told("trainer", *steps, recorded=2), 101.0)
-    assert (aggregator.status(101.0).waited_s, aggregator.status(101.0).lease_wait) == (1.75, "")
+def test_whether_groups_would_be_leased_is_told(aggregator):
+    assert aggregator.status(101.0).lease_wait == ""
     stats = BufferStats({}, {}, {}, {}, 0, 0, lease_wait="the trainer need not wait")
     aggregator.feed_status("buffer", said("buffer", figures=ServiceFigures(buffer=stats)), 101.0)
     assert aggregator.status(101.0).lease_wait == "the trainer need not wait"
