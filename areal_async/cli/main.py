@@ -54,6 +54,7 @@ MOVED = {
     "compare": "areal-async view RUN RUN --report FILE.HTML",
     "config diff": "areal-async diff",
     "config show": "areal-async validate JOB.YAML or areal-async status JOB --json",
+    "dashboards up": "areal-async dashboards write DIR, which prints how to start both programs",
     "reward new": "areal-async init DIR, which makes a reward with its test, too",
     "sweep": f"a loop of the shell: {SWEEP}",
     "submit --sweep": f"a loop of the shell: {SWEEP}",
