@@ -12,7 +12,7 @@ HEAVY = (
     "torch._C",
     "transformers.modeling_utils",
     "sympy.core",
-    "matplotlib.figure",
+    "matplotlib",
     "ray._raylet",
     "pyarrow.lib",
 )
