@@ -6,7 +6,6 @@ limit. The next answer continues at its end."""
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -26,13 +25,12 @@ from areal_async.launch.run_handle import Run
 from areal_async.service.record import RECORDS
 from areal_async.service.samples import FOLDER as SAMPLES
 from areal_async.service.samples import SampleKind, sample_files
-from areal_async.show.figures import PANELS, rows_of, thinned, work_between
+from areal_async.show.figures import PANELS, rows_of, thinned
 
 Json = dict[str, Any]
 
 CHUNK_BYTES = 4 << 20  # Largest part of `metrics.jsonl` that is read for one answer
 MOST_ROWS, LEAST_ROWS = 1000, 50  # Rows per kind, of a whole history and of one answer
-LOOKED_AT = 2  # Number of records read per returned row of a long history
 LAST_BYTES = 256 << 10  # Bytes at the end of the file that are searched for the last records
 SAMPLE_BYTES = 64 << 20  # Largest sample file that is read
 SEARCHED_BYTES = 256 << 20
@@ -191,7 +189,6 @@ def overview(folder: Path, job: JobConfig | None = None) -> Json:
             told["waits"] = stall.get("detail") or status.get("message") or status.get("lease_wait") or ""
     else:
         told["waits"] = _why_it_stopped(folder)
-        told["workers"] = _workers_at_the_end(folder, *_stamp(folder / RECORDS))
     return told
 
 
@@ -218,37 +215,9 @@ def _job_of(folder: Path, size: int, changed_ns: int) -> JobConfig:
         raise RunFolderError(f"the job of the run in {folder} cannot be read: {error}") from error
 
 
-@lru_cache(maxsize=64)
-def _workers_at_the_end(folder: Path, size: int, changed_ns: int) -> list[Json]:
-    """Return the processes of a finished run, with their busy shares over the whole run."""
-    loads: list[bytes] = []
-    with suppress(OSError, NotOurs), _records_file(folder) as file:
-        for line in file:
-            kind = _kind_of(line) if b'"load"' in line or b'"resume"' in line else ""
-            if kind == "resume":
-                loads = []
-            elif kind == "load":
-                loads = [*loads[:1], line]
-    if len(loads) < 2:
-        return []
-    first, load = _whole(b"".join(loads))
-    work = work_between(first, load)
-    return [
-        {
-            "name": name,
-            "phase": "ended",
-            "busy": work.get(f"busy:{name}"),
-            "waiting_for": "",
-            "cpu_s": told.get("cpu_s"),
-            "tokens": told.get("tokens"),
-        }
-        for name, told in (load.get("services") or {}).items()
-    ]
-
-
 def records_from(folder: Path, offset: int) -> Json:
     """Return the rows of the records after byte `offset` of `metrics.jsonl`. The answer has the `offset` for
-    the next call. A long history is sampled evenly and thinned to about `MOST_ROWS` per kind. `reset` means
+    the next call. A long history is thinned to about `MOST_ROWS` per kind. `reset` means
     that the file was replaced, so the client must start again."""
     content, size = b"", 0
     with suppress(OSError, NotOurs), _records_file(folder) as file:
@@ -263,26 +232,10 @@ def records_from(folder: Path, offset: int) -> Json:
         whole = len(content)  # A record of this length does not exist, so it is skipped
     following = offset + whole
     most = max(LEAST_ROWS, MOST_ROWS * whole // max(1, size))
-    rows, _ = rows_of(_some(content[:whole], LOOKED_AT * most), _load_before(folder, offset))
+    rows, _ = rows_of(_whole(content[:whole]), _load_before(folder, offset))
     if len(rows) > most:
         rows = thinned(rows, most)
     return {"offset": following, "rows": rows, "more": following < size and whole > 0, "reset": False}
-
-
-def _some(content: bytes, most: int) -> Iterable[Json]:
-    """Return about `most` records of each kind that is written at every step, and all records of other kinds.
-    They are evenly chosen and include the last. The work in a `load` record counts from the previous kept
-    record, so nothing is lost."""
-    lines = content.split(b"\n")
-    every, seen, kept = max(1, len(lines) // most), Counter[str](), []
-    if every == 1:
-        return _whole(content)
-    for line in reversed(lines):
-        kind = _kind_of(line)
-        if kind not in ("step", "load", *FILE_KINDS) or seen[kind] % every == 0:
-            kept.append(line)
-        seen[kind] += 1
-    return _whole(b"\n".join(reversed(kept)))
 
 
 @lru_cache(maxsize=256)
