@@ -400,8 +400,6 @@ def _closing_rows(job: JobConfig, result: RunResult) -> Iterator[tuple[str, str]
         if made < planned:
             why = summary["updates_left_out"]
             yield "warning", f"{planned - made} updates were left out, the last because {why}"
-    if summary.get("warning"):
-        yield "warning", summary["warning"]
     if is_rl:
         yield from _episode_rows(summary)
     for kind, note in summary["no_scores"].items():

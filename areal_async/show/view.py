@@ -87,7 +87,6 @@ class PlainLines:
         self._news = ""  # The last printed news: a message, or the edge of a stall
         self._again_s = 0.0
         self._self_check = ""
-        self._warned: tuple[bool, int | None] = (False, None)
         self._no_scores: set[str] = set()  # Kinds that were printed
 
     def record(self, line: bytes) -> None:
@@ -130,12 +129,6 @@ class PlainLines:
             if note.kind not in self._no_scores:
                 self._no_scores.add(note.kind)
                 self._say(f"no_score={_quoted(no_score_text(note))}")
-        # The figures of a warning change with each step. It is repeated only after an evaluation.
-        warned = (bool(status.warning), status.accuracy_version)
-        if warned != self._warned:
-            self._warned = warned
-            if status.warning:
-                self._say(f"warning={_quoted(status.warning)}")
         if status.self_check != self._self_check:
             self._self_check = status.self_check
             self._say(f"self_check={_quoted(status.self_check)}")
@@ -276,8 +269,6 @@ def render(status: RunStatus, width: int, *, without: Collection[str] = ()) -> P
             rows.add_row(label, _clipped(text, 3 * (width - 18)))
     for note in reversed(status.dropped.no_scores[-MAX_NO_SCORES:] if "no score" not in without else ()):
         rows.add_row("no score", _clipped(no_score_text(note), width - 18, "yellow"))
-    if status.warning:
-        rows.add_row("warning", _clipped(status.warning, 3 * (width - 18), "yellow"))
     if message := _message(status):
         rows.add_row("!", _clipped(message, 2 * (width - 18), "yellow"))
     title = f"[bold]areal-async[/] · {status.job}{' · stopping' if status.stopping else ''}"

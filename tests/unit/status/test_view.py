@@ -224,15 +224,6 @@ def test_why_answers_get_no_score_is_told_as_soon_as_it_is_known():
     assert told[1].startswith("error:exception ×12: ValueError: the grader lost")
 
 
-def test_what_training_and_evaluations_say_together_is_warned_of_once():
-    shown = status(warning="training reward rose while held-out reward fell")
-    later = status(warning="training reward rose a little more while held-out reward fell")
-    moments = [status(), shown, shown, later, status(warning=later.warning, accuracy_version=99)]
-    told = [parsed(line).get("warning") for line in plain(moments).splitlines()]
-    assert [line for line in told if line] == [shown.warning, later.warning], "again with an evaluation only"
-    assert "warning    training reward rose" in drawn(shown)
-
-
 def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again():
     moments = []
     for now_s in (tick * 0.5 for tick in range(80)):
