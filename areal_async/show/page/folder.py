@@ -37,16 +37,7 @@ SEARCHED_BYTES = 256 << 20
 MOST_FILES, MOST_FOUND, MOST_RUNS = 2000, 200, 1000
 HEAD_CHARS = 160
 
-LAST_KINDS = ("step", "evaluation", "end")
-
 _decoder = msgspec.json.Decoder(dict[str, Any])
-
-
-class _Kind(msgspec.Struct):
-    kind: str = ""
-
-
-_kinds = msgspec.json.Decoder(_Kind)
 
 
 class UnknownName(ArealError):
@@ -131,32 +122,22 @@ def _records_file(folder: Path) -> BinaryIO:
 
 
 @lru_cache(maxsize=2 * MOST_RUNS)
-def _last(folder: Path, size: int, changed_ns: int) -> Mapping[str, Json]:
-    """Return the last records of a step, an evaluation and an end from the last bytes of a run's records.
-    Other records are not decoded."""
+def _last(folder: Path, size: int, changed_ns: int = 0) -> Mapping[str, Json]:
+    """Return the last record of each kind before byte `size` of a run's records, from the last bytes only.
+
+    The kind of a step of any training is "step". Its accuracy is also an evaluation."""
     found: dict[str, Json] = {}
+    low = max(0, size - LAST_BYTES)
     with suppress(OSError, NotOurs), _records_file(folder) as file:
-        file.seek(max(0, size - LAST_BYTES))
-        for line in reversed(file.read(LAST_BYTES).split(b"\n")):
-            kind = _kind_of(line)
-            name = "step" if kind in FILE_KINDS else kind
-            if name == "resume":
-                found.setdefault("end", {})
-            elif name in LAST_KINDS and name not in found:
-                found[name] = _decoder.decode(line)
-            if kind in FILE_KINDS and b'"accuracy"' in line and "evaluation" not in found:
-                # The records of steps contain the evaluations.
-                record = _decoder.decode(line)
-                found |= {"evaluation": record} if record.get("accuracy") is not None else {}
-            if len(found) == len(LAST_KINDS):
-                break
+        file.seek(low)
+        for record in _whole(file.read(size - low)):
+            kind = str(record.get("kind"))
+            if kind == "resume":
+                found |= {"end": {}, "load": {}}  # New processes count from 0 again
+            if kind in FILE_KINDS and record.get("accuracy") is not None:
+                found["evaluation"] = record
+            found["step" if kind in FILE_KINDS else kind] = record
     return found
-
-
-def _kind_of(line: bytes) -> str:
-    with suppress(msgspec.DecodeError):
-        return _kinds.decode(line).kind
-    return ""
 
 
 def overview(folder: Path, job: JobConfig | None = None) -> Json:
@@ -232,24 +213,10 @@ def records_from(folder: Path, offset: int) -> Json:
         whole = len(content)  # A record of this length does not exist, so it is skipped
     following = offset + whole
     most = max(LEAST_ROWS, MOST_ROWS * whole // max(1, size))
-    rows, _ = rows_of(_whole(content[:whole]), _load_before(folder, offset))
+    rows, _ = rows_of(_whole(content[:whole]), _last(folder, offset).get("load") or None)
     if len(rows) > most:
         rows = thinned(rows, most)
     return {"offset": following, "rows": rows, "more": following < size and whole > 0, "reset": False}
-
-
-@lru_cache(maxsize=256)
-def _load_before(folder: Path, offset: int) -> Json | None:
-    """Return the last `load` record that ends before a byte. The next row is computed from it."""
-    low = max(0, offset - LAST_BYTES)
-    with suppress(OSError, NotOurs), _records_file(folder) as file:
-        file.seek(low)
-        for record in reversed([*_whole(file.read(offset - low))]):
-            if record.get("kind") == "resume":
-                return None
-            if record.get("kind") == "load":
-                return record
-    return None
 
 
 def _whole(content: bytes) -> Iterator[Json]:
