@@ -179,7 +179,7 @@ def run_job(
         job = with_fields(job, "observe", metrics_port=0)  # consecutive ports work on one machine only
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
     run_dir = folders.run_dir
-    lines = PlainLines(console, policy=job.policy, steps=job.trainer.steps)
+    lines = PlainLines(console, policy=job.policy)
     are_shown = inline or plain or not console.is_terminal
     by = f" --cluster {cluster_file}" if cluster_file is not None else ""
 
