@@ -151,6 +151,7 @@ class _Life:
         _raise_unless_finished(ending, self.folders, self.resumed_by)
         records = as_it_became(read_run_log(log_path))
         summary = summarise(self.job, records, buffer=self.buffer)
+        _draw(self.job, records, self.folders)
         write_whole(run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
         _report(self.job, self.folders)
         return RunResult(run_dir, summary)
@@ -355,12 +356,21 @@ def _buffer_stats(job: JobConfig, topology: Topology, keys: RoleKeys) -> BufferS
         client.close()
 
 
+def _draw(job: JobConfig, records: list[dict[str, Any]], folders: RunFolders) -> None:
+    # Imported here: matplotlib takes a second, and no other command needs it.
+    from areal_async.show.curves import draw_curves
+
+    records = [record for record in records if record.get("policy", job.policy) == job.policy]
+    bound = job.buffer.max_staleness if job.kind == "rl" else None
+    draw_curves(records, folders.run_dir / "curves.png", title=job.job, max_staleness=bound)
+
+
 def _report(job: JobConfig, folders: RunFolders) -> None:
     from areal_async.show.page.report import run_report
 
     try:
         run_report(folders.run_dir, job)
-    except (OSError, ArealError) as error:  # the run is finished; a missing report must not hide its results
+    except (OSError, ArealError) as error:  # the run is finished; a missing picture must not hide its results
         log.warning("the report is not written", error=str(error))
 
 
@@ -411,7 +421,7 @@ def _closing_rows(job: JobConfig, result: RunResult) -> Iterator[tuple[str, str]
     yield "model", f"{model_dir}/model"
     if job.trainer.lora.rank:
         yield "adapter", f"{model_dir}/adapter"
-    yield "numbers", f"{run_dir}/summary.json, metrics.jsonl, report.html"
+    yield "numbers", f"{run_dir}/summary.json, metrics.jsonl, curves.png, report.html"
     yield "logs", f"{run_dir}/logs"
 
 

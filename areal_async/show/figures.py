@@ -1,6 +1,6 @@
 """The figures of a run: a table with the label, the logger name and the derivation of each figure.
 
-The page, `report.html`, the terminal and the loggers use this table. A new figure needs only
+The page, `report.html`, `curves.png`, the terminal and the loggers use this table. A new figure needs only
 one entry here. A record becomes at most one `ChartRow`. If a restarted trainer repeats a step, the step has a
 second row. The last row for each x counts."""
 
@@ -82,6 +82,7 @@ class Panel(NamedTuple):
     keys: Sequence[str]
     bound: bool = False  # Draw η too
     share: bool = False  # Values are shares, 0 to 1
+    printed: bool = False  # Included in `curves.png`
 
     def told(self) -> dict[str, Any]:
         """Return the panel in the page's format, with the label of each series."""
@@ -89,22 +90,24 @@ class Panel(NamedTuple):
 
 
 PANELS: tuple[Panel, ...] = (
-    Panel("Learning", "reward, accuracy", ("reward_mean", "accuracy")),
+    Panel("Learning", "reward, accuracy", ("reward_mean", "accuracy"), printed=True),
     Panel(
         "Staleness of what is trained",
         "versions",
         ("staleness_mean", "staleness_max"),
         bound=True,
+        printed=True,
     ),
-    Panel("Throughput", "tokens/s", ("generated_per_s", "tokens_per_s")),
+    Panel("Throughput", "tokens/s", ("generated_per_s", "tokens_per_s"), printed=True),
     Panel(
         "Trainer's time",
         "share of a step",
         ("train_share", "wait_share", "publish_share"),
         share=True,
+        printed=True,
     ),
     Panel("Busy share of each process", "share of wall time", ("busy:*",), share=True),
-    Panel("Loss", "loss", ("loss",)),
+    Panel("Loss", "loss", ("loss",), printed=True),
     Panel("Gradient norm", "norm", ("grad_norm",)),
     Panel("Entropy", "nats per unit", ("entropy",)),
     Panel("KL to the reference", "nats per unit", ("kl",)),

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 def test_a_finished_job_leaves_its_summary_curves_logs_and_a_model_that_transformers_loads(finished):
     run = finished("plain")
     assert None not in [run.summary[field] for field in PROMISED.split()]
-    for name in ("report.html", "metrics.jsonl", "logs/trainer.log", "logs/rollout-0.log", "job.yaml"):
+    for name in ("curves.png", "metrics.jsonl", "logs/trainer.log", "logs/rollout-0.log", "job.yaml"):
         assert (run.folder / name).stat().st_size > 0
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "model")
     model = AutoModelForCausalLM.from_pretrained(run.folder / "model")

@@ -12,7 +12,7 @@ HEAVY = (
     "torch._C",
     "transformers.modeling_utils",
     "sympy.core",
-    "matplotlib",
+    "matplotlib.figure",
     "ray._raylet",
     "pyarrow.lib",
 )

@@ -42,7 +42,7 @@ def test_a_run_leaves_all_that_was_promised(job, behave):
     assert (result.summary["accuracy_start"], result.summary["accuracy_end"]) == (0.25, 0.75)
     assert result.summary["steps"] == 5
     assert result.summary["trainer_busy"] == 0.8
-    names = "summary.json metrics.jsonl report.html job.yaml logs model topology.json"
+    names = "summary.json metrics.jsonl curves.png report.html job.yaml logs model topology.json"
     assert {*names.split()} <= {path.name for path in folder.iterdir()}
     assert "0.250 → 0.750" in shown
     assert "test is done" in shown

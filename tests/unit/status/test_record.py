@@ -15,6 +15,7 @@ from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import WriteRecord
 from areal_async.service import record
 from areal_async.service.record import RunLog, open_records, read_run_log
+from areal_async.show.curves import draw_curves, points, rolling_mean
 from areal_async.show.figures import rows_of, values_of
 from tests.contexts import context_for_test
 from tests.waiting import LIMIT_S, until
@@ -155,7 +156,40 @@ async def test_what_is_no_line_is_refused(ctx, tmp_path):
     assert run_log.path.read_bytes() == b""
 
 
-def test_rows_skip_what_has_no_number():
+def run(steps):
+    for step in range(steps):
+        head = {"kind": "step", "step": step, "version": step + 1, "reward_mean": 0.4 + 0.3 * step / steps}
+        times = {"tokens": 4600, "step_s": 0.6, "busy_s": 0.5, "wait_s": 0.05}
+        yield head | times | {"staleness_mean": min(step, 2.5), "staleness_max": min(step, 4)}
+        if step % 25 == 0:
+            yield {"kind": "evaluation", "version": step, "accuracy": 0.4 + 0.3 * step / steps, "n": 500}
+
+
+WHOLE = list(run(200))
+SUPERVISED = [{"kind": "sft", "step": i, "loss": 2.0 / (i + 1), "accuracy": 0.01 * i} for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("records", "size"),
+    [
+        (WHOLE, (1456, 962)),
+        (SUPERVISED, (1456, 507)),
+        ([], (728, 507)),
+        (WHOLE[:1], (1456, 962)),
+        ([{"kind": "evaluation", "version": 0, "accuracy": 0.4}], (728, 507)),
+        ([{**record, "reward_mean": None, "staleness_mean": None} for record in WHOLE[:30]], (1456, 962)),
+        ([{"kind": "something else", "x": 1}, {"kind": "step", "step": 3}], (728, 507)),
+        ([{"kind": "sft", "step": 1, "accuracy": float("nan")}], (728, 507)),
+    ],
+)
+def test_a_page_has_a_panel_for_all_that_was_recorded(tmp_path, records, size):
+    from matplotlib.image import imread
+
+    page = imread(draw_curves(records, tmp_path / "curves.png", title="demo", max_staleness=4))
+    assert (page.shape[1], page.shape[0]) == size
+
+
+def test_points_are_sorted_and_skip_what_has_no_number():
     records = [
         {"kind": "step", "step": 2, "loss": 0.2},
         {"kind": "step", "step": 1, "loss": 0.1},
@@ -163,12 +197,15 @@ def test_rows_skip_what_has_no_number():
         {"kind": "step", "loss": 0.4},
         {"kind": "start", "step": 4, "loss": 0.5},
     ]
-    assert [(row.x, row.figures["loss"]) for row in rows_of(records)[0]] == [(2, 0.2), (1, 0.1)]
+    x, y = points(rows_of(records)[0], "loss")
+    assert (x.tolist(), y.tolist()) == ([1.0, 2.0], [0.1, 0.2])
 
 
-def test_a_ratio_needs_both_numbers():
+def test_a_ratio_needs_both_numbers_and_a_rolling_mean_keeps_the_length():
     found = [
         values_of(record | {"tokens": 10}).get("tokens_per_s")
         for record in ({"step_s": 4}, {"step_s": 0}, {})
     ]
     assert found == [2.5, None, None]
+    assert rolling_mean(np.arange(5.0), 3).tolist() == [0.5, 1.0, 2.0, 3.0, 3.5]
+    assert rolling_mean(np.full(7, 2.0), 4).tolist() == [2.0] * 7
