@@ -45,6 +45,7 @@ MOVED = {
     "data check": "areal-async validate JOB.YAML",
     "data prepare": "a script: docs/your-task.md#convert-a-data-set",
     "logs --list": "areal-async logs JOB NAME with any name: if there is no such log, the error lists them",
+    "dashboards up": "areal-async dashboards write DIR, which prints how to start both programs",
     "reward new": "areal-async init DIR, which makes a reward with its test, too",
     "sweep": f"a loop of the shell: {SWEEP}",
     "submit --memory-gb": "placement.ROLE.memory_gb=N, which Ray reserves",

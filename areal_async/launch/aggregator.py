@@ -16,13 +16,13 @@ import msgspec
 from areal_async.base.records import RunRecord
 from areal_async.config.job import JobConfig
 from areal_async.config.trainings import FILE_KINDS
-from areal_async.launch.trends import EDGE_STEPS, HeldOut, edge_of, reward_warning
 from areal_async.launch.watchdog import Facts, Stall, find_stall
 from areal_async.rpc.board import SILENT_S
 from areal_async.rpc.control_messages import ServiceFigures, ServiceStatus
 from areal_async.rpc.messages import BufferStats, NoScore
 
 RECENT_STEPS = 20
+REWARD_STEPS = 10  # Most steps in the mean reward
 MESSAGE_LIFE_S = 30.0  # A warning is shown for this long
 RATE_WINDOW_S = 10.0  # Window for rates and busy shares
 IDLE_ACTIVITIES = frozenset({"wait", "idle"})
@@ -90,9 +90,7 @@ class Progress:
         self.loss: float | None = None
         self.staleness_seen: int | None = None
         self.self_check = ""
-        self.rewards: deque[float] = deque(maxlen=EDGE_STEPS)
-        self._rewards_first: list[float] = []
-        self._rewarded = 0  # Number of steps with a reward
+        self.rewards: deque[float] = deque(maxlen=REWARD_STEPS)
         self.first: Accuracy | None = None  # Accuracy of the earliest version
         self.last: Accuracy | None = None  # Accuracy of the latest version
         self._times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
@@ -123,9 +121,6 @@ class Progress:
                 self._times.append((record.done, record.time_s))
             if record.reward_mean is not None:
                 self.rewards.append(record.reward_mean)
-                self._rewarded += 1
-                if len(self._rewards_first) < EDGE_STEPS:
-                    self._rewards_first.append(record.reward_mean)
             if record.staleness_max is not None:
                 self.staleness_seen = max(self.staleness_seen or 0, record.staleness_max)
         if record.accuracy is not None:
@@ -133,17 +128,6 @@ class Progress:
             found = Accuracy(at, record.accuracy, record.interval)
             self.first = found if self.first is None or at < self.first.version else self.first
             self.last = found if self.last is None or at >= self.last.version else self.last
-
-    @property
-    def warning(self) -> str:
-        """Return a warning if the training reward rises while the held-out reward falls; otherwise an empty
-        text."""
-        first, last = self.first, self.last
-        if not (first and last and first.interval and last.interval):
-            return ""
-        ends = HeldOut(first.value, *first.interval), HeldOut(last.value, *last.interval)
-        edge = edge_of(self._rewarded)
-        return reward_warning(self._rewards_first[:edge], list(self.rewards)[-edge:], *ends)
 
     def left_s(self, steps: int) -> float | None:
         """Return the seconds until `steps` are done at the recent pace; None before the second step and at
@@ -255,7 +239,6 @@ class RunStatus:
     dropped: DropReport = field(default_factory=DropReport)
     pacing: str = ""  # Number of groups generated ahead, with the reason; empty if it is the full bound
     lease_wait: str = ""  # Reason why the buffer grants no lease now; empty if it grants leases
-    warning: str = ""  # Warning from the rewards of training and of evaluations
 
 
 @dataclass
@@ -452,7 +435,6 @@ class StatusAggregator:
             self_check=progress.self_check,
             dropped=self._dropped,
             pacing=self._pacing(),
-            warning=progress.warning,
             lease_wait=stats.lease_wait if (stats := self._buffer_stats) is not None else "",
         )
 

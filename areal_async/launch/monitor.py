@@ -19,7 +19,7 @@ from areal_async.base.addresses import Address
 from areal_async.base.errors import ArealError, PeerGone
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import STALL
-from areal_async.base.topology import ServicePlace, Topology
+from areal_async.base.topology import Topology
 from areal_async.launch.aggregator import RunStatus, StatusAggregator
 from areal_async.launch.watchdog import Stall
 from areal_async.rpc.board import SILENT_S
@@ -50,8 +50,6 @@ class StatusClients:
         self._job = job
         self._access = access
         self._clients: dict[str, Client] = {}
-        self._seen: Topology | None = None
-        self._places: dict[str, ServicePlace] = {}  # Places in `_seen`
 
     async def ask(self, name: str, threads: int = 0) -> ServiceStatus:
         """Return the status of a service, and set its number of CPU threads to `threads` (0: unchanged).
@@ -72,32 +70,26 @@ class StatusClients:
         return b"".join(parts)
 
     async def _exchange(self, name: str, request: Request[R]) -> tuple[R, list[memoryview]]:
-        topology = self._topology()
-        if topology is not self._seen:
-            self._seen, self._places = topology, {place.name: place for place in topology.services}
-        place = self._places.get(name) or topology.place(name)
-        is_new = name not in self._clients
-        client = self._clients.pop(name, None) or Client(
-            Address(place.status, place.role),
-            job=self._job,
-            role="supervisor",
-            name="monitor",
-            access=self._access,
-            limits=CallLimits(part_bytes=MAX_PART_BYTES),
-        )
+        place = self._topology().place(name)
+        client = self._clients.get(name)
+        if client is None:
+            client = self._clients[name] = Client(
+                Address(place.status, place.role),
+                job=self._job,
+                role="supervisor",
+                name="monitor",
+                access=self._access,
+                limits=CallLimits(part_bytes=MAX_PART_BYTES),
+            )
         client.address.move(place.status)
         try:
-            if is_new:
-                await client.connect(ANSWER_S)
-            answer = await client.exchange(request, timeout_s=ANSWER_S)
+            await client.connect(ANSWER_S)
+            return await client.exchange(request, timeout_s=ANSWER_S)
         except BaseException:
+            if self._clients.get(name) is client:
+                del self._clients[name]
             await client.close()
             raise
-        if name in self._clients:  # two requests ran at once
-            await client.close()
-        else:
-            self._clients[name] = client
-        return answer
 
     async def close(self) -> None:
         for client in self._clients.values():

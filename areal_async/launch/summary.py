@@ -16,9 +16,7 @@ from areal_async.base.processes import exit_text
 from areal_async.base.records import RunRecord
 from areal_async.config.job import JobConfig
 from areal_async.config.trainings import FILE_KINDS
-from areal_async.launch.aggregator import Progress
 from areal_async.launch.lifecycle import Ending
-from areal_async.launch.trends import edge_of
 from areal_async.rpc.messages import BufferStats
 from areal_async.service.rank_group import LATE, LATE_START, OUT_OF_MEMORY, SILENT
 from areal_async.service.record import held_out_name, lives_of
@@ -116,6 +114,7 @@ def readable(line: str) -> str:
 
 
 Record = Mapping[str, Any]
+EDGE_STEPS = 10  # Most steps in the mean of the first and of the last rewards
 
 SELF_CHECK_FIELDS = ("passed", "version", "engine", "n", "max", "p999", "mean", "bound")
 
@@ -132,8 +131,7 @@ def summarise(
     - `wall_s` sums all lives, each from the start of the first process to the end of training. If a life was
       killed, it ends at its last record.
     - `tokens_per_s`, `trainer_busy` and `rollout_busy` cover training alone.
-    - `share_stale` is the share of episodes with staleness of 1 or more.
-    - `share_wasted` is dropped / (dropped + trained)."""
+    - `share_stale` is the share of episodes with staleness of 1 or more."""
     kind = "step" if job.kind == "rl" else job.kind
     own = [record for record in records if record.get("policy", job.policy) == job.policy]
     steps = [record for record in own if record.get("kind") == kind]
@@ -155,7 +153,6 @@ def summarise(
         "tokens_per_s": _ratio(tokens, train_s, digits=1),
         **(of_episodes if job.kind == "rl" else {}),
         "stopped": _stopped(job, done, accuracy_end),
-        "training_s": None if train_s is None else round(train_s, 2),
         "steps_per_s": _ratio(done, train_s),
         "tokens": tokens,
         "no_scores": {
@@ -177,7 +174,6 @@ def _of_episodes(
     """Return the figures that exist only for a job with episodes. With several policies, they are the figures
     of the first policy."""
     evaluations = [record for record in records if record.get("kind") == "evaluation"]
-    first = min(evaluations, key=lambda record: record.get("version", 0), default={})
     last = max(evaluations, key=lambda record: record.get("version", 0), default={})
     lives = ([r for r in life if r.get("kind") == "self_check"] for life in lives_of(records)[::-1])
     checks = next(filter(None, lives), [])
@@ -197,9 +193,6 @@ def _of_episodes(
         "rollout_busy": _rollout_busy(records),
         "episodes_trained": trained,
         "episodes_dropped": dropped,
-        "share_wasted": _ratio(dropped, None if trained is None or dropped is None else trained + dropped),
-        "share_multi_version": _mean(steps, "share_multi_version"),
-        "staleness_mean": _mean(steps, "staleness_mean"),
         "reward_first": _edge_reward(steps, first=True),
         "reward_last": _edge_reward(steps, first=False),
         "updates": _sum(steps, "updates"),
@@ -208,14 +201,6 @@ def _of_episodes(
         "lost_writes": buffer.lost_writes if buffer is not None else None,
         "transitions": dict(sorted(buffer.reasons.items())) if buffer is not None else None,
         "accuracy_interval": msgspec.convert(last, RunRecord).interval if last else None,
-        "best_end": _first(last.get("best")),
-        "maj_end": _first(last.get("maj")),
-        "evaluation_samples": last.get("samples"),
-        "accuracy_by_source": last.get("by_source"),
-        "held_out_rewards_start": first.get("rewards") or {},
-        "held_out_rewards_end": last.get("rewards") or {},
-        "unscored_end": last.get("unscored"),
-        "warning": Progress(job.policy).read(records).warning,
         "self_check": {name: check.get(name) for name in SELF_CHECK_FIELDS} if check else None,
     }
 
@@ -254,7 +239,7 @@ def _of_policies(
 def _edge_reward(steps: Sequence[Record], *, first: bool) -> float | None:
     """Return the mean reward of the first or the last steps that have a reward."""
     rewarded = [step for step in steps if step.get("reward_mean") is not None]
-    edge = edge_of(len(rewarded))
+    edge = max(1, min(EDGE_STEPS, len(rewarded) // 2))  # No step counts in both means
     return _mean(rewarded[:edge] if first else rewarded[-edge:], "reward_mean")
 
 
@@ -286,11 +271,6 @@ def _rollout_busy(records: Sequence[Record]) -> float | None:
     weights_s = [training_s(life) or 0.0 for life in lives]
     busy_s = [life[-1]["rollout_busy"] * weight_s for life, weight_s in zip(lives, weights_s, strict=True)]
     return _ratio(sum(busy_s), sum(weights_s))
-
-
-def _first(figure: Any) -> float | None:
-    """Return the value of a figure [value, low, high]."""
-    return figure[0] if isinstance(figure, list) and figure else None
 
 
 def _sum(steps: Sequence[Record], name: str) -> float | None:

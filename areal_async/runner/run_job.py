@@ -176,7 +176,7 @@ def run_job(
         job = with_fields(job, "observe", metrics_port=0)  # consecutive ports work on one machine only
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
     run_dir = folders.run_dir
-    lines = PlainLines(console, policy=job.policy, steps=job.trainer.steps)
+    lines = PlainLines(console, policy=job.policy)
     are_shown = inline or plain or not console.is_terminal
     by = f" --cluster {cluster_file}" if cluster_file is not None else ""
 
@@ -386,8 +386,6 @@ def _closing_rows(job: JobConfig, result: RunResult) -> Iterator[tuple[str, str]
         if made < planned:
             why = summary["updates_left_out"]
             yield "warning", f"{planned - made} updates were left out, the last because {why}"
-    if summary.get("warning"):
-        yield "warning", summary["warning"]
     if is_rl:
         yield from _episode_rows(summary)
     for kind, note in summary["no_scores"].items():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from areal_async.config.trainings import FILE_KINDS
@@ -176,38 +175,16 @@ def rows_of(records: Iterable[Record], load: Record | None = None) -> tuple[list
 
 
 def thinned(rows: Sequence[ChartRow], most: int) -> list[ChartRow]:
-    """Return about `most` evenly spaced rows for each policy and set of figures, including the last row. Each
-    row is the mean of the rows that it replaces; for a maximum it is their maximum. Repeated steps count
-    once."""
+    """Return at most `most` evenly spaced rows for each policy and set of figures, including the last row.
+    Repeated steps count once."""
     groups: dict[tuple[str, frozenset[str]], list[ChartRow]] = {}
     for row in rows:
         group = groups.setdefault((row.policy, frozenset(row.figures)), [])
         while group and group[-1].x >= row.x:
             group.pop()
         group.append(row)
-    kept = [_mean(part) for each in groups.values() for part in _parts(each, most)]
+    kept = [row for group in groups.values() for row in group[::-1][:: math.ceil(len(group) / most)]]
     return sorted(kept, key=lambda row: row.x)
-
-
-def _parts(rows: list[ChartRow], most: int) -> Iterable[list[ChartRow]]:
-    if len(rows) <= most:
-        return ([row] for row in rows)
-    edges = [round(index * len(rows) / most) for index in range(most + 1)]
-    return (rows[low:high] for low, high in pairwise(edges))
-
-
-def _mean(rows: list[ChartRow]) -> ChartRow:
-    last = rows[-1]
-    if len(rows) == 1:
-        return last
-    figures = {
-        name: max(row.figures[name] for row in rows)
-        if name.endswith("_max")
-        else sum(row.figures[name] for row in rows) / len(rows)
-        for name in last.figures
-    }
-    short = {name: _short(value) for name, value in figures.items()}
-    return ChartRow(last.policy, last.x, last.time_s, short)
 
 
 def work_between(before: Record, after: Record) -> Figures:

@@ -21,8 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.base.log import clock_text
-from areal_async.base.records import RunRecord
-from areal_async.launch.aggregator import Progress, RunStatus, no_score_text
+from areal_async.launch.aggregator import RunStatus, no_score_text
 from areal_async.show.figures import STEPS, values_of
 
 PLAIN_EVERY_S = 5.0
@@ -69,14 +68,12 @@ class PlainLines:
         console: Console,
         *,
         policy: str = "",
-        steps: int = 0,
         every_s: float = PLAIN_EVERY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`policy` is the first policy. Its pace gives the estimate of the time for the remaining `steps`."""
+        """`policy` is the first policy, which no line names."""
         self._console = console
-        self._policy, self._steps = policy, steps
-        self._progress = Progress(policy)
+        self._policy = policy
         self._records: deque[Mapping[str, Any]] = deque(maxlen=MOST_WAITING)
         self._deaths: deque[str] = deque(maxlen=MOST_WAITING)
         """Texts of the newest process deaths that were shown."""
@@ -87,13 +84,12 @@ class PlainLines:
         self._news = ""  # The last printed news: a message, or the edge of a stall
         self._again_s = 0.0
         self._self_check = ""
-        self._warned: tuple[bool, int | None] = (False, None)
         self._no_scores: set[str] = set()  # Kinds that were printed
 
     def record(self, line: bytes) -> None:
         """Accept a line of metrics.jsonl. `flush` prints it later, because printing may be slow."""
         record = msgspec.json.decode(line)
-        if record["kind"] in SHOWN or record["kind"] in DEATHS:
+        if record["kind"] in (*STEPS, "evaluation", *DEATHS):
             self._records.append(record)
 
     def flush(self) -> None:
@@ -105,9 +101,7 @@ class PlainLines:
                 self._deaths.append(died)
                 self._say(f"message={_quoted(died)} time={clock_text(self._elapsed_s)}")
                 continue
-            with suppress(msgspec.ValidationError):
-                self._progress.feed(msgspec.convert(record, RunRecord))
-            self._say(step_line(record, self._progress, first=self._policy, steps=self._steps))
+            self._say(step_line(record, first=self._policy))
 
     def show(self, status: RunStatus) -> None:
         """Print the status at intervals, and news immediately."""
@@ -130,12 +124,6 @@ class PlainLines:
             if note.kind not in self._no_scores:
                 self._no_scores.add(note.kind)
                 self._say(f"no_score={_quoted(no_score_text(note))}")
-        # The figures of a warning change with each step. It is repeated only after an evaluation.
-        warned = (bool(status.warning), status.accuracy_version)
-        if warned != self._warned:
-            self._warned = warned
-            if status.warning:
-                self._say(f"warning={_quoted(status.warning)}")
         if status.self_check != self._self_check:
             self._self_check = status.self_check
             self._say(f"self_check={_quoted(status.self_check)}")
@@ -177,42 +165,33 @@ def open_view(console: Console, lines: PlainLines | None) -> Iterator[Show]:
             live.stop()
 
 
-STEP_KEYS = {
-    "reward": "reward_mean",
-    "accuracy": "",
-    "staleness": "staleness_max",
-    "tok/s": "",
-    "loss": "loss",
-    "grad_norm": "grad_norm",
-    "left": "",
-}
 DEATHS = frozenset({"restart", "death"})
 """Kinds of records about the death of a service."""
-SHOWN: Mapping[str, Mapping[str, str]] = {
-    **dict.fromkeys(STEPS, STEP_KEYS),
-    "evaluation": {"accuracy": "accuracy", "low": "", "high": "", "tasks": "n", "wall_s": "wall_s"},
+STEP_KEYS = {
+    "reward": "reward_mean",
+    "accuracy": "accuracy",
+    "staleness": "staleness_max",
+    "tok/s": "tokens_per_s",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
 }
-"""Kinds of records that are shown. For each, the keys of its line, with the record's field of each key. An
-empty field means that the value is computed."""
+EVALUATION_KEYS = {"accuracy": "accuracy", "low": "low", "high": "high", "tasks": "n", "wall_s": "wall_s"}
+"""Keys of the line of a record, each with its figure or field."""
 
 
-def step_line(record: Mapping[str, Any], progress: Progress, *, first: str = "", steps: int = 0) -> str:
-    """Return the line of a record with a kind in `SHOWN`. `progress` is the progress of policy `first`,
-    including this record."""
-    kind, policy = record["kind"], record.get("policy") or first
-    mine = progress if policy == first else Progress(policy)
-    begin = f"evaluation={record.get('version')}" if kind == "evaluation" else f"step={record.get('step')}"
-    left_s = mine.left_s(steps)
-    known = {
-        "accuracy": mine.last[1] if mine.last else None,
-        "tok/s": values_of(record).get("tokens_per_s"),
-        "left": clock_text(left_s) if left_s is not None else None,
-    }
-    if kind == "evaluation" and isinstance(interval := record.get("mean"), list) and len(interval) == 3:
-        known |= {"low": interval[1], "high": interval[2]}
-    figures = {key: record.get(name) if name else known.get(key) for key, name in SHOWN[kind].items()}
-    said = [f"{key}={_figure(value)}" for key, value in figures.items() if value is not None]
-    return " ".join([begin, *([f"policy={policy}"] if policy != first else []), *said])
+def step_line(record: Mapping[str, Any], *, first: str = "") -> str:
+    """Return the line of a step or an evaluation. Policy `first` is not named."""
+    figures = {**record, **values_of(record)}
+    if record["kind"] == "evaluation":
+        said, keys = {"evaluation": record.get("version")}, EVALUATION_KEYS
+        if isinstance(interval := record.get("mean"), list) and len(interval) == 3:
+            figures |= {"low": interval[1], "high": interval[2]}
+    else:
+        said, keys = {"step": record.get("step")}, STEP_KEYS
+    if (policy := record.get("policy") or first) != first:
+        said["policy"] = policy
+    said |= {key: figures.get(name) for key, name in keys.items()}
+    return " ".join(f"{key}={_figure(value)}" for key, value in said.items() if value is not None)
 
 
 def status_line(status: RunStatus) -> str:
@@ -276,8 +255,6 @@ def render(status: RunStatus, width: int, *, without: Collection[str] = ()) -> P
             rows.add_row(label, _clipped(text, 3 * (width - 18)))
     for note in reversed(status.dropped.no_scores[-MAX_NO_SCORES:] if "no score" not in without else ()):
         rows.add_row("no score", _clipped(no_score_text(note), width - 18, "yellow"))
-    if status.warning:
-        rows.add_row("warning", _clipped(status.warning, 3 * (width - 18), "yellow"))
     if message := _message(status):
         rows.add_row("!", _clipped(message, 2 * (width - 18), "yellow"))
     title = f"[bold]areal-async[/] · {status.job}{' · stopping' if status.stopping else ''}"

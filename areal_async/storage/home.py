@@ -63,20 +63,6 @@ class HomeFileSystem(fsspec.AbstractFileSystem):
             return {"name": path, "size": 0, "type": "directory"}
         raise FileNotFoundError(path)
 
-    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
-        path = self._strip_protocol(path)
-        found = self._listed(path)
-        if not found:
-            raise FileNotFoundError(path)
-        entries: dict[str, dict[str, Any]] = {}
-        for name, file in found.items():
-            first, below, _ = name.partition("/")
-            there = f"{path}/{first}" if first else path
-            entries[there] = (
-                {"name": there, "size": 0, "type": "directory"} if below else self._entry(there, file)
-            )
-        return [*entries.values()] if detail else [*entries]
-
     def find(self, path: str, *args: Any, detail: bool = False, **kwargs: Any) -> Any:
         path = self._strip_protocol(path)
         names = {f"{path}/{name}" if name else path: file for name, file in self._listed(path).items()}

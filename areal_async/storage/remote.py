@@ -127,21 +127,6 @@ class Remote:
 
         return self._ask("list", self.url, find)
 
-    def folders(self) -> list[str]:
-        """Return the names of the folders directly below the URL."""
-
-        def names() -> list[str]:
-            with suppress(FileNotFoundError):
-                entries = self._fs.ls(self._path, detail=True)
-                return sorted(
-                    entry["name"].rstrip("/").rpartition("/")[2]
-                    for entry in entries
-                    if entry["type"] == "directory"
-                )
-            return []
-
-        return self._ask("list", self.url, names)
-
     def read(self, name: str = "", begin: int = 0, end: int | None = None) -> bytes:
         """Return the bytes of a file from `begin` to `end`, exclusive. Raises `StorageMissing`."""
 

@@ -125,8 +125,7 @@ async def evaluated(ctx: ServiceContext, model: Path, limit: int | None, out: IO
             how = f"temperature {sampling.temperature:g}" if sampling.temperature else "greedy"
             limit_text = f"at most {sampling.max_new_tokens} tokens (--max-new-tokens)"
             _note(f"answers: {asked}, sampling: {how} (--temperature), {limit_text}")
-            told = progress("answering", asked, since=lambda: evaluator.begun_s)
-            with told as evaluator.on_answered:
+            with progress("answering", asked) as evaluator.on_answered:
                 done = await evaluator.evaluate(ModelFolder(model, job.policy), tasks)
             if cut:
                 _note(f"note: {cut} of {asked} answers ended at the limit, {limit_text}")

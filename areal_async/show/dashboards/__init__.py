@@ -1,4 +1,4 @@
 """Dashboards, rules and alerts for Prometheus and Grafana, as files of this package.
 
 `deploy/grafana/build.py` generates `grafana/`; the other files are written by hand. `files.py` writes the
-files for a user. `serving.py` starts the two programs with them."""
+files for a user."""

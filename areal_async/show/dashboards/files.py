@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
+from areal_async.base.addresses import LOOPBACK
 from areal_async.base.mistakes import ConfigError, Mistake
 
 HERE = Path(__file__).parent
@@ -51,6 +52,22 @@ def write_files(
         fix = "Name a folder of yours"
         raise ConfigError("the command line", [Mistake("DIR", problem, fix)]) from error
     return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def start_commands(folder: Path) -> list[str]:
+    """Return the shell commands that start both programs with the files in `folder`, on loopback only."""
+    folder = folder.absolute()
+    settings = {
+        "GF_SERVER_HTTP_ADDR": LOOPBACK,
+        "GF_PATHS_PROVISIONING": folder / "provisioning",
+        "GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH": folder / "grafana" / "areal-overview.json",
+    }
+    environment = " ".join(f"{name}={value}" for name, value in settings.items())
+    return [
+        f"  prometheus --config.file={folder / 'prometheus.yaml'} --storage.tsdb.path={folder / 'data'} "
+        f"--web.listen-address={LOOPBACK}:9090",
+        f"  {environment} grafana server --config={folder / 'grafana.ini'} --homepath=/usr/share/grafana",
+    ]
 
 
 def _change(path: Path, section: str, values: Mapping[str, object]) -> None:

@@ -170,7 +170,7 @@ class LoggerThread:
             log.warning("a logger has failed", name=self.name, error=f"{type(error).__name__}: {error}")
 
     def _look(self) -> None:
-        if self._logger is None and not self._open():
+        if (logger := self._logger or self._open()) is None:
             return
         told = False
         for record in self._tail.records():
@@ -179,20 +179,23 @@ class LoggerThread:
             policy = record.get("policy", "")
             steps, values = figures_of(record, f"{policy}/" if self._several and policy else "")
             if values and self._is_new(f"{policy}/{record['kind']}", steps):
-                self._tell("figures", steps, values)
+                with self._counted_errors():
+                    logger.figures(steps, values)
                 told = True
         for folder in (self._run_dir, *sorted((self._run_dir / "policies").glob("*"))):
             for kind, number, path in sample_files(folder):
                 if self._is_new(f"samples/{'' if folder == self._run_dir else folder.name}/{kind}", number):
-                    self._tell("samples", number + (kind == "step"), kind, path)
+                    with self._counted_errors():
+                        logger.samples(number + (kind == "step"), kind, read_samples(path))
                     told = True
-        if told and self._logger is not None:
-            self._try(self._logger.flush)
+        if told:
+            with self._counted_errors():
+                logger.flush()
             self._keep()
 
-    def _open(self) -> bool:
+    def _open(self) -> RunLogger | None:
         if time.monotonic() < self._retry_s:
-            return False
+            return None
         try:
             self._logger = self._make(self._run)
         except Exception as error:
@@ -202,9 +205,9 @@ class LoggerThread:
                 name=self.name,
                 error=f"{type(error).__name__}: {error}",
             )
-            return False
+            return None
         self._keep()
-        return True
+        return self._logger
 
     def _is_new(self, what: str, number: int) -> bool:
         """Return whether the number has not been logged yet, and count it as logged."""
@@ -213,17 +216,10 @@ class LoggerThread:
         self._kept.done[what] = number
         return True
 
-    def _tell(self, method: str, steps: int, *what: Any) -> None:
-        def tell() -> None:
-            *first, last = what
-            given = read_samples(last) if isinstance(last, Path) else last
-            getattr(self._logger, method)(steps, *first, given)
-
-        self._try(tell)
-
-    def _try(self, call: Callable[[], None]) -> None:
+    @contextmanager
+    def _counted_errors(self) -> Iterator[None]:
         try:
-            call()
+            yield
         except Exception as error:
             self.lost += 1
             self._kept.lost += 1

@@ -6,7 +6,6 @@ limit. The next answer continues at its end."""
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -26,29 +25,19 @@ from areal_async.launch.run_handle import Run
 from areal_async.service.record import RECORDS
 from areal_async.service.samples import FOLDER as SAMPLES
 from areal_async.service.samples import SampleKind, sample_files
-from areal_async.show.figures import PANELS, rows_of, thinned, work_between
+from areal_async.show.figures import PANELS, rows_of, thinned
 
 Json = dict[str, Any]
 
 CHUNK_BYTES = 4 << 20  # Largest part of `metrics.jsonl` that is read for one answer
 MOST_ROWS, LEAST_ROWS = 1000, 50  # Rows per kind, of a whole history and of one answer
-LOOKED_AT = 2  # Number of records read per returned row of a long history
 LAST_BYTES = 256 << 10  # Bytes at the end of the file that are searched for the last records
 SAMPLE_BYTES = 64 << 20  # Largest sample file that is read
 SEARCHED_BYTES = 256 << 20
 MOST_FILES, MOST_FOUND, MOST_RUNS = 2000, 200, 1000
 HEAD_CHARS = 160
 
-LAST_KINDS = ("step", "evaluation", "end")
-
 _decoder = msgspec.json.Decoder(dict[str, Any])
-
-
-class _Kind(msgspec.Struct):
-    kind: str = ""
-
-
-_kinds = msgspec.json.Decoder(_Kind)
 
 
 class UnknownName(ArealError):
@@ -133,32 +122,22 @@ def _records_file(folder: Path) -> BinaryIO:
 
 
 @lru_cache(maxsize=2 * MOST_RUNS)
-def _last(folder: Path, size: int, changed_ns: int) -> Mapping[str, Json]:
-    """Return the last records of a step, an evaluation and an end from the last bytes of a run's records.
-    Other records are not decoded."""
+def _last(folder: Path, size: int, changed_ns: int = 0) -> Mapping[str, Json]:
+    """Return the last record of each kind before byte `size` of a run's records, from the last bytes only.
+
+    The kind of a step of any training is "step". Its accuracy is also an evaluation."""
     found: dict[str, Json] = {}
+    low = max(0, size - LAST_BYTES)
     with suppress(OSError, NotOurs), _records_file(folder) as file:
-        file.seek(max(0, size - LAST_BYTES))
-        for line in reversed(file.read(LAST_BYTES).split(b"\n")):
-            kind = _kind_of(line)
-            name = "step" if kind in FILE_KINDS else kind
-            if name == "resume":
-                found.setdefault("end", {})
-            elif name in LAST_KINDS and name not in found:
-                found[name] = _decoder.decode(line)
-            if kind in FILE_KINDS and b'"accuracy"' in line and "evaluation" not in found:
-                # The records of steps contain the evaluations.
-                record = _decoder.decode(line)
-                found |= {"evaluation": record} if record.get("accuracy") is not None else {}
-            if len(found) == len(LAST_KINDS):
-                break
+        file.seek(low)
+        for record in _whole(file.read(size - low)):
+            kind = str(record.get("kind"))
+            if kind == "resume":
+                found |= {"end": {}, "load": {}}  # New processes count from 0 again
+            if kind in FILE_KINDS and record.get("accuracy") is not None:
+                found["evaluation"] = record
+            found["step" if kind in FILE_KINDS else kind] = record
     return found
-
-
-def _kind_of(line: bytes) -> str:
-    with suppress(msgspec.DecodeError):
-        return _kinds.decode(line).kind
-    return ""
 
 
 def overview(folder: Path, job: JobConfig | None = None) -> Json:
@@ -191,7 +170,6 @@ def overview(folder: Path, job: JobConfig | None = None) -> Json:
             told["waits"] = stall.get("detail") or status.get("message") or status.get("lease_wait") or ""
     else:
         told["waits"] = _why_it_stopped(folder)
-        told["workers"] = _workers_at_the_end(folder, *_stamp(folder / RECORDS))
     return told
 
 
@@ -218,37 +196,9 @@ def _job_of(folder: Path, size: int, changed_ns: int) -> JobConfig:
         raise RunFolderError(f"the job of the run in {folder} cannot be read: {error}") from error
 
 
-@lru_cache(maxsize=64)
-def _workers_at_the_end(folder: Path, size: int, changed_ns: int) -> list[Json]:
-    """Return the processes of a finished run, with their busy shares over the whole run."""
-    loads: list[bytes] = []
-    with suppress(OSError, NotOurs), _records_file(folder) as file:
-        for line in file:
-            kind = _kind_of(line) if b'"load"' in line or b'"resume"' in line else ""
-            if kind == "resume":
-                loads = []
-            elif kind == "load":
-                loads = [*loads[:1], line]
-    if len(loads) < 2:
-        return []
-    first, load = _whole(b"".join(loads))
-    work = work_between(first, load)
-    return [
-        {
-            "name": name,
-            "phase": "ended",
-            "busy": work.get(f"busy:{name}"),
-            "waiting_for": "",
-            "cpu_s": told.get("cpu_s"),
-            "tokens": told.get("tokens"),
-        }
-        for name, told in (load.get("services") or {}).items()
-    ]
-
-
 def records_from(folder: Path, offset: int) -> Json:
     """Return the rows of the records after byte `offset` of `metrics.jsonl`. The answer has the `offset` for
-    the next call. A long history is sampled evenly and thinned to about `MOST_ROWS` per kind. `reset` means
+    the next call. A long history is thinned to about `MOST_ROWS` per kind. `reset` means
     that the file was replaced, so the client must start again."""
     content, size = b"", 0
     with suppress(OSError, NotOurs), _records_file(folder) as file:
@@ -263,40 +213,10 @@ def records_from(folder: Path, offset: int) -> Json:
         whole = len(content)  # A record of this length does not exist, so it is skipped
     following = offset + whole
     most = max(LEAST_ROWS, MOST_ROWS * whole // max(1, size))
-    rows, _ = rows_of(_some(content[:whole], LOOKED_AT * most), _load_before(folder, offset))
+    rows, _ = rows_of(_whole(content[:whole]), _last(folder, offset).get("load") or None)
     if len(rows) > most:
         rows = thinned(rows, most)
     return {"offset": following, "rows": rows, "more": following < size and whole > 0, "reset": False}
-
-
-def _some(content: bytes, most: int) -> Iterable[Json]:
-    """Return about `most` records of each kind that is written at every step, and all records of other kinds.
-    They are evenly chosen and include the last. The work in a `load` record counts from the previous kept
-    record, so nothing is lost."""
-    lines = content.split(b"\n")
-    every, seen, kept = max(1, len(lines) // most), Counter[str](), []
-    if every == 1:
-        return _whole(content)
-    for line in reversed(lines):
-        kind = _kind_of(line)
-        if kind not in ("step", "load", *FILE_KINDS) or seen[kind] % every == 0:
-            kept.append(line)
-        seen[kind] += 1
-    return _whole(b"\n".join(reversed(kept)))
-
-
-@lru_cache(maxsize=256)
-def _load_before(folder: Path, offset: int) -> Json | None:
-    """Return the last `load` record that ends before a byte. The next row is computed from it."""
-    low = max(0, offset - LAST_BYTES)
-    with suppress(OSError, NotOurs), _records_file(folder) as file:
-        file.seek(low)
-        for record in reversed([*_whole(file.read(offset - low))]):
-            if record.get("kind") == "resume":
-                return None
-            if record.get("kind") == "load":
-                return record
-    return None
 
 
 def _whole(content: bytes) -> Iterator[Json]:
@@ -380,13 +300,10 @@ def search_samples(folder: Path, wanted: str) -> list[Json]:
     found: list[Json] = []
     left = SEARCHED_BYTES
     wanted = wanted.lower()
-    plain = wanted.isascii() and wanted.isprintable() and not {'"', "\\"} & {*wanted}
     for key, file in samples_of(folder).items():
         with suppress(UnknownName):
             content = _read(file.path)
             left -= len(content)
-            if plain and wanted.encode() not in content.lower():
-                continue  # JSON writes such words unchanged
             for index, episode in enumerate(_whole(content)):
                 place = _place(episode, wanted)
                 if place:

@@ -2,10 +2,8 @@
 exist, and taken by the programs that read them."""
 
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +13,12 @@ import pytest
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
-from hostile_http import free_port
 from typer.testing import CliRunner
 
-from areal_async.base.addresses import LOOPBACK
 from areal_async.cli.main import app
 from areal_async.config.cluster import DIR_VARIABLE
 from areal_async.show.dashboards.files import HERE as FILES
 from areal_async.show.dashboards.files import ListedJobs, write_files
-from areal_async.show.dashboards.serving import told_of
 from tests.panels import FOREIGN, OF_TARGET, asked, declared, panel_queries, rules, uses
 from tests.waiting import LIMIT_S
 
@@ -180,7 +175,8 @@ def test_every_alert_says_what_to_do_and_names_a_section_of_the_docs():
         assert rule["labels"]["severity"] in ("warning", "critical")
 
 
-def test_the_files_are_written_for_a_place(tmp_path):
+def test_the_files_are_written_for_a_place(tmp_path, monkeypatch):
+    monkeypatch.setenv(DIR_VARIABLE, str(tmp_path / "cluster"))
     command = ["dashboards", "write", str(tmp_path / "d"), "--runs", str(tmp_path / "runs")]
     done = CliRunner().invoke(app, [*command, "--prometheus", "http://p:9090", "--json"])
     assert done.exit_code == 0, done.output
@@ -191,7 +187,12 @@ def test_the_files_are_written_for_a_place(tmp_path):
     assert sorted(Path(path).iterdir()) == sorted((tmp_path / "d" / "grafana").iterdir())
     (scrape,) = read(tmp_path / "d" / "prometheus.yaml")["scrape_configs"]
     assert scrape["file_sd_configs"][0]["files"] == [str(tmp_path / "runs" / "prometheus" / "*.json")]
-    assert CliRunner().invoke(app, command).exit_code == 0, "a second time"
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code == 0, "a second time"
+    started = [line.split() for line in again.output.splitlines() if line.startswith("  ") and "=" in line]
+    assert started[0][:2] == ["prometheus", f"--config.file={tmp_path}/d/prometheus.yaml"]
+    assert started[0][-1] == "--web.listen-address=127.0.0.1:9090"
+    assert {"GF_SERVER_HTTP_ADDR=127.0.0.1", f"--config={tmp_path}/d/grafana.ini"} <= {*started[1]}
 
     (tmp_path / "file").touch()
     refused = CliRunner().invoke(app, ["dashboards", "write", str(tmp_path / "file")])
@@ -213,84 +214,7 @@ def test_jobs_of_a_controller_are_found_where_it_lists_them(tmp_path):
     if (tool := shutil.which("promtool")) is not None:
         command = [tool, "check", "config", str(tmp_path / "d" / "prometheus.yaml")]
         assert subprocess.run(command, capture_output=True, timeout=LIMIT_S).returncode == 0
-    said = told_of([tmp_path / "runs"], listed, 2)
-    assert "those of the controller at http://127.0.0.1:8470 (2 now)" in said
 
 
 def read(path):
     return yaml.safe_load(path.read_text())
-
-
-STAND_IN = f"""#!{sys.executable}
-import http.server, json, os, sys
-class Healthy(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200 if self.path == "/api/health" else 404)
-        self.end_headers()
-settings = {{name: value for name, value in os.environ.items() if name.startswith("GF_")}}
-json.dump({{"argv": sys.argv[1:], "settings": settings}}, open(os.environ["TOLD"], "w"))
-address = (settings["GF_SERVER_HTTP_ADDR"], int(settings["GF_SERVER_HTTP_PORT"]))
-http.server.HTTPServer(address, Healthy).serve_forever()
-"""
-
-
-def start(tmp_path, port, grafana_port, path):
-    words = ["--runs", tmp_path, "--port", port, "--grafana-port", grafana_port]
-    command = [sys.executable, "-m", "areal_async.cli.main", "dashboards", "up", *map(str, words)]
-    environment = os.environ | {"PATH": str(path), "TOLD": str(tmp_path / "told.json")}
-    environment |= {DIR_VARIABLE: str(tmp_path / "cluster")}
-    outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=environment, **outputs)
-
-
-def failed(process):
-    """Return what a process wrote that ends with an error."""
-    said = process.communicate(timeout=LIMIT_S)[0]
-    assert process.returncode > 0
-    return said
-
-
-@pytest.mark.skipif(not shutil.which("prometheus"), reason="needs the Debian package prometheus")
-def test_up_starts_prometheus_with_the_rules_and_grafana_where_there_is_one(tmp_path):
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    (programs / "prometheus").symlink_to(shutil.which("prometheus"))
-    (tmp_path / "prometheus").mkdir()
-    (tmp_path / "prometheus" / "sums.json").write_text("[]")
-    port, grafana_port = free_port(), free_port()
-    with start(tmp_path, port, grafana_port, programs) as alone:
-        lines = [alone.stdout.readline() for _ in range(3)]
-        assert "grafana is not on the PATH" in lines[1], lines
-        assert f"{tmp_path}/dashboards/grafana" in lines[1]
-        assert f"{tmp_path} (1 now)" in lines[2]
-        assert failed(start(tmp_path / "other", port, grafana_port, programs)).startswith(
-            f"error: cannot listen on port {port}: Address already in use"
-        )
-        assert not (tmp_path / "other").exists(), "a start that failed leaves something"
-        alone.send_signal(signal.SIGINT)
-        assert alone.wait(LIMIT_S) == 0
-
-    grafana = programs / "grafana"
-    grafana.write_text(STAND_IN)
-    grafana.chmod(0o755)
-    with start(tmp_path, port, grafana_port, programs) as both:
-        lines = [both.stdout.readline() for _ in range(3)]
-        assert f"http://{LOOPBACK}:{grafana_port}" in lines[1], lines
-        told = json.loads((tmp_path / "told.json").read_text())
-        assert told["argv"] == ["server", f"--config={tmp_path}/dashboards/grafana.ini"]
-        assert (Path(told["settings"]["GF_PATHS_PROVISIONING"]) / "dashboards" / "areal.yaml").is_file()
-        assert Path(told["settings"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]).is_file()
-        both.send_signal(signal.SIGTERM)
-        assert both.wait(LIMIT_S) == 0
-
-    grafana.write_text("#!/bin/sh\necho no such option; exit 3\n")
-    said = failed(start(tmp_path, port, grafana_port, programs))
-    assert "no such option" in said
-    assert "grafana.log" in said
-
-
-def test_without_prometheus_it_is_said_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    done = CliRunner().invoke(app, ["dashboards", "up", "--runs", str(tmp_path)])
-    assert done.exit_code != 0
-    assert "apt install prometheus" in done.output

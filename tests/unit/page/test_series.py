@@ -49,12 +49,12 @@ def test_busy_shares_and_speed_are_what_was_done_between_two_loads() -> None:
     assert last == records[-1]
 
 
-def test_thinned_rows_are_few_with_means_and_what_is_a_largest_stays_one() -> None:
-    rows = [ChartRow("p", n, n, {"loss": float(n), "staleness_max": float(n == 7)}) for n in range(1000)]
+def test_thinned_rows_are_few_and_have_the_last() -> None:
+    rows = [ChartRow("p", n, n, {"loss": float(n)}) for n in range(1000)]
     kept = thinned(rows, 10)
     assert len(kept) == 10
     assert [row.x for row in kept][::9] == [99, 999]
-    assert kept[0].figures == {"loss": 49.5, "staleness_max": 1.0}
+    assert kept[0].figures == {"loss": 99.0}
     assert thinned(rows[:5], 10) == rows[:5]
 
 

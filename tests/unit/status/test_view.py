@@ -145,7 +145,7 @@ def record(kind, **fields):
 
 def test_each_step_and_evaluation_is_one_short_line_of_key_and_value():
     console = paper(80)
-    lines = PlainLines(console, policy="policy", steps=300)
+    lines = PlainLines(console, policy="policy")
     figures = {"loss": -0.00012345678, "grad_norm": 12.3456789, "reward_mean": 0.6123456, "staleness_max": 3}
     work = {"tokens": 123456, "step_s": 12.345678, "wait_s": 0.1}
     lines.record(record("load", sums={}))
@@ -161,10 +161,10 @@ def test_each_step_and_evaluation_is_one_short_line_of_key_and_value():
     told = text(console).splitlines()
     assert max(map(len, told)) <= 110
     first, second, evaluation, after, other = map(parsed, told)
-    step = "step=98 reward=0.612 staleness=3 tok/s=10000 loss=-0.000123 grad_norm=12.3 left=41:40"
-    assert first | {"left": "41:40"} == second | {"step": "98"} == parsed(step)
+    step = "step=98 reward=0.612 staleness=3 tok/s=10000 loss=-0.000123 grad_norm=12.3"
+    assert first == second | {"step": "98"} == parsed(step)
     assert evaluation == parsed("evaluation=100 accuracy=0.633 low=0.59 high=0.67 tasks=512 wall_s=3.21")
-    assert (after["accuracy"], after["left"]) == ("0.633", "41:27")
+    assert after == first | {"step": "100"}
     assert other == {"step": "7", "policy": "other", "reward": "0.612", "staleness": "3", "grad_norm": "12.3"}
     lesson = PlainLines(console, policy="policy")
     lesson.record(record("sft", step=12, loss=1.5, accuracy=0.25, held_out_loss=1.6, tokens=900, step_s=0.5))
@@ -222,15 +222,6 @@ def test_why_answers_get_no_score_is_told_as_soon_as_it_is_known():
     told = [line for line in told if line]
     assert [line.split(":")[0] for line in told] == ["timeout ×14", "error"]
     assert told[1].startswith("error:exception ×12: ValueError: the grader lost")
-
-
-def test_what_training_and_evaluations_say_together_is_warned_of_once():
-    shown = status(warning="training reward rose while held-out reward fell")
-    later = status(warning="training reward rose a little more while held-out reward fell")
-    moments = [status(), shown, shown, later, status(warning=later.warning, accuracy_version=99)]
-    told = [parsed(line).get("warning") for line in plain(moments).splitlines()]
-    assert [line for line in told if line] == [shown.warning, later.warning], "again with an evaluation only"
-    assert "warning    training reward rose" in drawn(shown)
 
 
 def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again():

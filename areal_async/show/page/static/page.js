@@ -138,9 +138,8 @@
     }
     workers(rows) {
       by("workers").hidden = !rows.length;
-      const more = rows.some((row) => row.cpu_s !== undefined);
       const head = node("tr");
-      for (const text of ["Process", "Is", "Busy", ...(more ? ["CPU seconds", "Tokens"] : ["Waits for"])]) { const cell = node("th", text); cell.scope = "col"; head.append(cell); }
+      for (const text of ["Process", "Is", "Busy", "Waits for"]) { const cell = node("th", text); cell.scope = "col"; head.append(cell); }
       const top = node("thead"), body = node("tbody");
       top.append(head);
       for (const row of rows) {
@@ -152,9 +151,7 @@
           meter.setAttribute("aria-label", `${row.name} is busy`);
           busy.append(meter, `${Math.round(row.busy * 100)} %`);
         } else busy.textContent = "–";
-        line.append(name, node("td", row.phase), busy);
-        if (more) line.append(node("td", short(row.cpu_s), "number"), node("td", short(row.tokens), "number"));
-        else line.append(node("td", row.waiting_for || "nothing"));
+        line.append(name, node("td", row.phase), busy, node("td", row.waiting_for || "nothing"));
         body.append(line);
       }
       by("workers-table").replaceChildren(top, body);
