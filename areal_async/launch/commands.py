@@ -127,7 +127,8 @@ class ControlSocket(ControlServer):
 
     def tell_of_drain(self, name: str) -> None:
         """Ask the buffer to stop leasing to a worker, without waiting for the answer."""
-        self.do(self._tell_buffer(name))
+        if self._thread is not None:
+            self._thread.begin(self._tell_buffer(name))
 
     async def _status(self, peer: Peer, request: Status, attachments: list[memoryview]) -> ServiceStatus:
         return board.status("supervisor", serves=True)
