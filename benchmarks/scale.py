@@ -1,7 +1,7 @@
 """What one front of the buffer carries: throughput, latencies and CPU from one worker to a thousand.
 
     python benchmarks/scale.py [--workers 1,10,100,500,1000] [--units 64,8192] [--outstanding 2000,200,20000]
-        [--group 8] [--seconds 8] [--durability everysec] [--no-fetch] [--sockets] [--json FILE]
+        [--group 8] [--seconds 8] [--durability everysec] [--no-fetch] [--json FILE]
 
 A real service with its Redis, and a closed loop around it: fake workers that hold all groups that are
 outstanding, put the oldest as one message as soon as the one before is acknowledged and lease another; a
@@ -36,7 +36,6 @@ from buffer_service import JOB, cpu_s, episode, job_in, keys_at, start_service
 
 from areal_async.base.verdicts import Score
 from areal_async.base.versions import VersionTag
-from areal_async.rpc.by_file import ClientFiles
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import (
     Batch,
@@ -179,8 +178,6 @@ async def train(timed: Timed, shared: Shared, fetches: bool) -> None:
 async def process(role: KeyRole, order: dict[str, Any]) -> None:
     """The process of some workers, of the scorer or of the trainer; prints its latencies at the end."""
     shared, endpoint = Shared(Path(order["shared"])), order["endpoint"]
-    if order["sockets"]:
-        ClientFiles.find = lambda here: None  # type: ignore[method-assign]
     seconds: dict[str, list[float]] = defaultdict(list)
     names = [f"worker-{order['first'] + i}" for i in range(order["count"])] if role == "rollout" else [role]
     clients = [
@@ -237,7 +234,6 @@ async def measure(options: argparse.Namespace, workers: int, units: int, outstan
         common = {
             "shared": str(folder / "shared"),
             "endpoint": service.endpoint,
-            "sockets": options.sockets,
         }
         children = []
         try:
@@ -367,7 +363,6 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--durability", choices=["memory", "everysec", "always"], default="everysec")
     parser.add_argument("--no-fetch", dest="fetch", action="store_false", help="the trainer fetches nothing")
-    parser.add_argument("--sockets", action="store_true", help="all bytes through sockets, as between hosts")
     parser.add_argument("--dir", type=Path, default=None, help="where the files lie meanwhile")
     parser.add_argument("--json", type=Path, default=None)
     asyncio.run(main(parser.parse_args()))

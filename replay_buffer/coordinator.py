@@ -29,7 +29,6 @@ from areal_async.base.events import failpoint, record, recording
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
 from areal_async.base.records import Task
-from areal_async.rpc.by_file import FilePart
 from areal_async.rpc.messages import Arrived, Lease, Leases, PutAck
 from areal_async.rpc.schema import Message
 from replay_buffer.ledger.decide import (
@@ -50,7 +49,7 @@ from replay_buffer.redis.address import StoreError, StoreUnavailable, Trouble
 from replay_buffer.redis.large import BlobRef
 from replay_buffer.redis.store import Opened, Store
 from replay_buffer.redis.writer import Bytes, LedgerClock
-from replay_buffer.routes import Given, RoutesFile
+from replay_buffer.routes import RoutesFile
 
 BEAT_S = 0.5  # Longest time between two looks at the clock
 OUTAGE_MS = 3_000  # A longer gap between two looks counts as an outage of this process
@@ -168,7 +167,7 @@ class Coordinator:
         command: StoreEpisodes,
         attachments: Sequence[Bytes],
         routed: Sequence[int] = (),
-        routes: Given = (),
+        routes: Sequence[memoryview] = (),
     ) -> Decision:
         """Execute a put. Its large episodes are on disk before the decision. The `routes` of the samples
         `routed` are on disk, too, unless this front keeps no routes."""
@@ -239,24 +238,18 @@ class Coordinator:
             for fired in self._polls[edge]:
                 fired.set()
 
-    async def blobs(
-        self, wanted: Sequence[tuple[str, int]], *, by_file: bool = False
-    ) -> list[Bytes | FilePart | None]:
-        """Return episode bytes by (group id, sample). With `by_file`, return the places of bytes that are in
-        files. Raises `FaultError("unavailable")`."""
+    async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[Bytes | None]:
+        """Return episode bytes by (group id, sample). Raises `FaultError("unavailable")`."""
         try:
-            return await self._store.blobs(wanted, by_file=by_file)
+            return await self._store.blobs(wanted)
         except StoreUnavailable as error:
             raise _unavailable(error) from error
 
-    async def routes(
-        self, wanted: Sequence[tuple[str, int]], *, by_file: bool = False
-    ) -> list[memoryview | FilePart | None]:
-        """Return routes by (group id, sample), in the form that `blobs` uses for episodes. None means that an
-        episode has no routes."""
+    async def routes(self, wanted: Sequence[tuple[str, int]]) -> list[memoryview | None]:
+        """Return routes by (group id, sample). None means that an episode has no routes."""
         if self._store.routes is None:
             return [None] * len(wanted)
-        return await self._store.routes.read(wanted, by_file=by_file)
+        return await self._store.routes.read(wanted)
 
     def tasks(self, task_ids: Sequence[str]) -> list[Task]:
         """Return the existing tasks among these. Raises `FaultError("unavailable")`."""

@@ -1,13 +1,11 @@
 """Routes of stored episodes: files beside the buffer, whatever their size and wherever its Redis runs.
 
 Promises: Redis contains no bytes of routes. The routes of a stored episode exist until the episode's bytes
-are freed, and `GRACE_S` longer, because a client that just got their place may still open them.
+are freed, and `GRACE_S` longer, because a reply may still need them.
 
-No record refers to the files. A file's name contains the ids of its routes and the positions at which they
-begin. So the ledger and Redis do not know about routes. Files that a crash leaves are removed when the store
-is opened. If the routes of an episode are lost, for example after the front moved to another host, it is
-trained without them. A file from a client on this host has the routes of a group, and each episode of the
-group has a hard link to it.
+No record refers to the files. A file's name contains the ids of its routes and their size. So the ledger and
+Redis do not know about routes. Files that a crash leaves are removed when the store is opened. If the routes
+of an episode are lost, for example after the front moved to another host, it is trained without them.
 """
 
 from __future__ import annotations
@@ -22,23 +20,18 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
-from areal_async.rpc.by_file import Filed, FilePart
-
 PREFIX = "routes-"
 """Prefix of their file names. Episode files are in the same folder."""
 GRACE_S = 3.0
 
 Place = tuple[str, int]
 """(group id, sample)"""
-Given = Filed | Sequence[memoryview]
-"""Routes as attachments: in a file of a client on this host, or as bytes."""
 
 
 class RoutesFile(NamedTuple):
-    """The file `name` with the routes of an episode, `size_bytes` from offset `at` on."""
+    """The file `name` with the routes of an episode."""
 
     name: str
-    at: int
     size_bytes: int
 
 
@@ -57,11 +50,14 @@ class RouteFiles:
         self._stop_removing()
         self._held = await asyncio.to_thread(self._found, frozenset(groups))
 
-    async def write(self, group_id: str, samples: Sequence[int], given: Given) -> dict[int, RoutesFile]:
+    async def write(
+        self, group_id: str, samples: Sequence[int], given: Sequence[memoryview]
+    ) -> dict[int, RoutesFile]:
         """Write the routes of these samples into files. Pass the files to `settled` once it is decided which
         samples are stored. If the disk is full or fails, raises OSError and leaves no file."""
         files = {
-            sample: self._named(group_id, sample, number, given) for number, sample in enumerate(samples)
+            sample: self._named(group_id, sample, len(routes))
+            for sample, routes in zip(samples, given, strict=True)
         }
         await asyncio.to_thread(self._write, [*files.values()], given)
         return files
@@ -85,12 +81,10 @@ class RouteFiles:
                 self._held.pop(group_id, None)
             self._remove([file.name for file in gone if file is not None])
 
-    async def read(self, wanted: Sequence[Place], *, by_file: bool) -> list[memoryview | FilePart | None]:
-        """Return the routes of these episodes, read from their files. With `by_file`, return only their
-        places. None means that an episode has no routes."""
+    async def read(self, wanted: Sequence[Place]) -> list[memoryview | None]:
+        """Return the routes of these episodes, read from their files. None means that an episode has no
+        routes."""
         files = [self._held.get(group_id, {}).get(sample) for group_id, sample in wanted]
-        if by_file:
-            return [None if file is None else FilePart(*file) for file in files]
         return await asyncio.to_thread(lambda: [file and self._bytes(file) for file in files])
 
     def close(self) -> None:
@@ -111,22 +105,17 @@ class RouteFiles:
             late = partial(loop.run_in_executor, None, self._unlink, name)
             self._removing[name] = loop.call_later(self._grace_s, late)
 
-    def _named(self, group_id: str, sample: int, number: int, given: Given) -> RoutesFile:
-        at, size = (given.offsets[number], given.sizes[number]) if isinstance(given, Filed) else (0, 0)
-        size = size or len(given[number])
-        # No name is used twice, because a freed file may still be waiting for removal
+    def _named(self, group_id: str, sample: int, size: int) -> RoutesFile:
+        # No name is used twice, because a freed file may still be waiting for removal.
         token = secrets.token_hex(4)
-        return RoutesFile(f"{PREFIX}{quote(group_id, safe='')},{sample},{at},{size},{token}", at, size)
+        return RoutesFile(f"{PREFIX}{quote(group_id, safe='')},{sample},{size},{token}", size)
 
     # --- in a thread ---
 
-    def _write(self, named: Sequence[RoutesFile], given: Given) -> None:
+    def _write(self, named: Sequence[RoutesFile], given: Sequence[memoryview]) -> None:
         try:
             for file, routes in zip(named, given, strict=True):
-                if isinstance(given, Filed):
-                    os.link(given.path, self._folder / file.name, follow_symlinks=False)
-                else:
-                    (self._folder / file.name).write_bytes(routes)
+                (self._folder / file.name).write_bytes(routes)
         except BaseException:
             for file in named:
                 (self._folder / file.name).unlink(missing_ok=True)
@@ -141,10 +130,10 @@ class RouteFiles:
             if entry.name.startswith(PREFIX)
         )
         for _, name in written:
-            group, sample, at, size, _ = name.removeprefix(PREFIX).split(",")
+            group, sample, size, _ = name.removeprefix(PREFIX).split(",")
             samples = found.setdefault(unquote(group), {})
             older = samples.get(int(sample))
-            samples[int(sample)] = RoutesFile(name, int(at), int(size))
+            samples[int(sample)] = RoutesFile(name, int(size))
             if older is not None:
                 self._unlink(older.name)
         for group_id in found.keys() - groups:
@@ -154,8 +143,7 @@ class RouteFiles:
 
     def _bytes(self, file: RoutesFile) -> memoryview | None:
         try:
-            with (self._folder / file.name).open("rb") as opened:
-                found = os.pread(opened.fileno(), file.size_bytes, file.at)
+            found = (self._folder / file.name).read_bytes()
         except OSError:
             return None
         return memoryview(found) if len(found) == file.size_bytes else None

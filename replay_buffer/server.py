@@ -24,9 +24,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from areal_async.base.errors import FaultError
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
-from areal_async.config.routes import replays
 from areal_async.rpc.board import board
-from areal_async.rpc.by_file import Filed, ServerFiles
 from areal_async.rpc.lanes import Lane, Lanes
 from areal_async.rpc.messages import (
     Arrived,
@@ -84,8 +82,6 @@ LANE_OF: dict[type[Message], str] = {
     PutEpisodes: "put",
     **dict.fromkeys((Lease, Heartbeat, Release, Arrived, Drain), "lease"),
 }
-INCOMING = "incoming"  # Folder of files with episodes that clients on this host hand over
-SWEEP_S = 600.0  # Seconds between removals of files that dead clients left there
 FIGURES_S = 1.0  # Seconds between updates of the metrics
 
 log = get_logger("buffer")
@@ -180,7 +176,7 @@ class BufferServer:
                 f"a put of {n_samples} samples, {len(message.routes)} with routes, came with "
                 f"{len(attachments)} attachments",
             )
-        blobs, routes = part_of(attachments, 0, n_samples), part_of(attachments, n_samples, expected)
+        blobs, routes = attachments[:n_samples], attachments[n_samples:]
         if sum(map(len, blobs)) > LARGE_PUT_BYTES:
             arrivals = await asyncio.to_thread(self._read, message, blobs, routes)
         else:
@@ -192,8 +188,7 @@ class BufferServer:
     def _read(
         self, message: PutEpisodes, blobs: list[memoryview], routes: list[memoryview]
     ) -> tuple[Arrival, ...]:
-        sizes = routes.sizes if isinstance(routes, Filed) else [len(each) for each in routes]
-        more = dict(zip(message.routes, sizes, strict=True))
+        more = dict(zip(message.routes, map(len, routes), strict=True))
         arrivals = (
             read_arrival(self._job, message.group_id, sample, blob)
             for sample, blob in zip(message.samples, blobs, strict=True)
@@ -214,9 +209,7 @@ class BufferServer:
         reply = await self._coordinator.poll(message, _wait_ms(message), "claim", is_empty, more_comes)
         if not isinstance(reply, Claims):
             return reply
-        blobs = await self._coordinator.blobs(
-            [place_of(item.episode_id) for item in reply.items], by_file=peer.reads_files
-        )
+        blobs = await self._coordinator.blobs([place_of(item.episode_id) for item in reply.items])
         # Between the claim and the read, a group may have been dropped and its bytes freed.
         held = [(item, blob) for item, blob in zip(reply.items, blobs, strict=True) if blob is not None]
         return Claims([item for item, _ in held]), [blob for _, blob in held]
@@ -236,18 +229,15 @@ class BufferServer:
         return await self._coordinator.poll(message, _wait_ms(message), "batch", is_empty)
 
     async def _fetch(self, peer: Peer, message: Fetch, attachments: list[memoryview]) -> Answer:
-        blobs = await self._coordinator.blobs(
-            [place_of(episode_id) for episode_id in message.episode_ids], by_file=peer.reads_files
-        )
+        places = [place_of(episode_id) for episode_id in message.episode_ids]
+        blobs = await self._coordinator.blobs(places)
         found = [blob for blob in blobs if blob is not None]
         if len(found) < len(blobs):
             missing = message.episode_ids[blobs.index(None)]
             raise FaultError("invalid", f"episode {missing} is not held here (any more)")
         if not message.routes:
             return Fetched(message.episode_ids), found
-        routes = await self._coordinator.routes(
-            [place_of(episode_id) for episode_id in message.episode_ids], by_file=peer.reads_files
-        )
+        routes = await self._coordinator.routes(places)
         routed = {
             name: each for name, each in zip(message.episode_ids, routes, strict=True) if each is not None
         }
@@ -293,23 +283,12 @@ def read_arrival(job: str, group_id: str, sample: int, blob: memoryview) -> Arri
     )
 
 
-def part_of(attachments: list[memoryview], start: int, stop: int) -> list[memoryview]:
-    """Return some of the attachments of a message, which may have arrived in a file."""
-    return attachments.parts(start, stop) if isinstance(attachments, Filed) else attachments[start:stop]
-
-
 def place_of(episode_id: str) -> tuple[str, int]:
     """Return (group id, sample) of an episode id. Raises `FaultError` for an invalid id."""
     group_id, _, sample = episode_id.rpartition(".")
     if not group_id or not sample.isdecimal():
         raise FaultError("invalid", f"{episode_id!r} is not an episode id")
     return group_id, int(sample)
-
-
-async def _keep_swept(files: ServerFiles) -> None:
-    while True:
-        await asyncio.sleep(SWEEP_S)
-        await asyncio.to_thread(files.sweep)
 
 
 async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> None:
@@ -341,12 +320,6 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
         # always files, wherever Redis runs.
         folder = embedded.data_dir / EPISODES if embedded is not None else None
         beside = ctx.run_dir / "buffer" / EPISODES if folder is None else folder
-        files = None
-        if folder is not None or any(replays(view) for view in job.views.values()):
-            beside.mkdir(parents=True, exist_ok=True)
-            flush = rules.durability != "memory"
-            files = ServerFiles(beside.with_name(INCOMING), beside, flush=flush)
-            files.sweep()
         store = Store(
             address,
             job.job,
@@ -370,7 +343,6 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
             access=ctx.keys,
             handler=buffer.handle,
             lanes=Lanes(LANES, lane_of),
-            files=files,
         )
         await server.start()
         stack.push_async_callback(server.stop)
@@ -381,9 +353,6 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
         board.figures = collector.figures
         figures = asyncio.create_task(buffer.keep_figures(collector), name="buffer-figures")
         stack.callback(figures.cancel)
-        if files is not None:
-            sweeping = asyncio.create_task(_keep_swept(files), name="buffer-sweep")
-            stack.callback(sweeping.cancel)
         ctx.ready()
         log.info("buffer serves", redis=str(address), durability=rules.durability, tasks=len(tasks.table))
         stopped = asyncio.create_task(ctx.stop.wait(), name="stop")

@@ -9,8 +9,8 @@ Promises: clients together never exceed `HttpLimits`. The limits cover connectio
 bodies, and seconds to send a request, to receive an answer, and to be idle. A full server closes the
 connection that was idle for the longest time, so that it can always accept a new one. If every connection has
 a request in flight, a new connection gets status 503. Half of the process's descriptors stay free for other
-uses. Faults of clients are counted, and each kind is logged once a minute. A request on which an application
-fails gets status 500.
+uses. Faults of clients are logged, and the log counts those of one kind (`base/log.py`). A request on which
+an application fails gets status 500.
 
 The server does not share its capacity fairly between clients with requests in flight. That is the
 application's task.
@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import resource
 import socket
 import ssl
@@ -50,7 +49,6 @@ ACCEPTED_AT_ONCE = 32
 LEAST_RATE = 64 << 10
 """Bytes per second. A client that sends a body or receives an answer more slowly is too slow."""
 SWEEP_S = 0.5
-LOGGED_EVERY_S = 60.0
 LOGGED_CHARS = 300  # most logged characters of a client's input
 
 Phase = Literal["headers", "body", "answer", "unread", "idle"]
@@ -146,7 +144,7 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.limits = limits
-        self.faults = Faults(name)
+        self.name = name
         self.held_bytes = 0
         self._app = app
         self._listening = listening
@@ -203,7 +201,6 @@ class HttpServer:
         await self._quiet.wait()
         if self._sweeping is not None:
             self._sweeping.cancel()
-        self.faults.report_due(math.inf)
 
     def _accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
@@ -217,7 +214,7 @@ class HttpServer:
                 continue
             except OSError as error:
                 # asyncio's own server would retry as often as its backlog is long, with tracebacks.
-                self.faults.count("cannot accept connections", error=error.strerror)
+                self.fault("cannot accept connections", error.strerror)
                 self._make_room(more=True)
                 self._loop.remove_reader(self._listening)
                 self._loop.call_later(self.limits.rest_s, self._go_on)
@@ -225,7 +222,7 @@ class HttpServer:
                 return
             sock.setblocking(False)
             if not self._make_room():
-                self.faults.count("connection refused, all have requests under way")
+                self.fault("connection refused, all have requests under way")
                 with contextlib.suppress(OSError), sock:
                     sock.send(FULL)
                 continue
@@ -251,7 +248,15 @@ class HttpServer:
                 lambda: Connection(self), sock, ssl=self._tls, ssl_handshake_timeout=limit_s
             )
         except OSError:  # includes errors of TLS
-            self.faults.count("connection lost before its first request")
+            self.fault("connection lost before its first request")
+
+    def fault(self, kind: str, example: object = "", *, cause: Exception | None = None) -> None:
+        """Log a fault. The log counts faults of one kind. With `cause`, it is an error of ours."""
+        fields = {"server": self.name, "example": str(example)[:LOGGED_CHARS]}
+        if cause is not None:
+            log.error(kind, raised="".join(traceback.format_exception(cause)), **fields)
+        else:
+            log.info(kind, **fields)
 
     def opened(self, connection: Connection) -> None:
         self.connections[connection] = None
@@ -287,7 +292,7 @@ class HttpServer:
             return True
         if found is None:
             return False
-        self.faults.count("connection closed for a new one")
+        self.fault("connection closed for a new one")
         self.closed(found)
         found.transport.abort()
         return True
@@ -301,10 +306,9 @@ class HttpServer:
         now_s = time.monotonic()
         for connection in list(self.connections):
             if fault := connection.too_slow(now_s):
-                self.faults.count(fault)
+                self.fault(fault)
                 connection.transport.abort()
-        self.faults.report_due(now_s)
-        if self.connections or self.faults.unreported:
+        if self.connections:
             self._sweep_later()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -322,15 +326,15 @@ class HttpServer:
         try:
             if b"transfer-encoding" in names and b"content-length" in names:
                 # Two different lengths of a body allow request smuggling past a proxy.
-                self.faults.count("request with two lengths")
+                self.fault("request with two lengths")
                 text = "a request has a Content-Length or a Transfer-Encoding, not both"
                 await PlainTextResponse(text, 400, CLOSE)(scope, receive, watched)
             else:
                 await self._app(scope, receive, watched)
         except ClientDisconnect:
-            self.faults.count("client left while it sent a request")
+            self.fault("client left while it sent a request")
         except Exception as error:
-            self.faults.count(f"request failed with {type(error).__name__}", error=str(error), cause=error)
+            self.fault(f"request failed with {type(error).__name__}", str(error), cause=error)
             if not started:
                 text = "the server failed; its log has the reason"
                 await PlainTextResponse(text, 500, CLOSE)(scope, receive, watched)
@@ -368,7 +372,7 @@ class Connection(H11Protocol):
         self._server = server
         self.conn = _BoundedParser(server.limits.header_bytes)
         self.access_log = False
-        self.logger = _Counting(server.faults)  # type: ignore[assignment]
+        self.logger = _FaultLogger(server)  # type: ignore[assignment]
         self.phase: Phase = "headers"
         self.since_s = time.monotonic()
         self.trusted = False  # whether it has got an answer other than a refusal
@@ -381,14 +385,14 @@ class Connection(H11Protocol):
         """Count `size_bytes` against the limit for bodies until the request is answered. Raises
         `ServerFull`."""
         if self._server.held_bytes + size_bytes > self._server.limits.held_bytes:
-            self._server.faults.count("request refused, too much under way")
+            self._server.fault("request refused, too much under way")
             raise ServerFull
         self._server.held_bytes += size_bytes
         self.held_bytes += size_bytes
 
-    def fault(self, kind: str, **fields: Any) -> None:
-        """Count a client's fault for the log. There are few kinds."""
-        self._server.faults.count(kind, **fields)
+    def fault(self, kind: str, example: str) -> None:
+        """Log a client's fault. There are few kinds."""
+        self._server.fault(kind, example)
 
     async def delivered(self) -> bool:
         """Return whether everything sent so far has left this process while the client was connected.
@@ -497,46 +501,15 @@ class Connection(H11Protocol):
         self.phase = phase
 
 
-class Faults:
-    """Counts of clients' faults by kind. The first of a kind is logged at once, then the number once a
-    minute."""
-
-    def __init__(self, server: str) -> None:
-        self._server = server
-        self._logged_s: dict[str, float] = {}
-        self.unreported: dict[str, dict[str, Any]] = {}  # the newest fields of each kind, with the number
-
-    def count(self, kind: str, *, cause: Exception | None = None, **fields: Any) -> None:
-        """Count a fault. With `cause` it is an error of ours, and the first one is logged with its
-        traceback."""
-        number = self.unreported.get(kind, {}).get("number", 0) + 1
-        shown = {name: str(value)[:LOGGED_CHARS] for name, value in fields.items()}
-        self.unreported[kind] = {"number": number, **shown}
-        if kind not in self._logged_s:
-            self._report(kind, raised="".join(traceback.format_exception(cause)) if cause else "")
-
-    def report_due(self, now_s: float) -> None:
-        for kind in [kind for kind in self.unreported if now_s - self._logged_s[kind] >= LOGGED_EVERY_S]:
-            self._report(kind)
-
-    def _report(self, kind: str, raised: str = "") -> None:
-        self._logged_s[kind] = time.monotonic()
-        fields = {"server": self._server, **self.unreported.pop(kind)}
-        if raised:
-            log.error(kind, raised=raised, **fields)
-        else:
-            log.info(kind, **fields)
-
-
-class _Counting:
-    """A logger for uvicorn that counts messages about clients instead of logging each."""
+class _FaultLogger:
+    """A logger for uvicorn that logs messages about clients as their faults."""
 
     level = logging.WARNING
 
-    def __init__(self, faults: Faults) -> None:
-        self._faults = faults
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
 
     def warning(self, message: str, *_: Any, **__: Any) -> None:
-        self._faults.count(message.strip())
+        self._server.fault(message.strip())
 
     error = warning

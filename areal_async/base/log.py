@@ -32,8 +32,9 @@ RESERVED = frozenset({"time", "level", "job", "process", "event", "logger", "tra
 """Keys of every line. A field with one of these names is written as `field_<name>`."""
 IDENTITIES = frozenset(
     {"group_id", "episode_id", "lease_id", "task_id", "request_id", "claim_id", "sample", "item", "peer"}
-)
-"""Fields that identify the subject of a line. Lines that differ in no other field are equal."""
+) | {"example", "raised"}
+"""Fields that identify the subject of a line, or give an example. Lines that differ in no other field are
+equal."""
 REPEAT_S = 10.0  # seconds between two copies of a repeated line
 MOST_LINES = 256  # different lines that are remembered; the oldest is forgotten first
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -18,9 +19,13 @@ class LoopThread:
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Schedule `work` on the loop. Any thread may call this."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the loop for a caller in another thread, and return its result."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        future = self.begin(work)
         try:
             return future.result()
         except BaseException:

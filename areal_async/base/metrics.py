@@ -10,7 +10,6 @@ scrape and never stores them, so a scrape fails if the process does not answer.
 from __future__ import annotations
 
 import errno
-import gzip
 import socket
 import threading
 import time
@@ -20,9 +19,8 @@ from dataclasses import dataclass
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder, gzip_accepted
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
-from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -36,26 +34,9 @@ prometheus_client.disable_created_metrics()
 
 PATH = "/metrics"
 LIMITS = HttpLimits(connections=64, header_bytes=16 << 10, header_s=5.0, answer_s=30.0)
-
-
-class OtherHosts:
-    """Reader of the metrics of processes on other hosts, by name. The supervisor sets it."""
-
-    read: Callable[[str], Awaitable[bytes]]
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Remove the reader."""
-        self.read = _nobody
-
-
-async def _nobody(name: str) -> bytes:
-    raise KeyError(name)
-
-
-other_hosts = OtherHosts()
+other_hosts: list[Callable[[str], Awaitable[bytes]]] = []
+"""The reader of the metrics of processes on other hosts, by name, while a supervisor watches a run."""
+_own_series = prometheus_client.make_asgi_app()
 
 
 def elsewhere(name: str) -> str:
@@ -106,35 +87,24 @@ def _listen(port: int) -> socket.socket:
 
 async def answer_scrape(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a scrape, as an ASGI application, with the default registry or the series of another host's
-    process.
-
-    The format follows the scraper's headers. The answer is compressed if the scraper accepts it.
-    """
-    request = Request(scope)
-    if request.method != "GET":
-        response: Response = PlainTextResponse("metrics are read with GET", 405, {"allow": "GET"})
+    process."""
+    name = scope["path"].removeprefix(elsewhere(""))
+    if scope["method"] != "GET":
+        response = PlainTextResponse("metrics are read with GET", 405, {"allow": "GET"})
+        await response(scope, receive, send)
+    elif name == scope["path"]:
+        await _own_series(scope, receive, send)
     else:
-        response = await _scraped(request)
-    await response(scope, receive, send)
+        await (await _of_other_host(name))(scope, receive, send)
 
 
-async def _scraped(request: Request) -> Response:
-    name = request.url.path.removeprefix(elsewhere(""))
-    if name == request.url.path:
-        encode, media_type = choose_encoder(request.headers.get("accept", ""))
-        text = encode(prometheus_client.REGISTRY)
-    else:
-        media_type = CONTENT_TYPE_PLAIN_0_0_4
-        try:
-            text = await other_hosts.read(name)
-        except KeyError:
-            return PlainTextResponse(f"nothing is known of a process {name}", 404)
-        except (ArealError, TimeoutError) as error:
-            return PlainTextResponse(f"{name} does not answer. {error}", 504)
-    headers = {"content-type": media_type, "connection": "close"}
-    if gzip_accepted(request.headers.get("accept-encoding", "")):
-        text, headers["content-encoding"] = gzip.compress(text), "gzip"
-    return Response(text, headers=headers)
+async def _of_other_host(name: str) -> Response:
+    try:
+        return Response(await other_hosts[0](name), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    except (IndexError, KeyError):
+        return PlainTextResponse(f"nothing is known of a process {name}", 404)
+    except (ArealError, TimeoutError) as error:
+        return PlainTextResponse(f"{name} does not answer. {error}", 504)
 
 
 @dataclass

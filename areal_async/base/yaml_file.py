@@ -29,32 +29,15 @@ class _StrictLoader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._path: list[str] = []
-        self._shapes: dict[yaml.Node, tuple[int, int]] = {}  # values and levels in each complete node
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node. An alias counts like its target, because a few lines can stand for huge data."""
-        is_alias = self.check_event(yaml.AliasEvent)
+        """Compose a node. Refuse a deep one here, because composing recurses once for each level."""
         self._path.append(index.value[:40] if isinstance(index, yaml.ScalarNode) else "")
-        self._check_shape(0, 0)
+        if len(self._path) - 1 > MOST_LEVELS:
+            raise _too_large(".".join(filter(None, self._path[1:5])), self.peek_event().start_mark)
         node = super().compose_node(parent, index)
-        if node is not None and not is_alias:
-            inside = [self._shapes[each] for each in _below(node)]
-            levels = 1 + max((levels for _, levels in inside), default=0)
-            is_one = isinstance(node, yaml.ScalarNode)
-            self._shapes[node] = 1 + sum(nodes for nodes, _ in inside), 0 if is_one else levels
-        if node is not None:
-            # An alias inside its own target has no end.
-            self._check_shape(*self._shapes.get(node, (0, MOST_LEVELS + 1)))
         self._path.pop()
         return node
-
-    def _check_shape(self, nodes: int, levels: int) -> None:
-        if len(self._path) - 1 + levels > MOST_LEVELS or nodes > MOST_NODES:
-            where = ".".join(filter(None, self._path[1:5])) or "the document"
-            problem = (
-                f"{where} is nested more than {MOST_LEVELS} levels deep, or has over {MOST_NODES} values"
-            )
-            raise yaml.constructor.ConstructorError(None, None, problem, self.peek_event().start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
@@ -85,10 +68,10 @@ def _as_int(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
 _StrictLoader.add_constructor("tag:yaml.org,2002:int", _as_int)
 
 
-def _below(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [each for pair in node.value for each in pair]
-    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+def _too_large(where: str, mark: yaml.Mark) -> yaml.YAMLError:
+    limits = f"nested more than {MOST_LEVELS} levels deep, or has over {MOST_NODES} values"
+    problem = f"{where or 'the document'} is {limits}"
+    return yaml.constructor.ConstructorError(None, None, problem, mark)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -106,7 +89,13 @@ for _kind in (_StrictLoader, _Dumper):
 def parse_yaml(text: str) -> Any:
     """Return one YAML document as plain values. Raises `yaml.YAMLError` with the field that is nested too
     deeply."""
-    return yaml.load(text, Loader=_StrictLoader)
+    loader = _StrictLoader(text)
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    if (where := too_nested(node)) is not None:  # an alias counts like its target
+        raise _too_large(where, node.start_mark)
+    return loader.construct_document(node)
 
 
 def dump_yaml(value: Any) -> str:
@@ -139,22 +128,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         content = parse_yaml(text)
     except yaml.YAMLError as error:
-        raise _refused(source, syntax_problem(error), _how_to_mend(error)) from None
+        raise _refused(source, syntax_problem(error), "Correct the YAML at that line") from None
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
         raise _refused(source, f"the file holds {found}, not `key: value` lines", "Start it with `job: NAME`")
     return content
-
-
-def _how_to_mend(error: yaml.YAMLError) -> str:
-    said = str(error)
-    if "'\\t'" in said:
-        return "Indent with blanks, not with tabs"
-    if "is given twice" in said:
-        return "Keep one of the two, with all that belongs into it"
-    if "expected ':'" in said:
-        return "Correct that line or the one before it: `key: value`, with a blank after the colon"
-    return "Correct the YAML at that line"
 
 
 def syntax_problem(error: yaml.YAMLError) -> str:
@@ -194,7 +172,7 @@ def half_character(value: Any) -> str | None:
 def too_nested(value: Any) -> str | None:
     """Return the dotted path of the first place that breaks `MOST_LEVELS` or `MOST_NODES`, or None.
 
-    A structure that contains itself is too deep.
+    `value` consists of plain values or of YAML nodes. A structure that contains itself is too deep.
     """
     nodes = 0
 
@@ -206,6 +184,12 @@ def too_nested(value: Any) -> str | None:
             inner = value.items()
         elif isinstance(value, list | tuple):
             inner = enumerate(value)
+        elif isinstance(value, yaml.MappingNode):
+            inner = (
+                (key.value if isinstance(key, yaml.ScalarNode) else "", each) for key, each in value.value
+            )
+        elif isinstance(value, yaml.SequenceNode):
+            inner = enumerate(value.value)
         if nodes > MOST_NODES or (inner != () and len(path) >= MOST_LEVELS):
             return ".".join(path[:4])
         found = (look(each, (*path, str(key))) for key, each in inner)

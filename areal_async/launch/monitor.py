@@ -10,6 +10,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +19,7 @@ import psutil
 from areal_async.base.addresses import Address
 from areal_async.base.errors import ArealError, PeerGone
 from areal_async.base.log import get_logger
+from areal_async.base.loop_thread import LoopThread
 from areal_async.base.metrics import STALL
 from areal_async.base.topology import Topology
 from areal_async.launch.aggregator import RunStatus, StatusAggregator
@@ -27,7 +29,6 @@ from areal_async.rpc.client import CallLimits, Client
 from areal_async.rpc.control_messages import ReadMetrics, ServiceStatus, Status
 from areal_async.rpc.schema import R, Request
 from areal_async.rpc.secret import Access
-from areal_async.service.control import WorkThread
 from areal_async.service.record import RunLog
 
 log = get_logger("watchdog")
@@ -37,6 +38,7 @@ ANSWER_S = 5.0  # Longest wait for a status before the service is asked again
 SCRAPE_S = 1.5  # Longest wait for metrics; shorter than the timeout of Prometheus
 MAX_PART_BYTES = 16 << 20  # Longest part of an answer; a longer part closes the connection
 LOOK_S = 2.0  # Longest time for one poll of all services
+STOP_WAIT_S = 10.0  # Longest wait for the last look
 LOAD_EVERY_S = 5.0  # Interval of the records of used resources
 REPORT_S = 30.0  # Interval of log lines while a stall lasts
 ASKED = frozenset({"starting", "serving", "draining"})  # Phases in which a service can answer
@@ -151,7 +153,7 @@ def _cpu_s(pids: set[int]) -> dict[int, float]:
     return {pid: with_children(pid) for pid in pids}
 
 
-class Monitor(WorkThread):
+class Monitor:
     """Feeds a `StatusAggregator` and passes each status of the run to `show`, including the last, until it is
     stopped."""
 
@@ -169,7 +171,9 @@ class Monitor(WorkThread):
 
         `load`: only for a run with all processes on this machine. `threads` returns the CPU threads with
         which services compute, by the prefixes of their names."""
-        super().__init__("monitor")
+        self._thread: LoopThread | None = None
+        self._watching: Future[None] | None = None
+        self._stopping = asyncio.Event()
         self._aggregator = aggregator
         self._clients = clients
         self._phases = phases
@@ -182,19 +186,36 @@ class Monitor(WorkThread):
         self._reported_s = 0.0
         self.newest: RunStatus | None = None  # Status at the last look
 
+    def start(self) -> None:
+        """Watch from now on, until `stop`."""
+        self._thread = LoopThread("monitor")
+        self._watching = self._thread.begin(self._watch())
+
+    def stop(self) -> None:
+        """Look once more, and end the thread. May be called again."""
+        thread, self._thread = self._thread, None
+        if thread is not None and self._watching is not None:
+            thread.loop.call_soon_threadsafe(self._stopping.set)
+            try:
+                self._watching.result(STOP_WAIT_S)
+            except Exception:
+                log.exception("the watch of the run has failed")
+            thread.close()
+
     def look(self) -> None:
         """Ask every service once, now. Other threads may call this."""
-        with suppress(TimeoutError, RuntimeError):  # RuntimeError: the thread has ended
-            self.do(self._look(LOOK_S)).result(2 * LOOK_S)
+        if (thread := self._thread) is not None:
+            with suppress(TimeoutError):
+                thread.begin(self._look(LOOK_S)).result(2 * LOOK_S)
 
     async def metrics(self, name: str) -> bytes:
         """Return `StatusClients.metrics`, for another event loop. Raises PeerGone once this thread has
         ended."""
-        if self._loop.is_closed():
+        if (thread := self._thread) is None:
             raise PeerGone("The run is not watched any more.")
-        return await asyncio.wrap_future(self.do(self._clients.metrics(name)))
+        return await asyncio.wrap_future(thread.begin(self._clients.metrics(name)))
 
-    async def _work(self) -> None:
+    async def _watch(self) -> None:
         try:
             looked_s = time.monotonic()
             while True:

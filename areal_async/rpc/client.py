@@ -18,7 +18,6 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 import secrets
@@ -37,11 +36,8 @@ from areal_async.base.errors import ArealError, EndpointError, FaultError, PeerG
 from areal_async.base.loop_thread import LoopThread
 from areal_async.base.retry import pause_s
 from areal_async.rpc import endpoints
-from areal_async.rpc.by_file import LEAST_BYTES, ClientFiles
 from areal_async.rpc.frames import (
-    BY_FILE,
     MAX_MESSAGE_BYTES,
-    READS_FILES,
     Kind,
     read_attachments,
     read_header,
@@ -127,7 +123,6 @@ class Client:
         self._ids = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
         self._in_line = asyncio.Semaphore(limits.in_flight)
-        self._files: ClientFiles | None = None
         self._link = _Link.DOWN
         self._hello_id = 0
         self._hello_sent_s = 0.0
@@ -221,26 +216,15 @@ class Client:
     async def _ask(
         self, pending: _Pending, request: Message, attachments: Sequence[Buffer]
     ) -> tuple[Message, list[memoryview]]:
-        """Send the request and await the reply. Large attachments go by file if the server accepts files."""
-        number, files, flags = next(self._ids), self._files, 0
-        name = f"{self._uid:x}.{number:x}"
-        self._pending[number] = pending  # before the first await, so that `floor` stays below it
-        by_file = files is not None and sum(memoryview(a).nbytes for a in attachments) >= LEAST_BYTES
+        """Send the request and await the reply."""
+        number = next(self._ids)
+        self._pending[number] = pending
         try:
-            if files is not None:
-                flags = READS_FILES
-                if by_file:
-                    # If the disk is full, the socket still works, and the server reports the problem.
-                    with contextlib.suppress(OSError):
-                        attachments = [await asyncio.to_thread(files.write, name, attachments)]
-                        flags = BY_FILE | READS_FILES
             floor = next(iter(self._pending))
-            pending.frames = write_frames(Kind.REQUEST, self._uid, number, floor, request, attachments, flags)
+            pending.frames = write_frames(Kind.REQUEST, self._uid, number, floor, request, attachments)
             return await self._until_answered(pending)
         finally:
             self._pending.pop(number, None)
-            if files is not None and by_file:
-                files.remove(name)
 
     async def _until_answered(self, pending: _Pending) -> tuple[Message, list[memoryview]]:
         for tries in itertools.count(1):
@@ -349,8 +333,6 @@ class Client:
         try:
             reply = read_reply(copied[0])
             attachments = read_attachments(header, rest)
-            if header.flags & BY_FILE and self._files is not None and answer is not None:
-                attachments = self._files.read(attachments)
         except ProtocolError as error:
             if answer is not None:
                 answer.set_exception(error)
@@ -366,7 +348,6 @@ class Client:
             self._give_up(FaultError.of(reply))
         elif isinstance(reply, Welcome):
             self._link = _Link.UP
-            self._files = ClientFiles.find(reply.files)
             if not self._greeted.done():
                 self._greeted.set_result(reply)
             for pending in self._pending.values():

@@ -1,15 +1,11 @@
 """The frames of one message on a socket.
 
     head         32 bytes of header, then the msgpack body
-    attachment … each in its own frame, or many small ones in one frame; large ones are never copied in Python
+    attachment … each in its own frame; large ones are never copied in Python
 
 Header: magic `AA`, wire version, kind, number of attachments, client id, request id, floor. Each `Client`
 draws a random client id and keeps it across reconnects. Request ids of a client only grow. `floor` is the
 lowest id that the client still awaits, so a server may forget every reply below it.
-
-Three bits of the kind describe the attachments. With `PACKED` one frame has u32 the number of attachments,
-u32 the size of each, then their bytes, each aligned to 8 bytes. With `BY_FILE` (`by_file.py`) the frame after
-the head gives their places in files. `READS_FILES` says that the client accepts replies by file.
 
 Attachments are returned as views of the received frames, with unspecified alignment. A sent attachment must
 not change until the call ends, because the socket gets large ones without a copy.
@@ -36,7 +32,7 @@ REPLIES: tuple[type[Message], ...] = tuple(
     dict.fromkeys([Fault, *(reply for request in REQUESTS for reply in replies_to(request))])
 )
 MAGIC = b"AA"
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 HEADER = struct.Struct("<2sBBIQQQ")
 MAX_ATTACHMENTS = 65_536
 MAX_BODY_BYTES = 64 << 20
@@ -55,20 +51,12 @@ class Kind(IntEnum):
     """The client closes. The server forgets its replies."""
 
 
-PACKED, BY_FILE, READS_FILES = 0x20, 0x40, 0x80
-_KINDS = 0x1F
-SMALL_BYTES = 8 << 10
-"""Largest mean size of attachments that are copied into one frame. Above it, separate frames are cheaper."""
-MOST_PACKED_BYTES = 4 << 20
-
-
 class Header(NamedTuple):
     kind: int
     n_attachments: int
     client: int
     request: int
     floor: int
-    flags: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -83,7 +71,6 @@ def write_frames(
     floor: int,
     message: msgspec.Struct | None,
     attachments: Sequence[Buffer],
-    flags: int = 0,
 ) -> list[Buffer]:
     """Return the frames of one message, without a routing identity.
 
@@ -103,38 +90,8 @@ def write_frames(
     frames = [*map(_as_bytes, attachments)]
     if (size := sum(map(len, frames))) > MAX_MESSAGE_BYTES:
         raise MessageTooLarge(f"attachments of {size} bytes; the limit is {MAX_MESSAGE_BYTES}")
-    if n > 1 and size <= min(n * SMALL_BYTES, MOST_PACKED_BYTES) and not flags & BY_FILE:
-        frames, flags = [_packed(frames)], flags | PACKED
-    head: Buffer = HEADER.pack(MAGIC, WIRE_VERSION, kind | flags, n, client, request, floor) + body
+    head: Buffer = HEADER.pack(MAGIC, WIRE_VERSION, kind, n, client, request, floor) + body
     return [head, *frames]
-
-
-_PADDING = [bytes(-size % 8) for size in range(8)]
-
-
-def _packed(attachments: Sequence[bytes | memoryview]) -> bytes:
-    n = len(attachments)
-    table = struct.pack(f"<{n + 1}I", n, *map(len, attachments))
-    parts: list[Buffer] = [table, _PADDING[len(table) % 8]]
-    for attachment in attachments:
-        parts += (attachment, _PADDING[len(attachment) % 8])
-    return b"".join(parts)
-
-
-def _unpacked(frame: Buffer, n: int) -> list[memoryview]:
-    view = memoryview(frame)
-    at = 4 * (n + 1)
-    if len(view) < at or int.from_bytes(view[:4], "little") != n:
-        raise ProtocolError(f"a frame of {len(view)} bytes is not {n} attachments")
-    sizes = struct.unpack_from(f"<{n}I", view, 4)
-    at += -at % 8
-    attachments = []
-    for size in sizes:
-        attachments.append(view[at : at + size])
-        at += size + -size % 8
-    if at != len(view):
-        raise ProtocolError(f"a frame of {len(view)} bytes is not {n} attachments of {at} bytes")
-    return attachments
 
 
 def _as_bytes(attachment: Buffer) -> bytes | memoryview:
@@ -153,7 +110,7 @@ def read_header(head: bytes) -> Header:
     magic, version, kind, n, client, request, floor = HEADER.unpack_from(head)
     if magic != MAGIC or version != WIRE_VERSION:
         raise ProtocolError(f"not a message of wire version {WIRE_VERSION} (starts with {head[:4]!r})")
-    return Header(kind & _KINDS, n, client, request, floor, kind & ~_KINDS)
+    return Header(kind, n, client, request, floor)
 
 
 def read_request(head: bytes) -> Request[Any]:
@@ -173,8 +130,6 @@ def _read_body(decoder: msgspec.msgpack.Decoder[T], head: bytes) -> T:
 
 def read_attachments(header: Header, frames: Sequence[Buffer]) -> list[memoryview]:
     """Return views of the attachments. `frames` are the frames after the head. Raises `ProtocolError`."""
-    if header.flags & PACKED and len(frames) == 1:
-        return _unpacked(frames[0], header.n_attachments)
     if len(frames) != header.n_attachments:
         raise ProtocolError(f"{len(frames)} attachments came, {header.n_attachments} were announced")
     return [memoryview(frame) for frame in frames]

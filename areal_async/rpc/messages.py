@@ -128,10 +128,6 @@ class PutEpisodes(Request[PutAck], frozen=True):
     routes: list[int] = []
     """Samples whose routes are attached after the blobs, in this order."""
 
-    @property
-    def left_in_file(self) -> int:
-        return len(self.routes)
-
 
 # --- reward -> buffer --------------------------------------------------------------------------------
 

@@ -35,12 +35,6 @@ class Request(Message, Generic[R], frozen=True):
     A field `wait_ms` is how long the server may keep the request before it answers.
     """
 
-    @property
-    def left_in_file(self) -> int:
-        """Number of last attachments that the server does not read. It passes the file that contains them
-        on."""
-        return 0
-
 
 @cache
 def replies_to(request: type[Request[Any]]) -> tuple[type[Message], ...]:
@@ -56,23 +50,9 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 # --- every service -----------------------------------------------------------------------------------
 
 
-class FilesHere(Record, frozen=True):
-    """Folders of a server for attachments of clients on its host (`by_file.py`).
-
-    One folder is for the clients' files and one for the server's own files. `token` is the content of a file
-    in the first folder. With `flush`, files are flushed to disk.
-    """
-
-    incoming: str
-    held: str
-    token: str
-    flush: bool
-
-
 class Welcome(Message, frozen=True):
     schema: int
     service: str
-    files: FilesHere | None = None
 
 
 class Hello(Request[Welcome], frozen=True):

@@ -23,7 +23,7 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,12 +32,8 @@ from typing_extensions import Buffer
 
 from areal_async.base.errors import FaultError, ProtocolError
 from areal_async.rpc import endpoints
-from areal_async.rpc.by_file import FilePart, ServerFiles, read_parts, write_parts
 from areal_async.rpc.endpoints import ANYBODY
 from areal_async.rpc.frames import (
-    BY_FILE,
-    MAX_MESSAGE_BYTES,
-    READS_FILES,
     Header,
     Kind,
     read_attachments,
@@ -57,7 +53,6 @@ log = logging.getLogger("areal.wire")
 
 MAX_SESSIONS = 4096
 BUSY_RETRY_MS = 10
-READ_HERE_BYTES = 4 << 20  # attachments in a larger file are read in a thread
 FULL_RETRY_MS = 50
 STOP_RETRY_MS = 100
 CANCEL_LIMIT_S = 5.0
@@ -69,29 +64,27 @@ ANSWERS_LINGER_MS = 2000
 class Peer:
     """The sender of a request, as described in its hello.
 
-    All connections of a client share the id `client`. `reads_files` says whether the client accepts replies
-    by file. `key` is the role of its key or password, or empty if roles are not distinguished.
+    All connections of a client share the id `client`. `key` is the role of its key or password, or empty if
+    roles are not distinguished.
     """
 
     role: str
     name: str
     client: int = 0
-    reads_files: bool = False
     key: str = ""
 
 
-Answer = Message | tuple[Message, Sequence[Buffer | FilePart]]
+Answer = Message | tuple[Message, Sequence[Buffer]]
 Handler = Callable[[Peer, Any, list[memoryview]], Awaitable[Answer]]
 
 
 class WaitingRequest(NamedTuple):
-    """A request that waits for its turn. `parts` are the places of its attachments, if they are in a file."""
+    """A request that waits for its turn."""
 
     peer: Peer
     header: Header
     message: Request[Any]
     attachments: list[memoryview]
-    parts: Sequence[FilePart | None] = ()
 
 
 def by_type(service: str, handlers: Mapping[type[Request[Any]], Handler]) -> Handler:
@@ -115,8 +108,7 @@ class Server:
 
     `handler(peer, message, attachments)` returns a message, or a message and its attachments. If it raises a
     `FaultError`, the fault is the answer. Any other error is logged and answered `internal`. `lanes` must not
-    be shared with another server. With `files`, clients of this host send large attachments in files and get
-    `FilePart`s back.
+    be shared with another server.
     """
 
     def __init__(
@@ -129,7 +121,6 @@ class Server:
         handler: Handler,
         limits: ServerLimits | None = None,
         lanes: Lanes[WaitingRequest] | None = None,
-        files: ServerFiles | None = None,
         identity: str = "",
     ) -> None:
         self.endpoint = endpoint
@@ -150,7 +141,6 @@ class Server:
         self.sessions: OrderedDict[bytes, Peer] = OrderedDict()  # at most `MAX_SESSIONS`
         self._identities: dict[int, bytes] = {}
         self._lanes = lanes if lanes is not None else Lanes({"all": Lane()})
-        self._files = files
         self._starting: asyncio.Handle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -236,7 +226,6 @@ class Server:
         try:
             message = read_request(head)
             attachments = read_attachments(header, rest)
-            parts = read_parts(attachments[0]) if header.flags & BY_FILE and attachments else []
         except ProtocolError as error:
             self.counters["malformed"] += 1
             self._send(identity, self._frames(header, Fault("invalid", str(error))))
@@ -255,10 +244,8 @@ class Server:
             text = f"the role {session.key} may not ask the {self._service} for {what}"
             self._send(identity, self._frames(header, Fault("forbidden", text)))
         else:
-            if header.flags & READS_FILES and not session.reads_files:
-                session = self.sessions[identity] = replace(session, reads_files=True)
             self.sessions.move_to_end(identity)
-            self._admit(identity, WaitingRequest(session, header, message, attachments, parts))
+            self._admit(identity, WaitingRequest(session, header, message, attachments))
 
     def _on_refused(self) -> None:
         self._count_refused("strangers", "stranger")
@@ -277,8 +264,7 @@ class Server:
         header = arrival.header
         admission = self._book.admit(header.client, header.request, header.floor)
         if admission is Admission.RUN:
-            size_bytes = sum(part.size_bytes for part in arrival.parts if part is not None)
-            size_bytes += sum(map(len, arrival.attachments))
+            size_bytes = sum(map(len, arrival.attachments))
             if self._lanes.push(self._lanes.lane_of(arrival.message), arrival, size_bytes):
                 self.counters["requests"] += 1
                 self._start_soon()
@@ -341,7 +327,7 @@ class Server:
         key = self._socket.user
         self.sessions[identity] = Peer(hello.role, hello.name, client, key="" if key == ANYBODY else key)
         self._identities[client] = identity
-        return Welcome(SCHEMA, self._service, self._files.here if self._files is not None else None)
+        return Welcome(SCHEMA, self._service)
 
     def _drop_session(self, identity: bytes) -> None:
         session = self.sessions.pop(identity, None)
@@ -351,12 +337,10 @@ class Server:
     # --- answers -------------------------------------------------------------------------------------
 
     async def _run(self, arrival: WaitingRequest) -> None:
-        session, header, message, attachments, parts = arrival
+        session, header, message, attachments = arrival
         reply: Message
-        reply_attachments: Sequence[Buffer | FilePart] = ()
+        reply_attachments: Sequence[Buffer] = ()
         try:
-            if parts:
-                attachments = await self._read_files(parts, message.left_in_file)
             answer = await self._handler(session, message, attachments)
             reply, reply_attachments = answer if isinstance(answer, tuple) else (answer, ())
         except FaultError as error:
@@ -380,25 +364,10 @@ class Server:
         if self._book.finish(header.client, header.request, None if passing else frames):
             self._send(self._identities.get(header.client), frames)
 
-    async def _read_files(self, parts: Sequence[FilePart | None], left: int) -> list[memoryview]:
-        sizes = [part.size_bytes for part in parts if part is not None]
-        size_bytes = sum(sizes)
-        if self._files is None or size_bytes > MAX_MESSAGE_BYTES:
-            raise ProtocolError(f"{self._service} takes no attachments of {size_bytes} bytes in a file")
-        if sum(sizes[: max(0, len(sizes) - left)]) > READ_HERE_BYTES:
-            return await asyncio.to_thread(self._files.read, parts, left)
-        return self._files.read(parts, left)
-
-    def _frames(
-        self, header: Header, reply: Message, attachments: Sequence[Buffer | FilePart] = ()
-    ) -> list[Buffer]:
+    def _frames(self, header: Header, reply: Message, attachments: Sequence[Buffer] = ()) -> list[Buffer]:
         if isinstance(reply, Fault):
             self.counters["faults"] += 1
-        rest, flags = [each for each in attachments if not isinstance(each, FilePart)], 0
-        if len(rest) < len(attachments):
-            parts = [each if isinstance(each, FilePart) else None for each in attachments]
-            rest, flags = [write_parts(parts), *rest], BY_FILE
-        return write_frames(Kind.REPLY, header.client, header.request, 0, reply, rest, flags)
+        return write_frames(Kind.REPLY, header.client, header.request, 0, reply, attachments)
 
     def _send(self, identity: bytes | None, frames: Sequence[Buffer]) -> None:
         if identity is None or self._socket is None or not self._socket.send([identity, *frames]):

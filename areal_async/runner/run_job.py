@@ -259,11 +259,11 @@ def _run(
         )
         board.figures = lambda: ServiceFigures(run=msgspec.to_builtins(monitor.newest))
         monitor.start()
-        other_hosts.read = monitor.metrics
+        other_hosts[:] = [monitor.metrics]
         try:
             ending = supervisor.run()
         finally:
-            other_hosts.forget()
+            other_hosts.clear()
             monitor.stop()
     shares = [busy for name in aggregator.names("rollout") if (busy := aggregator.busy_while_training(name))]
     return life.ended(ending, rollout_busy=sum(shares) / len(shares) if shares else None)

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import Coroutine, Mapping
-from concurrent.futures import Future
-from contextlib import suppress
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import prometheus_client
 
+from areal_async.base.loop_thread import LoopThread
 from areal_async.rpc.board import NoticeHandler, StatusBoard, board
 from areal_async.rpc.control_messages import ReadMetrics, ServiceStatus, Status
 from areal_async.rpc.reply_book import ServerLimits
@@ -25,43 +22,10 @@ from areal_async.rpc.secret import Access
 from areal_async.rpc.server import Answer, Handler, Peer, Server, by_type
 from areal_async.service.context import ServiceContext
 
-START_WAIT_S = 10.0
 LAST_ANSWERS_S = 0.05  # Time to send the last answers
 
-T = TypeVar("T")
 
-
-class WorkThread:
-    """A thread with its own event loop, on which `_work` runs."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._stopping = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Set `_stopping`, and wait for the end of the thread. May be called again."""
-        if self._thread.is_alive():
-            with suppress(RuntimeError):  # its loop has ended by itself
-                self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(START_WAIT_S)
-
-    def do(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Schedule a coroutine on the thread's event loop. Any thread may call this."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._work())
-
-    async def _work(self) -> None:
-        raise NotImplementedError
-
-
-class ControlServer(WorkThread):
+class ControlServer:
     """An RPC server on its own thread. It answers while the process's own loop or native code is busy.
 
     Call `start`, then `stop`. In between, the server calls the handler of each request's type on its own
@@ -78,34 +42,31 @@ class ControlServer(WorkThread):
         limits: ServerLimits | None = None,
     ) -> None:
         """Create the server without starting it."""
-        super().__init__("control")
-        self._make = partial(
-            Server,
-            endpoint,
-            service=service,
-            job=job,
-            access=access,
-            handler=by_type(service, handlers),
-            limits=limits,
+        handler = by_type(service, handlers)
+        self._server = Server(
+            endpoint, service=service, job=job, access=access, handler=handler, limits=limits
         )
-        self._started: Future[None] = Future()
+        self._thread: LoopThread | None = None
 
     def start(self) -> None:
         """Serve the endpoint. Raises `EndpointError` if that is not possible."""
-        super().start()
-        self._started.result(START_WAIT_S)
-
-    async def _work(self) -> None:
-        server = self._make()
+        self._thread = LoopThread("control")
         try:
-            await server.start()
-        except Exception as error:
-            self._started.set_exception(error)
-            return
-        self._started.set_result(None)
-        await self._stopping.wait()
+            self._thread.run(self._server.start())
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Send the last answers and end the thread. May be called again."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.run(self._stop())
+            thread.close()
+
+    async def _stop(self) -> None:
         await asyncio.sleep(LAST_ANSWERS_S)
-        await server.stop()
+        await self._server.stop()
 
 
 def answer_status(ctx: ServiceContext, board: StatusBoard = board) -> None:

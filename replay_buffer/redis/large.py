@@ -5,12 +5,9 @@ this hash. So an acknowledged episode has both, and otherwise neither exists. Pa
 removed when the store is opened. Keys are added to the set `…:staged` before they are written, and the write
 that refers to them removes them from the set. Files that no record refers to are removed too.
 
-An episode that arrived in a file (`areal_async/rpc/by_file.py`) stays in the file, whatever its size. The
-file gets a second name in the folder, and no byte is copied.
-
 A file is complete before its name is published. It is also flushed to disk, except with tier `memory`. Freed
-episodes stay for `GRACE_S`. A client that just got their place may still open them. With `everysec`, a Redis
-that lost its last second may refer to them again. A name is never used twice.
+episodes stay for `GRACE_S`. With `everysec`, a Redis that lost its last second may refer to them again. A
+name is never used twice.
 """
 
 from __future__ import annotations
@@ -236,21 +233,6 @@ class BlobFiles:
             raise
         return placed, name
 
-    async def adopt(
-        self, path: Path, offsets: Sequence[int], blobs: Sequence[Bytes]
-    ) -> tuple[list[Bytes | BlobRef], str]:
-        """Keep the file at `path`, which contains `blobs`, under a new name. Return the same as `write`. If
-        this fails, raises OSError and leaves no file."""
-        self._count += 1
-        name = f"{self._token}-{self._count:x}"
-        self._under_way.add(name)
-        try:
-            await asyncio.to_thread(self._link, path, name)
-        except BaseException:
-            self._under_way.discard(name)
-            raise
-        return [BlobRef(name, len(blob), at) for blob, at in zip(blobs, offsets, strict=True)], name
-
     def settled(self, name: str, *, used: bool) -> None:
         """Record that the ledger refers to the file now (`used`), or never will."""
         self._under_way.discard(name)
@@ -295,11 +277,6 @@ class BlobFiles:
             raise
         finally:
             os.close(fd)
-
-    def _link(self, path: Path, name: str) -> None:
-        os.link(path, self._folder / name, follow_symlinks=False)
-        if self._durability != "memory":
-            sync(self._folder)
 
     def _map(self, ref: BlobRef) -> memoryview | None:
         try:

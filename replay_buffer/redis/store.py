@@ -17,7 +17,6 @@ from pathlib import Path
 import hiredis
 import msgspec
 
-from areal_async.rpc.by_file import Filed, FilePart
 from replay_buffer.ledger.index import LedgerRecords, WriteSet
 from replay_buffer.ledger.records import SCHEMA, BatchPlan, ClaimRecord, GroupRecord, LeaseRecord, LedgerMeta
 from replay_buffer.redis.address import RedisAddress, StoreError, StoreUnavailable, StoreUnusable, refusal
@@ -121,8 +120,6 @@ class Store:
         `submit`, and a name for `settled` after it. Raises OSError if the disk is full."""
         if self._files is None:
             return list(blobs), ""
-        if isinstance(blobs, Filed):
-            return await self._files.adopt(blobs.path, blobs.offsets, blobs)
         return await self._files.write(blobs)
 
     def settled(self, name: str, group_id: str) -> None:
@@ -146,11 +143,9 @@ class Store:
             written.add_done_callback(partial(self._free_routes, {**writes.freed}))
         return written
 
-    async def blobs(
-        self, wanted: Sequence[EpisodeKey], *, by_file: bool = False
-    ) -> list[Bytes | FilePart | None]:
+    async def blobs(self, wanted: Sequence[EpisodeKey]) -> list[Bytes | None]:
         """Return the codec blobs of (group id, sample), in order. The entry of an episode that is not stored
-        is None. With `by_file`, return only the place of a blob that is in a file."""
+        is None."""
         reads = self._connected
         refs = {place: ref for place in wanted if (ref := self._large.ref(*place)) is not None}
         small: dict[str, list[int]] = {}
@@ -167,11 +162,9 @@ class Store:
             if ref.chunks
         }
         answering = asyncio.gather(*(answer for _, _, answer in asked), *in_keys.values())
-        found: dict[EpisodeKey, Bytes | FilePart | None] = {}
+        found: dict[EpisodeKey, Bytes | None] = {}
         in_files = [(place, ref) for place, ref in refs.items() if not ref.chunks]
-        if by_file:
-            found.update((place, FilePart(ref.name, ref.at, ref.size_bytes)) for place, ref in in_files)
-        elif self._files is not None and in_files:
+        if self._files is not None and in_files:
             maps = await self._files.read([ref for _, ref in in_files])
             found.update(zip((place for place, _ in in_files), maps, strict=True))
         # Gathered, so that every answer is read when the connection breaks.

@@ -152,7 +152,7 @@ class Front:
         except ApiError as error:
             self.outcomes[str(error.status)] += 1
             kind = f"call refused with {error.status}"
-            connection_of(request).fault(kind, path=route(request), reason=error.message)
+            connection_of(request).fault(kind, f"{route(request)}: {error.message}")
             headers = {"retry-after": "1"} if error.status == 429 else None
             await JSONResponse(error.body(), error.status, headers)(scope, receive, send)
 

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from areal_async.base.errors import FaultError
-from areal_async.rpc.by_file import Filed
 from areal_async.rpc.messages import Checkpointed, Commit, NextBatch, Stats
 from replay_buffer.ledger.index import WriteSet
 from replay_buffer.ledger.opening import OpenedWith
@@ -243,25 +242,3 @@ def test_a_file_is_free_when_its_last_episode_is():
     meta = LedgerMeta(ledger_id="l", dataset_hash="d")
     assert large.prepare(WriteSet(meta, freed={"g": (0,)}), []).files_freed == []
     assert large.prepare(WriteSet(meta, freed={"g": (1,)}), []).files_freed == ["f"]
-
-
-async def test_a_file_that_a_client_wrote_is_kept_by_a_name_of_its_own(a_front, tmp_path):
-    blobs, filed, at = episodes(), Filed(), 0
-    filed.path, filed.offsets = tmp_path / "theirs", []
-    with filed.path.open("wb") as file:
-        for blob in blobs:
-            filed.offsets.append(file.seek(-(-at // ALIGN_BYTES) * ALIGN_BYTES))
-            at = filed.offsets[-1] + file.write(blob)
-            filed.append(memoryview(blob))
-    inode, folder = filed.path.stat().st_ino, tmp_path / "episodes"
-    async with a_front(RULES, folder=folder) as front:
-        group = await opened(front)
-        assert len((await store(front, group, filed)).stored) == len(SIZES)
-        filed.path.unlink()
-        assert [(folder / name).stat().st_ino for name in files(folder)] == [inode]
-        assert await held(front, group) == blobs
-        wanted = [(group.group_id, sample) for sample in range(len(SIZES))]
-        parts = await front.blobs(wanted, by_file=True)
-        assert [(part.at, part.size_bytes) for part in parts] == list(zip(filed.offsets, SIZES, strict=True))
-    async with a_front(RULES, folder=folder) as front:
-        assert await held(front, group) == blobs

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from areal_async.base.errors import FaultError
-from areal_async.rpc.by_file import ClientFiles, Filed
 from areal_async.rpc.messages import (
     Checkpointed,
     Commit,
@@ -32,7 +31,7 @@ from tests.waiting import until
 RULES = Rules.alone(group_size=2, batch_groups=1, max_staleness=1, durability="memory")
 MARK = b"these are the routes"
 LARGE = 200_000
-"""Bytes of routes that pass by file; an episode of the same size would go to Redis in chunks."""
+"""Bytes of routes; an episode of the same size would go to Redis in chunks."""
 
 
 def routes_of(sample: int, size: int = LARGE) -> bytes:
@@ -89,26 +88,6 @@ async def test_routes_lie_in_files_until_their_group_is_committed(
         assert await held_of(front, group) == [None, None]
 
 
-async def test_routes_in_a_client_s_file_are_kept_without_a_copy(a_front: Any, tmp_path: Path) -> None:
-    folder, filed = tmp_path / "episodes", Filed([memoryview(b""), memoryview(b"")])
-    filed.path, filed.offsets, filed.sizes = tmp_path / "theirs", [4096, 0], [300, 20]
-    filed.path.write_bytes(routes_of(1, 4096).ljust(4096) + routes_of(0, 400))
-    whole = filed.path.read_bytes()
-    async with a_front(RULES, folder=folder, routes=RouteFiles(folder, grace_s=0.0)) as front:
-        group = await opened(front)
-        await put(front, group, filed)
-        inode = filed.path.stat().st_ino
-        filed.path.unlink()
-        assert {(folder / name).stat().st_ino for name in files_in(folder)} == {inode}
-        expected = [whole[4096:4396], whole[:20]]
-        assert [bytes(each) for each in await held_of(front, group)] == expected
-        parts = await front.routes([(group.group_id, 0)], by_file=True)
-        assert [(part.at, part.size_bytes) for part in parts] == [(4096, 300)]
-        assert (folder / parts[0].name).read_bytes() == whole
-    async with a_front(RULES, folder=folder, routes=RouteFiles(folder, grace_s=0.0)) as front:
-        assert [bytes(each) for each in await held_of(front, group)] == expected
-
-
 async def test_what_is_refused_dropped_or_left_by_a_crash_leaves_no_routes(
     a_front: Any, tmp_path: Path
 ) -> None:
@@ -130,7 +109,7 @@ async def test_what_is_refused_dropped_or_left_by_a_crash_leaves_no_routes(
         await until(lambda: len(files_in(folder)) == 2)
         (third,) = await lease(front)
         await put(front, third, given)
-        for leftover in (f"{PREFIX}nobody,0,0,3,ab", f"{PREFIX}{'x' * 8}%23,1,0,3,cd"):
+        for leftover in (f"{PREFIX}nobody,0,3,ab", f"{PREFIX}{'x' * 8}%23,1,3,cd"):
             (folder / leftover).write_bytes(b"abc")
         # As if it had died between the files and the ledger.
         await RouteFiles(folder, grace_s=0.0).write(group.group_id, (0,), [memoryview(given[0])])
@@ -159,12 +138,7 @@ async def test_a_full_disk_refuses_the_put_and_leaves_nothing(
         assert (await put(front, group, [b"x", b"y"])).stored == [0, 1]
 
 
-@pytest.mark.parametrize("near", [True, False], ids=["one_host", "another_host"])
-async def test_routes_over_the_wire(
-    near: bool, context: Any, blob: Any, job_name: str, redis: Any, monkeypatch: Any
-) -> None:
-    if not near:
-        monkeypatch.setattr(ClientFiles, "find", lambda here: None)
+async def test_routes_over_the_wire(context: Any, blob: Any, job_name: str, redis: Any) -> None:
     ctx = context()
     async with serving(ctx) as client:
         tag, groups = await opened_over_wire(client, 2)

@@ -13,8 +13,6 @@ from areal_async.rpc.frames import (
     MAX_ATTACHMENTS,
     MAX_BODY_BYTES,
     MAX_MESSAGE_BYTES,
-    PACKED,
-    SMALL_BYTES,
     WIRE_VERSION,
     Kind,
     read_attachments,
@@ -114,21 +112,3 @@ def test_other_attachments_than_were_announced_give_a_typed_error(n):
     head, *rest = write_frames(Kind.REQUEST, 1, 1, 0, Fault("busy", ""), [b"one"])
     with pytest.raises(ProtocolError):
         read_attachments(read_header(bytes(head))._replace(n_attachments=n), rest)
-
-
-def test_many_small_attachments_are_one_frame_and_a_damaged_one_gives_a_typed_error():
-    sent = [bytes([n]) * n for n in range(7)]
-    head, *rest = write_frames(Kind.REQUEST, 1, 1, 0, Stats(), sent)
-    header = read_header(bytes(head))
-    assert len(rest) == 1
-    assert header.kind == Kind.REQUEST
-    assert header.flags == PACKED
-    assert [bytes(view) for view in read_attachments(header, rest)] == sent
-    frame = bytes(rest[0])
-    for damaged in (b"", frame[:-1], frame + bytes(8), b"\xff" * len(frame)):
-        with pytest.raises(ProtocolError):
-            read_attachments(header, [damaged])
-    for n in (6, 8, 2**32 - 1):
-        with pytest.raises(ProtocolError):
-            read_attachments(header._replace(n_attachments=n), rest)
-    assert len(write_frames(Kind.REQUEST, 1, 1, 0, Stats(), [bytes(SMALL_BYTES + 1)] * 2)) == 3

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import io
 import json
 import logging
 import resource
@@ -17,6 +18,7 @@ from starlette.routing import Route
 
 from areal_async.base.errors import EndpointError
 from areal_async.base.http_server import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
+from areal_async.base.log import end_logging, setup_logging
 from reward_service.backends.remote.host.http import tls_of
 from tests.waiting import deadline_s, until
 
@@ -120,8 +122,24 @@ def post(length, **headers):
     return f"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n{more}\r\n".encode()
 
 
-async def test_a_client_that_is_too_slow_is_closed_and_counted_once_in_the_log(caplog):
-    caplog.set_level(logging.INFO)
+@pytest.fixture
+def logged():
+    """A function that ends the log of the process and returns its lines by event."""
+    stream, handlers = io.StringIO(), logging.getLogger().handlers
+    setup_logging("job", "process", stream=stream)
+
+    def read():
+        end_logging()
+        lines = {}
+        for line in map(json.loads, stream.getvalue().splitlines()):
+            lines.setdefault(line["event"], []).append(line)
+        return lines
+
+    yield read
+    logging.getLogger().handlers = handlers
+
+
+async def test_a_client_that_is_too_slow_is_closed_and_counted_once_in_the_log(logged):
     slow = {
         "headers sent too slowly": [b"", b"G", GET[:-2]],
         "body sent too slowly": [post(1000), post(1000) + b"x"],
@@ -132,9 +150,9 @@ async def test_a_client_that_is_too_slow_is_closed_and_counted_once_in_the_log(c
         for client in clients:
             await client.closed()
     for kind, forms in slow.items():
-        lines = [record.areal_fields for record in caplog.records if record.message == kind]
+        lines = logged()[kind]
         assert len(lines) <= 2, "the first, and how many there were"
-        assert sum(line["number"] for line in lines) == 3 * len(forms)
+        assert sum(line.get("repeated", 1) for line in lines) == 3 * len(forms)
 
 
 async def test_a_byte_now_and_then_is_too_slow_too():
@@ -273,9 +291,7 @@ async def test_bodies_are_bounded_one_by_one_and_all_together():
         assert await third.answer() == (200, b"900000")
 
 
-async def test_a_failing_application_and_leaving_clients_are_lines_not_tracebacks(caplog):
-    caplog.set_level(logging.INFO)
-
+async def test_a_failing_application_and_leaving_clients_are_lines_not_tracebacks(logged):
     async with serving() as (server, _app):
         for _ in range(20):
             failed = await Client.of(server, b"GET /fail HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -285,15 +301,13 @@ async def test_a_failing_application_and_leaving_clients_are_lines_not_traceback
             await until(lambda: any(one.phase == "body" for one in server.connections))
             leaving.vanish()
             await until(lambda: not any(one.phase == "body" for one in server.connections))
-    counts = {}
-    for record in caplog.records:
-        counts.setdefault(record.getMessage(), []).append(record.areal_fields)
-    assert {kind: [line["number"] for line in lines] for kind, lines in counts.items()} == {
+    counts = logged()
+    assert {kind: [line.get("repeated", 1) for line in lines] for kind, lines in counts.items()} == {
         "request failed with ValueError": [1, 19],
         "client left while it sent a request": [1, 19],
     }
     first, _ = counts["request failed with ValueError"]
-    assert first["error"] == "no answer to this"
+    assert first["example"] == "no answer to this"
     assert "test_http_server.py" in first["raised"]
     assert len(json.dumps(list(counts))) < 2000
 
@@ -320,9 +334,7 @@ async def test_a_request_with_two_ends_is_refused_and_nothing_after_it_is_heard(
         assert b"fine" not in said
 
 
-async def test_a_process_out_of_descriptors_tries_again_later(caplog):
-    caplog.set_level(logging.INFO)
-
+async def test_a_process_out_of_descriptors_tries_again_later(logged):
     class Starved(socket.socket):
         tries = 0
 
@@ -340,7 +352,7 @@ async def test_a_process_out_of_descriptors_tries_again_later(caplog):
         client = await Client.of(server, GET)
         assert await client.answer() == (200, b"fine")
         assert listening.tries < 10
-    assert sum("accept" in record.getMessage() for record in caplog.records) <= 2
+    assert len(logged()["cannot accept connections"]) <= 2
 
 
 LONG = b"a" * 20_000

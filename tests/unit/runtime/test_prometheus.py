@@ -28,7 +28,7 @@ async def read(name):
     if name == "rollout-1":
         raise TimeoutError("after 1.5 s")
     return b'areal_told{by="rollout-0"} 7\\n'
-other_hosts.read = read
+other_hosts[:] = [read]
 with busy("train"):
     print(start_metrics_server(0), flush=True)
     sys.stdin.read()
