@@ -64,6 +64,8 @@ MAX_SENDS = 64  # most sends at once; more accumulate only if members of broken 
 CLOSE_S = 2.0
 PART_S = 2.0  # seconds in which invited members can reach the meeting point of a broken group
 
+OUTDATED = "a newer version is being published"
+
 log = get_logger("weights")
 
 Plan = SendsTensors | SendsNothing
@@ -71,20 +73,14 @@ Plan = SendsTensors | SendsNothing
 
 @dataclass(eq=False)
 class _Copy:
-    """The newest version, in memory of its own: the bytes of each bucket, u8. `users` are its readers."""
+    """The newest version, in memory of its own: the bytes of each bucket, u8."""
 
     tag: VersionTag
     buckets: list[TensorBucket]
     data: list[torch.Tensor]
-    users: int = 0
-
-
-@dataclass(eq=False)
-class _Gathering:
-    """Engines that request one version, by name."""
-
-    copy: _Copy
     asked: dict[str, tuple[AskTensors, asyncio.Future[Plan]]] = field(default_factory=dict)
+    """Engines that request this version and wait for the send, by name."""
+    begun: bool = False
 
 
 class TensorSender(PublishingEnd):
@@ -117,8 +113,6 @@ class TensorSender(PublishingEnd):
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._copy: _Copy | None = None
-        self._gathering: _Gathering | None = None
-        self._begun: VersionTag | None = None  # last version whose send has begun
         self._expected: set[str] = set()  # engines to wait for
         self._group: TensorGroup | None = None
         self._sends: dict[threading.Thread, TensorGroup] = {}
@@ -153,13 +147,9 @@ class TensorSender(PublishingEnd):
         """Send only `tag` from now on."""
         buckets = list(in_buckets(tensors, self._bucket_bytes))
         with self._lock:
-            last, self._copy = self._copy, None
-        if last is not None and not last.users and last.buckets == buckets:
-            data = last.data
-        else:
-            last = None  # frees the old memory first
-            sizes = [sum(tensors[name].nbytes for name in bucket.names) for bucket in buckets]
-            data = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+            self._copy = None  # frees the old memory first, unless it is being sent
+        sizes = [sum(tensors[name].nbytes for name in bucket.names) for bucket in buckets]
+        data = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
         for bucket, run in zip(buckets, data, strict=True):
             at = 0
             for name in bucket.names:
@@ -197,9 +187,9 @@ class TensorSender(PublishingEnd):
         """Stop sending. Sends in progress get a moment, and other engines load the snapshot."""
         with self._lock:
             self._closing = True
-            gathering, sends = self._gathering, dict(self._sends)
-        if gathering is not None:
-            self._begin(gathering)
+            copy, sends = self._copy, dict(self._sends)
+        if copy is not None:
+            self._begin(copy)
         until_s = time.monotonic() + CLOSE_S
         for thread, group in sends.items():
             await asyncio.to_thread(thread.join, max(0.0, until_s - time.monotonic()))
@@ -211,59 +201,49 @@ class TensorSender(PublishingEnd):
     # --- who asks ------------------------------------------------------------------------------------
 
     async def _asked(self, message: AskTensors) -> Plan:
-        loop, complete = asyncio.get_running_loop(), False
+        loop = asyncio.get_running_loop()
         future: asyncio.Future[Plan] = loop.create_future()
         with self._lock:
-            if reason := self._refusal(message):
-                return SendsNothing(reason)
-            assert self._copy is not None
-            other, gathering = None, self._gathering
-            if gathering is None or gathering.copy is not self._copy:
-                other, gathering = gathering, _Gathering(self._copy)
-                self._gathering = gathering
-                self._copy.users += 1
-                loop.call_later(self._window_s, self._begin, gathering)
-            repeated = gathering.asked.get(message.engine)
-            gathering.asked[message.engine] = (message, future)
-            complete = bool(self._expected) and gathering.asked.keys() >= self._expected
+            copy = self._copy
+            if copy is None or (reason := self._refusal(message, copy)):
+                return SendsNothing(reason if copy is not None else OUTDATED)
+            if not copy.asked:
+                loop.call_later(self._window_s, self._begin, copy)
+            repeated = copy.asked.get(message.engine)
+            copy.asked[message.engine] = (message, future)
+            complete = bool(self._expected) and copy.asked.keys() >= self._expected
         if repeated is not None:
-            settle([repeated[1]], SendsNothing("it asked again"))
-        if other is not None:
-            self._begin(other)
+            settle(repeated[1], SendsNothing("it asked again"))
         if complete:
-            self._begin(gathering)
+            self._begin(copy)
         return await future
 
     def _outdated(self, tag: VersionTag) -> str:
         if self._closing:
             return "the trainer is ending"
-        return "" if self._copy and self._copy.tag == tag else "a newer version is being published"
+        return "" if self._copy and self._copy.tag == tag else OUTDATED
 
-    def _refusal(self, message: AskTensors) -> str:
+    def _refusal(self, message: AskTensors, copy: _Copy) -> str:
         if reason := self._outdated(message.tag):
             return reason
-        if self._begun == message.tag:
+        if copy.begun:
             self._expected.add(message.engine)
             return "this version is being sent to others already"
         if len(self._sends) >= self._max_sends:
             return f"{self._max_sends} sends are under way"
         return ""
 
-    def _begin(self, gathering: _Gathering) -> None:
+    def _begin(self, copy: _Copy) -> None:
         """Start one send to the engines that have requested it."""
-        copy = gathering.copy
         with self._lock:
-            asked, gathering.asked = gathering.asked, {}
-            if self._gathering is gathering:
-                self._gathering = None
+            asked, copy.asked = copy.asked, {}
             if not asked:
                 return
             group: TensorGroup | str = self._outdated(copy.tag)
             if not group:
-                self._begun, self._expected = copy.tag, set(asked)
+                copy.begun, self._expected = True, set(asked)
                 group = self._group_of([message for message, _ in asked.values()])
             if isinstance(group, str):
-                copy.users -= 1
                 plans: dict[str, Plan] = dict.fromkeys(asked, SendsNothing(group))
             else:
                 group.begin(copy.tag, len(copy.buckets))
@@ -272,7 +252,7 @@ class TensorSender(PublishingEnd):
                 plans = {engine: self._plan(group, engine, copy) for engine in asked}
                 thread.start()
         for engine, (_, future) in asked.items():
-            settle([future], plans[engine])
+            settle(future, plans[engine])
 
     def _group_of(self, asked: Sequence[AskTensors]) -> TensorGroup | str:
         """Return the last group if it is intact and has exactly these engines, else a new group.
@@ -324,7 +304,6 @@ class TensorSender(PublishingEnd):
         finally:
             group.end()
             with self._lock:
-                copy.users -= 1
                 del self._sends[threading.current_thread()]
 
 
