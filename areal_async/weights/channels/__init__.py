@@ -122,9 +122,6 @@ class Zmq(Channel):
     deltas = True
 
     class Arguments(Section):
-        relay_fan_out: int = Field(default=1, ge=0)
-        """Number of receivers to which one receiver relays chunks. 1 makes a chain. With 0 all fetch from the
-        trainer."""
         patience_s: float = Field(default=5.0, gt=0)
         """Seconds without a requested chunk after which a receiver switches to another source."""
         give_up_s: float = Field(default=60.0, gt=0)
@@ -135,8 +132,7 @@ class Zmq(Channel):
         """Return the trainer's end. Raises `EndpointError`."""
         from areal_async.weights.channels.serving import SnapshotServer
 
-        arguments = Zmq.Arguments.model_validate(ctx.job.weights.channel_args)
-        return SnapshotServer(_listen(ctx), job=ctx.job.job, access=ctx.keys, fan_out=arguments.relay_fan_out)
+        return SnapshotServer(_listen(ctx), job=ctx.job.job, access=ctx.keys)
 
     @staticmethod
     def receiving_end(ctx: ServiceContext, name: str) -> ReceivingEnd:

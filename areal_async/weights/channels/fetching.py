@@ -1,12 +1,11 @@
 """A receiver's end of channel `zmq`: from a notice to a complete directory on this host.
 
 `Download` fetches one directory, chunk by chunk, from one source at a time. It uses the first source in the
-list that did not fail in this round. A source fails if it sends nothing for the patience, lacks the snapshot
-or cannot be reached. After all sources have failed, a new round begins with all of them and twice the
-patience, because the link may be slower than assumed. A chunk with a wrong hash is fetched again from the
-publisher. The download fails after `give_up_s` without data from any source. Verified chunks stay on disk for
-the next download. At most `window_bytes` are requested and not yet received, so a source never queues more
-than that for a receiver.
+list that did not fail in this round. A source fails if it sends nothing for the patience, sends a chunk with
+a wrong hash, lacks the snapshot or cannot be reached. After all sources have failed, a new round begins with
+all of them and twice the patience, because the link may be slower than assumed. The download fails after
+`give_up_s` without data from any source. Verified chunks stay on disk for the next download. At most
+`window_bytes` are requested and not yet received, so a source never queues more than that for a receiver.
 
 Promises:
 - One process per host fetches a snapshot (`host_cache.py`). Other processes wait for it, with a deadline.
@@ -22,7 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from areal_async.base.addresses import Address
@@ -160,13 +159,11 @@ class Download:
             data = await self._chunk(client, number, source)
             if not limit.expired():
                 limit.reschedule(loop.time() + patience_s)
-            while not await loop.run_in_executor(pool, self.partial.put, number, data):
+            if not await loop.run_in_executor(pool, self.partial.put, number, data):
                 metrics.REFUSED.labels("hash").inc()
-                log.warning("chunk with a wrong hash", source=source, chunk=number)
                 if source == self._origin:
                     raise SnapshotError(f"the publisher sent other bytes than chunk {number}'s")
-                source = self._origin
-                data = await self._chunk(await self._connected(source), number, source)
+                raise ProtocolError(f"it sent other bytes than chunk {number}'s")
             failpoint("weights.received")
             self._fed_s = time.monotonic()
             self.bytes_received += data.nbytes
@@ -318,25 +315,20 @@ class SnapshotFetcher(ReceivingEnd):
     async def _follow(self, download: Download) -> None:
         """Wait for the end of the download. If no data arrives, report the cause of the wait."""
         running = asyncio.ensure_future(download.run())
-        told = ""
         try:
             while not running.done():
                 await asyncio.wait({running}, timeout=STARVED_S / 4)
-                told = _tell(told, download.state if download.starved_s > STARVED_S else "")
+                _report_wait(download.state if download.starved_s > STARVED_S else "")
             running.result()
         finally:
-            _tell(told, "")
+            _report_wait("")
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
 
-def _tell(before: str, now: str) -> str:
-    """Report a wait. The metric has one series during a wait."""
-    if before != now:
-        board.waits("weights", now)
-        if before:
-            with suppress(KeyError):
-                metrics.WAITS.remove(before)
-        if now:
-            metrics.WAITS.labels(now).set(1)
-    return now
+def _report_wait(state: str) -> None:
+    """Report a wait, or its end if `state` is empty. The metric has one series during a wait."""
+    board.waits("weights", state)
+    metrics.WAITS.clear()
+    if state:
+        metrics.WAITS.labels(state).set(1)
