@@ -55,7 +55,7 @@ MAKING_PREFIX = ".making-"
 class Download:
     """Fills `partial` from `sources` (endpoints, best first).
 
-    `origin` is the publisher's endpoint in `sources`. `client(endpoint)` makes the clients for the requests.
+    `origin` is the publisher's endpoint in `sources`. `client(address)` makes the clients for the requests.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Download:
         sources: Sequence[str],
         *,
         origin: str,
-        client: Callable[[str], Client],
+        client: Callable[[Address], Client],
         patience_s: float = 5.0,
         give_up_s: float = 60.0,
         window_bytes: int = 16 << 20,
@@ -181,7 +181,7 @@ class Download:
 
     async def _connected(self, source: str) -> Client:
         if source not in self._clients:
-            self._clients[source] = self._client(source)
+            self._clients[source] = self._client(Address(source, CHUNKS))
         await self._clients[source].connect(self._give_up_s)
         return self._clients[source]
 
@@ -196,7 +196,7 @@ class Download:
 class SnapshotFetcher(ReceivingEnd):
     """Brings snapshots to host `node_id`, into `root`. `server` serves their chunks to other receivers.
 
-    `client(address)` makes the clients for requests. `patience_s` and `give_up_s` apply to each `Download`.
+    `download(store, sources, origin=…)` makes each `Download`.
     """
 
     makes_deltas = False
@@ -207,17 +207,13 @@ class SnapshotFetcher(ReceivingEnd):
         *,
         node_id: str,
         server: ChunkServer,
-        client: Callable[[Address], Client],
-        patience_s: float,
-        give_up_s: float,
+        download: Callable[..., Download],
     ) -> None:
         self.server = server
         self.bytes_received = 0
         self._cache = HostCache(root)
         self._node_id = node_id
-        self._client = client
-        self._patience_s = patience_s
-        self._give_up_s = give_up_s
+        self._download = download
         self._serving = False
         self._shared: dict[str, str] = {}
         """Directories whose chunks are served, and the hashes of their manifests."""
@@ -294,14 +290,7 @@ class SnapshotFetcher(ReceivingEnd):
             raise SnapshotError(f"the chunk table of {name} is of another snapshot")
         store = PartialDownload(self._cache.path(name), table)
         await asyncio.to_thread(store.resume)
-        download = Download(
-            store,
-            found.endpoints,
-            origin=found.origin,
-            client=lambda endpoint: self._client(Address(endpoint, CHUNKS)),
-            patience_s=self._patience_s,
-            give_up_s=self._give_up_s,
-        )
+        download = self._download(store, found.endpoints, origin=found.origin)
         self.server.add(store)
         try:
             await self._follow(download)
