@@ -95,20 +95,9 @@ class Snapshot:
     tag: VersionTag
     path: Path
     manifest: Manifest
-    _tensors: dict[str, torch.Tensor] | None = None
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Each name of the model, tied names included, in memory of this process. Tied names share one tensor
-        object.
-
-        If opening did not read the tensors, the first access reads and verifies them. That access raises
-        `SnapshotError` if a hash does not match.
-        """
-        if self._tensors is None:
-            with naming(self.path):
-                self._tensors = _read(TensorFile(self.path, self.manifest), self.manifest)
-        return self._tensors
+    tensors: dict[str, torch.Tensor]
+    """Each name of the model, tied names included, in memory of this process. Tied names share one tensor
+    object. Empty if the tensors were not read."""
 
 
 def write_snapshot(
@@ -216,9 +205,9 @@ def open_snapshot(
     """Verify everything in the directory `path`.
 
     `manifest_hash`, from the notice, proves that the directory is the announced snapshot. Without it, the
-    directory is only proven consistent and correctly named. If `tensors` is False, they are read at the first
-    access. If `records` shows that a process of this host has hashed the announced snapshot's tensors, they
-    are not hashed again. Raises `SnapshotError`.
+    directory is only proven consistent and correctly named. If `tensors` is False, they are verified and not
+    read. If `records` shows that a process of this host has hashed the announced snapshot's tensors, they are
+    not hashed again. Raises `SnapshotError`.
     """
     with naming(path):
         manifest = read_manifest(path, manifest_hash)
@@ -240,7 +229,7 @@ def open_snapshot(
             found = records.once(manifest_hash, file.identity, verify, file.identity_now)
             if found is None and tensors:
                 found = _read(file, manifest, verify=False)
-        return Snapshot(manifest.tag, path, manifest, found if tensors else None)
+        return Snapshot(manifest.tag, path, manifest, found or {})
 
 
 def read_manifest(path: Path, manifest_hash: str | None = None) -> Manifest:
