@@ -36,7 +36,6 @@ from areal_async.weights.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
     Part,
-    Patch,
     Sidecar,
     hash_of,
     named,
@@ -97,11 +96,9 @@ def write_delta(
                 Sidecar(DELTA_FILE, sum(sizes), digest),
                 Sidecar(TARGET_FILE, len(sealed), hash_of(sealed)),
             ]
-            parts = zip(target.parts, sizes, strict=True)
-            patches = [Patch(part.tensor, part.file, size) for part, size in parts]
             hashes = (hash_of((base / MANIFEST_FILE).read_bytes()), hash_of(sealed))
             tags = target.tag, old.tag
-            manifest = Manifest(MANIFEST_SCHEMA, *tags, "delta", [], [], files, {}, *hashes, patches)
+            manifest = Manifest(MANIFEST_SCHEMA, *tags, "delta", [], [], files, {}, *hashes, sizes)
             return publish_directory(staging, final, manifest)
 
 
@@ -192,14 +189,12 @@ def _rebuild(base: Path, staging: Path, target: Manifest, patches: list[memoryvi
         mapped.flush()
 
 
-def _patches(path: Path, patches: list[Patch]) -> list[memoryview]:
+def _patches(path: Path, sizes: list[int]) -> list[memoryview]:
     """Return the bytes of each patch in the delta file."""
-    size = path.stat().st_size
-    if any(patch.size_bytes < 0 for patch in patches) or sum(p.size_bytes for p in patches) != size:
+    if min(sizes, default=0) < 0 or sum(sizes) != path.stat().st_size:
         raise SnapshotError(f"the patches do not cover {path.name}")
     data = memoryview(map_path(path))
-    ends = accumulate(patch.size_bytes for patch in patches)
-    return [data[end - patch.size_bytes : end] for patch, end in zip(patches, ends, strict=True)]
+    return [data[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def _target_of(delta: Path, manifest: Manifest) -> Manifest:
@@ -213,8 +208,7 @@ def _target_of(delta: Path, manifest: Manifest) -> Manifest:
     if target.codec != "full" or target.tag != manifest.tag:
         raise SnapshotError(f"{TARGET_FILE} is not the manifest of a full snapshot of the delta's tag")
     check_parts(target)
-    named = [(patch.file, patch.tensor) for patch in manifest.patches]
-    if named != [(part.file, part.tensor) for part in target.parts]:
+    if len(manifest.patches) != len(target.parts):
         raise SnapshotError("the patches are not those of the target's parts")
     return target
 

@@ -64,8 +64,6 @@ MAX_SENDS = 64  # most sends at once; more accumulate only if members of broken 
 CLOSE_S = 2.0
 PART_S = 2.0  # seconds in which invited members can reach the meeting point of a broken group
 
-OUTDATED = "a newer version is being published"
-
 log = get_logger("weights")
 
 Plan = SendsTensors | SendsNothing
@@ -204,9 +202,9 @@ class TensorSender(PublishingEnd):
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Plan] = loop.create_future()
         with self._lock:
-            copy = self._copy
-            if copy is None or (reason := self._refusal(message, copy)):
-                return SendsNothing(reason if copy is not None else OUTDATED)
+            copy, reason = self._copy, self._refusal(message)
+            if copy is None or reason:
+                return SendsNothing(reason)
             if not copy.asked:
                 loop.call_later(self._window_s, self._begin, copy)
             repeated = copy.asked.get(message.engine)
@@ -221,12 +219,12 @@ class TensorSender(PublishingEnd):
     def _outdated(self, tag: VersionTag) -> str:
         if self._closing:
             return "the trainer is ending"
-        return "" if self._copy and self._copy.tag == tag else OUTDATED
+        return "" if self._copy and self._copy.tag == tag else "a newer version is being published"
 
-    def _refusal(self, message: AskTensors, copy: _Copy) -> str:
+    def _refusal(self, message: AskTensors) -> str:
         if reason := self._outdated(message.tag):
             return reason
-        if copy.begun:
+        if self._copy and self._copy.begun:
             self._expected.add(message.engine)
             return "this version is being sent to others already"
         if len(self._sends) >= self._max_sends:
