@@ -93,29 +93,15 @@ def cannot_be_packed(config: Mapping[str, Any]) -> str:
     text = _text(config)
     kinds = _layer_kinds(text)
     if states := sorted(kind for kind in kinds if _STATE_LAYER.search(kind)):
-        return f"has layers of kind {', '.join(states)}, whose state {STATE}"
-    if "M" in str(text.get("hybrid_override_pattern") or ""):
-        return f"has layers of kind mamba (hybrid_override_pattern), whose state {STATE}"
-    if not kinds and (fields := sorted(name for name in _STATE_FIELDS if text.get(name))):
-        return f"has a recurrent state ({', '.join(fields)}), which {STATE}"
+        listed = ", ".join(states)
+        return f"has layers of kind {listed}, whose state would go on from one packed row into the next"
     for field, what in _ATTENTION.items():
         if text.get(field):
             return f"{what} ({field}: {text[field]}), which packed attention does not compute"
-    if text.get("model_type") == "gpt_oss":
-        return "has attention sinks, which packed attention does not compute"
     return ""
 
 
-STATE = "would go on from one packed row into the next"
 _STATE_LAYER = re.compile("linear|mamba|ssm|conv|recurrent|rwkv|delta|retention|hybrid|lightning")
-_STATE_FIELDS = (
-    "mamba_d_state",
-    "ssm_state_size",
-    "state_size",
-    "conv_L_cache",
-    "lru_width",
-    "attention_hidden_size",
-)
 _ATTENTION = {
     "attn_logit_softcapping": "caps the logits of its attention",
     "attention_chunk_size": "attends in chunks",

@@ -49,14 +49,9 @@ def stored_routes(ids: NDArray, experts: int) -> Routes:
     return found
 
 
-def routes_of(episode: Episode) -> Routes | None:
-    """Return the routes of the episode's units, u8 or u16 [T, width], or None if it has no routes."""
-    return episode.units.columns.get(ROUTES)
-
-
 def pack_routes(episode: Episode) -> bytes | None:
     """Return the routes of an episode as separate bytes, or None if it has no routes."""
-    routes = routes_of(episode)
+    routes = episode.units.columns.get(ROUTES)
     if routes is None:
         return None
     values = routes.tobytes()

@@ -181,17 +181,6 @@ def write_merged(
         os.rename(staging, into)
 
 
-class MergedWeights(NamedTuple):
-    """An adapter's snapshot merged with the base, for an engine.
-
-    `path` is the merged directory. If the engine takes `tensors`, `path` is the adapter's own directory.
-    """
-
-    tag: VersionTag
-    path: Path
-    tensors: Mapping[str, Tensor]
-
-
 class Merger:
     """Makes whole weights of a job's adapter snapshots, in one process.
 
@@ -206,13 +195,16 @@ class Merger:
         self._weights: BaseWeights | None = None
         self._identity = ""
 
-    async def merged(self, snapshot: Snapshot, manifest_hash: str) -> MergedWeights:
-        """Return the verified adapter `snapshot`, merged. Raises `SnapshotError`."""
+    async def merged(self, snapshot: Snapshot, manifest_hash: str) -> Snapshot:
+        """Return the verified adapter `snapshot`, merged. Raises `SnapshotError`.
+
+        The result has merged tensors, or the path of the merged directory and no tensors.
+        """
         if self._tensors:
             return await asyncio.to_thread(self._in_memory, snapshot)
         make = partial(asyncio.to_thread, self._on_disk, snapshot)
         path = await self._cache.obtain(snapshot.tag.label, manifest_hash, make)
-        return MergedWeights(snapshot.tag, path, {})
+        return Snapshot(snapshot.tag, path, snapshot.manifest, {})
 
     def served(self, tag: VersionTag, *, failed: bool = False) -> None:
         """Note that this process now serves `tag`, or `failed` to serve it. Unneeded directories may be
@@ -236,9 +228,9 @@ class Merger:
             )
         return self._weights
 
-    def _in_memory(self, snapshot: Snapshot) -> MergedWeights:
+    def _in_memory(self, snapshot: Snapshot) -> Snapshot:
         tensors = dict(self._opened(snapshot).merged(snapshot.tensors, scale_of(snapshot.path)))
-        return MergedWeights(snapshot.tag, snapshot.path, tensors)
+        return Snapshot(snapshot.tag, snapshot.path, snapshot.manifest, tensors)
 
     def _on_disk(self, snapshot: Snapshot) -> None:
         try:

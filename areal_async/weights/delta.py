@@ -6,7 +6,7 @@ Promises:
   nothing.
 - A base other than the delta's own raises `WrongBase`. Any other defect in delta or base raises
   `SnapshotError`. In both cases the full snapshot helps.
-- Both directions work block by block, in a few threads. Memory does not grow with the model.
+- Both directions work part by part, in a few threads. Memory does not grow with the model.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -29,7 +28,7 @@ from areal_async.base.log import get_logger
 from areal_async.base.own_files import map_path
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.weights_messages import DeltaOffer
-from areal_async.weights.delta_codec import Elements, Reader, apply, blocks_of, encode
+from areal_async.weights.delta_codec import apply, encode
 from areal_async.weights.manifest import (
     DELTA_SUFFIX,
     MANIFEST_FILE,
@@ -37,8 +36,6 @@ from areal_async.weights.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
     Part,
-    Patch,
-    Shard,
     Sidecar,
     hash_of,
     named,
@@ -60,7 +57,7 @@ TARGET_FILE = "target.json"
 ELEMENT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 """Bytes of an element that is compared as one number, by safetensors dtype. Other dtypes are compared by
 byte."""
-BLOCKS_AT_ONCE = 16  # blocks encoded before the first is written; bounds the memory
+PARTS_AT_ONCE = 8  # parts encoded before the first is written; bounds the memory
 MAX_THREADS = 4
 
 log = get_logger("weights")
@@ -80,7 +77,7 @@ def write_delta(
     """Write the delta between two full snapshots beside `new`.
 
     Return None if the delta would reach `below_bytes`, or if the two snapshots hold different tensors. Both
-    snapshots must not change during the call. `stop` is called between blocks, and True ends the work with an
+    snapshots must not change during the call. `stop` is called between parts, and True ends the work with an
     error. Raises `SnapshotError`. An error leaves no files behind.
     """
     with naming(new):
@@ -89,8 +86,8 @@ def write_delta(
             return None
         final = new.parent / f"{new.name}{DELTA_SUFFIX}"
         with staging_for(final) as staging:
-            pairs = _pairs(base, new, old, target)
-            sizes, digest = _encode(staging / DELTA_FILE, pairs, below_bytes, threads, stop)
+            before, after = TensorFile(base, old), TensorFile(new, target)
+            sizes, digest = _encode(staging / DELTA_FILE, before, after, below_bytes, threads, stop)
             if sum(sizes) >= below_bytes:
                 return None
             sealed = (new / MANIFEST_FILE).read_bytes()
@@ -99,68 +96,40 @@ def write_delta(
                 Sidecar(DELTA_FILE, sum(sizes), digest),
                 Sidecar(TARGET_FILE, len(sealed), hash_of(sealed)),
             ]
-            parts = zip(target.parts, sizes, strict=True)
-            patches = [Patch(part.tensor, part.file, size) for part, size in parts]
             hashes = (hash_of((base / MANIFEST_FILE).read_bytes()), hash_of(sealed))
             tags = target.tag, old.tag
-            manifest = Manifest(MANIFEST_SCHEMA, *tags, "delta", [], [], files, {}, *hashes, patches)
+            manifest = Manifest(MANIFEST_SCHEMA, *tags, "delta", [], [], files, {}, *hashes, sizes)
             return publish_directory(staging, final, manifest)
 
 
-_Place = tuple[str, str, tuple[int, ...]]
-"""File, tensor and offset, which identify a part of a snapshot."""
-
-
-class _Pair(NamedTuple):
-    """The bytes of one part in both snapshots, and the bytes of one compared element."""
-
-    old: Elements
-    new: Elements
-    width: int
-
-
-def _pairs(base: Path, new: Path, old: Manifest, target: Manifest) -> list[_Pair | None]:
-    """Return the pair of each part, or None for a part with an unchanged hash."""
-
-    def elements(directory: Path, manifest: Manifest) -> dict[_Place, Elements]:
-        return {
-            _place(part): np.frombuffer(file.data[begin:end], np.uint8)
-            for file in (TensorFile(directory, shard, manifest) for shard in manifest.shards)
-            for part, begin, end in file.places
-        }
-
-    before, after = elements(base, old), elements(new, target)
-    return [
-        None if earlier.hash == part.hash else _Pair(before[_place(part)], after[_place(part)], _width(part))
-        for earlier, part in zip(old.parts, target.parts, strict=True)
-    ]
-
-
 def _encode(
-    path: Path, pairs: list[_Pair | None], below_bytes: int, threads: int, stop: Callable[[], bool]
+    path: Path,
+    before: TensorFile,
+    after: TensorFile,
+    below_bytes: int,
+    threads: int,
+    stop: Callable[[], bool],
 ) -> tuple[list[int], str]:
     """Write the patches of all parts to `path`, one after the other, until they reach `below_bytes`.
 
     Return the bytes of each patch and the hash of all patches.
     """
-    sizes, hashed = [0] * len(pairs), blake3()
-    blocks = (
-        (i, pair, at, end)
-        for i, pair in enumerate(pairs)
-        if pair is not None
-        for at, end in blocks_of(pair.new.nbytes)
-    )
+    sizes, hashed = [0] * len(after.places), blake3()
 
-    def work(block: tuple[int, _Pair, int, int]) -> tuple[int, bytes]:
-        i, pair, at, end = block
-        return i, encode(pair.old[at:end], pair.new[at:end], pair.width)
+    def work(number: int) -> bytes:
+        (earlier, _, _), (part, begin, end) = before.places[number], after.places[number]
+        if earlier.hash == part.hash:
+            return b""
+        old, new = (np.frombuffer(file.data[begin:end], np.uint8) for file in (before, after))
+        return encode(old, new, _width(part))
 
     with ThreadPoolExecutor(threads, thread_name_prefix="delta") as pool, path.open("wb") as file:
-        groups = iter(lambda: list(islice(blocks, BLOCKS_AT_ONCE)), [])
-        for i, data in chain.from_iterable(pool.map(work, group) for group in groups):
+        numbers = range(len(sizes))
+        groups = (numbers[at : at + PARTS_AT_ONCE] for at in numbers[::PARTS_AT_ONCE])
+        for i, data in enumerate(chain.from_iterable(pool.map(work, group) for group in groups)):
             if stop():
                 raise SnapshotError("a delta of it is not wanted any more")
-            sizes[i] += len(data)
+            sizes[i] = len(data)
             hashed.update(data)
             file.write(data)
             if sum(sizes) >= below_bytes:
@@ -194,54 +163,38 @@ def apply_delta(base: Path, delta: Path, into: Path) -> SnapshotInfo:
         if not _alike(old, target):
             raise WrongBase(f"{base.name} holds other tensors than {into.name}")
         with staging_for(into) as staging:
-            patches = _patches(delta / DELTA_FILE, manifest.patches, target)
-            for shard in target.shards:
-                _rebuild(base, staging, shard, target, patches)
+            _rebuild(base, staging, target, _patches(delta / DELTA_FILE, manifest.patches))
             for sidecar in target.sidecars:
                 shutil.copyfile(base / sidecar.file, staging / sidecar.file)
             check_files(staging, target, sealed=False)
             return publish_directory(staging, into, target)
 
 
-def _rebuild(
-    base: Path, staging: Path, shard: Shard, target: Manifest, patches: Mapping[_Place, memoryview]
-) -> None:
-    """Write one file of the new snapshot. Each part is the patched base, hashed and compared."""
-    source = TensorFile(base, shard, target)
+def _rebuild(base: Path, staging: Path, target: Manifest, patches: list[memoryview]) -> None:
+    """Write the tensor file of the new snapshot. Each part is the patched base, hashed and compared."""
+    source, (shard,) = TensorFile(base, target), target.shards
     mapped = MappedFile(staging / shard.file, shard.size_bytes)
     mapped.write(0, source.header)
 
-    def make(place: tuple[Part, int, int]) -> None:
-        part, begin, end = place
-        patch = Reader(patches[_place(part)])
-        hashed = blake3()
-        for at, stop in blocks_of(end - begin):
-            block = mapped.view(begin + at, begin + stop)
-            np.copyto(block, np.frombuffer(source.data[begin + at : begin + stop], np.uint8))
-            if patch.size_bytes:
-                apply(block, patch, _width(part))
-            hashed.update(block.data)
-        if patch.at != patch.size_bytes:
-            raise SnapshotError(f"bytes follow the patch of {part.tensor}")
-        if named(hashed) != part.hash:
+    def make(number: int) -> None:
+        part, begin, end = source.places[number]
+        made = mapped.view(begin, end)
+        np.copyto(made, np.frombuffer(source.data[begin:end], np.uint8))
+        apply(made, patches[number], _width(part))
+        if hash_of(made.data) != part.hash:
             raise SnapshotError(f"{part.tensor}, made of {base.name} and a delta, does not match its hash")
 
     with closing(mapped):
-        in_threads(make, source.places, shard.size_bytes)
+        in_threads(make, range(len(patches)), shard.size_bytes)
         mapped.flush()
 
 
-def _patches(path: Path, patches: list[Patch], target: Manifest) -> dict[_Place, memoryview]:
-    """Return the bytes of the delta file for each part of the target."""
-    size = path.stat().st_size
-    if any(patch.size_bytes < 0 for patch in patches) or sum(p.size_bytes for p in patches) != size:
+def _patches(path: Path, sizes: list[int]) -> list[memoryview]:
+    """Return the bytes of each patch in the delta file."""
+    if min(sizes, default=0) < 0 or sum(sizes) != path.stat().st_size:
         raise SnapshotError(f"the patches do not cover {path.name}")
     data = memoryview(map_path(path))
-    ends = accumulate(patch.size_bytes for patch in patches)
-    return {
-        _place(part): data[end - patch.size_bytes : end]
-        for part, patch, end in zip(target.parts, patches, ends, strict=True)
-    }
+    return [data[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def _target_of(delta: Path, manifest: Manifest) -> Manifest:
@@ -255,8 +208,7 @@ def _target_of(delta: Path, manifest: Manifest) -> Manifest:
     if target.codec != "full" or target.tag != manifest.tag:
         raise SnapshotError(f"{TARGET_FILE} is not the manifest of a full snapshot of the delta's tag")
     check_parts(target)
-    named = [(patch.file, patch.tensor) for patch in manifest.patches]
-    if named != [(part.file, part.tensor) for part in target.parts]:
+    if len(manifest.patches) != len(target.parts):
         raise SnapshotError("the patches are not those of the target's parts")
     return target
 
@@ -269,10 +221,6 @@ def _alike(old: Manifest, new: Manifest) -> bool:
     return first == second and all(
         getattr(old, field) == getattr(new, field) for field in ("shards", "sidecars", "tied")
     )
-
-
-def _place(part: Part) -> _Place:
-    return part.file, part.tensor, tuple(part.offset)
 
 
 def _width(part: Part) -> int:

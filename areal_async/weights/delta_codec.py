@@ -1,25 +1,19 @@
 """Lossless differences between two byte arrays of one size. Pure; vector operations of numpy and zstandard.
 
     data = encode(base, new, width)
-    apply(copy_of_base, Reader(data), width)        # in place: now bit for bit `new`
+    apply(copy_of_base, data, width)        # in place: now bit for bit `new`
 
 `docs/weights.md` gives the reasons for this format. Elements of `width` bytes are compared as unsigned
-integers. Arrays larger than `BLOCK_BYTES` are cut into blocks. A block contains the distances between its
-changed elements. For each changed element it contains new - base modulo the element size, zigzag-coded and
-split into byte planes.
+integers. The data is one zstandard frame, or empty if nothing changed. The frame contains one bit per
+element, set for a changed one. For each changed element it then contains new - base modulo the element size,
+zigzag-coded and split into byte planes.
 
-Format of a block: u32 changed elements, u32 bytes of distances before and after compression, u32 bytes of
-values after compression (little-endian), then both as zstandard frames. A block without changes has only this
-head.
-
-Promises: malicious bytes end in `SnapshotError`. A size is bounded by the needs of the block before it is
-used, and no position outside the block is written.
+Promises: malicious bytes end in `SnapshotError`. A size is bounded by the needs of the array before it is
+used, and no position outside the array is written.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,90 +22,38 @@ import zstandard
 
 from areal_async.base.errors import SnapshotError
 
-BLOCK_BYTES = 4 << 20
 LEVEL = 1
-LONG_GAP = 255  # a byte of this value adds 255 to the distance and continues with the next byte
-
-_HEAD = struct.Struct("<IIII")
 
 Elements = npt.NDArray[Any]
 
 
-class Reader:
-    """A reader of bytes in memory, from front to back. `at` is the number of bytes read."""
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._data = memoryview(data)
-        self.size_bytes = len(self._data)
-        self.at = 0
-
-    def read(self, n: int) -> memoryview:
-        """Return the next `n` bytes. Raises `SnapshotError` if fewer are left."""
-        if n > self.size_bytes - self.at:
-            raise SnapshotError("a delta ends before its time")
-        self.at += n
-        return self._data[self.at - n : self.at]
-
-
-def blocks_of(size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the byte range [begin, end) of each block of `size_bytes`."""
-    return ((at, min(at + BLOCK_BYTES, size_bytes)) for at in range(0, size_bytes, BLOCK_BYTES))
-
-
 def encode(base: Elements, new: Elements, width: int) -> bytes:
-    """Return one block that turns `base` into `new`: uint8 arrays of the same length, a multiple of
+    """Return the data that turns `base` into `new`: uint8 arrays of the same length, a multiple of
     `width`."""
     old, now = (array.view(f"<u{width}") for array in (base, new))
-    at = np.flatnonzero(old != now)
-    if not len(at):
-        return _HEAD.pack(0, 0, 0, 0)
-    positions = _gaps(at)
-    compress = zstandard.ZstdCompressor(level=LEVEL).compress
-    packed_positions, packed_values = compress(positions), compress(_planes(now[at] - old[at]))
-    head = _HEAD.pack(len(at), len(positions), len(packed_positions), len(packed_values))
-    return b"".join((head, packed_positions, packed_values))
+    changed = old != now
+    if not changed.any():
+        return b""
+    raw = np.packbits(changed).tobytes() + _planes(now[changed] - old[changed])
+    return zstandard.ZstdCompressor(level=LEVEL).compress(raw)
 
 
-def apply(target: Elements, source: Reader, width: int) -> int:
-    """Apply the next block of `source` to the block `target` (uint8) and return the number of changed
-    elements.
+def apply(target: Elements, data: bytes | memoryview, width: int) -> int:
+    """Apply `data` to `target` (uint8) and return the number of changed elements.
 
     Raises `SnapshotError`. `target` is then unusable.
     """
-    size = target.nbytes // width
-    changed, raw_positions, packed_positions, packed_values = _HEAD.unpack(source.read(_HEAD.size))
-    if changed > size or not changed <= raw_positions <= changed + size // LONG_GAP:
-        raise SnapshotError(f"a delta's block of {size} elements cannot have {changed} changed so")
-    if not changed:
-        if raw_positions or packed_positions or packed_values:
-            raise SnapshotError("an unchanged block has bytes")
+    if not len(data):
         return 0
-    positions = np.frombuffer(_unpack(source, packed_positions, raw_positions), np.uint8)
-    values = _unpack(source, packed_values, changed * width)
-    at = _from_gaps(positions)
-    if len(at) != changed or at[-1] >= size:
-        raise SnapshotError("the positions of a block are not those of its changed elements")
-    target.view(f"<u{width}")[at] += _from_planes(values, width)
-    return int(changed)
-
-
-def _gaps(at: npt.NDArray[np.int64]) -> bytes:
-    """Return the number of elements between changed elements, one byte each. Longer gaps take several
-    bytes."""
-    gaps = np.diff(at, prepend=-1) - 1
-    longs = gaps // LONG_GAP
-    ends = np.cumsum(longs + 1)
-    out = np.full(int(ends[-1]), LONG_GAP, np.uint8)
-    out[ends - 1] = gaps - longs * LONG_GAP
-    return out.tobytes()
-
-
-def _from_gaps(gaps: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Return the positions of changed elements, in rising order. The last byte must end a gap."""
-    if gaps[-1] == LONG_GAP:
-        raise SnapshotError("the positions of a block end inside a gap")
-    ends = np.flatnonzero(gaps != LONG_GAP)
-    return np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(len(ends))
+    elements = target.view(f"<u{width}")
+    n_bits = -(-len(elements) // 8)
+    raw = _unpack(data, n_bits, n_bits + target.nbytes)
+    changed = np.unpackbits(np.frombuffer(raw, np.uint8, n_bits), count=len(elements)).view(np.bool_)
+    count = int(np.count_nonzero(changed))
+    if len(raw) != n_bits + count * width:
+        raise SnapshotError("the values of a delta are not those of its changed elements")
+    elements[changed] += _from_planes(raw[n_bits:], width)
+    return count
 
 
 def _planes(differences: Elements) -> bytes:
@@ -128,20 +70,18 @@ def _from_planes(data: bytes, width: int) -> Elements:
     return (zigzag >> one) ^ (~(zigzag & one) + one)
 
 
-def _unpack(source: Reader, packed: int, raw: int) -> bytes:
-    """Return `raw` bytes from a frame of `packed` bytes.
+def _unpack(data: bytes | memoryview, least: int, most: int) -> bytes:
+    """Return the content of a frame, `least` to `most` bytes.
 
     The size field of the frame is checked before anything is allocated.
     """
-    if packed > raw + raw // 128 + 128:
-        raise SnapshotError("a delta's frame is larger than what is in it")
-    data = source.read(packed)
     try:
-        if zstandard.frame_content_size(data) != raw:
-            raise SnapshotError("a delta's frame does not hold what its block says")
-        out = zstandard.ZstdDecompressor().decompress(data, max_output_size=raw, allow_extra_data=False)
+        size = zstandard.frame_content_size(data)
+        if not least <= size <= most:
+            raise SnapshotError(f"a delta's frame of {size} bytes is not one of its part")
+        raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise SnapshotError(f"a delta's frame is damaged: {error}") from error
-    if len(out) != raw:
+    if len(raw) != size:
         raise SnapshotError("a delta's frame ends before its time")
-    return out
+    return raw

@@ -6,16 +6,15 @@ file therefore do not depend on the placement of ranks. The pieces travel throug
 through the publisher's server. Several ranks of that host can receive pieces at once. A lost rank ends the
 publication as in any collective.
 
-Promises: a message has at most `MESSAGE_BYTES`, and a receiver keeps one message. A receiver takes messages
-from its senders in turn, so no sender waits for the whole of another.
+Promises: a message has at most `MESSAGE_BYTES`, and a receiver keeps one piece. A receiver takes pieces from
+its senders in turn, so no sender waits for the whole of another.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from areal_async.base.errors import SnapshotError
 from areal_async.weights.collectives import ByteCollectives
-from areal_async.weights.layout import ITEM_BYTES, Box, Layout, box_of, torch_dtype
+from areal_async.weights.layout import Box, Layout, box_of, torch_dtype
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.tensor_file import MappedFile, fill
 
@@ -78,9 +77,10 @@ class StagedPieces:
     def send(self, group: ByteCollectives, to: int) -> None:
         """Send all pieces. Raises the group's error if rank `to` does not answer."""
         for box in self._boxes:
-            for cut in cuts(box.extent, ITEM_BYTES[box.dtype]):
-                part = self._copies[_key(box)][cut].contiguous()
-                group.send(part.reshape(-1).view(torch.uint8), to)
+            if math.prod(box.extent):
+                data = self._copies[_key(box)].reshape(-1).view(torch.uint8)
+                for message in data.split(MESSAGE_BYTES):
+                    group.send(message, to)
 
 
 def receive(
@@ -88,46 +88,13 @@ def receive(
 ) -> None:
     """Write the pieces that the ranks of `held` send into the file. Raises the group's error if a rank does
     not answer."""
-    buffer = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
-    each_of = [_messages(rank, boxes) for rank, boxes in held.items()]
-    for rank, piece in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*each_of))):
-        size_bytes = piece.tensor.nbytes
-        group.receive(buffer[:size_bytes], rank)
-        data = buffer[:size_bytes].view(piece.tensor.dtype).view(piece.tensor.shape)
-        fill(mapped, layout, replace(piece, tensor=data))
-
-
-def cuts(extent: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
-    """Yield boxes that cover a box of `extent` in element order, each with at most `MESSAGE_BYTES`. Pure.
-
-    An empty extent has no boxes.
-    """
-    size = math.prod(extent) * itemsize
-    if not size:
-        return
-    if size <= MESSAGE_BYTES:
-        yield tuple(slice(0, n) for n in extent)
-        return
-    row = size // extent[0]
-    rows = MESSAGE_BYTES // row
-    if rows:
-        for begin in range(0, extent[0], rows):
-            yield (slice(begin, min(begin + rows, extent[0])), *(slice(0, n) for n in extent[1:]))
-        return
-    for index in range(extent[0]):
-        for rest in cuts(extent[1:], itemsize):
-            yield (slice(index, index + 1), *rest)
-
-
-def _messages(rank: int, boxes: Sequence[Box]) -> Iterator[tuple[int, TensorPiece]]:
-    """Yield the messages of a rank as pieces of tensors without memory."""
-    for box in boxes:
-        dtype = torch_dtype(box.dtype)
-        for cut in cuts(box.extent, dtype.itemsize):
-            offset = tuple(at + each.start for at, each in zip(box.offset, cut, strict=True))
-            shape = [each.stop - each.start for each in cut]
-            part = torch.empty(shape, dtype=dtype, device="meta")
-            yield rank, TensorPiece(box.name, tuple(box.shape), offset, part)
+    in_turn = itertools.zip_longest(*([(rank, box) for box in boxes] for rank, boxes in held.items()))
+    for rank, box in filter(None, itertools.chain.from_iterable(in_turn)):
+        if math.prod(box.extent):
+            tensor = torch.empty(box.extent, dtype=torch_dtype(box.dtype))
+            for message in tensor.view(-1).view(torch.uint8).split(MESSAGE_BYTES):
+                group.receive(message, rank)
+            fill(mapped, layout, TensorPiece(box.name, tuple(box.shape), tuple(box.offset), tensor))
 
 
 def _key(box: Box) -> bytes:

@@ -73,17 +73,6 @@ class Sidecar(_File, frozen=True):
     hash: str
 
 
-class Patch(msgspec.Struct, frozen=True):
-    """The difference of one part: `size_bytes` of the delta file, or 0 for an unchanged part.
-
-    The patches of a manifest are consecutive in the delta file, in the manifest's order.
-    """
-
-    tensor: str
-    file: str
-    size_bytes: int
-
-
 class Manifest(msgspec.Struct, frozen=True):
     schema: int
     tag: VersionTag
@@ -99,9 +88,9 @@ class Manifest(msgspec.Struct, frozen=True):
     """Hash of the base's manifest file, in a delta."""
     target_hash: str = ""
     """Hash of the full snapshot's manifest file, in a delta."""
-    patches: list[Patch] = []
-    """Changes to each part of the base, in the order of the delta file. The value is empty in a full
-    manifest."""
+    patches: list[int] = []
+    """Bytes of each part's patch, 0 for an unchanged part. The patches are consecutive in the delta file, in
+    the order of the target's parts. The value is empty in a full manifest."""
 
 
 class _Sealed(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from areal_async.rpc.client import Client
 from areal_async.rpc.schema import Welcome
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
 from areal_async.service.context import ServiceContext
-from areal_async.weights.adapter import MergedWeights, Merger, is_adapter
+from areal_async.weights.adapter import Merger, is_adapter
 from areal_async.weights.channels import ReceivingEnd, channel_of
 from areal_async.weights.retention import Purpose
 from areal_async.weights.snapshot import Snapshot, open_snapshot
@@ -66,7 +66,7 @@ class Receiver:
         ask = WaitSnapshot(self._name, self._purpose, after, wait_ms, self._channel.makes_deltas)
         return await self._client.call(ask, timeout_s=ANSWER_S)
 
-    async def open(self, notice: SnapshotNotice) -> Snapshot | MergedWeights:
+    async def open(self, notice: SnapshotNotice) -> Snapshot:
         """Bring the announced snapshot to this host if necessary, then read and verify it in a thread.
 
         An adapter is merged with the base. Raises `SnapshotError`. The caller then calls `ack` with the error

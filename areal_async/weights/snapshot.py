@@ -47,7 +47,7 @@ from areal_async.weights.manifest import (
     unseal,
 )
 from areal_async.weights.pieces import whole_piece
-from areal_async.weights.tensor_file import MappedFile, TensorFile, fill, hash_ranges, parts_of_file
+from areal_async.weights.tensor_file import MappedFile, TensorFile, fill, hash_ranges
 from areal_async.weights.verified import HostRecords
 
 if TYPE_CHECKING:
@@ -95,20 +95,9 @@ class Snapshot:
     tag: VersionTag
     path: Path
     manifest: Manifest
-    _tensors: dict[str, torch.Tensor] | None = None
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Each name of the model, tied names included, in memory of this process. Tied names share one tensor
-        object.
-
-        If opening did not read the tensors, the first access reads and verifies them. That access raises
-        `SnapshotError` if a hash does not match.
-        """
-        if self._tensors is None:
-            with naming(self.path):
-                self._tensors = _read(_files(self.path, self.manifest), self.manifest)
-        return self._tensors
+    tensors: dict[str, torch.Tensor]
+    """Each name of the model, tied names included, in memory of this process. Tied names share one tensor
+    object. Empty if the tensors were not read."""
 
 
 def write_snapshot(
@@ -216,9 +205,9 @@ def open_snapshot(
     """Verify everything in the directory `path`.
 
     `manifest_hash`, from the notice, proves that the directory is the announced snapshot. Without it, the
-    directory is only proven consistent and correctly named. If `tensors` is False, they are read at the first
-    access. If `records` shows that a process of this host has hashed the announced snapshot's tensors, they
-    are not hashed again. Raises `SnapshotError`.
+    directory is only proven consistent and correctly named. If `tensors` is False, they are verified and not
+    read. If `records` shows that a process of this host has hashed the announced snapshot's tensors, they are
+    not hashed again. Raises `SnapshotError`.
     """
     with naming(path):
         manifest = read_manifest(path, manifest_hash)
@@ -226,25 +215,21 @@ def open_snapshot(
             raise SnapshotError("it is a delta, which only its base makes a snapshot")
         check_files(path, manifest)
         check_parts(manifest)
-        files = _files(path, manifest)
+        file = TensorFile(path, manifest)
 
         def verify() -> dict[str, torch.Tensor]:
             if tensors:
-                return _read(files, manifest)
-            for file in files:
-                file.verify()
+                return _read(file, manifest)
+            file.verify()
             return {}
 
         if records is None or manifest_hash is None:
             found: dict[str, torch.Tensor] | None = verify()
         else:
-            known = [file.identity for file in files]
-            found = records.once(
-                manifest_hash, known, verify, lambda: [file.identity_now() for file in files]
-            )
+            found = records.once(manifest_hash, file.identity, verify, file.identity_now)
             if found is None and tensors:
-                found = _read(files, manifest, verify=False)
-        return Snapshot(manifest.tag, path, manifest, found if tensors else None)
+                found = _read(file, manifest, verify=False)
+        return Snapshot(manifest.tag, path, manifest, found or {})
 
 
 def read_manifest(path: Path, manifest_hash: str | None = None) -> Manifest:
@@ -281,31 +266,20 @@ def check_files(path: Path, manifest: Manifest, *, sealed: bool = True) -> None:
             raise SnapshotError(f"{sidecar.file} does not match its hash")
 
 
-def _files(path: Path, manifest: Manifest) -> list[TensorFile]:
-    return [TensorFile(path, shard, manifest) for shard in manifest.shards]
-
-
-def _read(files: list[TensorFile], manifest: Manifest, *, verify: bool = True) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        tensors |= file.read(verify=verify)
+def _read(file: TensorFile, manifest: Manifest, *, verify: bool = True) -> dict[str, torch.Tensor]:
+    tensors = file.read(verify=verify)
     for alias, name in manifest.tied.items():
         tensors[alias] = tensors[name]
     return tensors
 
 
 def check_parts(manifest: Manifest) -> None:
-    """Raise `SnapshotError` unless each tensor of the manifest lies whole in one of its files."""
-    file_of: dict[str, str] = {}
-    for shard in manifest.shards:
-        for name in parts_of_file(manifest, shard.file):
-            if file_of.setdefault(name, shard.file) != shard.file:
-                raise SnapshotError(f"{name} is in {file_of[name]} and in {shard.file}")
-    for part in manifest.parts:
-        if file_of.get(part.tensor) != part.file:
-            raise SnapshotError(f"a part of {part.tensor} is in {part.file}, which is not in the snapshot")
+    """Raise `SnapshotError` unless the manifest has one tensor file, and each tied name a tensor in it."""
+    if len(manifest.shards) != 1:
+        raise SnapshotError(f"it has {len(manifest.shards)} files of tensors instead of one")
+    names = {part.tensor for part in manifest.parts}
     for alias, name in manifest.tied.items():
-        if name not in file_of or alias in file_of:
+        if name not in names or alias in names:
             raise SnapshotError(f"{alias} cannot be tied to {name}")
 
 

@@ -22,13 +22,22 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from areal_async.base.errors import SnapshotError
 from areal_async.base.own_files import map_open, reserve
-from areal_async.weights.layout import ITEM_BYTES, HashedRange, Layout, TensorEntry, file_dtype, torch_dtype
-from areal_async.weights.manifest import Manifest, Part, Shard, hash_of
+from areal_async.weights.layout import (
+    ITEM_BYTES,
+    HashedRange,
+    Layout,
+    TensorEntry,
+    file_dtype,
+    parts_of,
+    torch_dtype,
+)
+from areal_async.weights.manifest import Manifest, Part, hash_of
 from areal_async.weights.pieces import TensorPiece
-from areal_async.weights.verified import FileIdentity
+from areal_async.weights.verified import identity_of
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +131,7 @@ def hash_ranges(mapped: MappedFile, ranges: Sequence[HashedRange]) -> list[Part]
     """Return the parts of these ranges, with the hashes of the file's current bytes."""
 
     def hashed(found: HashedRange) -> Part:
-        return msgspec.structs.replace(found.part, hash=hash_of(mapped.view(found.begin, found.end).data))
+        return replace(found.part, hash=hash_of(mapped.view(found.begin, found.end).data))
 
     return in_threads(hashed, ranges, sum(found.end - found.begin for found in ranges))
 
@@ -134,14 +143,15 @@ class TensorFile:
     still have readers is unlinked and never overwritten.
     """
 
-    def __init__(self, directory: Path, shard: Shard, manifest: Manifest) -> None:
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
         """Raises `SnapshotError` and `OSError`."""
+        (shard,) = manifest.shards
         self._path = directory / shard.file
         if not 8 <= shard.header_bytes <= min(MAX_HEADER_BYTES, shard.size_bytes):
             raise SnapshotError(f"{shard.file} has an impossible size in the manifest")
         with self._path.open("rb") as file:
-            self.identity = FileIdentity.of(os.fstat(file.fileno()))
-            size = self.identity.size_bytes
+            found = os.fstat(file.fileno())
+            self.identity, size = identity_of(found), found.st_size
             if size != shard.size_bytes:
                 raise SnapshotError(f"{shard.file} has {size} bytes instead of {shard.size_bytes}")
             self.data = memoryview(map_open(file.fileno()))
@@ -151,27 +161,22 @@ class TensorFile:
         self.entries = parse_header(self.header)
         if max((e.data_offsets[1] for e in self.entries.values()), default=0) != size - shard.header_bytes:
             raise SnapshotError(f"{shard.file} has bytes that belong to no tensor")
-        parts = parts_of_file(manifest, shard.file)
-        if parts.keys() != self.entries.keys():
-            raise SnapshotError(f"{shard.file} holds other tensors than the manifest says")
-        self.places: list[tuple[Part, int, int]] = []
-        """Each part with its byte range [begin, end) in the file, in the manifest's order."""
-        for name, found in parts.items():
-            entry = self.entries[name]
-            if (found[0].dtype, found[0].shape) != (entry.dtype, entry.shape):
-                raise SnapshotError(
-                    f"{name} in {shard.file} has another dtype or shape than the manifest says"
-                )
+        planned: list[tuple[Part, int, int]] = []
+        for name, entry in self.entries.items():
             begin = shard.header_bytes + entry.data_offsets[0]
-            for part in found:
-                end = begin + math.prod(part.extent) * ITEM_BYTES[part.dtype]
-                self.places.append((part, begin, end))
-                begin = end
+            for part, part_bytes in parts_of(name, entry, shard.file):
+                planned.append((part, begin, begin + part_bytes))
+                begin += part_bytes
+        if [part for part, _, _ in planned] != [replace(part, hash="") for part in manifest.parts]:
+            raise SnapshotError(f"the tensors of {shard.file} and their parts are not as the manifest says")
+        pairs = zip(manifest.parts, planned, strict=True)
+        self.places = [(part, begin, end) for part, (_, begin, end) in pairs]
+        """Each part with its byte range [begin, end) in the file, in the manifest's order."""
 
-    def identity_now(self) -> FileIdentity:
+    def identity_now(self) -> str:
         """Return the identity of the file that is now at this path. It may be another file. Raises
         `OSError`."""
-        return FileIdentity.of(os.stat(self._path))
+        return identity_of(os.stat(self._path))
 
     def verify(self) -> None:
         """Hash every part. Raises `SnapshotError` if a hash does not match."""
@@ -208,29 +213,6 @@ class TensorFile:
     def _check(self, part: Part, data: memoryview) -> None:
         if hash_of(data) != part.hash:
             raise SnapshotError(f"{part.tensor} in {self._path.name} does not match its hash")
-
-
-def parts_of_file(manifest: Manifest, file: str) -> dict[str, list[Part]]:
-    """Return the parts of each tensor in a file, in the manifest's order, as consecutive rows.
-
-    Raises `SnapshotError` unless the parts cover each tensor exactly.
-    """
-    by_tensor: dict[str, list[Part]] = {}
-    for part in manifest.parts:
-        if part.file == file:
-            by_tensor.setdefault(part.tensor, []).append(part)
-    for name, parts in by_tensor.items():
-        shape, row = parts[0].shape, 0
-        for part in parts:
-            if (part.shape, part.dtype) != (shape, parts[0].dtype):
-                raise SnapshotError(f"the parts of {name} disagree about its shape or dtype")
-            zeros, rest = [0] * (len(shape) - 1), shape[1:]
-            if shape and (part.offset != [row, *zeros] or part.extent[1:] != rest or part.extent[0] < 0):
-                raise SnapshotError(f"the parts of {name} are not its rows in their order")
-            row += part.extent[0] if shape else 1
-        if row != (shape[0] if shape else 1) or (not shape and parts[0].offset + parts[0].extent):
-            raise SnapshotError(f"the parts of {name} do not cover it")
-    return by_tensor
 
 
 def parse_header(data: bytes) -> dict[str, TensorEntry]:

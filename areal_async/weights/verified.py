@@ -1,9 +1,9 @@
 """Records of verified snapshots on one host. Only the first process that opens a snapshot hashes it.
 
-That process writes a record, a file in a folder that only this user can enter. The record has the hash of the
-manifest and, for each tensor file, device, inode, size and the times of its last change. Another process
-trusts the record while all these values still match. `docs/decisions/weights.md#one-verification-per-host`
-has the reasons.
+That process writes a record, a file in a folder to which only this user can write. The record is named after
+the hash of the manifest and has device, inode, size and the times of the last change of the tensor file.
+Another process trusts the record while all these values still match.
+`docs/decisions/weights.md#one-verification-per-host` has the reasons.
 
 Promises:
 - A record is written only after every hash matched and the files did not change during verification.
@@ -16,16 +16,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
-from areal_async.base.own_files import write_whole
+from areal_async.base.own_files import NotOurs, is_own_folder, read_own, write_whole
 from areal_async.weights.channels.host_cache import lock_file
 from areal_async.weights.manifest import HASH_PREFIX
 
@@ -36,27 +33,13 @@ LOOK_S = 0.02  # seconds between checks for the record of another process
 T = TypeVar("T")
 
 
-class FileIdentity(msgspec.Struct, frozen=True):
-    """The identity of a file in the file system.
+def identity_of(found: os.stat_result) -> str:
+    """Return the identity of a file in the file system.
 
     Writing to a file, renaming or replacing it changes the identity. Only a write through a mapping may not
     change it.
     """
-
-    device: int
-    inode: int
-    size_bytes: int
-    modified_ns: int
-    changed_ns: int
-
-    @staticmethod
-    def of(found: os.stat_result) -> FileIdentity:
-        return FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-
-
-class _Record(msgspec.Struct, frozen=True):
-    manifest_hash: str
-    files: list[FileIdentity]
+    return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
 
 
 class HostRecords:
@@ -68,57 +51,45 @@ class HostRecords:
         self._wait_s = wait_s
 
     def once(
-        self,
-        manifest_hash: str,
-        files: Sequence[FileIdentity],
-        verify: Callable[[], T],
-        look: Callable[[], Sequence[FileIdentity]],
+        self, manifest_hash: str, identity: str, verify: Callable[[], T], look: Callable[[], str]
     ) -> T | None:
-        """Return the result of `verify`, or None if a process of this host has already verified these files.
+        """Return the result of `verify`, or None if a process of this host has already verified this file.
 
-        A record counts only for the same manifest. `look` returns the identities of the files after
+        A record counts only for the same manifest. `look` returns the identity of the file after
         verification. Raises the errors of `verify`.
         """
-        record = _Record(manifest_hash, [*files])
         if not self._usable():
             return verify()
         path = self._folder / manifest_hash.removeprefix(HASH_PREFIX)
         deadline_s = time.monotonic() + self._wait_s
-        while True:
-            if self._read(path) == record:
-                return None
+        while not _trusted(path, identity):
             lock = lock_file(path.with_suffix(LOCK_SUFFIX), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if lock is not None or time.monotonic() > deadline_s:
-                break
-            time.sleep(LOOK_S)
-        try:
-            if self._read(path) == record:
-                return None
-            found = verify()
-            if lock is not None and [*look()] == record.files:
-                self._leave(path, record)
-            return found
-        finally:
-            if lock is not None:
-                os.close(lock)
+            if lock is None and time.monotonic() <= deadline_s:
+                time.sleep(LOOK_S)
+                continue
+            try:
+                if _trusted(path, identity):
+                    return None
+                found = verify()
+                if lock is not None and look() == identity:
+                    self._leave(path, identity)
+                return found
+            finally:
+                if lock is not None:
+                    os.close(lock)
+        return None
 
     def _usable(self) -> bool:
         with suppress(OSError):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return _private(os.lstat(self._folder), stat.S_ISDIR)
+            return is_own_folder(self._folder)
         return False
 
-    def _read(self, path: Path) -> _Record | None:
-        with suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
-            if _private(os.fstat(file.fileno()), stat.S_ISREG):
-                return msgspec.json.decode(file.read(), type=_Record)
-        return None
-
-    def _leave(self, path: Path, record: _Record) -> None:
+    def _leave(self, path: Path, identity: str) -> None:
         """Write a record. Errors are ignored, because without a record the next process only verifies
         again."""
         with suppress(OSError):
-            write_whole(path, msgspec.json.encode(record))
+            write_whole(path, identity.encode())
             records = (each for each in self._folder.iterdir() if not each.suffix)
             found = sorted(records, key=lambda each: each.stat().st_mtime_ns)
             for old in found[:-KEPT]:
@@ -126,6 +97,7 @@ class HostRecords:
                 old.with_suffix(LOCK_SUFFIX).unlink(missing_ok=True)
 
 
-def _private(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    """Return whether this user owns the file or folder and no other user can read or write it."""
-    return is_kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+def _trusted(path: Path, identity: str) -> bool:
+    with suppress(OSError, NotOurs):
+        return read_own(path) == identity.encode()
+    return False

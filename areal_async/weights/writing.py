@@ -202,16 +202,6 @@ class PieceWriter:
         group = self._group
         if self._receivers and found is not None and problem is None:
             _, problem = _try(found.result)  # now each receiver has a file to write into
-        try:
-            # A part may have rows of several ranks. No part is hashed before all ranks have copied.
-            _agree(group, problem)
-        except OSError as error:
-            raise SnapshotError(f"{tag.label} cannot be written under {self._root}: {error}") from error
-
-        if self._receivers:
-            into = found.result() if found is not None else None
-            hand_over = partial(_hand_over, group, self._receivers, self._staged, into, layout, self._held)
-            _agree(group, _try(hand_over)[1])  # no part is hashed before all pieces are received
 
         def work() -> list[Part]:
             if found is None:
@@ -222,13 +212,18 @@ class PieceWriter:
             mapped.flush()
             return hash_ranges(mapped, [part for part in layout.ranges if part.rank == group.rank])
 
-        parts, problem = _try(work)
-        gathered = _gather(group, msgspec.msgpack.encode(parts), problem)
+        try:
+            # A part may have rows of several ranks. No part is hashed before all ranks have copied.
+            _agree(group, problem)
+            into = found.result() if found is not None else None
+            _hand_over(group, self._receivers, self._staged, into, layout, self._held)
+            parts, problem = _try(work)
+            shared = _share(group, msgspec.msgpack.encode(parts), problem)
+        except OSError as error:
+            raise SnapshotError(f"{tag.label} cannot be written under {self._root}: {error}") from error
 
         def announce(lead: Lead) -> _Said:
-            if said := _first_of(gathered):
-                raise SnapshotError(said.text)
-            of_rank = [iter(msgspec.msgpack.decode(each.data, type=list[Part])) for each in gathered]
+            of_rank = [iter(msgspec.msgpack.decode(data, type=list[Part])) for data in shared]
             in_order = [next(of_rank[part.rank]) for part in layout.ranges]
             info = lead.announce(tag, layout, in_order, evaluate=evaluate, final=final)
             return _Said(info=info, files=None if final else lead.offer_files())
@@ -293,14 +288,12 @@ def write_tensors(
         mapped, problem = _try(lambda: MappedFile(path, layout.size_bytes, 0o666))
         failed = _each(pieces(), left_out, lambda piece: fill(mapped, layout, piece) if mapped else None)
         problem = problem or failed
-    if receivers:
-        _agree(group, problem)
-        _hand_over(group, receivers, staged, mapped, layout, held)
-    if mapped is not None and problem is None:
+    _agree(group, problem)
+    _hand_over(group, receivers, staged, mapped, layout, held)
+    if mapped is not None:
         if group.rank == 0:
             mapped.write(0, layout.header)
         mapped.close()
-    _agree(group, problem)
 
 
 def _hand_over(
@@ -311,11 +304,18 @@ def _hand_over(
     layout: Layout,
     held: Sequence[list[Box]],
 ) -> None:
-    """Bring the pieces of ranks on other hosts into the file on rank 0's host."""
-    if staged is not None:
-        staged.send(group, receivers[group.rank])
-    elif mapped is not None and (from_ := [rank for rank, to in receivers.items() if to == group.rank]):
-        receive(group, mapped, layout, {rank: held[rank] for rank in from_})
+    """Bring the pieces of ranks on other hosts into the file on rank 0's host. Raises as `_agree` does."""
+    if not receivers:
+        return
+
+    def work() -> None:
+        if staged is not None:
+            staged.send(group, receivers[group.rank])
+        elif mapped is not None:
+            senders = [rank for rank, to in receivers.items() if to == group.rank]
+            receive(group, mapped, layout, {rank: held[rank] for rank in senders})
+
+    _agree(group, _try(work)[1])
 
 
 def spare_file(root: Path, number: int) -> Path:
@@ -341,15 +341,10 @@ def _agree(group: ByteCollectives, problem: _Problem | None) -> None:
 
 def _share(group: ByteCollectives, data: bytes, problem: _Problem | None) -> list[bytes]:
     """Return the data of all ranks, on every rank. Raises the first rank's error on all ranks."""
-    gathered = _gather(group, data, problem)
-    said = _Said(_first_of(gathered), shared=[each.data for each in gathered]) if group.rank == 0 else None
-    return _from_first(group, said).shared
-
-
-def _gather(group: ByteCollectives, data: bytes, problem: _Problem | None) -> list[_Given]:
-    """Return the messages of all ranks on rank 0, and an empty list on other ranks."""
     gathered = group.gather(msgspec.msgpack.encode(_Given(data, problem)))
-    return [msgspec.msgpack.decode(each, type=_Given) for each in gathered]
+    given = [msgspec.msgpack.decode(each, type=_Given) for each in gathered]
+    said = _Said(_first_of(given), shared=[each.data for each in given]) if group.rank == 0 else None
+    return _from_first(group, said).shared
 
 
 def _from_first(group: ByteCollectives, said: _Said | None) -> _Said:

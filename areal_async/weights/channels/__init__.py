@@ -122,27 +122,25 @@ class Zmq(Channel):
     deltas = True
 
     class Arguments(Section):
-        relay_fan_out: int = Field(default=1, ge=0)
-        """Number of receivers to which one receiver relays chunks. 1 makes a chain. With 0 all fetch from the
-        trainer."""
         patience_s: float = Field(default=5.0, gt=0)
         """Seconds without a requested chunk after which a receiver switches to another source."""
         give_up_s: float = Field(default=60.0, gt=0)
-        """Seconds without any data after which a fetch fails. The next fetch reuses the verified chunks."""
+        """Seconds without any data after which a fetch fails. The next fetch reuses the verified chunks. With
+        `nccl` also the longest time to form a group, or to transfer 512 MB. After that the engine loads the
+        snapshot."""
 
     @staticmethod
     def publishing_end(ctx: ServiceContext) -> PublishingEnd:
         """Return the trainer's end. Raises `EndpointError`."""
         from areal_async.weights.channels.serving import SnapshotServer
 
-        arguments = Zmq.Arguments.model_validate(ctx.job.weights.channel_args)
-        return SnapshotServer(_listen(ctx), job=ctx.job.job, access=ctx.keys, fan_out=arguments.relay_fan_out)
+        return SnapshotServer(_listen(ctx), job=ctx.job.job, access=ctx.keys)
 
     @staticmethod
     def receiving_end(ctx: ServiceContext, name: str) -> ReceivingEnd:
         """Return the end of receiver `name`. Raises `EndpointError`."""
         from areal_async.rpc.client import Client
-        from areal_async.weights.channels.fetching import SnapshotFetcher
+        from areal_async.weights.channels.fetching import Download, SnapshotFetcher
         from areal_async.weights.channels.serving import ChunkServer
 
         arguments = Zmq.Arguments.model_validate(ctx.job.weights.channel_args)
@@ -150,9 +148,12 @@ class Zmq(Channel):
             ctx.shm_dir / "weights" / ctx.node_id,
             node_id=ctx.node_id,
             server=ChunkServer(_listen(ctx), job=ctx.job.job, source="peer", access=ctx.keys),
-            client=partial(Client, job=ctx.job.job, role="peer", name=name, access=ctx.keys),
-            patience_s=arguments.patience_s,
-            give_up_s=arguments.give_up_s,
+            download=partial(
+                Download,
+                client=partial(Client, job=ctx.job.job, role="peer", name=name, access=ctx.keys),
+                patience_s=arguments.patience_s,
+                give_up_s=arguments.give_up_s,
+            ),
         )
 
 
@@ -166,9 +167,7 @@ class Nccl(Channel):
     from_device = True
 
     class Arguments(Zmq.Arguments):
-        give_up_s: float = Field(default=60.0, gt=0)
-        """Longest time in seconds to form a group, or to transfer 512 MB. After that the engine loads the
-        snapshot. As with `zmq`, a fetch of a snapshot fails after this time without data."""
+        pass
 
     @staticmethod
     def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:

@@ -1,12 +1,11 @@
 """A receiver's end of channel `zmq`: from a notice to a complete directory on this host.
 
 `Download` fetches one directory, chunk by chunk, from one source at a time. It uses the first source in the
-list that did not fail in this round. A source fails if it sends nothing for the patience, lacks the snapshot
-or cannot be reached. After all sources have failed, a new round begins with all of them and twice the
-patience, because the link may be slower than assumed. A chunk with a wrong hash is fetched again from the
-publisher. The download fails after `give_up_s` without data from any source. Verified chunks stay on disk for
-the next download. At most `window_bytes` are requested and not yet received, so a source never queues more
-than that for a receiver.
+list that did not fail in this round. A source fails if it sends nothing for the patience, sends a chunk with
+a wrong hash, lacks the snapshot or cannot be reached. After all sources have failed, a new round begins with
+all of them and twice the patience, because the link may be slower than assumed. The download fails after
+`give_up_s` without data from any source. Verified chunks stay on disk for the next download. At most
+`window_bytes` are requested and not yet received, so a source never queues more than that for a receiver.
 
 Promises:
 - One process per host fetches a snapshot (`host_cache.py`). Other processes wait for it, with a deadline.
@@ -22,7 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from areal_async.base.addresses import Address
@@ -56,7 +55,7 @@ MAKING_PREFIX = ".making-"
 class Download:
     """Fills `partial` from `sources` (endpoints, best first).
 
-    `origin` is the publisher's endpoint in `sources`. `client(endpoint)` makes the clients for the requests.
+    `origin` is the publisher's endpoint in `sources`. `client(address)` makes the clients for the requests.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Download:
         sources: Sequence[str],
         *,
         origin: str,
-        client: Callable[[str], Client],
+        client: Callable[[Address], Client],
         patience_s: float = 5.0,
         give_up_s: float = 60.0,
         window_bytes: int = 16 << 20,
@@ -160,13 +159,11 @@ class Download:
             data = await self._chunk(client, number, source)
             if not limit.expired():
                 limit.reschedule(loop.time() + patience_s)
-            while not await loop.run_in_executor(pool, self.partial.put, number, data):
+            if not await loop.run_in_executor(pool, self.partial.put, number, data):
                 metrics.REFUSED.labels("hash").inc()
-                log.warning("chunk with a wrong hash", source=source, chunk=number)
                 if source == self._origin:
                     raise SnapshotError(f"the publisher sent other bytes than chunk {number}'s")
-                source = self._origin
-                data = await self._chunk(await self._connected(source), number, source)
+                raise ProtocolError(f"it sent other bytes than chunk {number}'s")
             failpoint("weights.received")
             self._fed_s = time.monotonic()
             self.bytes_received += data.nbytes
@@ -184,7 +181,7 @@ class Download:
 
     async def _connected(self, source: str) -> Client:
         if source not in self._clients:
-            self._clients[source] = self._client(source)
+            self._clients[source] = self._client(Address(source, CHUNKS))
         await self._clients[source].connect(self._give_up_s)
         return self._clients[source]
 
@@ -199,7 +196,7 @@ class Download:
 class SnapshotFetcher(ReceivingEnd):
     """Brings snapshots to host `node_id`, into `root`. `server` serves their chunks to other receivers.
 
-    `client(address)` makes the clients for requests. `patience_s` and `give_up_s` apply to each `Download`.
+    `download(store, sources, origin=…)` makes each `Download`.
     """
 
     makes_deltas = False
@@ -210,17 +207,13 @@ class SnapshotFetcher(ReceivingEnd):
         *,
         node_id: str,
         server: ChunkServer,
-        client: Callable[[Address], Client],
-        patience_s: float,
-        give_up_s: float,
+        download: Callable[..., Download],
     ) -> None:
         self.server = server
         self.bytes_received = 0
         self._cache = HostCache(root)
         self._node_id = node_id
-        self._client = client
-        self._patience_s = patience_s
-        self._give_up_s = give_up_s
+        self._download = download
         self._serving = False
         self._shared: dict[str, str] = {}
         """Directories whose chunks are served, and the hashes of their manifests."""
@@ -297,14 +290,7 @@ class SnapshotFetcher(ReceivingEnd):
             raise SnapshotError(f"the chunk table of {name} is of another snapshot")
         store = PartialDownload(self._cache.path(name), table)
         await asyncio.to_thread(store.resume)
-        download = Download(
-            store,
-            found.endpoints,
-            origin=found.origin,
-            client=lambda endpoint: self._client(Address(endpoint, CHUNKS)),
-            patience_s=self._patience_s,
-            give_up_s=self._give_up_s,
-        )
+        download = self._download(store, found.endpoints, origin=found.origin)
         self.server.add(store)
         try:
             await self._follow(download)
@@ -318,25 +304,20 @@ class SnapshotFetcher(ReceivingEnd):
     async def _follow(self, download: Download) -> None:
         """Wait for the end of the download. If no data arrives, report the cause of the wait."""
         running = asyncio.ensure_future(download.run())
-        told = ""
         try:
             while not running.done():
                 await asyncio.wait({running}, timeout=STARVED_S / 4)
-                told = _tell(told, download.state if download.starved_s > STARVED_S else "")
+                _report_wait(download.state if download.starved_s > STARVED_S else "")
             running.result()
         finally:
-            _tell(told, "")
+            _report_wait("")
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
 
-def _tell(before: str, now: str) -> str:
-    """Report a wait. The metric has one series during a wait."""
-    if before != now:
-        board.waits("weights", now)
-        if before:
-            with suppress(KeyError):
-                metrics.WAITS.remove(before)
-        if now:
-            metrics.WAITS.labels(now).set(1)
-    return now
+def _report_wait(state: str) -> None:
+    """Report a wait, or its end if `state` is empty. The metric has one series during a wait."""
+    board.waits("weights", state)
+    metrics.WAITS.clear()
+    if state:
+        metrics.WAITS.labels(state).set(1)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -134,52 +133,23 @@ class ChunkServer:
             raise SnapshotError("this snapshot is not here") from None
 
 
-class RelayTree:
-    """The assignment of sources to the receivers of a snapshot. Pure.
+def sources(line: list[str], endpoint: str, origin: str) -> list[str]:
+    """Return the sources of the receiver at `endpoint`, best first. The first call puts it into `line`.
 
     Receivers form a line in the order of their first requests. The first receiver fetches from the origin
-    (the trainer), and each other receiver fetches from an earlier one. With a fan-out of 1 they form a chain.
-    With k they form a tree in which each receiver serves k others. The origin sends every byte once for any
-    number of receivers. In a chain every link also carries each byte once. Chunks are relayed as they arrive,
-    so n receivers take the time of one plus n - 1 chunks. With a fan-out of 0 all receivers fetch from the
+    (the trainer), and each other receiver fetches from the one before it. The origin and every link send each
+    byte once. Chunks are relayed as they arrive, so n receivers take the time of one plus n - 1 chunks.
+
+    The order is the earlier receivers from the nearest on, the origin, then the later ones. A receiver skips
+    sources that have left. If the receivers together hold all chunks, they complete each other without the
     origin.
     """
-
-    def __init__(self, fan_out: int) -> None:
-        self._fan_out = fan_out
-        self._lines: dict[str, list[str]] = {}
-
-    def join(self, snapshot: str, endpoint: str, origin: str) -> list[str]:
-        """Return the sources of `endpoint`, best first. The first call puts the endpoint into the line."""
-        line = self._lines.setdefault(snapshot, [])
-        if endpoint not in line:
-            if len(line) >= MAX_MEMBERS:
-                return [origin]
-            line.append(endpoint)
-        return sources(line, line.index(endpoint), origin, self._fan_out)
-
-    def forget(self, snapshot: str) -> None:
-        self._lines.pop(snapshot, None)
-
-
-def sources(line: Sequence[str], me: int, origin: str, fan_out: int) -> list[str]:
-    """Return the sources of member `me` of `line` (endpoints, in order), best first.
-
-    The order is the parent, the parent's ancestors, the origin, then all other members. A member skips
-    sources that have left. If the members together hold all chunks, they complete each other without the
-    origin.
-    """
-    if fan_out < 1:
-        return [origin]
-    ancestors: list[str] = []
-    at = me
-    while at > 0:
-        at = (at - 1) // fan_out
-        ancestors.append(line[at])
-    # The first members of the line complete first.
-    others = [member for member in line if member not in {*ancestors, line[me]}]
-    nearest = ancestors[: MAX_SOURCES - 1]
-    return [*nearest, origin, *others[: MAX_SOURCES - 1 - len(nearest)]]
+    if endpoint not in line:
+        if len(line) >= MAX_MEMBERS:
+            return [origin]
+        line.append(endpoint)
+    me = line.index(endpoint)
+    return [*line[:me][::-1][: MAX_SOURCES - 1], origin, *line[me + 1 :]][:MAX_SOURCES]
 
 
 class SnapshotServer(PublishingEnd):
@@ -191,11 +161,11 @@ class SnapshotServer(PublishingEnd):
         *,
         job: str,
         access: Access,
-        fan_out: int = 1,
         server: type[ChunkServer] = ChunkServer,
     ) -> None:
         self.chunks = server(listen, job=job, source="publisher", access=access)
-        self._tree = RelayTree(fan_out)
+        self._lines: dict[str, list[str]] = {}
+        """The receivers of each snapshot, in the order of their first requests."""
         self._tables: dict[str, Future[bytes]] = {}
         """The chunk tables of the served snapshots, by the hash of their manifests."""
         self._lock = threading.Lock()
@@ -215,7 +185,7 @@ class SnapshotServer(PublishingEnd):
     def remove(self, manifest_hash: str) -> bool:
         with self._lock:
             table = self._tables.pop(manifest_hash, None)
-            self._tree.forget(manifest_hash)
+            self._lines.pop(manifest_hash, None)
         # A table in progress also reads the files.
         quiet = table is None or table.cancel() or table.done()
         return self.chunks.remove(manifest_hash) and quiet
@@ -240,7 +210,7 @@ class SnapshotServer(PublishingEnd):
             raise
         with self._lock:
             origin = self.chunks.endpoint
-            found = self._tree.join(message.manifest_hash, message.endpoint, origin)
+            found = sources(self._lines.setdefault(message.manifest_hash, []), message.endpoint, origin)
         return Sources(found, origin), [data]
 
     def _make_table(self, directory: Path, manifest_hash: str) -> bytes:

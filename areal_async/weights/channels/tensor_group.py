@@ -16,7 +16,8 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
@@ -28,6 +29,7 @@ from areal_async.base.versions import VersionTag
 from areal_async.rpc.weights_messages import JOIN
 
 POLL_S = 0.0005
+READY_POLL_S = 0.002
 
 T = TypeVar("T")
 
@@ -59,7 +61,6 @@ class TensorGroup:
         self._tag: VersionTag | None = None
         self._ready: dict[str, int] = {}  # the bucket for which each member is ready
         self._last = self._released = 0
-        self._waiting: list[tuple[int, asyncio.Future[str]]] = []
         # By default a store listens on every interface and authenticates no client. Each group has its own
         # store. Closing the store disconnects all members that still wait there.
         with socket.create_server((host, 0), backlog=128) as listening:
@@ -86,23 +87,17 @@ class TensorGroup:
         False means that not all members were ready within `wait_s`. A text is the reason why nothing more
         will come.
         """
-        future = asyncio.get_running_loop().create_future()
         with self._changed:
             if self.broken or tag != self._tag or engine not in self._ready:
                 return self.broken or "the group sends something else by now"
             self._ready[engine] = max(number, self._ready[engine])
             self._changed.notify_all()
-            if number <= self._released or number >= self._last:
-                return True
-            self._waiting.append((number, future))
-        try:
-            async with asyncio.timeout(wait_s):
-                return (await future) or True
-        except TimeoutError:
-            return False
-        finally:
-            with self._changed:
-                self._waiting = [entry for entry in self._waiting if entry[1] is not future]
+        until_s = time.monotonic() + wait_s
+        while not (self.broken or number <= self._released or number >= self._last):
+            if time.monotonic() > until_s:
+                return False
+            await asyncio.sleep(READY_POLL_S)
+        return self.broken or True
 
     def break_up(self, reason: str) -> None:
         """Stop using the group. Members that wait for others get the reason."""
@@ -110,11 +105,9 @@ class TensorGroup:
             if self.broken:
                 return
             self.broken = reason
-            waiting, self._waiting = self._waiting, []
             self._changed.notify_all()
             if not self.busy:
                 self._backend = self._meeting = None
-        settle((future for _, future in waiting), reason)
 
     def part(self) -> None:
         """Close the meeting point of a broken group, so that members that wait there lose the connection.
@@ -159,8 +152,6 @@ class TensorGroup:
             if self.broken:
                 raise RuntimeError(self.broken)
             self._released = number
-            waiting = [future for at, future in self._waiting if at <= number]
-        settle(waiting, "")
 
     def broadcast(self, data: torch.Tensor) -> None:
         """Send `data`, u8 [bytes]. Raises `RuntimeError` if the members have not taken it within the
@@ -194,15 +185,12 @@ class TensorGroup:
         return min(self._ready.values()) >= number
 
 
-def settle(futures: Iterable[asyncio.Future[T]], value: T) -> None:
-    """Set the result of futures, from any thread. Futures without a waiter are ignored."""
+def settle(future: asyncio.Future[T], value: T) -> None:
+    """Set the result of a future, from any thread. A future without a waiter is ignored."""
 
-    def give(future: asyncio.Future[T]) -> None:
+    def give() -> None:
         if not future.done():
             future.set_result(value)
 
-    for future in futures:
-        try:
-            future.get_loop().call_soon_threadsafe(give, future)
-        except RuntimeError:  # the loop of the waiter has ended
-            continue
+    with suppress(RuntimeError):  # the loop of the waiter has ended
+        future.get_loop().call_soon_threadsafe(give)

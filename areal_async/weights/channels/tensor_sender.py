@@ -71,20 +71,14 @@ Plan = SendsTensors | SendsNothing
 
 @dataclass(eq=False)
 class _Copy:
-    """The newest version, in memory of its own: the bytes of each bucket, u8. `users` are its readers."""
+    """The newest version, in memory of its own: the bytes of each bucket, u8."""
 
     tag: VersionTag
     buckets: list[TensorBucket]
     data: list[torch.Tensor]
-    users: int = 0
-
-
-@dataclass(eq=False)
-class _Gathering:
-    """Engines that request one version, by name."""
-
-    copy: _Copy
     asked: dict[str, tuple[AskTensors, asyncio.Future[Plan]]] = field(default_factory=dict)
+    """Engines that request this version and wait for the send, by name."""
+    begun: bool = False
 
 
 class TensorSender(PublishingEnd):
@@ -117,8 +111,6 @@ class TensorSender(PublishingEnd):
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._copy: _Copy | None = None
-        self._gathering: _Gathering | None = None
-        self._begun: VersionTag | None = None  # last version whose send has begun
         self._expected: set[str] = set()  # engines to wait for
         self._group: TensorGroup | None = None
         self._sends: dict[threading.Thread, TensorGroup] = {}
@@ -153,13 +145,9 @@ class TensorSender(PublishingEnd):
         """Send only `tag` from now on."""
         buckets = list(in_buckets(tensors, self._bucket_bytes))
         with self._lock:
-            last, self._copy = self._copy, None
-        if last is not None and not last.users and last.buckets == buckets:
-            data = last.data
-        else:
-            last = None  # frees the old memory first
-            sizes = [sum(tensors[name].nbytes for name in bucket.names) for bucket in buckets]
-            data = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+            self._copy = None  # frees the old memory first, unless it is being sent
+        sizes = [sum(tensors[name].nbytes for name in bucket.names) for bucket in buckets]
+        data = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
         for bucket, run in zip(buckets, data, strict=True):
             at = 0
             for name in bucket.names:
@@ -197,9 +185,9 @@ class TensorSender(PublishingEnd):
         """Stop sending. Sends in progress get a moment, and other engines load the snapshot."""
         with self._lock:
             self._closing = True
-            gathering, sends = self._gathering, dict(self._sends)
-        if gathering is not None:
-            self._begin(gathering)
+            copy, sends = self._copy, dict(self._sends)
+        if copy is not None:
+            self._begin(copy)
         until_s = time.monotonic() + CLOSE_S
         for thread, group in sends.items():
             await asyncio.to_thread(thread.join, max(0.0, until_s - time.monotonic()))
@@ -211,27 +199,21 @@ class TensorSender(PublishingEnd):
     # --- who asks ------------------------------------------------------------------------------------
 
     async def _asked(self, message: AskTensors) -> Plan:
-        loop, complete = asyncio.get_running_loop(), False
+        loop = asyncio.get_running_loop()
         future: asyncio.Future[Plan] = loop.create_future()
         with self._lock:
-            if reason := self._refusal(message):
+            copy, reason = self._copy, self._refusal(message)
+            if copy is None or reason:
                 return SendsNothing(reason)
-            assert self._copy is not None
-            other, gathering = None, self._gathering
-            if gathering is None or gathering.copy is not self._copy:
-                other, gathering = gathering, _Gathering(self._copy)
-                self._gathering = gathering
-                self._copy.users += 1
-                loop.call_later(self._window_s, self._begin, gathering)
-            repeated = gathering.asked.get(message.engine)
-            gathering.asked[message.engine] = (message, future)
-            complete = bool(self._expected) and gathering.asked.keys() >= self._expected
+            if not copy.asked:
+                loop.call_later(self._window_s, self._begin, copy)
+            repeated = copy.asked.get(message.engine)
+            copy.asked[message.engine] = (message, future)
+            complete = bool(self._expected) and copy.asked.keys() >= self._expected
         if repeated is not None:
-            settle([repeated[1]], SendsNothing("it asked again"))
-        if other is not None:
-            self._begin(other)
+            settle(repeated[1], SendsNothing("it asked again"))
         if complete:
-            self._begin(gathering)
+            self._begin(copy)
         return await future
 
     def _outdated(self, tag: VersionTag) -> str:
@@ -242,28 +224,24 @@ class TensorSender(PublishingEnd):
     def _refusal(self, message: AskTensors) -> str:
         if reason := self._outdated(message.tag):
             return reason
-        if self._begun == message.tag:
+        if self._copy and self._copy.begun:
             self._expected.add(message.engine)
             return "this version is being sent to others already"
         if len(self._sends) >= self._max_sends:
             return f"{self._max_sends} sends are under way"
         return ""
 
-    def _begin(self, gathering: _Gathering) -> None:
+    def _begin(self, copy: _Copy) -> None:
         """Start one send to the engines that have requested it."""
-        copy = gathering.copy
         with self._lock:
-            asked, gathering.asked = gathering.asked, {}
-            if self._gathering is gathering:
-                self._gathering = None
+            asked, copy.asked = copy.asked, {}
             if not asked:
                 return
             group: TensorGroup | str = self._outdated(copy.tag)
             if not group:
-                self._begun, self._expected = copy.tag, set(asked)
+                copy.begun, self._expected = True, set(asked)
                 group = self._group_of([message for message, _ in asked.values()])
             if isinstance(group, str):
-                copy.users -= 1
                 plans: dict[str, Plan] = dict.fromkeys(asked, SendsNothing(group))
             else:
                 group.begin(copy.tag, len(copy.buckets))
@@ -272,7 +250,7 @@ class TensorSender(PublishingEnd):
                 plans = {engine: self._plan(group, engine, copy) for engine in asked}
                 thread.start()
         for engine, (_, future) in asked.items():
-            settle([future], plans[engine])
+            settle(future, plans[engine])
 
     def _group_of(self, asked: Sequence[AskTensors]) -> TensorGroup | str:
         """Return the last group if it is intact and has exactly these engines, else a new group.
@@ -324,7 +302,6 @@ class TensorSender(PublishingEnd):
         finally:
             group.end()
             with self._lock:
-                copy.users -= 1
                 del self._sends[threading.current_thread()]
 
 

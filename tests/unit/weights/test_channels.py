@@ -21,7 +21,7 @@ from areal_async.config.registry import PartError
 from areal_async.rpc.client import Client
 from areal_async.rpc.weights_messages import AskTensors, SnapshotNotice
 from areal_async.weights.channels import channel_of, makes_deltas
-from areal_async.weights.channels.fetching import SnapshotFetcher
+from areal_async.weights.channels.fetching import Download, SnapshotFetcher
 from areal_async.weights.channels.serving import ChunkServer, SnapshotServer
 from areal_async.weights.publisher import Publisher, make_publisher
 from areal_async.weights.receiver import Receiver, make_receiver
@@ -65,9 +65,12 @@ async def receiver(place, node, name="r", purpose="serve"):
         place / "nodes" / node,
         node_id=node,
         server=ChunkServer("tcp://127.0.0.1:0", job="j", source="peer", access=SECRET),
-        client=partial(Client, job="j", role="peer", name=name, access=SECRET),
-        patience_s=PATIENCE_S,
-        give_up_s=3,
+        download=partial(
+            Download,
+            client=partial(Client, job="j", role="peer", name=name, access=SECRET),
+            patience_s=PATIENCE_S,
+            give_up_s=3,
+        ),
     )
     client = Client(f"ipc://{place}/s", job="j", role=f"receiver-{purpose}", name=name, access=SECRET)
     made = Receiver(client, name, purpose=purpose, channel=end)

@@ -78,9 +78,9 @@ def test_the_manifest_names_base_target_and_every_byte(made):
     assert (manifest.codec, manifest.base, manifest.tag) == ("delta", tag(1), tag(2))
     assert manifest.target_hash == new.manifest_hash
     assert manifest.base_hash == hash_of((base / MANIFEST_FILE).read_bytes())
-    sizes = {patch.tensor: patch.size_bytes for patch in manifest.patches}
-    assert sizes["frozen"] == 0
-    assert sum(sizes.values()) == (delta.path / DELTA_FILE).stat().st_size
+    names = [part.tensor for part in read_manifest(new.path).parts]
+    assert manifest.patches[names.index("frozen")] == 0
+    assert sum(manifest.patches) == (delta.path / DELTA_FILE).stat().st_size
     assert delta.size_bytes == sum(f.stat().st_size for f in delta.path.iterdir())
     assert delta.size_bytes < new.size_bytes
     assert sorted(files_of(delta.path)) == sorted([DELTA_FILE, TARGET_FILE, MANIFEST_FILE])
@@ -172,9 +172,9 @@ def test_a_delta_that_lies_about_itself_is_refused(made):
     for changes, match in (
         ({"target_hash": "blake3:0"}, "not the manifest that the delta names"),
         ({"patches": patches[1:]}, "patches"),
-        ({"patches": list(reversed(patches))}, "not those of the target's parts"),
-        ({"patches": [msgspec.structs.replace(p, size_bytes=p.size_bytes + 1) for p in patches]}, "cover"),
-        ({"patches": [msgspec.structs.replace(patches[0], size_bytes=-5), *patches[1:]]}, "cover"),
+        ({"patches": list(reversed(patches))}, r"does not match its hash|frame"),
+        ({"patches": [size + 1 for size in patches]}, "cover"),
+        ({"patches": [-5, patches[0] + patches[1] + 5, *patches[2:]]}, "cover"),
         ({"codec": "full"}, "holds policy-e1-v2"),
         ({"base": None}, "is no delta"),
         ({"sidecars": good.sidecars[:1]}, "foreign files"),

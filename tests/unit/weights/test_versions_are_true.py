@@ -174,19 +174,3 @@ def test_versions_are_true_what_was_opened_does_not_change_with_its_files(world)
         file.write(bytes(len(world.contents[3]["model.safetensors"])))
     for name, tensor in tensors_of(3).items():
         assert torch.equal(snapshot.tensors[name], tensor)
-
-
-def test_versions_are_true_tensors_asked_for_later_are_verified_then(world):
-    """An engine that reads the directory pays for no tensors; who asks for them after all gets true ones."""
-    world.restore()
-    snapshot = open_snapshot(world.written[3].path, tensors=False)
-    late = open_snapshot(world.written[3].path, tensors=False)
-    for name, tensor in tensors_of(3).items():
-        assert torch.equal(snapshot.tensors[name], tensor)
-    assert snapshot.tensors["d"] is snapshot.tensors["a"]
-    with open(world.written[3].path / "model.safetensors", "r+b") as file:
-        file.write(bytes(len(world.contents[3]["model.safetensors"])))
-    for name, tensor in tensors_of(3).items():
-        assert torch.equal(snapshot.tensors[name], tensor)
-    with pytest.raises(SnapshotError, match="policy-e1-v3 is refused"):
-        _ = late.tensors

@@ -239,17 +239,6 @@ def test_ranks_elsewhere_are_dealt_to_those_of_the_first_ones_host():
     assert receivers_of(["a", "b", "a", "b", "c", "b"]) == {1: 0, 3: 2, 4: 0, 5: 2}
 
 
-@pytest.mark.parametrize("extent", [(), (7,), (3, 5), (2, 3, 4), (2, 0), (1, 9, 1)])
-@pytest.mark.parametrize("limit_bytes", [4, 8, 12, 40, 400])
-def test_messages_are_bounded_and_cover_a_box_once_in_order(monkeypatch, extent, limit_bytes):
-    monkeypatch.setattr(handover, "MESSAGE_BYTES", limit_bytes)
-    whole = torch.arange(torch.Size(extent).numel(), dtype=torch.float32).reshape(extent)
-    parts = [whole[cut].reshape(-1) for cut in handover.cuts(extent, 4)]
-    assert all(0 < part.nbytes <= limit_bytes for part in parts)
-    found = torch.cat(parts).tolist() if parts else []
-    assert found == whole.reshape(-1).tolist()
-
-
 def test_ranks_of_three_hosts_publish_what_one_rank_would_have(place, monkeypatch):
     """Two ranks of the first one's host receive; one of them holds nothing itself."""
     monkeypatch.setattr(handover, "MESSAGE_BYTES", 16)
