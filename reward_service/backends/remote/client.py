@@ -46,7 +46,7 @@ REQUEST_ROOM_BYTES = 64 << 10  # part of a request's limit that is reserved for 
 
 
 @dataclass
-class Tries:
+class FailedTries:
     """Failed tries of one call."""
 
     lost: int = 0
@@ -130,7 +130,7 @@ class RemoteBackend(QueuedBackend):
     # --- calls ---------------------------------------------------------------------------------------
 
     async def verdicts_of(self, call: Call, queued_s: float) -> tuple[list[Verdict], float]:
-        inputs, tries = inputs_of(call), Tries()
+        inputs, tries = inputs_of(call), FailedTries()
         while True:
             if (replica := await self._take(queued_s)) is None:
                 told = f"no reward server for {self._arguments.outage_s:g} s: {self._troubles()}"
@@ -176,7 +176,7 @@ class RemoteBackend(QueuedBackend):
             await set_within(self._news, TICK_S)
 
     async def _after(
-        self, error: RemoteError, replica: RemoteServer, inputs: list[RewardInput], tries: Tries
+        self, error: RemoteError, replica: RemoteServer, inputs: list[RewardInput], tries: FailedTries
     ) -> Failure | Timeout | None:
         """Return the verdict of a call after a failed request, or None to try again."""
         told = clip(f"the server {replica.url}: {error}")
@@ -199,7 +199,7 @@ class RemoteBackend(QueuedBackend):
         kind = "unreachable" if error.kind == "gone" else "remote"
         return Failure(kind, f"{told} (for the {tries.lost}. time)")
 
-    def _after_refusal(self, tries: Tries, told: str) -> Failure | None:
+    def _after_refusal(self, tries: FailedTries, told: str) -> Failure | None:
         """Return the verdict of a call that servers have refused for too long, or None to try again."""
         tries.refused += 1
         now_s = time.monotonic()
