@@ -2,8 +2,8 @@
 
     python benchmarks/code_table.py [--workers 2] [--out code_table.json]
 
-The programs are in `tables/`. To these come responses around one program (fences, prose, several blocks) Needs no training and no network; a few minutes on two slow
-cores.
+The programs are in `tables/`. To these come responses around one program (fences, prose, several blocks).
+Needs no training and no network; a few minutes on two slow cores.
 """
 
 from __future__ import annotations
