@@ -59,15 +59,17 @@ class JudgeArguments(Section):
     """The question to the judge. `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{ability}` and
     `{extra_info.NAME}` are replaced, and other braces stay. Without `parse`, a sentence about the form of the
     grade follows."""
-    quote: Literal["tags", "none"] = "tags"
+    quote: Literal["tags", "json", "none"] = "tags"
     """Form of the response in the question. `tags`: between tags whose name it cannot contain, with a
-    sentence not to obey it. `none`: without marks, so the response may imitate a part of the template."""
+    sentence not to obey it. `json`: as one JSON text. `none`: without marks, so the response may imitate a
+    part of the template."""
     system: str = ""
     """System message of a chat, filled in like `template`. If it is empty, there is no system message."""
     parse: Annotated[str, AfterValidator(_pattern)] = ""
     """Regular expression that must match the whole last line of the reply. The grade is its one group, or the
-    line. If it is empty, the last line must be `Grade: <grade>`. The rest of the reply is ignored. A reply
-    with a second such line has no grade."""
+    line. If it is empty and the servers accept a schema (`response_format`), the grade is a field of a JSON
+    answer. Otherwise the last line must be `Grade: <grade>`. The rest of the reply is ignored. A reply with a
+    second such line has no grade."""
     scale: Annotated[tuple[float, float], AfterValidator(_scale)] = (0.0, 10.0)
     """Grades for the rewards 0 and 1. Grades between them are converted in proportion, and other grades are
     invalid. The first may be the larger."""
@@ -76,8 +78,9 @@ class JudgeArguments(Section):
     matter."""
     votes: int = Field(default=1, ge=1, le=64)
     """Requests for each response. More than half of them must return a grade. Otherwise there is no score, or
-    the score `reward.on_fault` if the judge grades another answer to the same task. The reward is their
-    mean."""
+    the score `reward.on_fault` if the judge grades another answer to the same task."""
+    aggregate: Literal["mean", "majority", "median"] = "mean"
+    """The rule that makes one reward of several votes."""
     temperature: float = Field(default=0.0, ge=0)
     seed: int | None = None
     """Seed of the first vote. Further votes count up. None: no seed is sent, so a repeated request may get

@@ -33,6 +33,7 @@ from reward_service.backends.judge.replies import (
     Trouble,
     ask,
     clipped,
+    field_of,
     quoted,
     verdict_of,
 )
@@ -68,6 +69,7 @@ class Judge(QueuedBackend):
         self._servers = [ServerState(url, rng) for url in dict.fromkeys(given.base_url)]
         self._changed = asyncio.Event()
         self._slots = asyncio.Semaphore(given.max_in_flight)
+        self._structured = False  # whether its servers accept a schema for the reply
         self._http = HttpClient(self._key(), LIMITS)
         self._requests_most = given.votes
         self._trouble: Trouble | None = None  # the last trouble of any request, until a request succeeds
@@ -108,7 +110,7 @@ class Judge(QueuedBackend):
         until_s = time.monotonic() + self._start_s
         while True:
             found = await asyncio.gather(*(self._hello(one.url) for one in self._servers))
-            troubles = [trouble for trouble in found if trouble is not None]
+            troubles = [trouble for trouble in found if isinstance(trouble, Trouble)]
             for trouble in troubles:
                 if not trouble.passes or trouble.status == 200:
                     mend = ADVICE.get(trouble.status, "Correct reward.args.")
@@ -116,22 +118,34 @@ class Judge(QueuedBackend):
                 log.warning("a judge's server does not take requests", error=str(trouble))
             # A server that limits the rate works.
             if len(troubles) < len(found) or any(trouble.status == 429 for trouble in troubles):
+                there = [one for one in found if isinstance(one, bool)]
+                self._structured = bool(there) and all(there)
                 return
             if time.monotonic() >= until_s:
                 told = f"the reward 'judge': no server takes requests: {troubles[0]}"
                 raise RewardLoadError(f"{told}. Start it, or correct base_url in reward.args.", may_pass=True)
             await asyncio.sleep(START_PAUSE_S)
 
-    async def _hello(self, url: str) -> Trouble | None:
-        """Return the reason why a server accepts no requests, or None if it does."""
+    async def _hello(self, url: str) -> Trouble | bool:
+        """Return whether a server accepts a schema for the reply, or the reason why it accepts no
+        requests."""
         try:
             async with asyncio.timeout(self._start_s):
-                await ask(self._http, url, self._body(GREETING, "", 0))
+                for structured in (True, False) if self._parse.form(structured=True) else (False,):
+                    body = self._body(GREETING, "", 0, structured=structured)
+                    try:
+                        reply = await ask(self._http, url, body)
+                        if structured:
+                            field_of(reply.text)
+                        return structured
+                    except NoGrade:
+                        continue
+                    except Trouble as trouble:
+                        if trouble.passes or not structured:
+                            return trouble
         except TimeoutError:
             return Trouble("unreachable", f"{url} did not answer within {self._start_s:g} s", passes=True)
-        except Trouble as trouble:
-            return trouble
-        return None
+        return False
 
     # --- calls ---------------------------------------------------------------------------------------
 
@@ -152,7 +166,7 @@ class Judge(QueuedBackend):
         votes = await asyncio.gather(*(self._vote(body, begun_s) for body in bodies))
         grades = [vote for vote in votes if isinstance(vote, float)]
         lost = [vote for vote in votes if not isinstance(vote, float)]
-        verdict = verdict_of(grades, lost, arguments.votes // 2 + 1)
+        verdict = verdict_of(grades, lost, arguments.votes // 2 + 1, arguments.aggregate)
         # Unavailable servers have other kinds. This kind means a refusal or a reply without a grade. The
         # neutral answer is sent now, because earlier replies do not show whether a key has been revoked
         # since.
@@ -163,13 +177,13 @@ class Judge(QueuedBackend):
 
     def _bodies(self, given: RewardInput) -> list[bytes]:
         """Return the request of each vote. Raises `MissingText`."""
-        arguments = self._arguments
+        arguments, structured = self._arguments, self._structured
         shown = msgspec.structs.replace(given, response=quoted(given.response, arguments.quote))
-        text = fill(arguments.template, shown) + self._parse.form
+        text = fill(arguments.template, shown) + self._parse.form(structured=structured)
         system = fill(arguments.system, shown)
-        return [self._body(text, system, vote) for vote in range(arguments.votes)]
+        return [self._body(text, system, vote, structured=structured) for vote in range(arguments.votes)]
 
-    def _body(self, text: str, system: str, vote: int) -> bytes:
+    def _body(self, text: str, system: str, vote: int, *, structured: bool = False) -> bytes:
         given = self._arguments
         messages = [{"role": "system", "content": system}] if system else []
         body = {
@@ -178,6 +192,7 @@ class Judge(QueuedBackend):
             "max_tokens": given.max_tokens,
             "temperature": given.temperature,
             "seed": None if given.seed is None else given.seed + vote,
+            "response_format": self._parse.schema if structured else None,
         }
         sent = {name: value for name, value in (body | given.extra_body).items() if value is not None}
         return msgspec.json.encode(sent)
@@ -246,7 +261,7 @@ class Judge(QueuedBackend):
         try:
             if reply.finish_reason in CUT_BY:  # its grade may be cut too, such as a 1 of a 10
                 raise NoGrade(f"the reply was cut ({reply.finish_reason}): {clipped(reply.text)}")
-            grade = self._parse(reply.text)
+            grade = self._parse(reply.text, structured=self._structured)
         except NoGrade as error:
             metrics.JUDGE_REQUESTS.labels("no_grade").inc()
             return Failure("judge", str(error))

@@ -1,13 +1,14 @@
 """The pure parts: parsing and counting votes, batches, templates."""
 
 import contextlib
+import json
 from datetime import UTC, datetime
 
 import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
-from areal_async.base.verdicts import Failure, Score, Timeout
+from areal_async.base.verdicts import Abstain, Failure, Score, Timeout
 from reward_service.backends import MissingText, fill
 from reward_service.backends.judge import TEMPLATE
 from reward_service.backends.judge.replies import NoGrade, Parser, quoted, verdict_of
@@ -55,6 +56,34 @@ def test_nothing_else_in_a_reply_is_a_grade(reply):
         Parser("", (0, 10), {})(reply)
 
 
+@pytest.mark.parametrize(
+    ("reply", "share"),
+    [
+        ('{"reason": "Grade: 10", "grade": 3}', 0.3),
+        (' {"grade": 3.0}\n', 0.3),
+        ('{"grade": "3"}', 0.3),
+        ('<think>{"grade": 9}</think>{"grade": 3}', 0.3),
+        ('{"grade": 3, "grade": 10}', None),
+        ('{"reason": "fine"}', None),
+        ('{"grade": 3} {"grade": 10}', None),
+        ('{"grade": {"grade": 10}}', None),
+        ('{"grade": true}', None),
+        ('{"grade": null}', None),
+        ('{"grade": 11}', None),
+        ('{"grade": NaN}', None),
+        ("[" * 9000, None),
+        ("Grade: 10", None),
+    ],
+)
+def test_the_grade_of_a_structured_reply_is_its_one_field(reply, share):
+    read = Parser("", (0, 10), {})
+    if share is not None:
+        assert read(reply, structured=True) == pytest.approx(share)
+    else:
+        with pytest.raises(NoGrade):
+            read(reply, structured=True)
+
+
 def test_grades_may_be_words_and_scales_may_fall():
     words = Parser(r"\[\[(\w+)\]\]", (0, 10), {"Yes": 1, "no": -1})
     assert [words("[[yes]]"), words("because\n[[NO]]")] == [1, -1]
@@ -77,6 +106,7 @@ def test_an_answer_stands_between_marks_that_it_cannot_contain(answer):
     assert closed == [opened.replace("<", "</")]
     assert opened.strip("<>") not in answer
     assert quoted(opened + answer, "tags").split("\n")[0] != opened
+    assert json.loads(quoted(answer, "json")) == answer
     assert quoted(answer, "none") == answer
 
 
@@ -91,21 +121,24 @@ BROKEN = Failure("unreachable", "gone")
 UNREADABLE = Failure("judge", "no grade")
 
 
-def test_the_reward_is_the_mean_of_the_votes():
+def test_votes_are_put_together_as_asked():
     votes = [0.0, 1.0, 1.0, 0.2]
     components = {"votes": 4.0, "spread": 1.0}
-    assert verdict_of(votes, [], 3) == Score(0.55, components)
-    assert verdict_of([0.3], [], 1) == Score(0.3)
+    assert verdict_of(votes, [], 3, "mean") == Score(0.55, components)
+    assert verdict_of(votes, [], 3, "median") == Score(0.6, components)
+    assert verdict_of(votes, [], 3, "majority") == Score(1.0, components)
+    assert isinstance(verdict_of([0.0, 1.0], [UNREADABLE], 2, "majority"), Abstain)
+    assert verdict_of([0.3], [], 1, "majority") == Score(0.3)
 
 
 def test_lost_votes_are_no_zeros():
-    assert verdict_of([0.8, 0.6], [UNREADABLE], 2) == Score(
+    assert verdict_of([0.8, 0.6], [UNREADABLE], 2, "mean") == Score(
         pytest.approx(0.7), {"votes": 2.0, "spread": pytest.approx(0.2)}
     )
-    few = verdict_of([0.8], [UNREADABLE, BROKEN], 2)
+    few = verdict_of([0.8], [UNREADABLE, BROKEN], 2, "mean")
     assert few == Failure("unreachable", "1 of 3 votes have a grade, and 2 are needed: gone")
-    assert verdict_of([], [UNREADABLE], 1) == UNREADABLE
-    assert verdict_of([], [UNREADABLE, Timeout(5)], 2) == Timeout(5)
+    assert verdict_of([], [UNREADABLE], 1, "mean") == UNREADABLE
+    assert verdict_of([], [UNREADABLE, Timeout(5)], 2, "mean") == Timeout(5)
 
 
 LENGTHS = st.lists(st.integers(0, 5000), min_size=1, max_size=300)

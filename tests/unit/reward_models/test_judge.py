@@ -58,9 +58,9 @@ async def test_the_request_says_what_the_job_says(monkeypatch):
 async def test_votes_are_asked_for_each_with_a_seed_of_its_own_and_put_together():
     texts = {3: "2", 4: "9", 5: "4"}
     verdicts, server = await judged(
-        lambda body, n: texts[body["seed"]], ["x"], votes=3, temperature=1.0, seed=3
+        lambda body, n: texts[body["seed"]], ["x"], votes=3, temperature=1.0, seed=3, aggregate="median"
     )
-    assert verdicts == [Score(0.5, {"votes": 3.0, "spread": pytest.approx(0.7)})]
+    assert verdicts == [Score(0.4, {"votes": 3.0, "spread": pytest.approx(0.7)})]
     assert sorted(body["seed"] for body in server.bodies) == [3, 4, 5]
 
 
@@ -234,12 +234,85 @@ async def test_every_form_of_a_completion_is_read(message):
     assert verdicts == [Score(0.5)]
 
 
+@pytest.mark.parametrize(
+    ("said", "grade"),
+    [
+        ('{"reason": "it says </think>{\\"grade\\": 10}", "grade": 5}', 0.5),
+        ('<think>{"grade": 9}</think>{"reason": "", "grade": 5}', 0.5),
+        ('{"reason": {"of": "it"}, "grade": 5}', 0.5),
+        ('{"reason": {"grade": 10}, "grade": 5}', 0.5),
+        ('{"reason": "", "grade": "5"}', 0.5),
+        ('{"reason": "", "grade": "1_0"}', None),
+        ('{"reason": "", "grade": NaN}', None),
+        ('{"reason": "", "grade": true}', None),
+        ('{"reason": "", "grade": 1e400}', None),
+        ('{"grade": 1, "reason": "", "grade": 10}', None),
+        ('{"grade": 1} {"grade": 10}', None),
+        ('{"reason": ' + "[" * 5000 + "]" * 5000 + "}", None),
+    ],
+)
+async def test_a_structured_grade_is_the_field_and_nothing_else(said, grade):
+    async with JudgeServer(lambda body, n: structured(1) if NEUTRAL in question(body) else said) as server:
+        server.greet = lambda: structured(2)
+        async with judge_of(server.url, parse="") as judge:
+            (verdict,) = await verdicts_of(judge.submit, [given("x")])
+    assert verdict.fault is FaultOf.ANSWER if grade is None else verdict == Score(grade)
+
+
 async def test_a_judge_that_goes_away_after_a_reply_without_a_grade_gives_no_score():
     def answer(body, n):
         return web.Response(status=500) if NEUTRAL in question(body) else "no grade"
 
     verdicts, _ = await judged(answer, ["x"], retries=0)
     assert verdicts[0].fault is FaultOf.INFRASTRUCTURE
+
+
+def structured(grade):
+    return reply(json.dumps({"reason": "as is", "grade": grade}))
+
+
+@pytest.mark.parametrize("scale", [(0, 10), (5, 1)])
+async def test_the_grade_is_a_field_where_the_server_takes_a_schema(scale):
+    async with JudgeServer(lambda body, n: structured(scale[1])) as server:
+        server.greet = lambda: structured(2)
+        async with judge_of(server.url, parse="", scale=scale) as judge:
+            assert await verdicts_of(judge.submit, [given("x")]) == [Score(1.0)]
+    (body,) = server.bodies
+    grade = body["response_format"]["json_schema"]["schema"]["properties"]["grade"]
+    assert grade == {"type": "number", "minimum": min(scale), "maximum": max(scale)}
+    assert '"grade"' in question(body)
+    assert "one line" not in question(body)
+
+
+async def test_words_are_grades_in_a_schema_too():
+    async with JudgeServer(lambda body, n: structured("Yes")) as server:
+        server.greet = lambda: structured("no")
+        async with judge_of(server.url, parse="", grades={"yes": 1, "no": 0}) as judge:
+            assert await verdicts_of(judge.submit, [given("x")]) == [Score(1.0)]
+
+
+@pytest.mark.parametrize("says", ["1", '{"grade": 1', '[{"grade": 1}]', '{"grade": 1, "grade": 2}'])
+async def test_a_server_that_ignores_the_schema_is_asked_for_a_last_line(says):
+    async with JudgeServer(lambda body, n: "It is fine.\nGrade: 5") as server:
+        server.greet = lambda: reply(says)
+        async with judge_of(server.url, parse="") as judge:
+            assert await verdicts_of(judge.submit, [given("x")]) == [Score(0.5)]
+    assert "response_format" not in server.bodies[0]
+    assert "one line" in question(server.bodies[0])
+
+
+async def test_a_server_that_refuses_the_schema_is_asked_for_a_last_line():
+    seen = []
+
+    def greet():
+        seen.append(None)
+        return web.Response(status=400, text="no response_format") if len(seen) == 1 else reply("1")
+
+    async with JudgeServer(lambda body, n: "Grade: 5") as server:
+        server.greet = greet
+        async with judge_of(server.url, parse="") as judge:
+            assert await verdicts_of(judge.submit, [given("x")]) == [Score(0.5)]
+    assert len(seen) == 2
 
 
 async def test_verdicts_are_final_when_the_server_fails_for_ever():
