@@ -2,9 +2,8 @@
 
     python benchmarks/code_table.py [--workers 2] [--out code_table.json]
 
-The programs are in `tables/`. To these come responses around one program (fences, prose, several blocks)
-and programs in each language that is installed. Needs no training and no network; a few minutes on two slow
-cores.
+The programs are in `tables/`. To these come responses around one program (fences, prose, several blocks).
+Needs no training and no network; a few minutes on two slow cores.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import yaml
 from areal_async.base.verdicts import Score, Verdict
 from areal_async.config.reward import RewardSection
 from reward_service.client import LocalScorer
-from reward_service.sandbox.languages import installed
 from reward_service.sdk import RewardInput
 
 TABLES = Path(__file__).parent / "tables"
@@ -57,26 +55,6 @@ AROUND = {
     "indented as a whole": ("```python\n    a, b = map(int, input().split())\n    print(a + b)\n```", 0),
 }
 
-IN_LANGUAGES = {
-    "python": (SUM, WRONG, "print("),
-    "c": (
-        '#include <stdio.h>\nint main(void){long a,b;scanf("%ld %ld",&a,&b);printf("%ld\\n",a+b);return 0;}',
-        '#include <stdio.h>\nint main(void){puts("3");return 0;}',
-        "int main(void){",
-    ),
-    "cpp": (
-        "#include <iostream>\nint main(){long a,b;std::cin>>a>>b;std::cout<<a+b;}",
-        "#include <iostream>\nint main(){std::cout<<3;}",
-        "#include <nothing>\nint main(){}",
-    ),
-    "javascript": (
-        "const w=require('fs').readFileSync(0,'utf8').trim().split(/\\s+/).map(Number);"
-        "console.log(w[0]+w[1]);",
-        "console.log(3)",
-        "console.log(",
-    ),
-}
-
 
 class Row(NamedTuple):
     category: str
@@ -108,13 +86,6 @@ def table() -> list[Row]:
     for name, (response, label) in AROUND.items():
         given = RewardInput(response=response, ground_truth=json.dumps(SUM_TRUTH), data_source=name)
         rows.append(Row("around the program", "code_stdio", given, label, QUICK))
-    for language in installed():
-        for label, program in zip((1, 0, 0), IN_LANGUAGES[language], strict=True):
-            given = RewardInput(
-                response=fenced(program, language), ground_truth=SUM_TRUTH, data_source=language
-            )
-            args = {"language": "auto", "wall_s": 6, "budget_s": 20}
-            rows.append(Row(f"language: {language}", "code_stdio", given, label, args))
     return rows
 
 

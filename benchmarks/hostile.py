@@ -68,11 +68,9 @@ def inputs(part: str, n: int, share: float, seed: int) -> list[tuple[str, Reward
             about = {"number": number, "hostile": name} if hostile else {"number": number}
             given = RewardInput(response="", extra_info=about)
         else:
-            source, language = (
-                (PROGRAMS[name].source, PROGRAMS[name].language) if hostile else (GOOD, "python")
-            )
+            source = PROGRAMS[name].source if hostile else GOOD
             truth = {"inputs": [f"{number} {number % 7}\n"], "outputs": [f"{number + number % 7}\n"]}
-            given = RewardInput(response=f"```{language}\n{source}\n```", ground_truth=truth)
+            given = RewardInput(response=f"```python\n{source}\n```", ground_truth=truth)
         found.append((name if hostile else "good", given))
     return found
 
@@ -81,8 +79,6 @@ GOOD = "a, b = map(int, input().split())\nprint(a + b)"
 
 
 async def run(section: RewardSection, given: list[RewardInput], workers: int) -> Run:
-    args = {**section.args, "language": "auto"} if section.name == "code_stdio" else section.args
-    section = section.model_copy(update={"args": args})
     verdicts: list[Verdict] = []
     elapsed_ms: list[float] = []
     async with LocalScorer(section, workers) as scorer:

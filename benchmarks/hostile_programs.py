@@ -17,11 +17,10 @@ class Hostile(NamedTuple):
     source: str
     kinds: frozenset[str]
     """The ends that are right. A program may also be stopped by nothing and find that it achieved nothing."""
-    language: str = "python"
 
 
-def hostile(source: str, *kinds: str, language: str = "python") -> Hostile:
-    return Hostile(source, frozenset(kinds), language)
+def hostile(source: str, *kinds: str) -> Hostile:
+    return Hostile(source, frozenset(kinds))
 
 
 PROGRAMS: dict[str, Hostile] = {
@@ -240,25 +239,6 @@ PROGRAMS: dict[str, Hostile] = {
         "ok",
     ),
     "no text": hostile("import os\nos.write(1, bytes(range(256)))", "ok"),
-    "fork bomb in C": hostile(
-        "#include <unistd.h>\nint main(void) { for (;;) fork(); }",
-        "cpu",
-        "timeout",
-        "processes",
-        "memory",
-        language="c",
-    ),
-    "wild pointer in C": hostile("int main(void) { *(volatile int *)8 = 1; }", "signal", language="c"),
-    "stack in C": hostile(
-        "int down(int n) { volatile char page[4096]; page[0] = n; return down(n + 1) + page[0]; }\n"
-        "int main(void) { return down(0); }",
-        "signal",
-        "memory",
-        language="c",
-    ),
-    "includes a secret in C": hostile(
-        '#include "/etc/shadow"\nint main(void) { return 0; }', "compile", language="c"
-    ),
 }
 
 

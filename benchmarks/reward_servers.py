@@ -1,4 +1,4 @@
-"""What a reward in another process costs: calls per second and time of a request, by server and batch.
+"""What a reward in another process costs: calls per second and time of a request, by server.
 
     python benchmarks/reward_servers.py [--calls N]
 
@@ -50,7 +50,7 @@ def main() -> None:
         own = Path(folder) / "own.py"
         own.write_text(REWARD)
         reward = f"{own}:share_of_ones"
-        report("pool", 0, asyncio.run(in_the_pool(reward, calls)), calls)
+        report("pool", asyncio.run(in_the_pool(reward, calls)), calls)
         serve = [sys.executable, "-m", "areal_async.cli.main", "reward", "serve", reward]
         servers = {
             "serve": [*serve, "--listen", "127.0.0.1:0"],
@@ -59,8 +59,7 @@ def main() -> None:
             servers["node"] = [node, str(SERVERS / "server.js")]
         for name, command in servers.items():
             with running(command) as url:
-                for batch in (1, 32):
-                    report(name, batch, asyncio.run(at_a_server(url, batch, calls)), calls)
+                report(name, asyncio.run(at_a_server(url, calls)), calls)
 
 
 @contextmanager
@@ -79,8 +78,8 @@ def running(command: list[str]) -> Iterator[str]:
         server.wait()
 
 
-async def at_a_server(url: str, batch: int, calls: int) -> tuple[float, list[float]]:
-    args = {"urls": [url], "batch": batch, "max_in_flight": 8}
+async def at_a_server(url: str, calls: int) -> tuple[float, list[float]]:
+    args = {"urls": [url], "max_in_flight": 8}
     spec = RewardSpec("remote", args, "episode", 10.0)
     async with RemoteBackend(spec, RewardSection(name="remote")) as backend:
         return await measure(backend, calls)
@@ -115,12 +114,11 @@ async def score(backend: ScoringBackend, inputs: list[RewardInput]) -> list[floa
     return took_ms
 
 
-def report(name: str, batch: int, measured: tuple[float, list[float]], calls: int) -> None:
+def report(name: str, measured: tuple[float, list[float]], calls: int) -> None:
     seconds, took_ms = measured
     took_ms.sort()
     found = {
         "server": name,
-        "batch": batch,
         "calls_per_s": round(calls / seconds),
         "request_ms_median": round(took_ms[len(took_ms) // 2], 2),
         "request_ms_p99": round(took_ms[int(len(took_ms) * 0.99)], 2),

@@ -19,7 +19,7 @@ from contextvars import ContextVar
 
 from areal_async.base.log import get_logger
 from areal_async.base.processes import ChildProcess
-from reward_service.pool.protocol import MAX_REPORT_BYTES, FrameReader, Marker, framed
+from reward_service.pool.protocol import MAX_REPORT_BYTES, FrameReader, framed
 
 log = get_logger("pool")
 
@@ -54,24 +54,21 @@ class WorkerProcess:
         self._frames = FrameReader(MAX_REPORT_BYTES)
         self._unsent = bytearray()
         self.ended = asyncio.Event()
-        self.marker = Marker.create()
         self._link, theirs = socket.socketpair()
         read_fd, write_fd = os.pipe()
-        passed = {"--link-fd": theirs.fileno(), "--marker-fd": self.marker.fd}
-        words = [str(word) for pair in passed.items() for word in pair]
         with theirs, open(write_fd, "wb"):
             try:
+                words = ["-m", "reward_service.pool.worker", "--link-fd", str(theirs.fileno())]
                 self._child = ChildProcess(
-                    [sys.executable, "-P", "-m", "reward_service.pool.worker", *words],
+                    [sys.executable, "-P", *words],
                     # Without buffering, output before a crash is seen.
                     environment={**THREADS, **os.environ, "PYTHONUNBUFFERED": "1"},
                     output=write_fd,
-                    pass_fds=list(passed.values()),
+                    pass_fds=[theirs.fileno()],
                     on_orphaned="kill",
                 )
             except BaseException:
                 self._link.close()
-                self.marker.close()
                 os.close(read_fd)
                 raise
         self.pid = self._child.pid
@@ -148,7 +145,6 @@ class WorkerProcess:
         os.close(self._output.fd)
         self.ended.set()
         self._on_exit(self._fault or describe_exit(status, self._output.tail()))
-        self.marker.close()
 
 
 class ProcessOutput:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import random
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from areal_async.base.mistakes import ConfigError, Mistake, in_words, value_in_words
+from areal_async.base.mistakes import ConfigError, in_words
 from areal_async.base.yaml_file import read_mapping
 from areal_async.config.base import Section
+from areal_async.config.fields import explain
 
 
 class Spread(Section):
@@ -164,37 +163,6 @@ def read_costs(path: Path) -> Costs:
     try:
         return Costs.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(str(path), in_words(error.errors(include_url=False), _mistake)) from None
-
-
-def _mistake(detail: Mapping[str, Any]) -> Mistake:
-    """Return the mistake for one entry of `ValidationError.errors()`."""
-    field, found = ".".join(map(str, detail["loc"])) or "the file", detail.get("input")
-    section = _section(detail["loc"][:-1])
-    if detail["type"] == "missing":
-        info = section.model_fields.get(str(detail["loc"][-1])) if section else None
-        about = " ".join((info.description or "").split()) if info else ""
-        return Mistake(field, "this field is missing", f"Add it. {about}".rstrip(". "))
-    if detail["type"] == "extra_forbidden" and section is not None:
-        known = list(section.model_fields)
-        near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
-        fix = f"Did you mean {near[0]}?" if near else f"Remove it; the fields here are {', '.join(known)}"
-        return Mistake(field, "there is no such field", fix)
-    if (words := value_in_words(detail)) is not None:
-        return Mistake(field, f"{found!r} {words[0]}", words[1])
-    if detail["type"] == "model_type":
-        return Mistake(field, f"{found!r} is not a section", "Give indented `key: value` lines under it")
-    return Mistake(field, f"it {detail['msg']}", "Correct it (docs/staleness.md#predict-a-job)")
-
-
-def _section(location: tuple[int | str, ...]) -> type[Section] | None:
-    """Return the section at a place in the file."""
-    model: type[Section] = Costs
-    for name in location:
-        info = model.model_fields.get(str(name))
-        kinds = (info.annotation, *get_args(info.annotation)) if info is not None else ()
-        inner = next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
-        if inner is None:
-            return None
-        model = inner
-    return model
+        raise ConfigError(
+            str(path), in_words(error.errors(include_url=False), partial(explain, Costs))
+        ) from None

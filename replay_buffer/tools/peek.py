@@ -18,12 +18,13 @@ from rich.text import Text
 from areal_async.base.errors import ArealError
 from areal_async.cli.tools import PeekRequest, plain, run_tool, show
 from areal_async.launch.run_handle import find_run
-from areal_async.trajectory import Episode, SegmentKind, TrajectoryError, unpack
+from areal_async.trajectory import Episode, TrajectoryError, unpack
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import EpisodeRecord, EpisodeState, GroupRecord, GroupState
 from replay_buffer.tools.reader import Look, open_reader
 
 MOST_TEXT = 4000  # Most characters shown of a text
+TEXTS = ("prompt", "response", "ground truth")
 
 
 class NotFound(ArealError):
@@ -45,13 +46,12 @@ async def found_by(request: PeekRequest) -> tuple[dict[str, Any], RenderableType
             return {"groups": shown, "of": len(groups)}, groups_page(look, groups, request.limit)
         group, sample = find(look, request.name)
         answer = answer_of(group)
-        if sample is None:
-            return answer, group_page(look, group)
-        blob = (await reader.blobs(group)).get(sample)
-        answer = answer["episodes"][sample]
-        with suppress(TrajectoryError):
-            answer |= texts_of(look, group, unpack(blob)) if blob is not None else {}
-        return answer, episode_page(look, group, sample, blob)
+        if sample is not None:
+            blob = (await reader.blobs(group)).get(sample)
+            answer = answer["episodes"][sample] | {"held": blob is not None}
+            with suppress(TrajectoryError):
+                answer |= texts_of(look, group, unpack(blob)) if blob is not None else {}
+        return answer, page_of(answer)
 
 
 def state_of(name: str | None) -> GroupState | None:
@@ -102,11 +102,12 @@ def answer_of(group: GroupRecord) -> dict[str, Any]:
     }
 
 
-def texts_of(look: Look, group: GroupRecord, held: Episode) -> dict[str, str]:
-    """Return the texts of an episode, and the correct answer."""
+def texts_of(look: Look, group: GroupRecord, held: Episode) -> dict[str, Any]:
+    """Return the texts and the metadata of an episode, and the correct answer."""
     truth = look.index.tasks.task(group.row, group.pass_index).ground_truth
     header = held.header
-    return {"prompt": header.prompt_text, "response": header.response_text, "ground truth": str(truth)}
+    texts = zip(TEXTS, (header.prompt_text, header.response_text, str(truth)), strict=True)
+    return {**dict(texts), "metadata": header.metadata}
 
 
 # --- pages ---
@@ -133,82 +134,22 @@ def groups_page(look: Look, groups: Sequence[GroupRecord], limit: int) -> Render
     return Stack(table_of(titles, rows), f"{min(limit, len(groups))} of {len(groups)} groups (--limit)")
 
 
-def group_page(look: Look, group: GroupRecord) -> RenderableType:
-    """Return a page with the ledger's data about a group and each of its episodes."""
-    rows = (
-        (
-            f"{group.group_id}.{sample}",
-            EpisodeState(episode.state).name,
-            f"{episode.n_sampled} of {episode.n_units}",
-            versions_text([episode]),
-            rewards_text([episode]),
-            size(episode.size_bytes),
-            _claim_text(look, episode),
-        )
-        for sample, episode in enumerate(group.episodes)
-    )
-    titles = ["episode", "state", "sampled", "versions", "reward", "size", "claim"]
-    return Stack(Text(group.group_id, "bold"), "", facts(_of_group(look, group)), "", table_of(titles, rows))
+def page_of(answer: Mapping[str, Any]) -> RenderableType:
+    """Return a page with the fields of a group and a line for each episode, or of an episode and its
+    texts."""
+    shown = {name: value for name, value in answer.items() if name not in (*TEXTS, "episodes")}
+    parts: list[RenderableType] = [facts({name: plain(_as_text(value)) for name, value in shown.items()})]
+    if "episodes" in answer:
+        titles = ("episode_id", "state", "reward", "n_sampled", "n_units", "size_bytes", "no_score")
+        rows = ([plain(_as_text(each[name])) for name in titles] for each in answer["episodes"])
+        parts += ["", table_of(titles, rows)]
+    for name in TEXTS:
+        parts += ["", Text(name, "bold"), Text(_cut(answer[name]))] if name in answer else []
+    return Stack(*parts)
 
 
-def episode_page(look: Look, group: GroupRecord, sample: int, blob: bytes | None) -> RenderableType:
-    """Return a page with the ledger's data about an episode, and its content. `blob` is None if the bytes are
-    not in the buffer."""
-    episode, title = group.episodes[sample], Text(f"{group.group_id}.{sample}", "bold")
-    components = "".join(f", {name} {value:g}" for name, value in (episode.components or {}).items())
-    rows = _of_group(look, group) | {
-        "episode": f"{EpisodeState(episode.state).name}, {size(episode.size_bytes)}",
-        "reward": rewards_text([episode]) + plain(components),
-        "claim": _claim_text(look, episode),
-    }
-    if blob is None:
-        return Stack(title, "", facts(rows), "", "its bytes are not held")
-    try:
-        held = unpack(blob)
-    except TrajectoryError as error:
-        return Stack(title, "", facts(rows), "", f"its bytes cannot be read: {error}")
-    header, segments = held.header, held.segments
-    sampled = held.units.logprob[held.units.mask == 1]
-    rows |= {
-        "units": f"{held.n_units}, of them {held.n_sampled} sampled",
-        "versions": versions_text([episode]),
-        "log-probs": f"mean {sampled.mean():.4g}, lowest {sampled.min():.4g}" if len(sampled) else "–",
-        "metadata": plain(json.dumps(header.metadata, default=repr, ensure_ascii=False)),
-    }
-    titles = ["segment", "after", "kind", "turn", "units"]
-    parts = (
-        (
-            index,
-            int(segments.parent[index]),
-            SegmentKind(int(segments.kind[index])).name.lower(),
-            int(segments.turn[index]),
-            int(segments.length[index]),
-        )
-        for index in range(len(segments))
-    )
-    texts = texts_of(look, group, held).items()
-    shown = [part for name, text in texts for part in ("", Text(name, "bold"), Text(_cut(text)))]
-    return Stack(title, "", facts(rows), "", table_of(titles, parts), *shown)
-
-
-def _of_group(look: Look, group: GroupRecord) -> dict[str, str]:
-    lease = look.index.leases.get(group.leases[-1]) if group.leases else None
-    live = "none is live" if lease is None else f"{lease.lease_id} of {lease.worker}"
-    if lease is not None:
-        live += f", ends in {age(lease.deadline_ms - look.now_ms)} unless renewed"
-    return {
-        "state": f"{GroupState(group.least_state).name} for {age(look.now_ms - group.since_ms)}",
-        "task": f"row {group.row} of the task file, pass {group.pass_index}, attempt {group.attempt}",
-        "lease": live,
-        "steps": " ".join(map(str, steps_of(group))) or "–",
-    }
-
-
-def _claim_text(look: Look, episode: EpisodeRecord) -> str:
-    claim = look.index.claims.get(episode.claim_id)
-    if claim is not None:
-        return f"by {claim.scorer}, ends in {age(claim.deadline_ms - look.now_ms)}"
-    return f"{episode.tries} without a score: {plain(episode.no_score)}" if episode.tries else "–"
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=repr, ensure_ascii=False)
 
 
 # --- text ---

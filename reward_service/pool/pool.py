@@ -3,13 +3,13 @@
 Promises:
 - Every submitted call gets its verdicts exactly once, in bounded time after a worker is free for it.
 - If a call passes its reward's deadline, its worker's process group is killed. Only that call is a `Timeout`.
-- A worker's death is a `Failure` of its running call. Calls that waited behind it run elsewhere.
+- A worker's death is a `Failure` of its running call.
 - Closing the pool leaves no process of its workers' groups.
 - Rewards share the workers' time in equal parts. At most `MAX_QUEUED` calls wait.
 
 The pool does not isolate rewards, because they are the job's own code. A child in a session of its own
-escapes the kill, and malicious code can forge its worker's messages or marker. A call may run twice if its
-worker dies before reporting it, or if another call of the same invocation made it fail. One verdict counts.
+escapes the kill, and malicious code can forge its worker's messages. A call may run twice if another call of
+the same invocation made it fail. One verdict counts.
 """
 
 from __future__ import annotations
@@ -27,17 +27,8 @@ from areal_async.base.log import get_logger
 from areal_async.base.verdicts import Failure, Timeout, Verdict
 from areal_async.config.reward_routing import RewardSpec
 from reward_service.backends import Call, OnVerdicts, inputs_of
-from reward_service.pool.protocol import Assignment, FinishedUnit, WorkUnit
-from reward_service.pool.queue import (
-    RECALL_AFTER_S,
-    STUCK_GRACE_S,
-    TARGET_BATCH_S,
-    FairQueue,
-    Invocation,
-    PooledReward,
-    QueuedCall,
-    next_action,
-)
+from reward_service.pool.protocol import FinishedUnit, FrameError, WorkUnit
+from reward_service.pool.queue import FairQueue, Invocation, PooledReward, QueuedCall
 from reward_service.pool.workers import WorkerLimits, Workers, WorkerSlot
 from reward_service.sdk import RewardLoadError
 
@@ -78,7 +69,7 @@ class WorkerPool:
     @property
     def busy(self) -> int:
         """Return the number of workers that have work."""
-        return sum(bool(slot.inflight) for slot in self._workers.slots)
+        return sum(slot.running is not None for slot in self._workers.slots)
 
     @property
     def queued(self) -> int:
@@ -150,9 +141,9 @@ class WorkerPool:
             self._watch.cancel()
         self._workers.stop()
         for slot in self._workers.slots:
-            for call in (call for unit in slot.inflight.values() for call in unit.calls):
+            unit, slot.running = slot.running, None
+            for call in unit.calls if unit is not None else ():
                 self._refuse(call)
-            slot.inflight.clear()
         self._refuse_queued()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_LIMIT_S):
@@ -163,60 +154,39 @@ class WorkerPool:
     def on_ready(self) -> None:
         self._dispatch()
 
-    def on_finished(self, slot: WorkerSlot, units: list[FinishedUnit]) -> None:
-        for done in units:
-            unit = slot.remove(done.unit)
-            if unit is None:  # it was recalled and another worker has it
-                continue
-            elapsed_s = done.elapsed_ms / 1000
-            self._account(unit, elapsed_s)
-            calls = unit.calls
-            if done.raised and len(calls) > 1:
-                self._separate(calls)
-                continue
+    def on_finished(self, slot: WorkerSlot, done: FinishedUnit) -> None:
+        unit = slot.running
+        if unit is None or unit.number != done.unit:
+            return  # a process that the reward has forked reports a unit again
+        calls = unit.calls
+        if len(done.verdicts) != sum(len(call.payloads) for call in calls):
+            raise FrameError(f"{len(done.verdicts)} verdicts for the inputs of {len(calls)} calls")
+        slot.running = None
+        self._account(unit, done.elapsed_ms / 1000)
+        if done.raised and len(calls) > 1:
+            self._separate(calls)
+        else:
             each = [done.verdicts] if len(calls) == 1 else [[verdict] for verdict in done.verdicts]
             for call, verdicts in zip(calls, each, strict=True):
                 call.on_verdicts(call.index, verdicts, done.elapsed_ms / len(calls))
         self._dispatch()
 
     def on_lost(self, slot: WorkerSlot, cause: str) -> None:
-        """Handle the end of a process, after its last reports: give its running call verdicts and requeue the
-        others.
-
-        If no call can be blamed (a reward may damage the marker), each call is retried alone. A call that
-        then loses a worker with no other work is to blame.
-        """
-        number, began_ns = slot.process.marker.running()
-        alone = len(slot.inflight) == 1 and next(iter(slot.inflight.values())).suspect
-        if alone:
-            number = next(iter(slot.inflight))
-        # If the process was killed for another unit, the unit that runs now is not to blame.
-        blamed = alone or slot.overdue in (None, number)
-        guilty = slot.remove(number) if blamed else None
-        if guilty is not None:
-            most_s = guilty.timeout_s + STUCK_GRACE_S
-            elapsed_s = max(0.0, min(time.monotonic() - began_ns / 1e9, most_s))
-            self._account(guilty, elapsed_s)
-            self._blame(guilty, cause, elapsed_s, late=slot.overdue is not None)
-        for unit in reversed(slot.inflight.values()):
-            unit.reward.used_s -= unit.charged_s
-            for call in reversed(unit.calls):
-                call.suspect = call.single = guilty is None
-                self._again(call)
-        slot.inflight.clear()
-        slot.inflight_bytes, slot.expected_s = 0, 0.0
+        """Handle the end of a process, after its last report: its running call gets its verdicts."""
+        unit, slot.running = slot.running, None
+        if unit is not None:
+            spec, elapsed_s = unit.reward.spec, time.monotonic() - unit.began_s
+            self._account(unit, elapsed_s)
+            log.warning(
+                "call lost its process", reward=spec.name, reason="deadline" if slot.overdue else cause
+            )
+            if len(unit.calls) > 1:
+                self._separate(unit.calls)
+            else:
+                (call,), limit_ms = unit.calls, round(spec.timeout_s * 1000)
+                verdict: Verdict = Timeout(limit_ms) if slot.overdue else Failure("process_died", cause)
+                call.on_verdicts(call.index, [verdict] * len(call.payloads), elapsed_s * 1000)
         self._dispatch()
-
-    def _blame(self, guilty: Invocation, cause: str, elapsed_s: float, *, late: bool) -> None:
-        spec = guilty.reward.spec
-        log.warning("call lost its process", reward=spec.name, reason="deadline" if late else cause)
-        if len(guilty.calls) > 1:
-            self._separate(guilty.calls)
-            return
-        call = guilty.calls[0]
-        limit_ms = round(spec.timeout_s * 1000)
-        verdict: Verdict = Timeout(limit_ms) if late else Failure("process_died", cause)
-        call.on_verdicts(call.index, [verdict] * len(call.payloads), elapsed_s * 1000)
 
     def on_hopeless(self, message: str) -> None:
         """Break the pool: a reward cannot be loaded, or no worker keeps running."""
@@ -228,31 +198,14 @@ class WorkerPool:
     # --- calls ---------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Give queued calls to workers with room: few slow calls each, or many quick ones."""
-        while self._queue.length:
-            ready = [slot for slot in self._workers.slots if slot.ready and not slot.taken]
-            if not ready:
+        """Give queued calls to free workers."""
+        while ready := [slot for slot in self._workers.slots if slot.ready and slot.running is None]:
+            unit = self._queue.take(next(self._unit_numbers), len(ready))
+            if unit is None:
                 return
-            slot = min(ready, key=lambda slot: slot.expected_s)
-            if slot.inflight and slot.expected_s > TARGET_BATCH_S / 2:
-                return
-            reward = self._queue.next()
-            assert reward is not None
-            idle = not slot.inflight
-            taken = self._queue.take(
-                reward, workers=len(ready), busy=not idle, assigned_bytes=slot.inflight_bytes
-            )
-            if not taken:
-                return
-            units = []
-            for unit in taken:
-                number = next(self._unit_numbers)
-                slot.add(number, unit)
-                inputs = [msgspec.Raw(payload) for call in unit.calls for payload in call.payloads]
-                units.append(WorkUnit(number, reward.number, inputs))
-            if idle:
-                slot.moved_s = time.monotonic()
-            slot.order(Assignment(units))
+            ready[0].running = unit
+            inputs = [msgspec.Raw(payload) for call in unit.calls for payload in call.payloads]
+            ready[0].order(WorkUnit(unit.number, unit.reward.number, inputs))
 
     def _separate(self, calls: Sequence[QueuedCall]) -> None:
         """Run each call by itself after one of them made a joint invocation fail."""
@@ -274,56 +227,22 @@ class WorkerPool:
         self._call_s += 0.05 * (elapsed_s / calls - self._call_s)
 
     async def _look_after(self) -> None:
-        """Enforce deadlines and take back the calls behind a slow one."""
+        """Enforce deadlines and the memory limit of slow calls."""
         while True:
             shortest_s = min((p.spec.timeout_s for p in self._rewards.values()), default=1.0)
             await asyncio.sleep(min(TICK_S, shortest_s / 4))
             now_s = time.monotonic()
             for slot in list(self._workers.slots):
-                if slot.loaded and not slot.doomed:
-                    self._look_at(slot, now_s)
+                if slot.running is not None and not slot.doomed:
+                    self._look_at(slot, now_s - slot.running.began_s, slot.running.reward.spec.timeout_s)
             self._workers.look_after(now_s)
 
-    def _look_at(self, slot: WorkerSlot, now_s: float) -> None:
-        number, began_ns = slot.process.marker.running()
-        if number != slot.seen:
-            slot.seen, slot.moved_s = number, now_s
-            return
-        if not slot.inflight:
-            return
-        still_for_s = now_s - slot.moved_s
-        running = slot.inflight.get(number)
-        limits_s = [running.timeout_s] if running else [unit.timeout_s for unit in slot.inflight.values()]
-        running_for_s = max(now_s - began_ns / 1e9, still_for_s) if running else None
-        match next_action(
-            max(limits_s), running_for_s=running_for_s, still_for_s=still_for_s, waiting=len(slot.inflight)
-        ):
-            case "kill_call":
-                slot.kill(overdue=number)
-            case "kill_stuck" if not slot.loading:
-                slot.kill(overdue=-1)
-            case "recall":
-                self._recall(slot, number)
-            case "nothing" if still_for_s > RECALL_AFTER_S:
-                slot.over_memory = 0 < self._limits.memory_bytes < slot.process.memory_bytes()
-                if slot.over_memory:
-                    slot.kill()
-
-    def _recall(self, slot: WorkerSlot, number: int) -> None:
-        """Take back the calls behind a slow call that has exceeded its time."""
-        slow = slot.inflight[number]
-        more_s = max(0.0, RECALL_AFTER_S - slow.charged_s)
-        slow.reward.used_s += more_s
-        slow.charged_s += more_s
-        slot.expected_s += more_s
-        slot.process.marker.recall(slot.last_number)
-        for other in [other for other in reversed(slot.inflight) if other != number]:
-            unit = slot.remove(other)
-            assert unit is not None
-            unit.reward.used_s -= unit.charged_s
-            for call in unit.calls:
-                self._again(call)
-        self._dispatch()
+    def _look_at(self, slot: WorkerSlot, running_for_s: float, limit_s: float) -> None:
+        slot.overdue = running_for_s > limit_s
+        if running_for_s > TICK_S:
+            slot.over_memory = 0 < self._limits.memory_bytes < slot.process.memory_bytes()
+        if slot.overdue or slot.over_memory:
+            slot.kill()
 
     def _open(self) -> bool:
         return not self._closed and not self.broken.done()

@@ -1,14 +1,8 @@
-"""The messages between a pool and its worker processes: msgpack frames, and a marker.
-
-The marker is 24 bytes of shared memory. A worker writes there which unit it runs and since when. The marker
-survives the worker, so the pool knows which unit caused a death. It costs a worker less than a microsecond
-per unit, while a message would cost a system call.
-"""
+"""The messages between a pool and its worker processes: msgpack frames."""
 
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import socket
 import struct
@@ -16,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from areal_async.base.own_files import reserve
 from areal_async.base.verdicts import Verdict
 
 MAX_REPORT_BYTES = 32 << 20
@@ -41,7 +34,7 @@ class LoadReward(msgspec.Struct, array_like=True, tag="load"):
     """Deadline of one call in seconds."""
 
 
-class WorkUnit(msgspec.Struct, array_like=True):
+class WorkUnit(msgspec.Struct, array_like=True, tag="run"):
     """One invocation of a reward: for one input, for several at once (`batch`), or for the inputs of a
     group."""
 
@@ -50,16 +43,10 @@ class WorkUnit(msgspec.Struct, array_like=True):
     inputs: list[msgspec.Raw]
 
 
-class Assignment(msgspec.Struct, array_like=True, tag="run"):
-    """Units for a worker, in order, with rising numbers."""
-
-    units: list[WorkUnit]
+WorkerOrder = LoadReward | WorkUnit
 
 
-WorkerOrder = LoadReward | Assignment
-
-
-class FinishedUnit(msgspec.Struct, array_like=True):
+class FinishedUnit(msgspec.Struct, array_like=True, tag="finishes"):
     unit: int
     elapsed_ms: float
     verdicts: list[Verdict]
@@ -80,55 +67,7 @@ class RewardNotLoaded(msgspec.Struct, array_like=True, tag="load_failed"):
     message: str
 
 
-class UnitsFinished(msgspec.Struct, array_like=True, tag="finishes"):
-    units: list[FinishedUnit]
-
-
-WorkerReport = RewardLoaded | RewardNotLoaded | UnitsFinished
-
-
-class Marker:
-    """Shared words: the running unit, its start (`time.monotonic_ns`), and the recall limit.
-
-    The worker writes the first two words and the pool writes the third. A worker does not start a unit whose
-    number is at most `recalled`. A read during a write may combine an old unit with a new start, never the
-    reverse. The pool therefore never overestimates a unit's time.
-    """
-
-    SIZE_BYTES = 24
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._memory = mmap.mmap(fd, self.SIZE_BYTES)
-        self._words = memoryview(self._memory).cast("Q")
-
-    @classmethod
-    def create(cls) -> Marker:
-        fd = os.memfd_create("reward-marker", os.MFD_CLOEXEC)
-        reserve(fd, cls.SIZE_BYTES)
-        return cls(fd)
-
-    def begin(self, unit: int, now_ns: int) -> None:
-        self._words[1] = now_ns
-        self._words[0] = unit
-
-    def running(self) -> tuple[int, int]:
-        """Return (unit, start in ns) of the unit that began last, finished or not, or (0, 0) before the
-        first."""
-        unit = self._words[0]
-        return unit, self._words[1]
-
-    def recall(self, through: int) -> None:
-        self._words[2] = through
-
-    @property
-    def recalled(self) -> int:
-        return self._words[2]
-
-    def close(self) -> None:
-        self._words.release()
-        self._memory.close()
-        os.close(self.fd)
+WorkerReport = RewardLoaded | RewardNotLoaded | FinishedUnit
 
 
 # --- frames ------------------------------------------------------------------------------------------

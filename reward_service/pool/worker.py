@@ -26,28 +26,22 @@ from areal_async.base.verdicts import Failure, Verdict
 from reward_service.checking import as_verdict, as_verdicts, clip, describe
 from reward_service.pool.protocol import (
     MAX_REPORT_BYTES,
-    Assignment,
     FinishedUnit,
     FrameLink,
     LoadReward,
-    Marker,
     RewardLoaded,
     RewardNotLoaded,
-    UnitsFinished,
     WorkerOrder,
     WorkUnit,
 )
 from reward_service.sdk import MARK, Mark, RewardInput, RewardLoadError, deadline_in, load_reward
 
-FLUSH_AFTER_S = 0.005  # longest time that verdicts wait for others in one report, unless a unit takes longer
-
 
 class UnitRunner:
     """Runs the units of its rewards and reports on a link."""
 
-    def __init__(self, link: FrameLink, marker: Marker) -> None:
+    def __init__(self, link: FrameLink) -> None:
         self._link = link
-        self._marker = marker
         self._rewards: dict[int, LoadedReward] = {}
         self._timeouts_s: dict[int, float] = {}
         self._orders = msgspec.msgpack.Decoder(WorkerOrder)
@@ -56,8 +50,8 @@ class UnitRunner:
         """Run the pool's units until the pool closes its end."""
         while (payload := self._link.read()) is not None:
             match self._orders.decode(payload):
-                case Assignment(units):
-                    self._run(units)
+                case WorkUnit() as unit:
+                    self._link.send(self._run(unit))
                 case LoadReward() as order:
                     self._link.send(msgspec.msgpack.encode(self._load(order)))
 
@@ -72,40 +66,17 @@ class UnitRunner:
             return RewardNotLoaded(order.reward, text)
         return RewardLoaded(order.reward, reward.mark.batch)
 
-    def _run(self, units: list[WorkUnit]) -> None:
-        done: list[FinishedUnit] = []
-        flushed_ns = time.monotonic_ns()
-        for unit in units:
-            if unit.number <= self._marker.recalled:
-                continue
-            began_ns = time.monotonic_ns()
-            self._marker.begin(unit.number, began_ns)
-            with deadline_in(self._timeouts_s[unit.reward]):
-                verdicts, raised = self._rewards[unit.reward](unit.inputs)
-            ended_ns = time.monotonic_ns()
-            done.append(FinishedUnit(unit.number, (ended_ns - began_ns) / 1e6, verdicts, raised))
-            if ended_ns - flushed_ns > FLUSH_AFTER_S * 1e9:
-                self._report(done)
-                done, flushed_ns = [], ended_ns
-        if done:
-            self._report(done)
-
-    def _report(self, done: list[FinishedUnit]) -> None:
-        payload = msgspec.msgpack.encode(UnitsFinished(done))
-        if len(payload) > MAX_REPORT_BYTES and len(done) > 1:
-            for finished in done:
-                self._report([finished])
-            return
-        if len(payload) > MAX_REPORT_BYTES:
-            large = Failure("return_type", f"its verdicts take more than {MAX_REPORT_BYTES >> 20} MiB")
-            done[0].verdicts = [large] * len(done[0].verdicts)
-            payload = msgspec.msgpack.encode(UnitsFinished(done))
-        try:
-            self._link.send(payload)
-        except OSError:
-            # The pool has ended, or one of these units broke the link. The last unit is not to blame.
-            self._marker.begin(0, time.monotonic_ns())
-            raise
+    def _run(self, unit: WorkUnit) -> bytes:
+        """Run a unit and return its encoded report."""
+        began_s = time.monotonic()
+        with deadline_in(self._timeouts_s[unit.reward]):
+            verdicts, raised = self._rewards[unit.reward](unit.inputs)
+        elapsed_ms = (time.monotonic() - began_s) * 1000
+        payload = msgspec.msgpack.encode(FinishedUnit(unit.number, elapsed_ms, verdicts, raised))
+        if len(payload) <= MAX_REPORT_BYTES:
+            return payload
+        large = Failure("return_type", f"its verdicts take more than {MAX_REPORT_BYTES >> 20} MiB")
+        return msgspec.msgpack.encode(FinishedUnit(unit.number, elapsed_ms, [large] * len(verdicts)))
 
 
 class LoadedReward:
@@ -174,13 +145,11 @@ def event_loop() -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description="A worker of a reward pool (started by the pool).")
     parser.add_argument("--link-fd", type=int, required=True)
-    parser.add_argument("--marker-fd", type=int, required=True)
     options = parser.parse_args()
     # A reward's crash is a verdict, not a core file. The stack dump goes to the pool's log.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
-    os.set_inheritable(options.marker_fd, False)
-    UnitRunner(FrameLink(options.link_fd), Marker(options.marker_fd)).serve()
+    UnitRunner(FrameLink(options.link_fd)).serve()
     # Threads and exit handlers of a reward must not keep the process alive.
     os._exit(0)
 

@@ -24,7 +24,6 @@ from reward_service.pool.protocol import (
     FinishedUnit,
     RewardLoaded,
     RewardNotLoaded,
-    UnitsFinished,
     WorkerOrder,
     WorkerReport,
 )
@@ -60,14 +59,8 @@ class WorkerSlot:
     loaded: bool = False  # it has loaded every reward of its start
     doomed: bool = False  # it was killed or has ended
     leaving: bool = False  # it gets no more work; once it has none left, another worker replaces it
-    inflight: dict[int, Invocation] = field(default_factory=dict)
-    """Invocations that it has and has not reported, by the number of the unit."""
-    inflight_bytes: int = 0
-    expected_s: float = 0.0
-    last_number: int = 0
-    seen: int = 0
-    moved_s: float = 0.0  # last time that it began or reported a unit, or got one while idle
-    overdue: int | None = None  # the unit for which it was killed; -1 if it began none
+    running: Invocation | None = None  # its work, until it has reported it
+    overdue: bool = False  # it was killed because its work took too long
     over_memory: bool = False
     trouble: str = ""  # reason why it was killed while it loaded a reward
     loaded_bytes: int = 0
@@ -76,30 +69,11 @@ class WorkerSlot:
     def ready(self) -> bool:
         return self.loaded and not (self.doomed or self.leaving)
 
-    @property
-    def taken(self) -> bool:
-        """Whether it runs a call that needs the worker for itself. It then has no other call."""
-        return len(self.inflight) == 1 and next(iter(self.inflight.values())).suspect
-
     def order(self, order: WorkerOrder) -> None:
         self.process.send(msgspec.msgpack.encode(order))
 
-    def add(self, number: int, invocation: Invocation) -> None:
-        self.inflight[number] = invocation
-        self.inflight_bytes += invocation.size_bytes
-        self.expected_s += invocation.charged_s
-        self.last_number = number
-
-    def remove(self, number: int) -> Invocation | None:
-        invocation = self.inflight.pop(number, None)
-        if invocation is not None:
-            self.inflight_bytes -= invocation.size_bytes
-            self.expected_s = self.expected_s - invocation.charged_s if self.inflight else 0.0
-        return invocation
-
-    def kill(self, overdue: int | None = None) -> None:
-        """Kill the worker. `overdue` is the unit that ran too long, or -1 if it began none."""
-        self.doomed, self.overdue = True, self.overdue if overdue is None else overdue
+    def kill(self) -> None:
+        self.doomed = True
         self.process.kill()
 
 
@@ -107,7 +81,7 @@ class PoolOwner(Protocol):
     """The pool's interface for its workers."""
 
     def on_ready(self) -> None: ...
-    def on_finished(self, slot: WorkerSlot, units: list[FinishedUnit]) -> None: ...
+    def on_finished(self, slot: WorkerSlot, done: FinishedUnit) -> None: ...
     def on_lost(self, slot: WorkerSlot, cause: str) -> None: ...
     def on_hopeless(self, message: str) -> None: ...
 
@@ -187,9 +161,8 @@ class Workers:
 
     def _on_frame(self, slot: WorkerSlot, payload: bytes) -> None:
         match self._reports.decode(payload):
-            case UnitsFinished(units):
-                slot.moved_s = time.monotonic()
-                self._owner.on_finished(slot, units)
+            case FinishedUnit() as done:
+                self._owner.on_finished(slot, done)
                 self.end_if_done(slot)
             case RewardLoaded(number, batch):
                 slot.loading.discard(number)
@@ -209,7 +182,6 @@ class Workers:
             return
         slot.loaded = True
         slot.failed_starts = 0
-        slot.moved_s = time.monotonic()
         for reward in self._rewards.values():
             reward.loaded_once = True
         self.changed.set()
@@ -259,7 +231,7 @@ class Workers:
 
     def end_if_done(self, slot: WorkerSlot) -> None:
         """End a worker that must leave and has no work left."""
-        if slot.leaving and not slot.inflight and not slot.doomed:
+        if slot.leaving and slot.running is None and not slot.doomed:
             slot.kill()
 
     def _renew_used_up(self) -> None:

@@ -10,9 +10,9 @@ process of the program is left, and with isolation no file. Every outcome has th
 """
 
 from reward_service.sandbox.program import LINK_FD as LINK_FD
-from reward_service.sandbox.program import CompilerMissing as CompilerMissing
 from reward_service.sandbox.program import Overloaded as Overloaded
 from reward_service.sandbox.program import Program as Program
+from reward_service.sandbox.program import PythonMissing as PythonMissing
 from reward_service.sandbox.program import RunLimits as RunLimits
 from reward_service.sandbox.program import RunOutcome as RunOutcome
 from reward_service.sandbox.program import SandboxError as SandboxError

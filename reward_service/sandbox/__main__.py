@@ -1,12 +1,10 @@
-"""`python -m reward_service.sandbox`: a report whether this machine can isolate programs, and its
-languages."""
+"""`python -m reward_service.sandbox`: a report whether this machine can isolate programs."""
 
 from __future__ import annotations
 
 import sys
 
 from reward_service.sandbox import Sandbox, SandboxError
-from reward_service.sandbox.languages import installed
 from reward_service.sandbox.program import CannotIsolate
 
 
@@ -20,7 +18,6 @@ def main() -> int:
     except (SandboxError, OSError) as error:
         print(f"{error}\nSee docs/sandbox.md", file=sys.stderr)
         return 1
-    print(f"languages  {', '.join(installed())}")
     return 0
 
 

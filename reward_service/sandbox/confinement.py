@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from reward_service.sandbox.interpreter import Interpreter, python
 from reward_service.sandbox.isolation import messages
 from reward_service.sandbox.isolation.launcher import FIRST_UIDS
-from reward_service.sandbox.languages import Language, language
-from reward_service.sandbox.program import CannotIsolate, CompilerMissing, Level, RunLimits, SandboxError
+from reward_service.sandbox.program import CannotIsolate, Level, PythonMissing, RunLimits, SandboxError
 
 START = "import sys; sys.path.append(sys.argv.pop()); from isolation.launcher import main; main()"
 """Program of the launcher's interpreter. Its last argument is the folder of the package `isolation`."""
@@ -137,7 +137,6 @@ NAMESPACES = ("user", "pid", "mount", "net", "ipc", "uts", "cgroup")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": ".", "TMPDIR": "."}
 PACKAGES = "/packages"
 """Folder of a jail that shows Python packages from any outside folder."""
-COMMAND = Language("command", "", ())
 INSIDE = {"HOME": "/work", "TMPDIR": "/work/.tmp"}
 REMEDY = (
     "Install bubblewrap and libseccomp (Debian: `apt-get install bubblewrap libseccomp2`), run programs "
@@ -156,12 +155,12 @@ class Confinement(NamedTuple):
     uid_base: int | None = None  # first uid of programs; None: programs run as the service's user
     proc: bool = True  # whether a jail has a `/proc`; some containers refuse it
 
-    def request(self, argv: tuple[str, ...], limits: RunLimits, spoken: Language = COMMAND) -> dict[str, Any]:
+    def request(self, spoken: Interpreter, limits: RunLimits) -> dict[str, Any]:
         """Return the request to the launcher, without files and input.
 
-        Raises `CompilerMissing` if no interpreter can be the first process.
+        Raises `PythonMissing` if no interpreter can be the first process.
         """
-        python = language("python", for_others=self.as_another)
+        first = python(self.as_another)
         isolated = self.level == "isolated"
         folders = [f"{PACKAGES}/{n}" if isolated else one.path for n, one in enumerate(spoken.packages)]
         path = {"PYTHONPATH": ":".join(folders)} if folders else {}
@@ -170,18 +169,17 @@ class Confinement(NamedTuple):
             "uid_base": self.uid_base,
             "proc": self.proc,
             "bwrap": shutil.which("bwrap"),
-            "python": python.run[0],
-            "argv": argv,
+            "python": first.run[0],
+            "argv": spoken.run,
             "env": {**ENVIRONMENT, **(INSIDE if isolated else {}), **spoken.env, **path},
             "packages": [
                 (f"{folder.path}/{name}", f"{place}/{name}") if name else (folder.path, place)
                 for folder, place in zip(spoken.packages, folders, strict=True)
                 for name in folder.names or ("",)
             ],
-            "binds": list(dict.fromkeys((*SYSTEM_FOLDERS, *spoken.binds, *python.binds, *SYSTEM_FILES))),
+            "binds": list(dict.fromkeys((*SYSTEM_FOLDERS, *spoken.binds, *first.binds, *SYSTEM_FILES))),
             "limits": msgspec.structs.asdict(limits),
             "files": [],
-            "collect": [],
             "stdin": [0],
             "within_s": math.inf,
             "beside": 0,
@@ -219,8 +217,8 @@ def _try(launcher: LauncherClient, found: Confinement) -> str:
     """Return the reason why this way does not work, or an empty text."""
     limits = RunLimits(wall_s=10.0, cpu_s=5.0, clock_s=20.0, memory_mb=128, processes=8)
     try:
-        request = found.request(("/bin/sh", "-c", "exit 0"), limits)
-    except CompilerMissing as error:
+        request = found.request(Interpreter(("/bin/sh", "-c", "exit 0")), limits)
+    except PythonMissing as error:
         return str(error)
     head, _ = launcher.ask(request, b"", limits.clock_s)
     if head["failed"]:

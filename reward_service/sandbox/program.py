@@ -24,7 +24,6 @@ EndKind = Literal[
     "processes",
     "output",
     "files",
-    "compile",
     "ended",
     "clock",
 ]
@@ -35,18 +34,17 @@ class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one run. They apply to the program and all its children, unless stated otherwise."""
 
     wall_s: float = 10.0
-    """Seconds of the run without waits for a processor. With `Program.within_s`, compiling counts too."""
+    """Seconds of the run without waits for a processor. """
     cpu_s: float = 4.0
     clock_s: float = 3600.0
-    """Seconds of compiling and the run by the clock, including waits of the machine.
+    """Seconds of all runs by the clock, including waits of the machine.
 
     It is the caller's limit. A run that ends by it (`clock`) proves nothing about the program.
     """
     memory_mb: int = 512
     """Memory of all processes together, and with `address_space` the address space of each."""
     address_space: bool = True
-    """Whether to limit the address space. Runtimes that reserve far more than they use (Node.js) need
-    False."""
+    """Whether to limit the address space. Programs that reserve far more than they use need False."""
     processes: int = 16  # threads count
     files_mb: int = 32  # size of all files in memory together (isolated), and of each file
     files: int = 512  # Number of files and folders (isolated)
@@ -55,23 +53,23 @@ class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """One run: a `source` in a `language` of `languages.LANGUAGES`, or a `command`."""
+    """One run: a Python program (`source`), or a `command`."""
 
     source: str = ""
-    language: str = "python"
     environment: str = ""
-    """Interpreter or virtual environment of a Python program, with its packages.
+    """Interpreter or virtual environment of the program, with its packages.
 
-    Empty means the standard library and the installed packages of `languages.OFFERED`.
+    Empty means the standard library and the installed packages of `interpreter.OFFERED`.
     """
+    bare: bool = False
+    """Whether nothing is imported from the folder of the run, and no startup code of packages runs."""
     command: tuple[str, ...] = ()
     """Absolute path of a program in a system folder and its arguments, instead of `source`."""
     files: dict[str, bytes] = {}  # content by relative path, written to the folder of the run
     stdin: bytes = b""
     limits: RunLimits = RunLimits()
     within_s: float | None = None
-    """Seconds for compiling and running together, counted as `wall_s`. None: each has only its own limit."""
-    collect: tuple[str, ...] = ()  # relative paths of files to return
+    """Seconds of all runs of the program together, counted as `wall_s`. None: each has only its own limit."""
 
 
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,8 +78,8 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     kind: EndKind
     """Cause of the end.
 
-    `ok` is exit status 0, `exit` is another status, `signal` is a kill by a signal, and `compile` is a
-    compile error. Other kinds are the limit that ended the run (`files`: a file above the size limit).
+    `ok` is exit status 0, `exit` is another status, and `signal` is a kill by a signal. Other
+    kinds are the limit that ended the run (`files`: a file above the size limit).
     `ended` is a program of a pair whose tests had ended. The program causes all kinds except `clock` and
     `ended`.
     """
@@ -96,7 +94,7 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     Only waits that the kernel reports count, and only while no other thread of the program ran.
     """
     spent_ms: float = 0.0
-    """Time charged to the program, including compiling. It excludes waits and is at least the CPU time."""
+    """Time charged to the program. It excludes waits and is at least the CPU time."""
     cpu_ms: float = 0.0
     peak_mb: float = 0.0
     """Largest memory of all processes together, including files in memory.
@@ -111,7 +109,6 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     They are namespaces (`user`, `pid`, `mount`, `net`, `ipc`, `uts`, `cgroup`), a separate user (`uid`),
     `seccomp`, the memory limit (`memory group` or `memory sum`), `bubblewrap` and `remote`.
     """
-    artifacts: dict[str, bytes] = {}  # content of the requested files that exist
 
     @property
     def ok(self) -> bool:
@@ -148,8 +145,5 @@ class CannotIsolate(SandboxError):
         self.why, self.fix = why, fix
 
 
-class CompilerMissing(ArealError):
-    """The compiler or runtime of a language is missing. The verdict is an error of kind `compile`, never
-    0."""
-
-    verdict_kind = "compile"
+class PythonMissing(SandboxError):
+    """There is no Python that can run the program, or the named environment is none."""

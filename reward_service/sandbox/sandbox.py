@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 import os
 import select
 import signal
 import socket
-import time
-from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from io import BytesIO
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Self
@@ -18,14 +15,10 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from reward_service.sandbox.confinement import ANSWER_GRACE_S, Confinement, LauncherClient, LauncherDied, find
-from reward_service.sandbox.languages import COMPILE_LIMITS, Language, language
-from reward_service.sandbox.program import EndKind, Level, Program, RunLimits, RunOutcome, SandboxError
+from reward_service.sandbox.interpreter import SOURCE, Interpreter, python
+from reward_service.sandbox.program import EndKind, Level, Program, RunOutcome, SandboxError
 
-CACHED_BUILDS = 64
-CACHED_BYTES = 64 << 20
 LEAST_WALL_S = 0.01
-
-Build = dict[str, bytes] | RunOutcome
 
 
 class LaunchRequest(NamedTuple):
@@ -48,7 +41,6 @@ class Sandbox:
         self.level, self.guards = confinement.level, confinement.guards
         self._launcher = launcher
         self._partner = LauncherClient(launcher.start)
-        self._builds: OrderedDict[str, Build] = OrderedDict()
 
     @classmethod
     def at(cls, level: Level, launcher: LauncherClient | None = None) -> Sandbox:
@@ -64,14 +56,13 @@ class Sandbox:
             raise
 
     def check_environment(self, environment: str) -> None:
-        """Raise `CompilerMissing` if Python programs cannot run in `environment`."""
-        language("python", for_others=self._confinement.as_another, environment=environment)
+        """Raise `PythonMissing` if programs cannot run in `environment`."""
+        python(self._confinement.as_another, environment)
 
     def run(self, program: Program) -> RunOutcome:
-        """Compile the program if its language needs it, then run it.
+        """Run the program.
 
-        Raises `SandboxError` if no jail can be made, `CompilerMissing` for a language that is not installed,
-        and `ValueError` for a path outside the run's folder.
+        Raises `SandboxError` if no jail can be made, and `ValueError` for a path outside the run's folder.
         """
         return self.run_each(program, [program.stdin])[0]
 
@@ -82,19 +73,8 @@ class Sandbox:
         Returns at least one outcome and at most one per input, because a run without exit status 0 is the
         last. Without isolation there is only one run. Raises the errors of `run`.
         """
-        spoken, files, limits = self._read(program)
-        within_s, build_ms = math.inf if program.within_s is None else program.within_s, 0.0
-        if spoken.compile:
-            began_s = time.monotonic()
-            build, build_ms = self._built(spoken, files, within_s, limits.clock_s)
-            if isinstance(build, RunOutcome):
-                return [build]
-            limits = _shortened(limits, math.inf, limits.clock_s - time.monotonic() + began_s)
-            files = {**program.files, **build}
-        order = self._order(spoken.run, program, limits, files, spoken, inputs)
-        order.request["within_s"] = max(LEAST_WALL_S, within_s - build_ms / 1000)
-        first, *others = self._ask(order)
-        return [msgspec.structs.replace(first, spent_ms=first.spent_ms + build_ms), *others]
+        order = self._order(program, inputs)
+        return self._outcomes(*self._launcher.ask(order.request, order.body, order.clock_s))
 
     def run_pair(self, tests: Program, program: Program) -> tuple[RunOutcome, RunOutcome]:
         """Run both at once, each in its own jail with its own limits.
@@ -102,30 +82,13 @@ class Sandbox:
         A stream of bytes in both directions joins them. Each finds it as its descriptor `LINK_FD`. They share
         nothing else. The time of `program` (`wall_s`) excludes the tests' computing and waiting. When `tests`
         ends, `program` is ended at once. When `program` ends, `tests` reads the end of the stream and may
-        finish. Raises the errors of `run`, and `ValueError` for a compiled language.
+        finish. Raises the errors of `run`.
         """
-        orders = []
-        for one in (tests, program):
-            spoken, files, limits = self._read(one)
-            if spoken.compile:
-                raise ValueError(f"{spoken.name} is compiled: in a pair it is given as files and a command")
-            orders.append(self._order(spoken.run, one, limits, files, spoken, [one.stdin]))
+        orders = [self._order(one, [one.stdin]) for one in (tests, program)]
         try:
             return self._pair(orders)
         except LauncherDied:
             return self._pair(orders)
-
-    def _read(self, program: Program) -> tuple[Language, dict[str, bytes], RunLimits]:
-        """Return the language of a program, its files and its limits. A command has a language that only runs
-        it."""
-        for name in (*program.files, *program.collect):
-            check_name(name)
-        if program.command:
-            return Language("command", "", program.command), dict(program.files), program.limits
-        as_another, environment = self._confinement.as_another, program.environment
-        spoken = language(program.language, for_others=as_another, environment=environment)
-        files = {**program.files, spoken.source: program.source.encode("utf-8", "replace")}
-        return spoken, files, spoken.adapted(program.limits)
 
     def _pair(self, orders: Sequence[LaunchRequest]) -> tuple[RunOutcome, RunOutcome]:
         """Run both requests. Raises `SandboxError`, and then neither program is running."""
@@ -154,51 +117,22 @@ class Sandbox:
             self.close()
             raise
 
-    def _built(
-        self, spoken: Language, files: dict[str, bytes], within_s: float, clock_s: float
-    ) -> tuple[Build, float]:
-        """Compile the sources, and return the result and the milliseconds that it took now.
-
-        Equal sources are compiled once, because the cases of one program are consecutive.
-        """
-        key = hashlib.sha256(msgspec.msgpack.encode((spoken.name, sorted(files.items())))).hexdigest()
-        if key in self._builds:
-            self._builds.move_to_end(key)
-            return self._builds[key], 0.0
-        compiling = Program(command=spoken.compile, collect=spoken.artifacts)
-        limits = _shortened(COMPILE_LIMITS, within_s, clock_s)
-        (outcome,) = self._ask(self._order(spoken.compile, compiling, limits, files, spoken, [b""]))
-        if outcome.kind == "clock" or (outcome.kind == "timeout" and limits.wall_s < COMPILE_LIMITS.wall_s):
-            return outcome, outcome.spent_ms  # the joint time of compiling and running is over
-        build: Build = outcome.artifacts
-        if not outcome.ok or len(outcome.artifacts) < len(spoken.artifacts):
-            build = msgspec.structs.replace(outcome, kind="compile", artifacts={})
-        if outcome.kind not in ("ok", "exit"):  # a limit or signal ended it, so it may succeed another time
-            return build, outcome.spent_ms
-        self._builds[key] = build
-        builds = self._builds
-        while len(builds) > CACHED_BUILDS or sum(map(_size_bytes, builds.values())) > CACHED_BYTES:
-            builds.popitem(last=False)
-        return build, outcome.spent_ms
-
-    def _ask(self, order: LaunchRequest) -> list[RunOutcome]:
-        return self._outcomes(*self._launcher.ask(order.request, order.body, order.clock_s))
-
-    def _order(
-        self,
-        argv: tuple[str, ...],
-        program: Program,
-        limits: RunLimits,
-        files: dict[str, bytes],
-        spoken: Language,
-        inputs: Sequence[bytes],
-    ) -> LaunchRequest:
-        request = self._confinement.request(argv, limits, spoken)
-        request["files"] = [
-            (name, 0o755 if name in spoken.artifacts else 0o644, len(data)) for name, data in files.items()
-        ]
-        request["collect"] = list(program.collect)
+    def _order(self, program: Program, inputs: Sequence[bytes]) -> LaunchRequest:
+        files, limits = dict(program.files), program.limits
+        if program.command:
+            spoken = Interpreter(program.command)
+        else:
+            spoken = python(self._confinement.as_another, program.environment)
+            files[SOURCE] = program.source.encode("utf-8", "replace")
+        if program.bare:
+            spoken = replace(spoken, run=(spoken.run[0], "-I", "-S", "-B", SOURCE))
+        for name in files:
+            check_name(name)
+        request = self._confinement.request(spoken, limits)
+        request["files"] = [(name, len(data)) for name, data in files.items()]
         request["stdin"] = list(map(len, inputs))
+        if program.within_s is not None:
+            request["within_s"] = max(LEAST_WALL_S, program.within_s)
         return LaunchRequest(request, b"".join((*inputs, *files.values())), limits.clock_s)
 
     def _outcomes(self, head: dict[str, Any], answer: bytes) -> list[RunOutcome]:
@@ -211,8 +145,7 @@ class Sandbox:
             printed = {name: read(run[name]) for name in ("stdout", "stderr")}
             told: dict[str, Any] = {**run, **printed, "kind": kind, "status": status}
             outcomes.append(RunOutcome(**told, level=self.level, guards=self.guards))
-        artifacts = {name: read(size) for name, size in head["artifacts"]}
-        return [*outcomes[:-1], msgspec.structs.replace(outcomes[-1], artifacts=artifacts)]
+        return outcomes
 
     def close(self) -> None:
         """End the child processes. A repeated call is harmless, and a later run starts new ones."""
@@ -224,18 +157,6 @@ class Sandbox:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _shortened(limits: RunLimits, wall_s: float, clock_s: float) -> RunLimits:
-    return msgspec.structs.replace(
-        limits,
-        wall_s=max(LEAST_WALL_S, min(limits.wall_s, wall_s)),
-        clock_s=max(LEAST_WALL_S, min(limits.clock_s, clock_s)),
-    )
-
-
-def _size_bytes(build: Build) -> int:
-    return sum(map(len, build.values())) if isinstance(build, dict) else 0
 
 
 def ending(limit: str, wait_status: int | None) -> tuple[EndKind, int]:

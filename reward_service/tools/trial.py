@@ -47,7 +47,6 @@ OF_JOB = "reward."  # prefix of these fields in a job file; optional here
 KINDS = ("score", "timeout", "error", "abstain")
 STYLES = {"timeout": "bold red", "error": "bold red", "abstain": "yellow"}
 MOST_SHOWN = 8
-MOST_COMPONENTS = 4  # columns beside an answer; the table of components has all of them
 
 
 class SamplesError(ArealError):
@@ -89,7 +88,7 @@ def main(request: TrialRequest) -> int:
     told = f"{Path(section.name).name}, {len(judged)} answers from {source}, {workers}"
     median_ms = statistics.median([one.elapsed_ms for one in judged] or [0.0])
     console.print(Text(f"{told}, median time of a call {median_ms:.3g} ms\n"))
-    for make in (by_source, components, shown, remarks):
+    for make in (by_source, shown, remarks):
         table = make(judged)
         if table.row_count:
             console.print(table)
@@ -246,28 +245,16 @@ def components_of(one: JudgedAnswer) -> dict[str, float]:
     return dict(one.verdict.components) if isinstance(one.verdict, Score) else {}
 
 
-def components(judged: Sequence[JudgedAnswer]) -> Table:
-    """Return the table of the reward's components, over the scores that have them."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for name, value in (pair for one in judged for pair in components_of(one).items()):
-        values[name].append(value)
-    table = _table("component", "scores", "mean", "low", "high")
-    for name, found in values.items():
-        table.add_row(short(name), str(len(found)), *_figures(found))
-    return table
-
-
 def shown(judged: Sequence[JudgedAnswer]) -> Table:
     """Return the table of the first answers' verdicts, with the components of each score."""
     first = judged[:MOST_SHOWN]
-    names = list(dict.fromkeys(name for one in first for name in components_of(one)))[:MOST_COMPONENTS]
-    table = _table("row", "verdict", *map(short, names), "answer")
+    table = _table("row", "verdict", "components", "answer")
     for one in first:
         kind, parts = kind_of(one.verdict), components_of(one)
         said = f"{one.verdict.value:.4g}" if isinstance(one.verdict, Score) else kind
-        beside = (f"{parts[name]:.4g}" if name in parts else "" for name in names)
+        beside = short(", ".join(f"{name} {value:.4g}" for name, value in parts.items()))
         answer = short(one.sample.given.response)
-        table.add_row(str(one.sample.row), Text(said, STYLES.get(kind, "")), *beside, answer)
+        table.add_row(str(one.sample.row), Text(said, STYLES.get(kind, "")), beside, answer)
     return table
 
 

@@ -1,8 +1,8 @@
-"""`code_stdio` and `code_tests`, which run the program in the response.
+"""`code_stdio` and `code_tests`, which run the Python program in the response.
 
-The score is 0 if a response has no program, or if the program does not compile, crashes or passes a limit. A
-failure that is not the model's fault is an error, never 0. An unreadable ground truth raises `ValueError`.
-Without a sandbox or a compiler the verdict is an error of kind `sandbox` or `compile`. A task without ground
+The score is 0 if a response has no program, or if the program crashes or passes a limit. A failure that is
+not the model's fault is an error, never 0. An unreadable ground truth raises `ValueError`.
+Without a sandbox the verdict is an error of kind `sandbox`. A task without ground
 truth is not judged. `cases` has the forms of the ground truth, and docs/sandbox.md describes the confinement
 of programs.
 """
@@ -18,8 +18,7 @@ from pydantic import Field, ValidationError
 
 from areal_async.base.log import get_logger
 from areal_async.base.verdicts import Failure
-from reward_service.sandbox import CompilerMissing, SandboxError
-from reward_service.sandbox.languages import LANGUAGES
+from reward_service.sandbox import SandboxError
 from reward_service.sdk import RewardInput, Score
 from reward_service.verifiers import verifier
 from reward_service.verifiers.cases import read_cases
@@ -37,7 +36,7 @@ from reward_service.verifiers.run_cases import (
 
 log = get_logger("sandbox")
 
-COMPONENTS = ("extracted", "compiled", "passed", "out_of_time", "spent_s")
+COMPONENTS = ("extracted", "passed", "out_of_time", "spent_s")
 
 
 class CodeArguments(SandboxArguments):
@@ -54,8 +53,6 @@ class CodeArguments(SandboxArguments):
 
 
 class CodeStdioArguments(CodeArguments):
-    language: Literal["python", "c", "cpp", "javascript", "auto"] = "python"
-    """Language of the programs. `auto`: the language of the block's fence, else Python."""
     compare: Compare = "tokens"
     """`tokens`: the words of the output, numbers up to `tolerance`. `lines`: the lines, without trailing
     white space and trailing empty lines. `exact`: every byte."""
@@ -65,11 +62,10 @@ class CodeStdioArguments(CodeArguments):
 def code_stdio(given: RewardInput, arguments: CodeStdioArguments) -> Score | Failure:
     """Return 1 if every case passes, else 0. With `partial`, return the share of passed cases.
 
-    A ground truth with `fn_name` is run as function tests. Components: `extracted`, `compiled`, `passed`
-    (share of the cases), `out_of_time`, `spent_s` (of `budget_s`). If the model chose a language (`auto`)
-    that is not installed, the model is at fault.
+    A ground truth with `fn_name` is run as function tests. Components: `extracted`, `passed` (share of the
+    cases), `out_of_time`, `spent_s` (of `budget_s`).
     """
-    return _judged(given, arguments, arguments.language, arguments.compare)
+    return _judged(given, arguments, arguments.compare)
 
 
 @verifier(CodeArguments, prepare=prepare_runner, needs_truth=True)
@@ -80,29 +76,21 @@ def code_tests(given: RewardInput, arguments: CodeArguments) -> Score | Failure:
     share one run, and `cpu_s` and `wall_s` limit all of them together. The program cannot see the tests or
     claim that it passed. See `reward_service.sandbox.harness`.
     """
-    return _judged(given, arguments, "python", "tokens")
+    return _judged(given, arguments, "tokens")
 
 
-def _judged(given: RewardInput, arguments: CodeArguments, language: str, compare: Compare) -> Score | Failure:
+def _judged(given: RewardInput, arguments: CodeArguments, compare: Compare) -> Score | Failure:
     cases = read_cases(given.ground_truth).first(arguments.max_cases)
-    chosen = language == "auto"
-    # Tests of functions are in Python, for any language of the model.
-    languages = tuple(LANGUAGES) if chosen and cases.stdio else ("python" if chosen else language,)
     block: Block | None = Block("", given.spoken)
     if arguments.extract == "fence":
-        block = program_of(given.spoken, languages, defines=cases.names)
+        block = program_of(given.spoken, defines=cases.names)
     if block is None or not block.text.strip():
-        return _no_score()
-    language = (block.language or "python") if chosen else language
+        return Score(0.0, dict.fromkeys(COMPONENTS, 0.0))
+    how: Any = {"partial": arguments.partial, "tolerance": arguments.tolerance, "compare": compare}
     try:
-        how: Any = {"partial": arguments.partial, "tolerance": arguments.tolerance, "compare": compare}
-        result = run_cases(block.text, language, cases, arguments, **how)
-        return _score_of(result, partial=arguments.partial)
-    except (CompilerMissing, SandboxError) as error:
-        if not chosen or isinstance(error, SandboxError):
-            return Failure(error.verdict_kind, str(error))
-        _warn_once("a program in a language that is not installed counts as wrong", why=str(error))
-        return _no_score(extracted=1.0)
+        return _score_of(run_cases(block.text, cases, arguments, **how), partial=arguments.partial)
+    except SandboxError as error:
+        return Failure(error.verdict_kind, str(error))
 
 
 @functools.cache
@@ -110,13 +98,8 @@ def _warn_once(message: str, **about: str) -> None:
     log.warning(message, **about)
 
 
-def _no_score(**components: float) -> Score:
-    """Return the score 0 of a program that was not run."""
-    return Score(0.0, dict.fromkeys(COMPONENTS, 0.0) | components)
-
-
 def _score_of(result: Result, *, partial: bool) -> Score:
-    figures = (1.0, float(result.compiled), result.share, float(result.out_of_time), result.spent_s)
+    figures = (1.0, result.share, float(result.out_of_time), result.spent_s)
     components = dict(zip(COMPONENTS, figures, strict=True))
     value = result.share if partial else float(all(result.passed))
     detail = ""
@@ -147,7 +130,7 @@ def _modules_away(names: Sequence[str], given: Mapping[str, Any]) -> list[str]:
     known = {name: given[name] for name in ("sandbox", "environment") if name in given}
     try:
         return modules_away(names, SandboxArguments.model_validate(known)) if names else []
-    except (SandboxError, CompilerMissing, ValidationError):
+    except (SandboxError, ValidationError):
         return []
 
 

@@ -3,7 +3,7 @@
 Ordered objects (points, intervals, matrices) must agree in order and brackets. Unordered objects (sets,
 several solutions) may have any order. Words, and letters in an order, must agree letter by letter. `x = 5`
 equals `5`. `50 %` equals `0.5`, and it equals `50` if only one side has the sign. A unit may be missing. Two
-units must agree after conversion. `formulas` compares texts of different form.
+units must be the same. `formulas` compares texts of different form.
 """
 
 from __future__ import annotations
@@ -201,16 +201,13 @@ def _result(answer: str, tolerance: Fraction, depth: int, *, named: bool = False
 
 
 def _quantities(truth: Quantity, answer: Quantity, tolerance: Fraction) -> bool | None:
-    """Return whether the values are equal if both are numbers. Returns False for units that cannot agree."""
-    units = [quantity.unit for quantity in (truth, answer) if quantity.unit and quantity.unit.kind]
-    if len({unit.kind for unit in units}) > 1:
+    """Return whether the values are equal if both are numbers. Returns False for different units."""
+    if len({truth.unit, answer.unit} - {""}) > 1:
         return False
     wanted, given = number(unwrapped(truth.body)), number(unwrapped(answer.body))
     if wanted is None or given is None:
         pairs = ratio(truth.body), ratio(answer.body)
         return pairs[0] == pairs[1] if None not in pairs else None
-    if len(units) == 2:
-        wanted, given = wanted * units[0].size, given * units[1].size
     rounded = wanted.denominator > 1 and (is_decimal(truth.body) or is_decimal(answer.body))
     slack = tolerance if rounded else Fraction(0)
     if _near(wanted, given, slack):

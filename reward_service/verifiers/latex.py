@@ -279,44 +279,14 @@ NO_UNIT = ",;()=+*^\\或和及不非"
 THING = re.compile(r"(?=.*[aeiouyAEIOUY])(?=.*[b-df-hj-np-tv-zB-DF-HJ-NP-TV-Z])[a-zA-Z'’]{3,}")
 
 
-@dataclass(frozen=True)
-class MeasureUnit:
-    """A unit. `size` is in the base unit of its kind. `kind` is empty for names of things."""
-
-    kind: str
-    size: Fraction
-
-
-BASE_UNITS = {
-    "length": {"mm": "1/1000", "cm": "1/100", "dm": "1/10", "m": "1", "km": "1000", "inch": "127/5000",
-               "ft": "381/1250", "yd": "1143/1250", "mi": "201168/125"},
-    "time": {"ms": "1/1000", "s": "1", "min": "60", "h": "3600", "day": "86400", "week": "604800"},
-    "mass": {"mg": "1/1000", "g": "1", "kg": "1000", "t": "1000000", "lb": "45359237/100000",
-             "oz": "45359237/1600000"},
-    "volume": {"ml": "1/1000000", "cl": "1/100000", "l": "1/1000"},
-    "angle": {"degree": "1"}, "arc": {"radian": "1"}, "°C": {"°C": "1"}, "°F": {"°F": "1"},
-    "money": {"cent": "1/100", "dollar": "1"}, "force": {"N": "1"}, "energy": {"J": "1", "kJ": "1000"},
-    "power": {"W": "1", "kW": "1000"}, "voltage": {"V": "1"}, "pressure": {"Pa": "1", "kPa": "1000"},
-    "frequency": {"Hz": "1", "kHz": "1000"}, "morning": {"a.m": "1"}, "evening": {"p.m": "1"},
-}  # fmt: skip
-
-
-def _units() -> dict[str, MeasureUnit]:
-    table: dict[str, MeasureUnit] = {}
-    for kind, units in BASE_UNITS.items():
-        table |= {name: MeasureUnit(kind, Fraction(size)) for name, size in units.items()}
-    for far in BASE_UNITS["length"]:
-        length = table[far].size
-        table |= {f"{far}^2": MeasureUnit("area", length**2), f"{far}^3": MeasureUnit("volume", length**3)}
-        for long in BASE_UNITS["time"]:
-            table[f"{far}/{long}"] = MeasureUnit("speed", length / table[long].size)
-    return table | {"mph": table["mi/h"], "kph": table["km/h"], "kmh": table["km/h"]}
-
-
-UNITS = _units()
+_UNITS = (
+    "mm cm dm m km inch ft yd mi ms s min h day week mg g kg t lb oz ml cl l degree radian cent dollar "
+    "N J kJ W kW V Pa kPa Hz kHz a.m p.m mph kph kmh"
+)
+UNITS = frozenset(_UNITS.split())
 _DROPPED = "st nd rd th sq cu ha mol eV rpm mpg ppm yr pt px dB kWh kcal cal gal qt pct"
 DROPPED = frozenset(_DROPPED.split())
-"""Units and endings that are known but not converted."""
+"""Units and endings that are known but may be left out or differ."""
 LONG_NAMES = {
     "millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm", "decimeter": "dm",
     "meter": "m", "metre": "m", "kilometer": "km", "kilometre": "km", "in": "inch", "inche": "inch",
@@ -334,7 +304,7 @@ class Quantity:
     """A text without its unit and percent sign, with both."""
 
     body: str
-    unit: MeasureUnit | None = None
+    unit: str = ""  # empty for no unit, or an unknown one
     percent: bool = False
 
 
@@ -344,8 +314,8 @@ def quantity(text: str) -> Quantity:
     `$5` is 5 dollars. Other currency signs are dropped.
     """
     found = _measured(MONEY.sub(lambda match: match[1] or "", text).strip())
-    in_dollars = "$" in text and MONEY.search(text) and not (found.unit and found.unit.kind)
-    return replace(found, unit=UNITS["dollar"]) if in_dollars else found
+    in_dollars = "$" in text and MONEY.search(text) and not found.unit
+    return replace(found, unit="dollar") if in_dollars else found
 
 
 def _measured(text: str) -> Quantity:
@@ -353,7 +323,7 @@ def _measured(text: str) -> Quantity:
         return Quantity(text[: match.start()].rstrip("\\").strip(), percent=True)
     if (match := DEGREES.search(text)) and not TRIGONOMETRIC.search(text):
         scale = match[1] or match[2]
-        return Quantity(text[: match.start()].strip(), UNITS[f"°{scale}" if scale else "degree"])
+        return Quantity(text[: match.start()].strip(), f"°{scale}" if scale else "degree")
     match = UNIT_IN_TEXT.search(text)
     # `57 \text{ or 58}` names a second answer and not a unit.
     if match and match.start() > 0 and _names_a_unit(match[1]):
@@ -371,7 +341,7 @@ def _names_a_unit(words: str) -> bool:
     """
     if any(unicodedata.numeric(sign, None) is not None or sign in NO_UNIT for sign in words) or hedged(words):
         return False
-    if unit_of(words).kind:
+    if unit_of(words):
         return True
     parts = [part.strip(".") for part in re.split(r"[\s/-]+", words) if part.strip(".")]
     named = [part for part in parts if part not in SMALL_WORDS]
@@ -388,14 +358,16 @@ def _is_a_thing(word: str) -> bool:
     return bool(spoken) and not product and word.lower() not in NAMES_IN_MATHS
 
 
-def unit_of(words: str, power: str | None = None) -> MeasureUnit:
-    """Return the unit in `words` (`square meters`, `km/h`, `apples`). An unknown unit has an empty kind."""
+def unit_of(words: str, power: str | None = None) -> str:
+    """Return the short name of the unit in `words` (`square meters`, `km/h`), or an empty text for others."""
     words = " ".join(words.replace(" per ", "/").replace("²", "^2").replace("³", "^3").split()).strip(". ")
     for prefix, exponent in (("square ", "2"), ("sq ", "2"), ("sq. ", "2"), ("cubic ", "3"), ("cu ", "3")):
         if words.startswith(prefix):
             words, power = words.removeprefix(prefix), exponent
-    name = "/".join(_short(word.strip()) for word in words.split("/"))
-    return UNITS.get(f"{name}^{power}" if power not in (None, "1") else name, MeasureUnit("", Fraction(1)))
+    names = [_short(word.strip()) for word in words.split("/")]
+    if not all(name.partition("^")[0] in UNITS for name in names):
+        return ""
+    return "/".join(names) + (f"^{power}" if power not in (None, "1") else "")
 
 
 def _short(word: str) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from areal_async.models.answers import spoken
-from reward_service.sandbox.languages import spoken_by
 from reward_service.verifiers.cases import DEFINITIONS
 
 CONTAINER = r"(?P<before>[ \t]*+(?:(?:>|(?:[-*+]|\d{1,9}[.)])[ \t])[ \t]*+)*+)"
@@ -30,13 +29,10 @@ DEEPER = 3  # columns by which a closing fence may be indented deeper than the o
 QUOTED = re.compile(r"^[ \t]*+>[ \t]?", re.MULTILINE)
 CONSOLE = re.compile(r"\s*(?:>>>|\$|In ?\[\d*\]:)(?:\s|$)")
 """The beginning of a console session, which shows a program in use but is not a program."""
-LOOKS: dict[str, re.Pattern[str]] = {
-    "python": re.compile(r"[\w\])]\s*\(|\b(?:def|class|import|lambda)\b"),
-    "c": re.compile(r"\bmain\s*\("),
-    "cpp": re.compile(r"\bmain\s*\("),
-    "javascript": re.compile(r"[\w$\])]\s*\(|=>"),
-}
-"""Text that every program in a language has, and that an example of output rarely has."""
+PYTHON = re.compile(r"(?:.*\.)?(?:python|py|pypy|cpython)(?:[-_.]?\d[\d.]*)?")
+"""Tag of a Python program, possibly with a version or as a file name."""
+LOOKS_LIKE = re.compile(r"[\w\])]\s*\(|\b(?:def|class|import|lambda)\b")
+"""Text that every Python program has, and that an example of output rarely has."""
 ACTIVE = (*DEFINITIONS, ast.Call, ast.Lambda)
 
 
@@ -84,37 +80,29 @@ def _outside_of(container: str, text: str) -> str:
     return re.sub(rf"^[ \t]{{0,{len(container)}}}+", "", text, flags=re.MULTILINE)
 
 
-def program_of(
-    response: str | Sequence[Block],
-    languages: Sequence[str] = ("python",),
-    *,
-    defines: Collection[str] = (),
-) -> Block | None:
-    """Return the program in one of `languages` (of the sandbox), from a response or its blocks.
+def program_of(response: str | Sequence[Block], *, defines: Collection[str] = ()) -> Block | None:
+    """Return the Python program in a response or its blocks.
 
     Blocks are chosen in this order:
 
-    - among blocks with such a fence, the one with the most definitions of the names `defines`, then one that
-      calls or defines anything, then the last
-    - the last block without a tag that looks like a program in the first of `languages`
+    - among blocks with a tag of Python, the one with the most definitions of the names `defines`, then one
+      that calls or defines anything, then the last
+    - the last block without a tag that looks like a Python program
     - the last block with another tag that looks like one
     - the last block without a tag
 
-    Console sessions and empty blocks are never programs. The result's `language` is its fence's language, or
-    empty.
+    Console sessions and empty blocks are never programs. The result's `language` is `python` for the first
+    choice, or empty.
     """
     found = blocks(response) if isinstance(response, str) else response
-    latest = [
-        Block(spoken_by(tag), text)
-        for tag, text in reversed(found)
-        if text.strip() and not CONSOLE.match(text)
-    ]
-    fitting = [one for one in latest if one.language in languages]
+    latest = [one for one in reversed(found) if one.text.strip() and not CONSOLE.match(one.text)]
+    fitting = [one.text for one in latest if PYTHON.fullmatch(one.language)]
     if fitting:
-        return max(fitting, key=lambda one: (_defined(one.text, defines), _active(one.text, one.language)))
+        best = max(fitting, key=lambda text: (_defined(text, defines), LOOKS_LIKE.search(text) is not None))
+        return Block("python", best)
     untagged = [one for one in latest if not one.language]
     others = [one for one in latest if one.language]
-    likely = (one.text for one in (*untagged, *others) if looks_like(one.text, languages[0]))
+    likely = (one.text for one in (*untagged, *others) if looks_like_python(one.text))
     text = next(likely, untagged[0].text if untagged else None)
     return None if text is None else Block("", text)
 
@@ -126,14 +114,10 @@ def _defined(text: str, names: Collection[str]) -> int:
     return len({one or two for one, two in re.findall(definition, text, re.MULTILINE)})
 
 
-def _active(text: str, language: str) -> bool:
-    return LOOKS[language].search(text) is not None
-
-
-def looks_like(text: str, language: str) -> bool:
-    """Return whether a text may be a program in `language`, rather than its output or its start command."""
-    if language != "python" or not _active(text, language):
-        return _active(text, language)
+def looks_like_python(text: str) -> bool:
+    """Return whether a text may be a Python program, rather than its output or its start command."""
+    if LOOKS_LIKE.search(text) is None:
+        return False
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(text)

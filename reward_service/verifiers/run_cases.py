@@ -23,7 +23,6 @@ from pydantic import Field
 from areal_async.config.base import Section
 from areal_async.config.reward import FolderOrName
 from reward_service.sandbox import (
-    CompilerMissing,
     Overloaded,
     Program,
     RunLimits,
@@ -33,7 +32,6 @@ from reward_service.sandbox import (
 )
 from reward_service.sandbox.harness import START, files_of
 from reward_service.sandbox.harness.plain import encode
-from reward_service.sandbox.languages import HARNESS_PYTHON
 from reward_service.sandbox.program import Level
 from reward_service.sdk import RewardLoadError, time_left_s
 from reward_service.verifiers import TaskAtFault
@@ -69,7 +67,7 @@ class SandboxArguments(Section):
     processes: int = Field(default=16, ge=2, le=65_536)
     """Processes and threads of one run."""
     budget_s: float = Field(default=8.0, gt=0)
-    """Time in seconds for compiling and all cases of one response, counted as `wall_s` and at least the CPU
+    """Time in seconds for all cases of one response, counted as `wall_s` and at least the CPU
     time. Cases that have not run by then have failed. If the reward's `timeout_s` comes first, because the
     machine is busy or there are many cases, the verdict is the error `overloaded`."""
 
@@ -84,7 +82,6 @@ class Result(msgspec.Struct):
 
     passed: list[bool]
     """One value for each case. It is false for cases that did not run."""
-    compiled: bool = True
     out_of_time: bool = False
     spent_s: float = 0.0
     missing: str = ""
@@ -107,7 +104,7 @@ def prepare_runner(arguments: SandboxArguments) -> None:
     environment."""
     try:
         runner(arguments.sandbox).check_environment(arguments.environment)
-    except (SandboxError, CompilerMissing) as error:
+    except SandboxError as error:
         raise RewardLoadError(f"programs cannot be run: {error}") from None
 
 
@@ -151,7 +148,6 @@ class Budget:
 
 def run_cases(
     source: str,
-    language: str,
     cases: Cases,
     arguments: SandboxArguments,
     *,
@@ -161,30 +157,27 @@ def run_cases(
 ) -> Result:
     """Run all cases, or stop at the first failure unless `partial`.
 
-    Raises `SandboxError` (`Overloaded` if the call's deadline came first) and `CompilerMissing`. Raises
-    `ValueError` for tests that fail or end before they have used the program.
+    Raises `SandboxError` (`Overloaded` if the call's deadline came first). Raises `ValueError` for
+    tests that fail or end before they have used the program.
     """
     sandbox = runner(arguments.sandbox)
     tests = len(cases.calls) + len(cases.codes)
     budget = Budget(arguments, len(cases.stdio) + tests)
     result = Result([], level=sandbox.level)
-    outcomes = _outcomes(sandbox, source, language, cases.stdio, budget)
+    outcomes = _outcomes(sandbox, source, cases.stdio, budget)
     for case in cases.stdio:
         result.out_of_time = result.out_of_time or budget.is_over
-        if result.out_of_time or not result.compiled or not (partial or all(result.passed)):
+        if result.out_of_time or not (partial or all(result.passed)):
             result.passed.append(False)
             continue
         outcome = next(outcomes)
         budget.left_s -= outcome.spent_ms / 1000
         right = outcome.ok and same_output(outcome.stdout, case.stdout, compare=compare, tolerance=tolerance)
         result.passed.append(right)
-        result.compiled = outcome.kind != "compile"
         if outcome.kind == "exit":
             result.missing = result.missing or missing_module(outcome.stderr.decode("utf-8", "replace"))
         result.out_of_time = outcome.kind in OUT_OF_TIME and budget.is_over
     if tests:
-        if language != "python":
-            raise SandboxError(f"tests of functions are run in Python; the program is in {language}")
         if partial or all(result.passed):
             _run_tests(sandbox, source, cases, budget, tolerance, result)
         else:
@@ -194,7 +187,7 @@ def run_cases(
 
 
 def _outcomes(
-    sandbox: Sandbox, source: str, language: str, cases: Sequence[StdioCase], budget: Budget
+    sandbox: Sandbox, source: str, cases: Sequence[StdioCase], budget: Budget
 ) -> Iterator[RunOutcome]:
     """Yield the outcomes of the cases on demand, with more and more cases per jail.
 
@@ -205,9 +198,7 @@ def _outcomes(
         together = cases[done : done + min(done + 1, MOST_TOGETHER)]
         longest = max(len(case.stdout.encode("utf-8", "replace")) for case in together)
         limits, environment = budget.limits(done, output_bytes=longest), budget.environment
-        program = Program(
-            source=source, language=language, environment=environment, limits=limits, within_s=budget.left_s
-        )
+        program = Program(source=source, environment=environment, limits=limits, within_s=budget.left_s)
         for outcome in sandbox.run_each(program, [one.stdin.encode("utf-8", "replace") for one in together]):
             if outcome.kind == "clock":
                 raise budget.overloaded(done)
@@ -227,7 +218,7 @@ def _run_tests(
     def side(name: str, files: dict[str, bytes], limits: RunLimits, stdin: bytes = b"") -> Program:
         return Program(
             source=START.format(side=name),
-            language=HARNESS_PYTHON,
+            bare=True,
             environment=budget.environment,
             files={**files, **files_of(name)},
             stdin=stdin,
@@ -295,7 +286,7 @@ print(*(name for name in sys.stdin.read().split() if importlib.util.find_spec(na
 
 
 def modules_away(modules: Collection[str], arguments: SandboxArguments) -> list[str]:
-    """Return the modules that programs and tests cannot import. Raises `SandboxError`, `CompilerMissing`."""
+    """Return the modules that programs and tests cannot import. Raises `SandboxError`."""
     program = Program(
         source=LOOK_FOR,
         environment=arguments.environment,

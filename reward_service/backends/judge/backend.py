@@ -13,7 +13,6 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Sequence
 from typing import Self
 
 import msgspec
@@ -23,7 +22,7 @@ from areal_async.base.verdicts import Failure, FaultOf, Timeout, Verdict
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import RewardSpec
 from reward_service import metrics
-from reward_service.backends import Call, MissingText, OnVerdicts, arguments_of, fill, inputs_of, set_within
+from reward_service.backends import Call, MissingText, arguments_of, fill, inputs_of, set_within
 from reward_service.backends.judge import JudgeArguments
 from reward_service.backends.judge.replies import (
     ADVICE,
@@ -38,14 +37,13 @@ from reward_service.backends.judge.replies import (
     quoted,
     verdict_of,
 )
+from reward_service.backends.queued import QueuedBackend
 from reward_service.backends.servers import ClientLimits, HttpClient, ServerState, choose
 from reward_service.sdk import RewardInput, RewardLoadError
 from reward_service.verifiers import NEUTRAL
 
 log = get_logger("judge")
 
-MAX_QUEUED = 8192
-CLOSED = Failure("pool", "the judge was closed")
 START_PAUSE_S = 0.5
 LIMITS = ClientLimits(
     most_bytes=4 << 20, connect_s=10.0, keepalive_s=2.0
@@ -57,13 +55,13 @@ refuse a limit."""
 Vote = float | Failure | Timeout
 
 
-class Judge:
+class Judge(QueuedBackend):
     """A `ScoringBackend`. `spec.args` are `JudgeArguments`. The start waits `start_s` for a first server."""
 
     def __init__(self, spec: RewardSpec, section: RewardSection, *, start_s: float = 30.0) -> None:
         """Create the judge. Raises `RewardLoadError` for invalid arguments."""
+        super().__init__("judge", call_s=1.0)
         self._arguments = given = arguments_of(spec, JudgeArguments)
-        self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
         self._timeout_s = spec.timeout_s
         self._start_s = start_s
         self._parse = Parser(given.parse, given.scale, given.grades)
@@ -71,14 +69,10 @@ class Judge:
         self._servers = [ServerState(url, rng) for url in dict.fromkeys(given.base_url)]
         self._changed = asyncio.Event()
         self._slots = asyncio.Semaphore(given.max_in_flight)
-        self._waiting: asyncio.Queue[tuple[int, Call, OnVerdicts]] = asyncio.Queue(MAX_QUEUED)
-        self._closed = False
         self._structured = False  # whether its servers accept a schema for the reply
-        self._runners: list[asyncio.Task[None]] = []
         self._http = HttpClient(self._key(), LIMITS)
         self._requests_most = given.votes
         self._trouble: Trouble | None = None  # the last trouble of any request, until a request succeeds
-        self.call_seconds = 1.0
 
     @property
     def capacity(self) -> int:
@@ -87,7 +81,7 @@ class Judge:
     @property
     def alive(self) -> int:
         resting = isinstance(choose(self._servers, time.monotonic()), float)
-        return 0 if resting or self.broken.done() or not self._runners else self.capacity
+        return 0 if resting or not self._tasks else self.capacity
 
     async def __aenter__(self) -> Self:
         """Start the judge. Raises `RewardLoadError` if no server accepts a request."""
@@ -96,18 +90,11 @@ class Judge:
         except BaseException:
             await self._http.close()
             raise
-        most = self._arguments.max_in_flight
-        self._runners = [asyncio.create_task(self._run(), name="judge") for _ in range(most)]
+        self.begin(self._arguments.max_in_flight)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop requests in flight. Every remaining call gets its verdict."""
-        self._closed = True
-        for runner in self._runners:
-            runner.cancel()
-        await asyncio.gather(*self._runners, return_exceptions=True)
-        self._runners = []
-        self._refuse_waiting()
+        await self.end()
         await self._http.close()
 
     def _key(self) -> str:
@@ -117,20 +104,6 @@ class Judge:
             why = f"api_key_env names {name}, which is not set where the reward service runs"
             raise RewardLoadError(f"the reward 'judge': {why}. Set it to the key, or remove api_key_env.")
         return key
-
-    async def submit(self, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
-        """Queue calls. Waits while the queue is full."""
-        for index, call in enumerate(calls):
-            self._requests_most = max(self._requests_most, self._arguments.votes * len(inputs_of(call)))
-            await self._waiting.put((index, call, on_verdicts))
-            if self._closed:
-                self._refuse_waiting()
-
-    def _refuse_waiting(self) -> None:
-        """Give all waiting calls their verdict. A submitter that waited for room calls this too."""
-        while not self._waiting.empty():
-            index, call, on_verdicts = self._waiting.get_nowait()
-            on_verdicts(index, [CLOSED] * len(inputs_of(call)), 0.0)
 
     async def _greet(self) -> None:
         """Send one request to each server, to check key, model and path. At least one server must answer."""
@@ -176,24 +149,12 @@ class Judge:
 
     # --- calls ---------------------------------------------------------------------------------------
 
-    async def _run(self) -> None:
-        while True:
-            index, call, on_verdicts = await self._waiting.get()
-            inputs = inputs_of(call)
-            begun_s: list[float] = []
-            try:
-                scoring = (self._score(given, begun_s) for given in inputs)
-                verdicts = list(await asyncio.gather(*scoring))
-            except asyncio.CancelledError:
-                on_verdicts(index, [CLOSED] * len(inputs_of(call)), 0.0)
-                raise
-            except Exception as error:  # a bug of ours must not leave a call without a verdict
-                log.exception("the judge failed")
-                verdicts = [Failure("judge", f"{type(error).__name__}: {error}")] * len(inputs)
-            # The call began with its last request. A call without a request took no time.
-            elapsed_s = time.monotonic() - max(begun_s) if begun_s else 0.0
-            self.call_seconds += 0.1 * (elapsed_s - self.call_seconds)
-            on_verdicts(index, verdicts, elapsed_s * 1000)
+    async def verdicts_of(self, call: Call, queued_s: float) -> tuple[list[Verdict], float]:
+        inputs, begun_s = inputs_of(call), list[float]()
+        self._requests_most = max(self._requests_most, self._arguments.votes * len(inputs))
+        verdicts = list(await asyncio.gather(*(self._score(given, begun_s) for given in inputs)))
+        # The call began with its last request. A call without a request took no time.
+        return verdicts, time.monotonic() - max(begun_s) if begun_s else 0.0
 
     async def _score(self, given: RewardInput, begun_s: list[float]) -> Verdict:
         arguments = self._arguments

@@ -37,10 +37,9 @@ class RemoteArguments(Section):
     """Arguments of the reward at the server, by name."""
     version: str = ""
     """Required version of the reward. A server with another version is not used."""
-    batch: int = Field(default=32, ge=1, le=65_536)
-    """Most inputs in one request."""
-    max_in_flight: int = Field(default=4, ge=1, le=65_536)
-    """Most unanswered requests at one server."""
+    max_in_flight: int = Field(default=32, ge=1, le=65_536)
+    """Most unanswered requests at one server, each with one episode or group. The server may set a lower
+    limit."""
     retries: int = Field(default=3, ge=0, le=1000)
     """Retries of a call that a server lost, by a crash or an internal error, before its verdict is `error`. A
     retry after the refusal `busy` does not count."""

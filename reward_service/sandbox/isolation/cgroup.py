@@ -71,10 +71,6 @@ class MemoryGroup:
         if self._peak_fd is not None:
             os.pwrite(self._peak_fd, b"0", 0)
 
-    def end(self) -> None:
-        """Remove the limit until the next `begin`. Raises `OSError`."""
-        self._set_limit(str(self._names["unlimited"]))
-
     def _set_limit(self, limit: str) -> None:
         paths = [os.path.join(self._folder, name) for name in self._names["limits"]]
         paths = [path for path in paths if os.path.exists(path)]

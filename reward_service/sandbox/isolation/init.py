@@ -1,4 +1,4 @@
-"""The first process of a jail: it writes files, starts the program, reaps its children and returns files.
+"""The first process of a jail: it writes files, starts the program, and reaps its children.
 
 In a jail of bubblewrap it is process 1. All processes of the program are its descendants, no signal from
 inside reaches it, and the kernel kills all of them when it dies. Without a jail (`none`) it is the process
@@ -17,7 +17,6 @@ import json
 import os
 import resource
 import signal
-import stat
 import struct
 import sys
 import time
@@ -75,14 +74,7 @@ def run(
         if not report["more"]:
             return
         os.read(control, 1)
-    if request["collect"]:
-        _tell(control, {"ended": True})  # memory that is copied now is not the program's
-        os.read(control, 1)
-    most_bytes = int(request["limits"]["files_mb"]) << 20
-    found = [(name, _read_file(request["work"], name, most_bytes)) for name in request["collect"]]
-    artifacts = [(name, data) for name, data in found if data is not None]
-    report["artifacts"] = [(name, len(data)) for name, data in artifacts]
-    _tell(control, report, b"".join(data for _, data in artifacts))
+    _tell(control, report)
 
 
 def _run_once(request: dict[str, Any], control: int, stdin: int, link: Sequence[int]) -> dict[str, Any]:
@@ -116,13 +108,13 @@ def _run_once(request: dict[str, Any], control: int, stdin: int, link: Sequence[
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
     used_ms = {"cpu_ms": cpu_s * 1000, "ran_ms": ran_ms, "waited_ms": waited_s * 1000}
-    return {"status": status, **used_ms, "artifacts": []}
+    return {"status": status, **used_ms}
 
 
 def _lay_out(request: dict[str, Any], body: bytes) -> None:
     at = 0
-    for name, mode, size in request["files"]:
-        _write_file(os.path.join(request["work"], name), mode, body[at : at + size])
+    for name, size in request["files"]:
+        _write_file(os.path.join(request["work"], name), body[at : at + size])
         at += size
 
 
@@ -232,35 +224,12 @@ def _wait_for(child: int) -> tuple[int, float]:
             return status, waited_s
 
 
-def _write_file(path: str, mode: int, data: bytes) -> None:
+def _write_file(path: str, data: bytes) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, mode)
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o644)
     with open(fd, "wb") as file:
         file.write(data)
-        os.fchmod(fd, mode)
-
-
-def _read_file(work: str, name: str, most_bytes: int) -> bytes | None:
-    """Return the program's file `name` in the folder `work`, or None.
-
-    None means that it is not a plain file, that any part of the name is a link, or that it is too large.
-    """
-    *folders, last = [part for part in name.split("/") if part not in ("", ".")]
-    fd = os.open(work, os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        for flags, part in [*((os.O_DIRECTORY, one) for one in folders), (os.O_NONBLOCK, last)]:
-            inner = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | flags, dir_fd=fd)
-            os.close(fd)
-            fd = inner
-        about = os.fstat(fd)
-        if not stat.S_ISREG(about.st_mode) or about.st_size > most_bytes:
-            return None
-        with open(fd, "rb", closefd=False) as file:
-            return file.read()
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
+        os.fchmod(fd, 0o644)
 
 
 if __name__ == "__main__":

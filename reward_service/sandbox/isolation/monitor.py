@@ -65,7 +65,6 @@ class RunMonitor:
         self._control, self._client = control, client
         self._streams = streams
         self._failed = ""
-        self._artifacts = b""
         self._peak_bytes = 0
         self._beside: int = request["beside"]
         self._began_beside_ms = process_tree.usage(self._beside).cpu_ms if self._beside else 0.0
@@ -82,7 +81,7 @@ class RunMonitor:
         self._output = {fd: bytearray() for fd in self._streams}
         self._printed = dict.fromkeys(self._streams, 0)
         self._limit = ""
-        self._report: dict[str, Any] = {"status": None, "artifacts": []}
+        self._report: dict[str, Any] = {"status": None}
         self._cpu_ms = 0.0
         self._waits = process_tree.WaitMeter()
         self._most_processes = 0
@@ -131,14 +130,14 @@ class RunMonitor:
                     os.close(held)
 
     def answer(self) -> tuple[dict[str, Any], bytes]:
-        """Return how the runs ended, with their output, errors and files."""
+        """Return how the runs ended, with their output and errors."""
         if self._began_s is None and not self._failed and not self._limit and not self._runs:
             said = self._output[self._streams[1]].decode("utf-8", "replace").strip().splitlines()
             self._failed = said[-1] if said else "its first process ended at once"
         if self._began_s is not None or self._limit:
             self._end_run()
-        head = {"failed": self._failed, "runs": self._runs, "artifacts": self._report["artifacts"]}
-        return head, self._printed_before + self._artifacts
+        head = {"failed": self._failed, "runs": self._runs}
+        return head, self._printed_before
 
     def _end_run(self) -> None:
         """Record how the present run ended."""
@@ -246,22 +245,15 @@ class RunMonitor:
             message = messages.receive(self._control)
         if message is None:
             return False
-        head, body = message
+        head, _ = message
         if "started" in head:
             self._began_s = time.monotonic()
             if self._isolated:  # it is a child of bubblewrap's own process
                 self._root = (process_tree.children(self._pid) or [self._pid])[0]
-        elif "ended" in head:
-            self._ended_s = time.monotonic()
-            self._count_memory()
-            if self._group is not None:
-                self._group.end()
-                self._group = None
-            self._control.send(GO)
         elif "failed" in head:
             self._failed = str(head["failed"])
         else:
-            self._report, self._artifacts = head, body
+            self._report = head
             self._ended_s = self._ended_s or time.monotonic()
             if head.get("more") and self._killed_s is None:
                 self._next_run()

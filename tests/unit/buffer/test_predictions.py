@@ -184,7 +184,7 @@ def test_what_is_drawn_is_what_was_asked_for():
     ("text", "words"),
     [
         ("{}", ["prompt_tokens: this field is missing", "Add it"]),
-        ("trainer: {token: 1}", ["trainer.token: there is no such field", "Did you mean token_s?"]),
+        ("trainer: {token: 1}", ["trainer.token: there is no such field", "Did you mean trainer.token_s?"]),
         ("engine: {pass_s: -1, request_s: 0}", ["engine.pass_s: -1 is too small", "Give at least 0"]),
         ("engine: {pass_s: 0, request_s: 0}", ["engine: ", "cannot both be 0"]),
         ("answer_tokens: {sigma: 1}", ["answer_tokens: ", "either mean or quantiles"]),

@@ -21,7 +21,7 @@ from areal_async.base.processes import start_of
 from areal_async.base.topology import Topology
 from areal_async.base.verdicts import Score
 from areal_async.base.versions import VersionTag
-from areal_async.cli.tools import ExportRequest
+from areal_async.cli.tools import ExportRequest, PeekRequest
 from areal_async.config.load import dump_job
 from areal_async.launch.folders import Owner, leftovers, write_keys
 from areal_async.launch.one_host import short_socket_dir, topology_here
@@ -36,17 +36,22 @@ from areal_async.rpc.messages import (
     OpenTrainer,
     PutVerdicts,
 )
+from areal_async.trajectory import unpack
 from replay_buffer.ledger.records import GroupState
 from replay_buffer.tools import export as export_tool
 from replay_buffer.tools.peek import (
     NotFound,
     chosen,
-    episode_page,
     find,
-    group_page,
+    found_by,
     groups_page,
+    page_of,
     plain,
     state_of,
+    texts_of,
+)
+from replay_buffer.tools.peek import (
+    answer_of as group_answer_of,
 )
 from replay_buffer.tools.reader import open_reader
 from replay_buffer.tools.stats import answer_of, draw, stats_ended, stats_live
@@ -221,14 +226,13 @@ async def test_peek_lists_groups_and_opens_one_and_an_episode_of_it(workplace, b
         assert "the buffer holds no group" in text_of(groups_page(look, [], 20))
         name = next(iter(stored))
         group, sample = find(look, name)
-        assert "VERDICT" in text_of(group_page(look, group))
-        page = text_of(episode_page(look, group, sample, (await reader.blobs(group))[sample]))
-        assert "3 sampled" in page
-        assert "mean -0.5" in page
+        assert "VERDICT" in text_of(page_of(group_answer_of(group)))
+        texts = texts_of(look, group, unpack((await reader.blobs(group))[sample]))
+        page = text_of(page_of(group_answer_of(group)["episodes"][sample] | texts))
+        assert "VERDICT" in page
         assert "ground truth" in page
-        half = next(g for g in look.index.groups.values() if len(g.missing) == 1)
-        assert "rollout-0" in text_of(group_page(look, half))
-        assert "not held" in text_of(episode_page(look, half, half.missing[0], None))
+        _, shown = await found_by(PeekRequest(str(place.folder), name))
+        assert "ground truth" in text_of(shown)
         with pytest.raises(NotFound, match="holds no group or episode"):
             find(look, group.group_id[:-1])
         with pytest.raises(NotFound, match="it has 2, from 0"):

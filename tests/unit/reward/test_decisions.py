@@ -1,4 +1,4 @@
-"""The pure parts: how much is claimed, how calls are dealt out, what is done about a slow one."""
+"""The pure parts: how much is claimed, how calls are dealt out."""
 
 import itertools
 import math
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from areal_async.base.verdicts import Parts, Score
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.rpc.messages import EpisodeVerdict
-from reward_service.pool.protocol import FrameError, FrameReader, Marker, framed
-from reward_service.pool.queue import FairQueue, LatencyEstimate, PooledReward, QueuedCall, next_action
+from reward_service.pool.protocol import FrameError, FrameReader, framed
+from reward_service.pool.queue import FairQueue, PooledReward, QueuedCall
 from reward_service.server import (
     MAX_BYTES,
     MAX_CLAIM,
@@ -60,35 +60,6 @@ def test_nothing_is_unbounded_in_what_is_claimed(given_load):
     assert wanted == 0 or given_load.pending + wanted <= max(MAX_PENDING, 2 * given_load.workers)
     if given_load.pending == 0:
         assert wanted >= 2 * min(given_load.workers, MAX_CLAIM // 2)
-
-
-def test_batches_follow_the_pace_of_the_calls_and_a_short_queue_is_spread_over_all_workers():
-    pace = LatencyEstimate()
-    assert pace.batch == 1
-    pace.note(1e-5)
-    assert pace.batch == 4
-    for _ in range(500):
-        pace.note(1e-5)
-    assert pace.batch == 256
-    assert [pace.share(queued, workers=4) for queued in (1, 10, 10_000)] == [1, 3, 256]
-    for _ in range(500):
-        pace.note(0.5)
-    assert pace.batch == 1
-
-
-@pytest.mark.parametrize(
-    ("running_for_s", "still_for_s", "waiting", "action"),
-    [
-        (9.9, 0.0, 1, "nothing"), (10.1, 0.0, 5, "kill_call"),
-        (None, 10.1, 5, "nothing"), (None, 12.1, 5, "kill_stuck"), (None, 99.0, 0, "nothing"),
-        (0.2, 0.0, 5, "recall"), (0.2, 0.0, 1, "nothing"), (0.01, 0.0, 5, "nothing"),
-    ],
-)  # fmt: skip
-def test_what_is_late_is_killed_and_what_waits_behind_a_slow_call_is_recalled(
-    running_for_s, still_for_s, waiting, action
-):
-    known = {"running_for_s": running_for_s, "still_for_s": still_for_s, "waiting": waiting}
-    assert next_action(10.0, **known) == action
 
 
 def queue_of(n):
@@ -148,17 +119,6 @@ def test_frames_survive_any_cutting_of_the_stream(payloads, cuts):
 def test_a_frame_above_the_limit_is_refused_before_its_bytes_are_awaited():
     with pytest.raises(FrameError):
         FrameReader(limit=10).feed((11).to_bytes(4, "little"))
-
-
-def test_the_marker_is_seen_through_its_descriptor():
-    ours = Marker.create()
-    theirs = Marker(ours.fd)
-    assert ours.running() == (0, 0)
-    theirs.begin(7, 12345)
-    assert ours.running() == (7, 12345)
-    ours.recall(9)
-    assert theirs.recalled == 9
-    ours.close()
 
 
 def of_claims(*sizes: int, parts: Parts | None = None) -> list[EpisodeVerdict]:

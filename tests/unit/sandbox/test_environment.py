@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reward_service.sandbox import CompilerMissing, Program, RunLimits, languages
+from reward_service.sandbox import Program, PythonMissing, RunLimits, interpreter
 from reward_service.sdk import RewardInput, RewardLoadError, Score
 from reward_service.verifiers.code_rewards import code_stdio, code_tests
 
@@ -112,11 +112,11 @@ def test_an_environment_that_is_none_is_refused_before_the_run(best, named):
 
 
 def test_packages_that_only_their_owner_may_read_are_refused_for_another_user(environment, monkeypatch):
-    monkeypatch.setattr(languages, "open_to_all", lambda path: not path.startswith(environment))
-    languages._python.cache_clear()
-    with pytest.raises(CompilerMissing, match="only be read by its owner"):
-        languages.language("python", for_others=True, environment=environment)
-    languages._python.cache_clear()
+    monkeypatch.setattr(interpreter, "open_to_all", lambda path: not path.startswith(environment))
+    interpreter.python.cache_clear()
+    with pytest.raises(PythonMissing, match="only be read by its owner"):
+        interpreter.python(for_others=True, environment=environment)
+    interpreter.python.cache_clear()
 
 
 TESTS = {

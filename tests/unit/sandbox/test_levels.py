@@ -20,10 +20,9 @@ from areal_async.base.verdicts import Failure, Score
 from areal_async.config.advice import advise
 from areal_async.config.job import JobConfig
 from reward_service import metrics
-from reward_service.sandbox import CompilerMissing, Program, Sandbox, SandboxError
+from reward_service.sandbox import Program, PythonMissing, Sandbox, SandboxError
 from reward_service.sandbox import sandbox as sandbox_module
 from reward_service.sandbox.isolation import seccomp
-from reward_service.sandbox.languages import installed, language
 from reward_service.sdk import RewardInput
 from reward_service.verifiers import run_cases
 from reward_service.verifiers.code_rewards import CodeStdioArguments, code_stdio
@@ -129,23 +128,18 @@ def test_verdicts_are_counted_by_their_level():
 
 
 @pytest.mark.parametrize(
-    ("missing", "error", "kind"),
-    [(Sandbox, SandboxError("not today"), "sandbox"), (sandbox_module, CompilerMissing("no cpp"), "compile")],
+    ("missing", "error"),
+    [(Sandbox, SandboxError("not today")), (sandbox_module, PythonMissing("no Python"))],
 )
-def test_what_cannot_be_run_is_an_error_and_never_a_score(monkeypatch, missing, error, kind):
+def test_what_cannot_be_run_is_an_error_and_never_a_score(monkeypatch, missing, error):
     def gone(*_, **__):
         raise error
 
     run_cases.runner.cache_clear()
-    monkeypatch.setattr(missing, "at" if missing is Sandbox else "language", gone)
-    verdict = code_stdio(GIVEN, language="cpp")
+    monkeypatch.setattr(missing, "at" if missing is Sandbox else "python", gone)
+    verdict = code_stdio(GIVEN)
     assert isinstance(verdict, Failure)
-    assert verdict.kind == kind
-
-
-def test_an_unknown_language_names_those_that_are_known():
-    with pytest.raises(CompilerMissing, match="python, c, cpp"):
-        language("cobol")
+    assert verdict.kind == "sandbox"
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "", "a/../../b", "nul\0"])
@@ -154,42 +148,15 @@ def test_files_stay_in_the_folder_of_the_run(best, name):
         best.run(msgspec.structs.replace(HELLO, files={name: b""}))
 
 
-def test_files_go_in_and_come_back(sandbox):
-    command = ("/bin/sh", "-c", "cat sub/in >out; mkdir folder; ln -s /etc/passwd link; cat")
+def test_files_and_input_go_in(sandbox):
+    command = ("/bin/sh", "-c", "cat sub/in; cat")
     program = Program(
         command=command,
         files={"sub/in": b"\x00\xff"},
         stdin=b"typed",
-        collect=("out", "link", "folder", "missing"),
     )
     outcome = sandbox.run(program)
-    assert outcome.stdout == b"typed", outcome.describe()
-    assert outcome.artifacts == {"out": b"\x00\xff"}
-
-
-def test_every_installed_language_runs_and_says_what_does_not_compile(best):
-    hello = {
-        "python": "print(7)",
-        "c": '#include <stdio.h>\nint main(void) { puts("7"); return 0; }',
-        "cpp": "#include <iostream>\nint main() { std::cout << 7 << std::endl; }",
-        "javascript": "console.log(7)",
-    }
-    for name in [one for one in installed() if one in hello]:
-        outcome = best.run(Program(source=hello[name], language=name))
-        assert (outcome.kind, outcome.stdout) == ("ok", b"7\n"), (name, outcome.describe())
-    if "c" in installed():
-        broken = best.run(Program(source="int main(", language="c"))
-        assert broken.kind == "compile"
-        assert b"error" in broken.stderr
-
-
-@pytest.mark.skipif("cpp" not in installed(), reason="needs a C++ compiler: the Debian package g++")
-def test_a_compiler_that_ran_out_of_time_is_tried_again():
-    source = "#include <iostream>\nint main() { std::cout << 40 + 2 << std::endl; }"
-    given = RewardInput(response=f"```cpp\n{source}\n```", ground_truth={"inputs": [""], "outputs": ["42"]})
-    for budget_s, value, out_of_time in ((0.1, 0.0, 1.0), (60.0, 1.0, 0.0)):
-        verdict = code_stdio(given, language="cpp", budget_s=budget_s)
-        assert (verdict.value, verdict.components["out_of_time"]) == (value, out_of_time)
+    assert outcome.stdout == b"\x00\xfftyped", outcome.describe()
 
 
 @pytest.mark.parametrize("victim", ["client", "launcher"])

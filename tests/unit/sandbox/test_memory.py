@@ -8,13 +8,11 @@ import pytest
 
 from reward_service.sandbox import Program, RunLimits, Sandbox
 from reward_service.sandbox.isolation import cgroup
-from reward_service.sandbox.languages import installed
 from tests.scoring import processes_below
 from tests.unit.sandbox.conftest import LIMITS, PROGRAMS
 from tests.waiting import LIMIT_S
 
 NO_ADDRESS_SPACE = RunLimits(wall_s=30, cpu_s=20, memory_mb=128, processes=16, address_space=False)
-needs_c = pytest.mark.skipif("c" not in installed(), reason="no C compiler here")
 
 EATERS = PROGRAMS["eaters"]
 
@@ -32,31 +30,14 @@ def test_memory_is_held_whoever_maps_it(isolated, attempt, name, limits):
         assert outcome.peak_mb < limits.memory_mb + 10
 
 
-BUILD = "gcc -o p p.c || cc -o p p.c || clang -o p p.c"
-
-
-@needs_c
-def test_memory_is_held_of_a_program_written_and_started_by_another(isolated):
-    source = """
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-int main(void) {
-  for (;;) memset(mmap(0, 8 << 20, 3, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), 1, 8 << 20);
-}"""
-    build = Program(command=("/bin/sh", "-c", BUILD), files={"p.c": source.encode()}, collect=("p",))
-    files = {"p": isolated.run(build).artifacts["p"]}
-    if "javascript" in installed():
-        starts = (
-            "require('fs').chmodSync('p', 0o755)\n"
-            "for (let n = 0; n < 4; n++) require('child_process').spawn('./p')\n"
-            "setTimeout(() => {}, 100000)"
-        )
-        program = Program(source=starts, language="javascript", files=files, limits=LIMITS)
-    else:
-        starts = "import os\nos.chmod('p', 0o755)\nfor _ in range(4): os.fork() or os.execv('p', ['p'])"
-        program = Program(source=starts + "\nos.wait()", files=files, limits=NO_ADDRESS_SPACE)
-    outcome = isolated.run(program)
+def test_memory_is_held_of_a_program_started_by_another(isolated):
+    eats = "kept = []\nwhile True: kept.append(b'x' * (8 << 20))"
+    starts = (
+        "import os, sys\n"
+        f"for _ in range(4): os.fork() or os.execv(sys.executable, [sys.executable, '-c', {eats!r}])\n"
+        "os.wait()"
+    )
+    outcome = isolated.run(Program(source=starts, limits=NO_ADDRESS_SPACE))
     assert outcome.kind == "memory", outcome.describe()
     if "memory group" in isolated.guards:
         assert outcome.peak_mb < LIMITS.memory_mb + 10
@@ -79,16 +60,6 @@ def test_memory_shared_since_a_fork_counts_once(attempt):
     source = "kept = bytearray(60 << 20)\nfor _ in range(4): os.fork() or time.sleep(1000)\nwhile True: pass"
     limits = RunLimits(wall_s=30, cpu_s=1, memory_mb=128, processes=16)
     assert attempt(source, limits, ok=False).kind == "cpu"  # no limit before this one
-
-
-@needs_c
-@pytest.mark.parametrize("path", ["/dev/zero", "/dev/urandom"])
-def test_a_compiler_that_reads_without_end_is_held_too(isolated, path):
-    outcome = isolated.run(
-        Program(source=f'#include "{path}"\nint main(void) {{}}', language="c", within_s=30)
-    )
-    assert outcome.kind in ("compile", "timeout"), outcome.describe()
-    assert outcome.peak_mb < 620
 
 
 def test_it_cannot_spare_itself_when_memory_runs_out(attempt):
@@ -146,10 +117,9 @@ def test_no_group_is_left_when_its_launcher_has_ended_or_was_killed():
     box.close()
 
 
-def test_what_is_brought_back_and_typed_in_is_not_the_programs_memory(isolated):
+def test_what_is_typed_in_is_not_the_programs_memory(isolated):
     limits = RunLimits(wall_s=30, memory_mb=64, files_mb=48)
-    source = "import sys\nprint(len(sys.stdin.read()))\nopen('large', 'wb').write(bytes(30 << 20))"
-    outcome = isolated.run(Program(source=source, stdin=b"x" * (4 << 20), collect=("large",), limits=limits))
+    source = "import sys\nprint(len(sys.stdin.read()))"
+    outcome = isolated.run(Program(source=source, stdin=b"x" * (4 << 20), limits=limits))
     assert (outcome.kind, outcome.stdout) == ("ok", b"%d\n" % (4 << 20)), outcome.describe()
-    assert len(outcome.artifacts["large"]) == 30 << 20
     assert outcome.peak_mb < 64

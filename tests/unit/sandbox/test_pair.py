@@ -72,11 +72,11 @@ def test_the_two_have_no_folder_and_no_file_of_the_other(sandbox):
         "print(sorted(os.listdir('.')))"
     )
     one, other = sandbox.run_pair(
-        python(marks, files={"tests.json": b"{}"}, collect=("mark",)), python(marks, files={"theirs": b"1"})
+        python(marks, files={"tests.json": b"{}"}), python(marks, files={"theirs": b"1"})
     )
     assert b"theirs" not in one.stdout
     assert b"tests.json" not in other.stdout
-    assert one.artifacts == {"mark": b"here"}
+    assert b"mark" in one.stdout
 
 
 def test_no_other_descriptor_is_open_in_either(sandbox):
@@ -122,11 +122,6 @@ def test_a_pair_that_cannot_be_started_is_an_error_and_leaves_nothing(sandbox):
             sandbox.run_pair(*pair)
     assert len(processes_below()) <= len(before)
     assert sandbox.run(python("print(1)")).ok
-
-
-def test_a_language_that_is_compiled_is_refused_in_a_pair(best):
-    with pytest.raises(ValueError, match="c is compiled"):
-        best.run_pair(python(""), Program(source="int main(void) {}", language="c"))
 
 
 def test_tests_that_end_while_the_other_jail_is_made_end_it(sandbox):
