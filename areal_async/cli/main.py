@@ -51,6 +51,7 @@ OTHER_COMMANDS = {
 """Command names of other programs, each with our name."""
 SWEEP = "for lr in 1e-6 3e-6; do areal-async submit JOB.YAML job=NAME-$lr trainer.optimizer.lr=$lr; done"
 MOVED = {
+    "buffer replay": "areal-async buffer export --batches, which writes the recorded batches to a file",
     "compare": "areal-async view RUN RUN --report FILE.HTML",
     "config diff": "areal-async diff",
     "config show": "areal-async validate JOB.YAML or areal-async status JOB --json",
