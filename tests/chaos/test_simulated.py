@@ -31,7 +31,7 @@ def setting(name: str, *, rules: dict[str, Any] | None = None, **fields: Any) ->
 
 SETTINGS = [
     setting("plain", disk_every=4),
-    setting("synchronous", eta=0, batch_groups=2, memory=False),
+    setting("synchronous", eta=0, batch_groups=2),
     setting("eta of 4", eta=4, steps=5, same_again=False),
     setting("overtaken dropped", same_again=False, reward_ms=150, rules={"overtaken_waits": False}),
     setting(
@@ -45,7 +45,6 @@ SETTINGS = [
         "abandoned trained",
         steps=5,
         disk_every=5,
-        memory=False,
         same_again=False,
         rules={"abandoned_trains": True},
     ),
@@ -54,11 +53,10 @@ SETTINGS = [
         "paced",
         eta=2,
         disk_every=4,
-        memory=False,
         same_again=False,
         rules={"pacing": "fresh", "sampling": "freshest"},
     ),
-    setting("slow reward", eta=2, reward_ms=250, memory=False),
+    setting("slow reward", eta=2, reward_ms=250),
 ]
 BY_NAME = {each.name: each for each in SETTINGS}
 
@@ -197,12 +195,6 @@ def too_old_groups_are_trained(patch):
     patch.setattr(batching, "too_old", lambda *_: False)
 
 
-def a_state_in_memory_commits(patch):
-    """A trainer that goes on from memory has what it trained COMMITTED, as if it were on disk."""
-    real = opening._rewind
-    patch.setattr(opening, "_rewind", lambda tx, policy, step, on_disk: real(tx, policy, step, on_disk=True))
-
-
 def a_batch_is_made_anew_for_each_trainer(patch):
     """The redo log is passed over when a trainer of a new epoch asks."""
     real = batching._Assembly.batch
@@ -233,14 +225,9 @@ BUGS = [
     (a_commit_counts_once_asked, "plain", Broken, ""),
     (abandoned_units_are_trained, "eta of 4", Broken, ""),
     (too_old_groups_are_trained, "overtaken dropped", Broken, ""),
-    (a_state_in_memory_commits, "plain", Broken, ""),
     (a_batch_is_made_anew_for_each_trainer, "plain", Stalled, ""),
     (a_front_forgets_its_batches, "plain", Broken, ""),
 ]
-
-
-ROLES = {a_state_in_memory_commits: ("trainer", "supervisor")}
-"""Roles that are killed, for a bug that shows only where certain roles die one after the other."""
 
 
 @pytest.mark.parametrize(
@@ -249,6 +236,6 @@ ROLES = {a_state_in_memory_commits: ("trainer", "supervisor")}
 def test_a_seeded_bug_is_found(monkeypatch, put_in, job, kind, says):
     put_in(monkeypatch)
     with pytest.raises(AssertionError) as found:
-        explore(BY_NAME[job], seed=5, several=3, every=3, roles=ROLES.get(put_in, ()))
+        explore(BY_NAME[job], seed=5, several=3, every=3)
     assert found.type is kind
     assert says in str(found.value)
