@@ -48,7 +48,6 @@ def test_workers_join_die_and_leave_by_autoscaling_and_by_hand_and_nothing_is_lo
         "elastic",
         rollout__workflow="paced.py:slow_tool",
         rollout__max_concurrent=16,
-        rollout__concurrency="fixed",
         rollout__sampling={"temperature": 0.9, "max_new_tokens": 4},
         rollout__autoscale={"max": 2, "every_s": 5, "retry_s": 10, "drain_s": 20},
         buffer__lease_s=5,
