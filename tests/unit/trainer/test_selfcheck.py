@@ -317,7 +317,7 @@ def test_an_engine_that_keeps_other_weights_at_its_first_update_is_found(tmp_pat
     batches = episodes(model_dir, tmp_path, step=1, weights=0.03, turns=4)
     changes = {"trainer": FROZEN["trainer"] | {"self_check": {"action": action}}}
     if action == "stop":
-        with pytest.raises(SelfCheckError, match="of version 1 .* Possible causes"):
+        with pytest.raises(SelfCheckError, match=r"of version 1 .* Possible causes"):
             train(model_dir, tmp_path, batches, steps=2, trained=1, **changes)
     else:
         train(model_dir, tmp_path, batches, steps=2, **changes)
