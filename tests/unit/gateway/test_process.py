@@ -16,6 +16,7 @@ from tests.unit.gateway.fakes import (
     CHAT,
     DEADLINE_S,
     ROUTE,
+    Scripted,
     assert_recorded_is_what_the_engine_said,
     http_of,
     made_gateway,
