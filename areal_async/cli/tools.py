@@ -218,8 +218,7 @@ class EvaluateRequest(ToolRequest, frozen=True):
 
 
 class AnswersRequest(ToolRequest, frozen=True):
-    """Print a model's answers to a prompt. Without a prompt, read it from standard input, or chat in a
-    terminal."""
+    """Print a model's answers to a prompt. Without a prompt, read it from standard input."""
 
     target: TargetArgument
     prompt: Annotated[str | None, Argument(metavar="[PROMPT]", help="What the user says.")] = None

@@ -31,7 +31,7 @@ from areal_async.models.files import stored_tensors, weight_files
 from areal_async.weights.channels import shared_copies
 from trainer_service.backends.base import TRAINED_MODEL, models_of
 from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, options_of
-from trainer_service.tools.gpus import GPUS, Gpu, gpu_named, gpu_of_device, similar_names
+from trainer_service.tools.gpus import GPUS, Gpu, gpu_named, gpu_of_device
 
 RESERVED_BYTES = 3 << 29  # The CUDA context, and workspaces of cuBLAS and NCCL
 FRAGMENTED_SHARE = 0.05  # Share of memory that the caching allocator cannot use
@@ -231,8 +231,7 @@ def _gpu(name: str | None, job: JobConfig) -> Gpu | None:
     if name is not None:
         if found := gpu_named(name):
             return found
-        near, known = similar_names(name), ", ".join(gpu.name for gpu in GPUS)
-        fix = f"Did you mean {' or '.join(near)}?" if near else f"Known are {known}"
+        fix = f"Known are {', '.join(gpu.name for gpu in GPUS)}"
         raise ConfigError("the command line", [Mistake("--gpu", f"{name} is in no table", fix)])
     if not (shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists()):
         return None

@@ -21,7 +21,7 @@ from tests.unit.families import FAMILIES
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp import fsdp
 from trainer_service.backends.fsdp.memory import MemoryOptions, rank_memory, shape_of
-from trainer_service.tools.gpus import GPUS, gpu_named, gpu_of_device, similar_names
+from trainer_service.tools.gpus import GPUS, gpu_named, gpu_of_device
 from trainer_service.tools.plan import figures, host_bytes, job_memory, main, tensor_shapes, usable_bytes
 
 HIDDEN, WIDTH, VOCABULARY, EXPERT, N_EXPERTS = 64, 160, 1000, 48, 4
@@ -387,8 +387,6 @@ def test_the_page_names_the_gpus_that_are_known():
 
 def test_what_cannot_be_planned_is_refused_with_what_to_do(job):
     assert "Known are B200" in plan(job, "--gpu", "voodoo").stderr
-    assert "Did you mean A100-80 or A100-40?" in plan(job, "--gpu", "a100").stderr
-    assert similar_names("RTX 4080") == ["RTX-4090"]
     (job / "config.json").write_text('{"model_type": "qwen2"}')
     assert "config.json has no 'num_attention_heads'" in plan(job).stderr
 
