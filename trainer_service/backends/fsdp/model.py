@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from areal_async.base.log import get_logger
 from areal_async.config.job import LoraSection
 from areal_async.models.files import looks_beyond_tokens
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse
@@ -30,6 +31,8 @@ from trainer_service.backends.fsdp.shards import read_shard
 from trainer_service.data.microbatch import MicroBatch
 from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
+
+log = get_logger("trainer")
 
 Kinds = dict[str, Mapping[str, Tensor]]
 """Tensors of a rank by kind and by parameter. Kinds name the files of a checkpoint."""
