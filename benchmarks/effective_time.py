@@ -1,7 +1,7 @@
 """Effective training time under random kills: what share of the wall time went into steps that count.
 
     python benchmarks/effective_time.py [--steps 40] [--every 20] [--seed 0] [--noise] [--out FILE.json]
-        [--set supervisor.spare_after_s=null …]
+        [--set checkpoint.in_memory=false supervisor.spare_after_s=null …]
 
 One job, run from the command line again and again: undisturbed; with SIGKILL of rollout worker, reward
 service, buffer and Redis at random times; with SIGKILL of the trainer at such times; of any of all these;

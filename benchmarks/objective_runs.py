@@ -106,6 +106,7 @@ def run_once(files: Path, variant: str, eta: int, seed: int, steps: int, own: Ma
         "trainer.steps": steps,
         "evaluation.every_steps": max(1, steps // 10),
         "checkpoint.every_steps": 40,
+        "checkpoint.in_memory": "false",
         "observe.metrics_port": 0,
         **own,
     }

@@ -227,7 +227,9 @@ class BufferServer:
     async def _open_trainer(self, peer: Peer, message: OpenTrainer, attachments: list[memoryview]) -> Answer:
         copy = bytes(attachments[0]) if attachments and len(attachments[0]) else None
         log.info("trainer opens", trainer=message.trainer, step=message.step, resumed=copy is not None)
-        opened = OpenedWith(message.policy, message.trainer, message.step, copy, message.after_epoch)
+        opened = OpenedWith(
+            message.policy, message.trainer, message.step, copy, message.after_epoch, message.memory_epoch
+        )
         return (await self._coordinator.execute(opened)).reply
 
     async def _next_batch(self, peer: Peer, message: NextBatch, attachments: list[memoryview]) -> Answer:

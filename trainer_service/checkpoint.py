@@ -9,6 +9,9 @@ The step only waits until its state is copied into host memory. A thread on each
 rank's files while training continues. Rank 0 gathers the hashes, writes the manifest and names the folder.
 One checkpoint is written at a time; a second one waits for it.
 
+The state that a trainer leaves in shared memory, in case only its process dies, is also such a folder. It has
+no copy of the ledger. `saved_states.py` decides when each kind is written.
+
 The newest `keep` checkpoints are kept, and the `keep_best` best by held-out accuracy (`to_keep`).
 
 If the job has a store (`checkpoint_store.py`), each rank also uploads its files. Rank 0 uploads the manifest
@@ -16,7 +19,10 @@ last, before the checkpoint counts as durable. An unavailable store delays the n
 steps before it.
 
 Ranks on several hosts share no disk. Only the store has their complete checkpoints: local files are removed
-after the upload.
+after the upload. A state in memory is distributed, and each host's folder has the files of its own ranks.
+Rank 0's host names its folder first, then the other hosts. The previous state stays until all hosts have
+named the new one. Such a state is used only if all hosts have it, with equal manifests. Each rank must find
+all files that it reads on its own host.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from blake3 import blake3
 
 from areal_async.base.events import failpoint
 from areal_async.base.log import get_logger
@@ -104,9 +111,10 @@ class TrainerState:
 
 
 class RankOutcome(msgspec.Struct, frozen=True):
-    """Result of a rank's work on a checkpoint: the files that it wrote, or an error."""
+    """Result of a rank's work on a checkpoint: the files that it wrote, the manifest, or an error."""
 
     files: dict[str, FileEntry] = {}
+    manifest: bytes = b""
     error: str = ""
     disk_full: bool = False
 
@@ -157,7 +165,8 @@ class Retention:
 
 
 class Checkpoints:
-    """The checkpoints of one run. All ranks create it and call `begin` and `wait` in the same order."""
+    """The checkpoints of one run. All ranks create it and call `begin` and `wait` in the same order. With
+    `in_memory`, `root` is in shared memory."""
 
     def __init__(
         self,
@@ -167,6 +176,7 @@ class Checkpoints:
         policy: str,
         ranks: Ranks,
         keep: Retention,
+        in_memory: bool = False,
         store: CheckpointStore | None = None,
     ) -> None:
         self.root = root
@@ -176,6 +186,7 @@ class Checkpoints:
         """Cost of the newest written checkpoint on this rank: the time that it blocked the step, plus the CPU
         time of the thread that wrote it."""
         self._wrote_s = 0.0
+        self._in_memory = in_memory
         self._store = store
         self._job, self._policy = job, policy
         self._keep, self.ranks = keep, ranks
@@ -183,7 +194,7 @@ class Checkpoints:
         self._work = Background("checkpoint")
         self._written: dict[int, int] = {}
         """Step → trainer epoch of the checkpoints of this run."""
-        if ranks.many_hosts and store is None:
+        if ranks.many_hosts and store is None and not in_memory:
             raise TrainerError(
                 "the ranks of the trainer are on several hosts, which share no disk: name a place for "
                 "checkpoints that all of them reach (checkpoint.store)"
@@ -196,7 +207,7 @@ class Checkpoints:
     def went_on_from(self, restored: Checkpoint) -> None:
         """Register the checkpoints up to `restored` as written, so that they are pruned later."""
         if self.ranks.many_hosts:
-            self._remove_here()
+            self._remove_here(but=restored.folder.name if restored.folder.parent == self.root else "")
         for folder in named_checkpoints(self.root):
             if folder.name <= restored.folder.name:
                 self._written[step_of(folder)] = epoch_of(folder)
@@ -219,12 +230,18 @@ class Checkpoints:
 
         def work() -> None:
             files = self._gathered(state.step, fresh, write)
-            if files is not None:
+            folder: Path | None = None
+            if self._in_memory and self.ranks.many_hosts:
+                folder = self._name_on_all(state, fresh, lambda: self._name(fresh, state, files or {}))
+            elif files is not None:
                 folder = self._name(fresh, state, files)
+            elif self.ranks.many_hosts and not self.ranks.beside_first:
+                self._remove_here()  # the store has the whole checkpoint
+            if files is not None:
                 state.durable()
                 self.size_bytes = sum(entry.size_bytes for entry in files.values())
-                log.info(
-                    "checkpoint written",
+                (log.debug if self._in_memory else log.info)(
+                    "state left in memory" if self._in_memory else "checkpoint written",
                     step=state.step,
                     folder=str(folder),
                     size_bytes=self.size_bytes,
@@ -232,8 +249,8 @@ class Checkpoints:
                     written_s=round(time.monotonic() - begun_s, 3),
                 )
                 self.prune()
-            if self.ranks.many_hosts and (files is not None or not self.ranks.beside_first):
-                self._remove_here()  # the store has the whole checkpoint
+                if self.ranks.many_hosts and not self._in_memory:
+                    self._remove_here()
             self.cost_s = blocked_s + self._wrote_s
 
         self._work.begin(work)
@@ -319,7 +336,7 @@ class Checkpoints:
                 )
                 text = msgspec.json.format(msgspec.json.encode(manifest))
                 (fresh / MANIFEST).write_bytes(text + b"\n")
-                failpoint("trainer.mid_checkpoint")
+                failpoint("trainer.mid_state" if self._in_memory else "trainer.mid_checkpoint")
                 replace_folder(fresh, folder := self.root / state.name)
         except DiskFull:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -331,17 +348,53 @@ class Checkpoints:
             self._store.finish(state.step, folder)
         return folder
 
-    def _remove_here(self) -> None:
-        """Remove all folders on this host; for ranks on several hosts."""
+    def _name_on_all(self, state: TrainerState, fresh: Path, name: Callable[[], Path]) -> Path:
+        """Name the folder on every host. All ranks call it, and it returns when all hosts are done.
+
+        `name` is for rank 0 and may wait for the commit of the step. An error on one rank is raised on
+        all."""
+        first, folder, told = self.ranks.first, self.root / state.name, b""
+        result = in_thread(lambda: RankOutcome(manifest=(name() / MANIFEST).read_bytes())) if first else None
+        while not told:
+            if result is not None:
+                wait([result], ROUND_S)
+                told = _outcome(result, "rank 0: ") if result.done() else b""
+            told = self._side.broadcast(told if first else None)
+        named, failed = msgspec.msgpack.decode(told, type=RankOutcome), ""
+        if named.error:
+            if not self.ranks.beside_first:
+                shutil.rmtree(fresh, ignore_errors=True)
+            if result is not None:
+                result.result()
+            raise (DiskFull if named.disk_full else TrainerError)(named.error)
+        if self.ranks.first_here and not first:
+            try:
+                (fresh / MANIFEST).write_bytes(named.manifest)
+                failpoint("trainer.mid_state")
+                replace_folder(fresh, folder)
+            except OSError as error:
+                failed = f"rank {self.ranks.rank}: {folder} cannot be written: {error}"
+        # Remove older folders only now: until all hosts have this one, the older is the newest common one.
+        failed = next((text.decode() for text in self._side.gather(failed.encode()) if text), "")
+        failed = self._side.broadcast(failed.encode() if first else None).decode()
+        if failed:
+            raise TrainerError(failed)
+        if not self.ranks.beside_first:
+            self._remove_here(but=folder.name)
+        return folder
+
+    def _remove_here(self, but: str = "") -> None:
+        """Remove all folders on this host except `but`; for ranks on several hosts."""
         for folder in self.root.glob("*step-*") if self.ranks.first_here else ():
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder.name != but and folder.is_dir():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def _outcome(result: Future[RankOutcome]) -> bytes:
+def _outcome(result: Future[RankOutcome], rank: str = "") -> bytes:
     error = result.exception()
     if error is None:
         return msgspec.msgpack.encode(result.result())
-    text = str(error) or type(error).__name__
+    text = rank + (str(error) or type(error).__name__)
     return msgspec.msgpack.encode(RankOutcome(error=text, disk_full=isinstance(error, DiskFull)))
 
 
@@ -446,9 +499,13 @@ class CheckpointReader:
     def newest(self, root: Path) -> Checkpoint | None:
         """Return the newest undamaged checkpoint under `root`; None if there is no checkpoint.
 
-        All ranks use rank 0's list, and each verifies a share of the files. If all are damaged, the error of
-        the newest one is raised, a `CheckpointError`."""
-        names = self.ranks.share([folder.name for folder in named_checkpoints(root)], list[str])
+        All ranks use rank 0's list, and each verifies a share of the files. On several hosts, they use the
+        checkpoints that all hosts have, and each rank verifies the files that it reads. If all are damaged,
+        the error of the newest one is raised, a `CheckpointError`."""
+        names = [folder.name for folder in named_checkpoints(root)]
+        names = (
+            self._on_all_hosts(root, names) if self.ranks.many_hosts else self.ranks.share(names, list[str])
+        )
         first: CheckpointError | None = None
         for name in reversed(names):
             try:
@@ -459,6 +516,14 @@ class CheckpointReader:
         if first is not None:
             raise first
         return None
+
+    def _on_all_hosts(self, root: Path, names: Collection[str]) -> list[str]:
+        """Return the checkpoints of `names` under `root` that every host has with the same manifest."""
+        mine = {name: blake3(_read(root / name / MANIFEST)).hexdigest() for name in names}
+        gathered = self.ranks.side().gather(msgspec.json.encode(mine))
+        found = [msgspec.json.decode(data, type=dict[str, str]) for data in gathered]
+        on_all = [name for name in names if all(each.get(name) == mine[name] for each in found)]
+        return self.ranks.share(on_all, list[str])
 
     def open(self, folder: Path) -> Checkpoint:
         """Read and verify a checkpoint.

@@ -34,7 +34,7 @@ from trainer_service.loop.learner import OBJECTIVE_FILE, load_backend
 from trainer_service.loop.rl import Beside, RlTrainer
 from trainer_service.loop.samples import StepSamples
 from trainer_service.ranks import GIVE_UP_S, Ranks, join_ranks, lost_peer
-from trainer_service.saved_states import TrainingRun
+from trainer_service.saved_states import TrainingRun, left_in_memory
 from trainer_service.trained_model import companions_of
 
 BUFFER_PATIENCE_S = 600.0
@@ -75,7 +75,7 @@ def train(ctx: ServiceContext) -> None:
             run_log = open_records(whole)
             closing.callback(run_log.close)
         log.info("model loaded", model=str(ctx.job.model), ranks=ranks.world, dtype=section.dtype)
-        training = TrainingRun(ctx.job, ranks, backend, ctx.run_dir, run_log, ctx.stopping)
+        training = TrainingRun(ctx.job, ranks, backend, ctx.run_dir, run_log, ctx.stopping, ctx.shm_dir)
         if ctx.job.kind == "rl":
             finished = _rl(ctx, training, closing, whole.job)
         else:
@@ -131,23 +131,27 @@ def _explained(ranks: Ranks) -> Iterator[None]:
         raise RankError(f"rank {names} of the trainer {late} (trainer.collective_s)") from error
 
 
-def _newest(ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend) -> Checkpoint | None:
-    """Return the checkpoint to resume from."""
+def _newest(
+    ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend
+) -> tuple[Checkpoint | None, Checkpoint | None]:
+    """Return the checkpoint to resume from, and a newer state that a trainer of this run left in memory."""
 
     def reads(files: Collection[str]) -> Collection[str]:
         return {*backend.reads(files), *({OBJECTIVE_FILE} & {*files})}
 
     reader = CheckpointReader(ctx.job.job, ctx.job.policy, ranks, reads)
     restored = reader.newest_of_all(ctx.run_dir / "checkpoints", CheckpointStore.of(ctx.job))
-    if restored is not None:
-        log.info("checkpoint to go on from", step=restored.manifest.step, folder=str(restored.folder))
-    return restored
+    left = left_in_memory(ctx.shm_dir, reader, restored)
+    for found, what in ((restored, "checkpoint"), (left, "state in memory")):
+        if found is not None:
+            log.info(f"{what} to go on from", step=found.manifest.step, folder=str(found.folder))
+    return restored, left
 
 
 def _rl(ctx: ServiceContext, training: TrainingRun, closing: ExitStack, whole: JobConfig) -> bool:
     ranks, backend, run_log = training.ranks, training.backend, training.run_log
     files = companion_files(ctx.job.model, ctx.job.trainer.dtype)
-    restored = _newest(ctx, ranks, backend)
+    restored, left = _newest(ctx, ranks, backend)
     job, name, keys = ctx.job.job, ctx.name, ctx.keys
     buffer = closing.enter_context(
         SyncClient(ctx.buffer, job=job, role="trainer", name=name, access=keys, timeout_s=BUFFER_PATIENCE_S)
@@ -169,11 +173,11 @@ def _rl(ctx: ServiceContext, training: TrainingRun, closing: ExitStack, whole: J
         samples = StepSamples(ctx.job, run_log, buffer, folder)
     beside = Beside.of(whole, ctx.job.policy)
     trainer = RlTrainer(training, buffer, files=files, publisher=publisher, beside=beside, samples=samples)
-    return trainer.run(name=ctx.name, ready=ctx.ready, restored=restored)
+    return trainer.run(name=ctx.name, ready=ctx.ready, restored=restored, left=left)
 
 
 def _from_files(ctx: ServiceContext, training: TrainingRun) -> bool:
-    restored = _newest(ctx, training.ranks, training.backend)
+    restored, left = _newest(ctx, training.ranks, training.backend)
     trainer = FileTrainer(training)
     ctx.ready()  # only now, because a restart cannot help a file without valid examples
-    return trainer.run(restored)
+    return trainer.run(left or restored)

@@ -91,6 +91,8 @@ class CheckpointSection(Section):
     every_steps: NumberOrAuto = "auto"
     """Steps between checkpoints. The last step writes a checkpoint too. `auto` spends at most 1 % of the
     trainer's time, with at most 50 steps between two checkpoints."""
+    in_memory: bool = True
+    """Keep the state in shared memory too, if twice its size is free. Then a crash loses only one step."""
     keep: int = Field(default=2, ge=1, le=10_000)
     """Number of newest checkpoints to keep."""
     keep_best: int = Field(default=0, ge=0, le=10_000)

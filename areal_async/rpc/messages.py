@@ -198,13 +198,16 @@ class OpenTrainer(Request[TrainerOpened], frozen=True):
     is the checkpoint's copy of the ledger.
 
     The new epoch is greater than `after_epoch`, the last epoch in the trainer's folder, because the buffer
-    may have lost it with its Redis.
+    may have lost it with its Redis. `memory_epoch` is the epoch that left the state in memory, or 0 for a
+    state on disk. With a state in memory there is no copy and no group becomes COMMITTED. A ledger that has
+    lost the step or the epoch then refuses.
     """
 
     policy: str
     trainer: str
     step: int
     after_epoch: int = 0
+    memory_epoch: int = 0
 
 
 class BatchEpisode(Record, frozen=True):

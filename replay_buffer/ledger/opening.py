@@ -54,6 +54,7 @@ class OpenedWith(msgspec.Struct, frozen=True):
     step: int
     copy: bytes | None = None
     after_epoch: int = 0
+    memory_epoch: int = 0
 
 
 def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
@@ -72,8 +73,8 @@ def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
             return fault("invalid", problem)
     tx = Transaction(index, now_ms)
     others = [other for other in index.consumers if other != policy and index.consumer(other).epoch]
-    if _continues(index, policy, step, copy):
-        _rewind(tx, policy, step)
+    if _continues(index, policy, step, copy, command.memory_epoch):
+        _rewind(tx, policy, step, on_disk=not command.memory_epoch)
     elif copy is not None and others:
         return fault(
             "invalid",
@@ -115,14 +116,14 @@ def _problem(index: Index, command: OpenedWith, copy: Copy) -> str:
     return ""
 
 
-def _continues(index: Index, policy: str, step: int, copy: Copy | None) -> bool:
-    """Return whether Redis continues the copy. It must also have every batch of `policy` from `step` on. If
-    Redis has lost the epoch of the copy, the answer is False, because its steps may belong to another
-    lineage."""
+def _continues(index: Index, policy: str, step: int, copy: Copy | None, memory_epoch: int) -> bool:
+    """Return whether Redis continues the copy, or a state that `memory_epoch` left in memory. It must also
+    have every batch of `policy` from `step` on. If Redis has lost the epoch of that state, the answer is
+    False, because its steps may belong to another lineage."""
     running = index.consumer(policy)
     # If another policy's copy won, no trainer has had the running epoch. It only fences.
     newest = running.epoch if running.trainer else running.epoch - 1
-    of_epoch = 0 if copy is None else copy.meta.consumer(policy).epoch
+    of_epoch = memory_epoch if copy is None else copy.meta.consumer(policy).epoch
     known = not of_epoch or of_epoch <= newest
     return known and running.checkpoint <= step <= running.v_train and _same_ledger(index, copy)
 
@@ -131,13 +132,14 @@ def _same_ledger(index: Index, copy: Copy | None) -> bool:
     return copy is None or copy.meta.ledger_id == index.meta.ledger_id
 
 
-def _rewind(tx: Transaction, policy: str, step: int) -> None:
+def _rewind(tx: Transaction, policy: str, step: int, *, on_disk: bool) -> None:
     """Go back to `step` by the redo log. Groups trained from `step` on become BATCHED again for the same
-    steps. Groups trained before become COMMITTED."""
+    steps. Groups trained before become COMMITTED if the state of `step` is on disk."""
     plans = plans_from(tx.index, policy, step)
     groups = [group for group in tx.index.groups.values() if policy in group.training]
     undone = sum(rewound(tx, group, policy, step, plans.get(group.group_id)) for group in groups)
-    commit_before(tx, policy, step)
+    if on_disk:
+        commit_before(tx, policy, step)
     trained = tx.consumer(policy).episodes_trained - undone
     tx.set_consumer(policy, v_train=step, episodes_trained=trained)
 

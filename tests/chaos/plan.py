@@ -15,6 +15,7 @@ FAILPOINTS = {
     "trainer.before_commit": (2, 9),
     "trainer.after_commit": (2, 9),
     "trainer.mid_checkpoint": (1, 2),
+    "trainer.mid_state": (1, 6),
     "trainer.after_checkpoint": (1, 2),
     "trainer.after_checkpointed": (1, 2),
     "buffer.before_write": (100, 900),

@@ -66,6 +66,8 @@ class Setting:
     slow_ms: int = 400
     """Time that every fifth task takes a worker."""
     disk_every: int = 2
+    memory: bool = True
+    """The trainer leaves its state in memory after the steps that are not on disk."""
     same_again: bool = True
     """A step done again makes the same weights."""
     rules: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -114,6 +116,7 @@ class World:
         self.redone = 0  # Steps trained again after a checkpoint
         self.finished: frozenset[str] = frozenset()
         self.disk: dict[str, Saved] = {}
+        self.memory: dict[str, Saved] = {}
         self.published: dict[str, tuple[tuple[int, Weights], ...]] = dict.fromkeys(setting.policies, ())
         self.stopped_until_ms: dict[str, int] = {}
         self.judge = Judge(setting)
@@ -245,6 +248,7 @@ class World:
             return
         for name in self.processes:
             self._die(name)
+        self.memory.clear()
         self._life += 1
         self.after(RESUMED_MS, SUPERVISOR, self._life, "begin")
 
@@ -307,7 +311,7 @@ class World:
         """The same world, which goes on by itself."""
         new = copy.copy(self)
         new._events = self._events.copy()
-        new.disk = self.disk.copy()
+        new.disk, new.memory = self.disk.copy(), self.memory.copy()
         new.published, new.stopped_until_ms = self.published.copy(), self.stopped_until_ms.copy()
         new.judge = self.judge.copy()
         new._lifecycle = lifecycle = copy.copy(self._lifecycle)

@@ -1,6 +1,6 @@
 """The processes of a simulated job: each follows the protocol of its service and keeps nothing when it dies.
 
-What outlives them is the world's: the checkpoints, and the list of what was published.
+What outlives them is the world's: the checkpoints, the states in memory, and the list of what was published.
 The buffer is in `simulated_buffer.py`.
 """
 
@@ -63,13 +63,13 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Saved:
-    """The state of a trainer after `step` steps."""
+    """The state of a trainer after `step` steps. `ledger` is None for a state in memory."""
 
     step: int
     epoch: int
     weights: Weights
     trained: tuple[tuple[str, ...], ...]
-    ledger: bytes
+    ledger: bytes | None
 
 
 class Process:
@@ -334,17 +334,30 @@ class Trainer(Process):
         self.writing = False
 
     def begin(self) -> None:
-        saved = self.world.disk.get(self.policy)
+        left, restored = self.world.memory.get(self.policy), self.world.disk.get(self.policy)
+        if left is not None and (restored is None or left.step > restored.step):
+            self.open(left)
+        else:
+            self.open(restored)
+
+    def open(self, saved: Saved | None) -> None:
         last_epoch = max((epoch for epoch, _ in self.world.published[self.policy]), default=0)
         step = saved.step if saved is not None else 0
+        in_memory = saved.epoch if saved is not None and saved.ledger is None else 0
         ledger = saved.ledger if saved is not None else None
-        request = OpenedWith(self.policy, self.name, step, ledger, last_epoch)
+        request = OpenedWith(self.policy, self.name, step, ledger, last_epoch, in_memory)
         self.call(BUFFER, request, "opened", saved)
 
     def opened(self, reply: Any, saved: Saved | None) -> None:
+        if isinstance(reply, Fault) and saved is not None and saved.ledger is None:
+            self.world.memory.pop(self.policy)
+            self.open(self.world.disk.get(self.policy))
+            return
         if not isinstance(reply, TrainerOpened):
             self.world.judge.fails(f"a trainer that comes back is refused: {reply}")
         self.epoch = reply.epoch
+        if saved is None or saved.ledger is not None:
+            self.world.memory.pop(self.policy, None)
         if saved is not None:
             self.weights, self.trained = saved.weights, saved.trained
         self.next_step = len(self.weights) - 1
@@ -384,15 +397,17 @@ class Trainer(Process):
         if not self.finishing and self.has_trained and not (self.writing and self.due(version)):
             self.has_trained, self.finishing = False, True
             self.later(PUBLISH_MS, "announce", version, True)
-            self.writing = self.writing or self.due(version)
+            self.writing = self.writing or bool(self.due(version))
             self.next_step = version
             self.ask()
         elif not (self.finishing or self.writing or self.has_trained) and version == self.steps:
             self.world.ended(self.policy)
 
-    def due(self, version: int) -> bool:
-        """Return whether the state of `version` is saved."""
-        return version == self.steps or version % self.world.setting.disk_every == 0
+    def due(self, version: int) -> str:
+        """Return the place of the state of `version`."""
+        if version == self.steps or version % self.world.setting.disk_every == 0:
+            return "disk"
+        return "memory" if self.world.setting.memory else ""
 
     # --- publication ---
 
@@ -429,9 +444,11 @@ class Trainer(Process):
     def committed(self, reply: Any, version: int) -> None:
         if isinstance(reply, Fault):
             self.world.judge.fails(f"the commit of the only trainer is refused: {reply}")
-        if self.due(version):
+        if self.due(version) == "disk":
             self.call(BUFFER, ExportLedger(self.policy, self.epoch, version), "exported", version)
             return
+        if self.due(version):
+            self.later(SAVE_MS, "save", version, None)
         self.finish()
 
     def finish(self) -> None:
@@ -444,11 +461,16 @@ class Trainer(Process):
         self.later(SAVE_MS, "save", version, ledger)
         self.finish()
 
-    def save(self, version: int, ledger: bytes) -> None:
+    def save(self, version: int, ledger: bytes | None) -> None:
         """The checkpoint has its name."""
+        kept = self.world.memory if ledger is None else self.world.disk
         weights = self.weights[: version + 1]
-        self.world.disk[self.policy] = Saved(version, self.epoch, weights, self.trained[:version], ledger)
-        self.call(BUFFER, Checkpointed(self.policy, self.epoch, version), "covered", version)
+        kept[self.policy] = Saved(version, self.epoch, weights, self.trained[:version], ledger)
+        if ledger is None:
+            self.writing = False
+            self.go_on()
+        else:
+            self.call(BUFFER, Checkpointed(self.policy, self.epoch, version), "covered", version)
 
     def covered(self, reply: Any, version: int) -> None:
         known = self.world.published[self.policy]

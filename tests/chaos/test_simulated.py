@@ -31,7 +31,7 @@ def setting(name: str, *, rules: dict[str, Any] | None = None, **fields: Any) ->
 
 SETTINGS = [
     setting("plain", disk_every=4),
-    setting("synchronous", eta=0, batch_groups=2),
+    setting("synchronous", eta=0, batch_groups=2, memory=False),
     setting("eta of 4", eta=4, steps=5, same_again=False),
     setting("overtaken dropped", same_again=False, reward_ms=150, rules={"overtaken_waits": False}),
     setting(
@@ -45,6 +45,7 @@ SETTINGS = [
         "abandoned trained",
         steps=5,
         disk_every=5,
+        memory=False,
         same_again=False,
         rules={"abandoned_trains": True},
     ),
@@ -53,10 +54,11 @@ SETTINGS = [
         "paced",
         eta=2,
         disk_every=4,
+        memory=False,
         same_again=False,
         rules={"pacing": "fresh", "sampling": "freshest"},
     ),
-    setting("slow reward", eta=2, reward_ms=250),
+    setting("slow reward", eta=2, reward_ms=250, memory=False),
 ]
 BY_NAME = {each.name: each for each in SETTINGS}
 
@@ -195,6 +197,12 @@ def too_old_groups_are_trained(patch):
     patch.setattr(batching, "too_old", lambda *_: False)
 
 
+def a_state_in_memory_commits(patch):
+    """A trainer that goes on from memory has what it trained COMMITTED, as if it were on disk."""
+    real = opening._rewind
+    patch.setattr(opening, "_rewind", lambda tx, policy, step, on_disk: real(tx, policy, step, on_disk=True))
+
+
 def a_batch_is_made_anew_for_each_trainer(patch):
     """The redo log is passed over when a trainer of a new epoch asks."""
     real = batching._Assembly.batch
@@ -225,9 +233,14 @@ BUGS = [
     (a_commit_counts_once_asked, "plain", Broken, ""),
     (abandoned_units_are_trained, "eta of 4", Broken, ""),
     (too_old_groups_are_trained, "overtaken dropped", Broken, ""),
+    (a_state_in_memory_commits, "plain", Broken, ""),
     (a_batch_is_made_anew_for_each_trainer, "plain", Stalled, ""),
     (a_front_forgets_its_batches, "plain", Broken, ""),
 ]
+
+
+ROLES = {a_state_in_memory_commits: ("trainer", "supervisor")}
+"""Roles that are killed, for a bug that shows only where certain roles die one after the other."""
 
 
 @pytest.mark.parametrize(
@@ -236,6 +249,6 @@ BUGS = [
 def test_a_seeded_bug_is_found(monkeypatch, put_in, job, kind, says):
     put_in(monkeypatch)
     with pytest.raises(AssertionError) as found:
-        explore(BY_NAME[job], seed=5, several=3, every=3)
+        explore(BY_NAME[job], seed=5, several=3, every=3, roles=ROLES.get(put_in, ()))
     assert found.type is kind
     assert says in str(found.value)

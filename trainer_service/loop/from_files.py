@@ -29,7 +29,7 @@ from trainer_service.data.flops import load_row_cost
 from trainer_service.data.lessons import Lesson, load_tokenizer, read_lessons
 from trainer_service.durable_files import companion_files
 from trainer_service.loop.sequences import SequenceTrainer
-from trainer_service.saved_states import States, TrainingRun
+from trainer_service.saved_states import Place, States, TrainingRun
 from trainer_service.trained_model import write_trained
 
 log = get_logger("trainer")
@@ -69,7 +69,7 @@ class FileTrainer:
         every = self._job.training.evaluate_every
         measures = self.measure() if step % every == 0 else {}
         known = measures.get("accuracy")
-        saved = False
+        saved: Place | None = None
         if restored is None:
             self._write(step, **measures)
         for indices in itertools.islice(self._batches(), step, None):
@@ -95,14 +95,14 @@ class FileTrainer:
             self._write(step, **figures, step_s=round(time.monotonic() - begun_s, 6))
             self._states.check()
             saved = self._states.due(step, asked=bool(self._job.checkpoint.keep_best) and measured)
-            if saved:
-                self._leave(step)
+            if saved is not None:
+                self._leave(saved, step)
             if self._ranks.first:
                 metrics.set_last_step(self._job.policy, step, done.tokens, figures)
         if not measures:
             self._write(step, **self.measure())
-        if step > begun and not saved:
-            self._leave(step)
+        if step > begun and saved != "disk":
+            self._leave("disk", step)
         self._states.wait()
         self._export()
         return True
@@ -149,8 +149,8 @@ class FileTrainer:
             self._backend.load(restored.folder, restored.manifest.updates)
             self._states.went_on_from(restored)
 
-    def _leave(self, step: int) -> None:
-        self._states.leave(TrainerState(step, 0, self._backend.updates, self._backend.save))
+    def _leave(self, place: Place, step: int) -> None:
+        self._states.leave(place, TrainerState(step, 0, self._backend.updates, self._backend.save))
 
     def measure(self) -> dict[str, float]:
         """Return `held_out_loss`, `accuracy` and `margin` of the held-out examples, as far as they are

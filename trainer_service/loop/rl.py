@@ -12,6 +12,8 @@ next step trains:
 - The state is written to disk every `checkpoint.every_steps` and after the last step. The buffer's ledger is
   exported right after the step's commit and written with the state. The buffer may free the bytes only when
   both are on disk (`checkpoint.py`).
+- More often, the state is only copied to shared memory. A trainer resumes from there if only its process died
+  (`saved_states.py`).
 
 An error in any of these threads ends the trainer.
 
@@ -22,9 +24,9 @@ Guarantees:
 - Each step is one publication.
 - Waiting and computing are timed separately.
 
-A restarted trainer resumes from its newest checkpoint, or else from version 0, under a new epoch. The buffer
-gives it the later batches again in their order. For each repeated version, the trainer tells the buffer
-whether the weights are the same as before.
+A restarted trainer resumes from its newest state in memory or on disk, or else from version 0, under a new
+epoch. The buffer gives it the later batches again in their order. For each repeated version, the trainer
+tells the buffer whether the weights are the same as before.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import asdict
 
+from areal_async.base.errors import FaultError
 from areal_async.base.events import failpoint, recording
 from areal_async.base.events import record as record_event
 from areal_async.base.log import get_logger
@@ -150,12 +152,14 @@ class RlTrainer:
         name: str,
         ready: Callable[[], None],
         restored: Checkpoint | None = None,
+        left: Checkpoint | None = None,
     ) -> bool:
         """Train to the last step. Returns False if the trainer was asked to stop earlier.
 
         `ready` is called once snapshots are served. `restored` is the checkpoint to resume from: `run` loads
-        its state and returns its ledger to the buffer."""
-        step = self._open(name, restored)
+        its state and returns its ledger to the buffer. `left` is a later state in memory. The trainer resumes
+        from it if the buffer still has the batches after it."""
+        step = self._open(name, restored, left)
         self._backend.prepare_save()
         if self._publisher is not None:
             self._publisher.prepare(self._backend.export(TRAINED_MODEL))
@@ -172,10 +176,14 @@ class RlTrainer:
             self._states.disk.prune()
         return finished
 
-    def _open(self, name: str, begin: Checkpoint | None) -> int:
+    def _open(self, name: str, restored: Checkpoint | None, left: Checkpoint | None) -> int:
         """Register as the job's trainer and load the state to resume from. Returns the first step to
         train."""
-        self._epoch = self._ranks.share(self._ranks.on_first(lambda: self._opened(name, begin)), int)
+        opened = self._ranks.on_first(lambda: self._opened(name, restored, left))
+        self._epoch, from_left = self._ranks.share(opened, tuple[int, bool])
+        if not from_left:
+            self._states.forget_memory()
+        begin = left if from_left else restored
         if begin is not None:
             self._learner.load(begin.folder, begin.manifest.updates)
             self._states.went_on_from(begin)
@@ -189,13 +197,23 @@ class RlTrainer:
         log.info("trainer opened", epoch=self._epoch, step=step, steps=self._job.trainer.steps)
         return step
 
-    def _opened(self, name: str, restored: Checkpoint | None) -> int:
-        """Open the trainer at the buffer. Returns the new epoch."""
-        step, ledger = 0, b""
-        if restored is not None:
-            step, ledger = restored.manifest.step, restored.ledger()
-            record_event("restored", policy=self._policy, step=step, folder=restored.folder.name)
-        opening = OpenTrainer(self._policy, name, step, self._published.last_epoch)
+    def _opened(self, name: str, restored: Checkpoint | None, left: Checkpoint | None) -> tuple[int, bool]:
+        """Open the trainer at the buffer. Returns the new epoch and whether to resume from `left`."""
+        for begin in filter(None, (left, restored)):
+            kind = "left" if begin is left else "restored"
+            record_event(kind, policy=self._policy, step=begin.manifest.step, folder=begin.folder.name)
+        if left is not None:
+            try:
+                return self._ask_to_open(name, left.manifest.step, memory_epoch=left.manifest.epoch), True
+            except FaultError as error:
+                if error.kind != "invalid":
+                    raise
+                log.warning("the state left in memory is passed over", error=str(error))
+        step = restored.manifest.step if restored is not None else 0
+        return self._ask_to_open(name, step, ledger=restored.ledger() if restored is not None else b""), False
+
+    def _ask_to_open(self, name: str, step: int, *, memory_epoch: int = 0, ledger: bytes = b"") -> int:
+        opening = OpenTrainer(self._policy, name, step, self._published.last_epoch, memory_epoch)
         opened = self._buffer.call(opening, attachments=[ledger] if ledger else [])
         if opened.step != step:
             raise TrainerError(f"the weights are those of step {step}, but the buffer is at {opened.step}")
@@ -245,21 +263,20 @@ class RlTrainer:
         phases["publish"] = ended_s - publishing_s
         done = step + 1
         asked = bool(self._job.checkpoint.keep_best) and self._is_evaluated(done)
-        due = self._states.due(done, asked=asked)
+        place = self._states.due(done, asked=asked)
         committed: Future[bytes] = Future()
         lr = learning_rate_of(self._job, self._backend)
         mfu = self._learner.mfu(batch, result, busy_s)
         trained = TrainedStep(batch, result, seconds, lr, mfu, phases)
 
         def finish() -> None:
-            self._finish(done, publication, trained, publishing_s, committed, export=due)
+            self._finish(done, publication, trained, publishing_s, committed, export=place == "disk")
 
         self._finishing.begin(finish)
-        if due:
-            # A checkpoint gets its final name only after its step is committed.
-            durable = partial(self._durable, done)
-            updates, save = self._backend.updates, self._learner.save
-            self._states.leave(TrainerState(done, self._epoch, updates, save, committed.result, durable))
+        if place is not None:
+            durable = (lambda: self._durable(done)) if place == "disk" else (lambda: None)
+            # A state gets its final name only after its step is committed.
+            self._states.leave(place, self._state(done, committed.result, durable))
         return True
 
     def _train(self, batch: Batch, plan: StepPlan, blobs: FetchedBytes) -> StepResult:
@@ -293,6 +310,9 @@ class RlTrainer:
             minibatches=minibatches,
             rank=self._ranks.rank,
         )
+
+    def _state(self, step: int, *of_commit: Callable[[], Any]) -> TrainerState:
+        return TrainerState(step, self._epoch, self._backend.updates, self._learner.save, *of_commit)
 
     def _keep_faulty(self, batch: Batch, blobs: FetchedBytes) -> str:
         """Record one of the first faulty steps. Returns a sentence with the folder for the error message;

@@ -182,3 +182,34 @@ def test_a_batch_that_lost_its_groups_is_filled_with_what_is_generated_for_it(dr
     assert ledger.put(group, version=1).refused == []
     ledger.judge(ledger.claim())
     assert ids(ledger.batch(1)) == [group.group_id]
+
+
+def test_a_state_in_memory_is_gone_on_from_and_commits_nothing(drive):
+    """It outlives the trainer and not the machine: what came before it is still needed for the checkpoint."""
+    ledger = drive(batch_groups=1, max_staleness=4)
+    ledger.steps(1)
+    copy = ledger.export()
+    ledger.checkpointed(1)
+    ledger.steps(3)
+    held = ledger.index.payload_bytes
+    redone = [ledger.index.batches["policy", step].group_ids for step in (1, 2, 3)]
+    assert ledger.send(OpenedWith("policy", "t", 3, None, memory_epoch=1)) == TrainerOpened(2, 3)
+    assert ledger.index.consumer("policy").checkpoint == 1
+    assert ledger.index.payload_bytes == held
+    ledger.epoch = 2
+    assert ledger.batch(3).groups[0].group_id == redone[2][0]
+    ledger.commit(3, [1])
+    ledger.open(step=1, copy=copy)
+    for step, groups in zip((1, 2, 3), redone, strict=True):
+        assert tuple(group.group_id for group in ledger.batch(step).groups) == groups
+        ledger.commit(step, [1, 2])
+    assert ledger.count("committed") == 1
+
+
+def test_a_state_in_memory_is_refused_by_a_ledger_that_lost_its_step_or_its_epoch(drive):
+    ledger = drive(batch_groups=1, max_staleness=4)
+    ledger.steps(2)
+    for step, epoch in ((3, 1), (2, 2)):
+        assert ledger.send(OpenedWith("policy", "t", step, None, memory_epoch=epoch)).kind == "invalid"
+    assert ledger.index.consumer("policy").epoch == 1
+    assert ledger.send(OpenedWith("policy", "t", 2, None, memory_epoch=1)) == TrainerOpened(2, 2)

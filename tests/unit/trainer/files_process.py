@@ -71,7 +71,7 @@ def job_of(
             },
             "trainer": trainer,
             kind: {"batch_size": 16, "evaluate_every": 10} | changes,
-            "checkpoint": {"every_steps": 4, "keep": 99},
+            "checkpoint": {"every_steps": 4, "keep": 99, "in_memory": False},
         }
     )
 

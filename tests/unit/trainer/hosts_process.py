@@ -23,7 +23,7 @@ from areal_async.service.context import ServiceContext
 from areal_async.service.rank_group import Meeting
 from tests.contexts import context_for_test
 from tests.unit.trainer.rank_process import RecordedBuffer, job_of
-from trainer_service import main
+from trainer_service import main, saved_states
 from trainer_service.loop.rl import RlTrainer
 
 STEPS = 6
@@ -74,6 +74,7 @@ def run(
     ctx = context_for_test(job_on(model, here, store, world), here, "trainer", name, index=rank, node_id=host)
     ctx = replace(ctx, meeting=Meeting.from_environment())
     buffer = StoppingBuffer(batches, ctx)
+    saved_states.MEMORY_SHARE = 1e9  # a state after each step
     main.RlTrainer = PatientTrainer  # type: ignore[misc]
     main.SyncClient = lambda *_, **__: buffer  # type: ignore[misc, assignment]
     main.train(ctx)

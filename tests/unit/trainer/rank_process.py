@@ -111,9 +111,9 @@ def trainer_of(
     out.mkdir(parents=True, exist_ok=True)
     ranks = ranks or join_ranks(0, 1)
     backend = options.pop("backend", None) or load_backend(job, ranks)
-    given = {"files": {}, "publisher": None, "stopping": threading.Event()} | options
+    given = {"files": {}, "publisher": None, "stopping": threading.Event(), "shm_dir": None} | options
     run_log = RunLog(out / "metrics.jsonl") if ranks.first else None
-    training = TrainingRun(job, ranks, backend, out, run_log, given.pop("stopping"))
+    training = TrainingRun(job, ranks, backend, out, run_log, given.pop("stopping"), given.pop("shm_dir"))
     return RlTrainer(training, buffer, **given)
 
 

@@ -146,27 +146,56 @@ def test_ranks_on_two_hosts_train_and_publish_what_one_host_does(one_host, two_h
 
 
 @pytest.mark.parametrize(
-    "lost",
+    ("lost", "step"),
     [
-        ["near/run", "far/run"],
-        ["near", "far"],
-        ["near/run", "far"],
-        ["near", "far/run"],
+        (["near/run", "far/run"], 5),
+        (["near", "far"], 4),
+        (["near/run", "far"], 4),
+        (["near", "far/run"], 4),
     ],
     ids=["processes", "both hosts", "the other host", "the first host"],
 )
-def test_they_go_on_from_the_store(one_host, stopped, lost):
+def test_they_go_on_from_what_all_of_them_still_have(one_host, stopped, lost, step):
+    """From what they left in memory where both hosts have it, and else from the store."""
     stopped.lose(*lost)
-    assert stopped.finish() == 4
+    assert stopped.finish() == step
     same_model(one_host, stopped)
     assert stopped.last_snapshot() == one_host.last_snapshot()
     assert stopped.stored() == [2, 4, 6]
 
 
 def test_ranks_that_come_back_on_each_others_hosts_go_on_from_the_store(one_host, stopped):
+    """Each finds in memory what the other one reads."""
     stopped.hosts = ("far", "near")
     assert stopped.finish() == 4
     same_model(one_host, stopped)
+
+
+def test_states_of_one_name_that_are_not_the_same_are_not_taken(one_host, stopped):
+    manifest = stopped.folder / "far" / "shm" / "trainer-state" / "step-000005" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"epoch": 1', b'"epoch": 2'))
+    assert stopped.finish() == 4
+    same_model(one_host, stopped)
+
+
+def test_a_rank_killed_while_it_names_its_part_of_a_state_has_both_go_on_from_the_one_before(
+    one_host, two_hosts
+):
+    """The first host has a newer state, of which the other's part has no name."""
+    two_hosts.run(KILL_RANK="1", KILL_AT="trainer.mid_state@3")
+    names = {
+        host: sorted(
+            path.name for path in (two_hosts.folder / host / "shm" / "trainer-state").glob("*step-*")
+        )
+        for host in NEAR_AND_FAR
+    }
+    assert names == {
+        "near": ["step-000003", "step-000005"],
+        "far": [".step-000005.tmp", "step-000003"],
+    }
+    assert two_hosts.finish() == 4
+    same_model(one_host, two_hosts)
+    assert two_hosts.last_snapshot() == one_host.last_snapshot()
 
 
 def test_a_killed_rank_has_both_come_back(one_host, two_hosts):

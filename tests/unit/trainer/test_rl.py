@@ -12,13 +12,13 @@ from msgspec.structs import replace
 from prometheus_client import REGISTRY
 from transformers import AutoModelForCausalLM
 
-from areal_async.base.errors import SnapshotError
+from areal_async.base.errors import FaultError, SnapshotError
 from areal_async.base.log import setup_logging
 from areal_async.base.metrics import busy
 from areal_async.base.versions import VersionTag
 from areal_async.config.job import JobConfig
 from areal_async.rpc.board import board
-from areal_async.rpc.messages import Commit, Waiting
+from areal_async.rpc.messages import Commit, OpenTrainer, Waiting
 from areal_async.rpc.secret import RunSecret
 from areal_async.service.record import RunLog, read_run_log
 from areal_async.service.samples import read_samples, sample_files
@@ -33,7 +33,8 @@ from trainer_service.data.recording import read_step, write_step
 from trainer_service.durable_files import companion_files
 from trainer_service.errors import BatchError, DiskFull, StalenessViolation
 from trainer_service.loop.samples import StepSamples
-from trainer_service.saved_states import States
+from trainer_service.ranks import join_ranks
+from trainer_service.saved_states import States, left_in_memory
 
 
 @pytest.fixture
@@ -356,20 +357,43 @@ def test_a_wait_is_reported_with_its_edge_and_a_stop_ends_it(tmp_path, model_dir
     assert not (tmp_path / "model").exists()
 
 
-def test_a_trainer_goes_on_from_a_checkpoint_and_ends_with_the_same_weights(
-    tmp_path, model_dir, batches, monkeypatch
-):
-    monkeypatch.setattr(States, "due", lambda states, step, asked=False: step in (2, 4))
+class LosingBuffer(rank_process.RecordedBuffer):
+    """A ledger that has lost what the state in memory is of."""
 
-    def trained(out, buffer, **options):
+    def exchange(self, request, *, attachments=()):
+        if isinstance(request, OpenTrainer) and request.memory_epoch:
+            self.calls.append(("refused", request.step, request.memory_epoch))
+            raise FaultError("invalid", "a trainer at step 3 cannot join a ledger at step 1")
+        return super().exchange(request, attachments=attachments)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_trainer_goes_on_from_memory_or_from_disk_and_ends_with_the_same_weights(
+    tmp_path, model_dir, batches, lost, monkeypatch
+):
+    places = {1: "memory", 2: "disk", 3: "memory", 4: "disk"}
+    monkeypatch.setattr(States, "due", lambda states, step, asked=False: places[step])
+
+    def trained(out, buffer, shm=None, **options):
         job = rank_process.job_of(model_dir, out)
-        trainer = rank_process.trainer_of(job, out, buffer)
+        trainer = rank_process.trainer_of(job, out, buffer, shm_dir=shm)
         assert trainer.run(name="trainer", ready=lambda: None, **options)
         return (out / "model" / "model.safetensors").read_bytes()
 
-    whole = trained(tmp_path / "whole", rank_process.RecordedBuffer(batches))
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    whole = trained(tmp_path / "whole", rank_process.RecordedBuffer(batches), shm)
+    in_memory = left_in_memory(
+        shm, CheckpointReader(job="job", policy="policy", ranks=join_ranks(0, 1)), above=None
+    )
+    assert in_memory.manifest.step == 3
+    buffer = (LosingBuffer if lost else rank_process.RecordedBuffer)(batches)
     two = tmp_path / "whole" / "checkpoints" / "step-000002"
     restored = CheckpointReader(job="job", policy="policy").open(two)
-    buffer = rank_process.RecordedBuffer(batches)
-    assert trained(tmp_path / "again", buffer, restored=restored) == whole
-    assert [call for call in buffer.calls if call[0] == "open"] == [("open", 2, b"ledger of 2")]
+    again = trained(tmp_path / "again", buffer, shm, restored=restored, left=in_memory)
+    assert again == whole
+    begins = [call for call in buffer.calls if call[0] in ("refused", "open")]
+    if lost:
+        assert begins == [("refused", 3, 1), ("open", 2, b"ledger of 2")]
+    else:
+        assert begins == [("open", 3, b"")]
