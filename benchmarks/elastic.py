@@ -106,7 +106,6 @@ def write_job(folder: Path, steps: int) -> Path:
         "rollout": {
             "group_size": GROUP,
             "max_concurrent": AT_ONCE,
-            "concurrency": "fixed",
             "max_model_len": 48,
             "workflow": "workflow.py:slow_tool",
             "sampling": {"temperature": 1.0, "max_new_tokens": 6},

@@ -63,9 +63,7 @@ class NameTaken(ArealError):
     restart_helps = True
 
 
-def make_replicas(
-    ctx: ServiceContext, *, on_serving: Callable[[float], None], on_exchange: Callable[[bool], None]
-) -> ReplicaSet:
+def make_replicas(ctx: ServiceContext, *, on_serving: Callable[[float], None]) -> ReplicaSet:
     """Return the engines of this worker, not started yet. See `ReplicaSet` for the callbacks."""
     job = ctx.job
     part = engine_part(job.rollout.engine)
@@ -97,7 +95,6 @@ def make_replicas(
         stuck_s=job.rollout.stuck_s,
         newest=newest,
         on_serving=on_serving,
-        on_exchange=on_exchange,
     )
 
 
@@ -133,8 +130,7 @@ class _PolicyServer:
         self.job, policy = ctx.job, ctx.job.policy
         self.engine = make_replicas(
             ctx,  # its callbacks come only after the start, when `worker` exists
-            on_serving=lambda share: worker().tuners[policy].serving(share),
-            on_exchange=lambda going_on: worker().tuners[policy].exchanging(going_on),
+            on_serving=lambda share: worker().serving(policy, share),
         )
         tensors = engine_part(self.job.rollout.engine).needs == "tensors"
         self.receiver = make_receiver(ctx, "serve", tensors=tensors)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 SWEEP = "for lr in 1e-6 3e-6; do areal-async submit JOB.YAML job=NAME-$lr trainer.optimizer.lr=$lr; done"
 MOVED = {
+    "buffer replay": "areal-async buffer export --batches, which writes the recorded batches to a file",
     "compare": "areal-async view RUN RUN --report FILE.HTML",
     "config diff": "areal-async diff",
     "config show": "areal-async validate JOB.YAML or areal-async status JOB --json",
@@ -118,7 +119,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 buffer = typer.Typer(
-    help="Look into the buffer of a run, take episodes out of it, train on recorded batches again.",
+    help="Look into the buffer of a run, and take episodes out of it.",
     no_args_is_help=True,
 )
 reward = typer.Typer(help="Try a reward on a file, or serve it.", no_args_is_help=True)

@@ -82,15 +82,6 @@ class ExportRequest(ToolRequest, frozen=True):
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False
 
 
-class ReplayRequest(ToolRequest, frozen=True):
-    """Train on the recorded batches again, without generation, and compare the results bit by bit."""
-
-    run: RunArgument
-    overrides: Overrides = None
-    steps: Steps = None
-    out: Annotated[str | None, Option(metavar="DIR", help="A new folder to keep the model in.")] = None
-
-
 class TrialRequest(ToolRequest, frozen=True):
     """Run a reward over a file and print verdicts, scores, times and errors. Exits with status 1 if it
     fails."""
@@ -227,8 +218,7 @@ class EvaluateRequest(ToolRequest, frozen=True):
 
 
 class AnswersRequest(ToolRequest, frozen=True):
-    """Print a model's answers to a prompt. Without a prompt, read it from standard input, or chat in a
-    terminal."""
+    """Print a model's answers to a prompt. Without a prompt, read it from standard input."""
 
     target: TargetArgument
     prompt: Annotated[str | None, Argument(metavar="[PROMPT]", help="What the user says.")] = None
@@ -257,7 +247,6 @@ PROGRAMS: Mapping[type[ToolRequest], tuple[str, str]] = {
     StatsRequest: ("buffer stats", "replay_buffer.tools.stats"),
     PeekRequest: ("buffer peek", "replay_buffer.tools.peek"),
     ExportRequest: ("buffer export", "replay_buffer.tools.export"),
-    ReplayRequest: ("buffer replay", "trainer_service.tools.replay"),
     TrialRequest: ("reward test", "reward_service.tools.trial"),
     ServeRequest: ("reward serve", "reward_service.tools.serve"),
     PlanRequest: ("plan", "trainer_service.tools.plan"),

@@ -188,9 +188,13 @@ def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mist
             )
             yield Mistake("rollout.max_model_len", problem, f"Set it to {longest} or less")
     yield from _check_packing(job.model, config, "model")
-    if RankGrid.of(job.trainer).sequence > 1 and (why := looks_beyond_tokens(config)):
+    sequence = RankGrid.of(job.trainer).sequence
+    if sequence > 1 and (why := looks_beyond_tokens(config)):
         fix = "Set it to 1, and give more ranks to trainer.parallel.shard, or take another model"
         yield Mistake("trainer.parallel.sequence", f"{job.model} {why}", fix)
+    if (heads := config.get("text_config", config).get("num_attention_heads", 0)) % sequence:
+        problem = f"{sequence} ranks cannot share the {heads} attention heads of {job.model}"
+        yield Mistake("trainer.parallel.sequence", problem, f"Set a divisor of {heads}")
 
 
 def _check_packing(model: Path, config: Any, field: str) -> Iterator[Mistake]:

@@ -93,9 +93,6 @@ class RolloutSection(Section):
     """Sample each group's first episode greedily, as an untrained baseline (`remax`)."""
     max_concurrent: int = Field(default=64, ge=1, le=1_000_000)
     """Maximum episodes in flight per engine. It must be at least `group_size`."""
-    concurrency: Literal["adaptive", "fixed"] = "adaptive"
-    """Episodes in flight per engine: `max_concurrent` (`fixed`), or fewer, to avoid queues and full KV caches
-    (`adaptive`)."""
     episode_timeout_s: float | None = Field(default=None, gt=0)
     """Timeout of an episode, in seconds. After this time the sample is returned to the buffer. In an
     evaluation it counts as unscored."""

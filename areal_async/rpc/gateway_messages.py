@@ -79,21 +79,6 @@ class Sample(Request[Sampled | SampleRefused], frozen=True):
     """`SegmentKind` of the ids after it."""
     root: Literal["", "new", "history", "template"] = ""
     """Reason why a new path begins, or empty."""
-    stream: bool = False
-    """Whether to keep sampled ids for `TakePieces` while sampling continues."""
-
-
-class Pieces(Message, frozen=True):
-    """Ids sampled since the last pieces, with their answers and counts. The attachment has the ids."""
-
-    answers: list[int] = []
-    lengths: list[int] = []
-
-
-class TakePieces(Request[Pieces], frozen=True):
-    key: bytes
-    call: int
-    wait_ms: int
 
 
 class RecordCall(Request[Ok], frozen=True):

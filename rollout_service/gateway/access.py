@@ -31,12 +31,10 @@ from areal_async.rpc.gateway_messages import (
     CountCalls,
     DropCall,
     EndSession,
-    Pieces,
     RecordCall,
     Sample,
     SampleRefused,
     ServeAgents,
-    TakePieces,
 )
 from areal_async.rpc.reply_book import ServerLimits
 from areal_async.rpc.schema import Ok
@@ -44,7 +42,7 @@ from areal_async.rpc.secret import RoleKeys
 from areal_async.rpc.server import Answer, Handler, Peer, Server, by_type
 from areal_async.trajectory import EpisodeBuilder
 from rollout_service import metrics
-from rollout_service.gateway.recording import RecordedCalls, Session, bytes_of
+from rollout_service.gateway.recording import RecordedCalls, Session
 from rollout_service.gateway.requests import ENDED, GatewayError
 
 if TYPE_CHECKING:
@@ -231,7 +229,7 @@ class Gateway:
     async def _run(self) -> None:
         """Restart the gateway until the restart policy ends it."""
         assert self._listening is not None
-        handlers: dict[type[Any], Handler] = {Sample: self._on_sample, TakePieces: self._on_take_pieces}
+        handlers: dict[type[Any], Handler] = {Sample: self._on_sample}
         for notice in (RecordCall, DropCall, CountCalls):
             handlers[notice] = self._on_notice
         self._server = self._setup.server("worker", handlers)
@@ -297,14 +295,6 @@ class Gateway:
         if session is None:
             return SampleRefused(401, ENDED, "invalid_api_key")
         return await session.sample(request, np.frombuffer(attachments[0], np.int32))
-
-    async def _on_take_pieces(self, _: Peer, request: TakePieces, __: list[memoryview]) -> Answer:
-        session = self._sessions.get(request.key)
-        call = session.open.get(request.call) if session is not None else None
-        taken = [] if call is None else await call.take_pieces(request.wait_ms / 1000)
-        ids = [piece for _index, piece in taken]
-        reply = Pieces([index for index, _piece in taken], [len(piece) for piece in ids])
-        return (reply, [bytes_of(ids, np.int32)]) if ids else reply
 
     async def _on_notice(
         self, _: Peer, request: RecordCall | DropCall | CountCalls, __: list[memoryview]

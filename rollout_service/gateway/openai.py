@@ -119,8 +119,7 @@ class ChatBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatCall:
-    """One call: its body as a request, and its answers as a reply or as events of a stream. For a stream,
-    call `begin`, then `delta` for each new text, then `finish`."""
+    """One call: its body as a request, and its answers as a reply or as events of a stream."""
 
     def __init__(self, given: Mapping[str, Any], template: ChatTemplate, most: int) -> None:
         """Raises `ApiError` if the call is invalid, or requests more than `most` answers."""
@@ -143,24 +142,17 @@ class ChatCall:
         self._id = f"chatcmpl-{secrets.token_hex(12)}"
         self._created_s = int(time.time())
 
-    def reply(self, prompt_tokens: int, choices: Sequence[SampledChoice]) -> dict[str, Any]:
+    def reply(self, prompt_tokens: int, choices: Sequence[SampledChoice]) -> bytes:
         shown = [self._choice(index, choice) for index, choice in enumerate(choices)]
-        return {**self._heading("chat.completion"), "choices": shown, "usage": usage(prompt_tokens, choices)}
+        heading = self._heading("chat.completion")
+        return encoded({**heading, "choices": shown, "usage": usage(prompt_tokens, choices)})
 
-    def begin(self) -> bytes:
-        opening = {"role": "assistant", "content": "", "refusal": None}
-        return b"".join(self._chunk(_delta(index, opening)) for index in range(self.body.n))
-
-    def delta(self, index: int, text: str) -> bytes:
-        return self._chunk(_delta(index, {"content": text}))
-
-    def finish(self, prompt_tokens: int, choices: Sequence[SampledChoice], rests: Sequence[str]) -> bytes:
-        """Return the last events before `DONE`. `rests` has the text of each answer that follows its
-        deltas."""
+    def events(self, prompt_tokens: int, choices: Sequence[SampledChoice]) -> bytes:
+        """Return all events before `DONE`."""
         events = []
-        for index, (choice, rest) in enumerate(zip(choices, rests, strict=True)):
-            if rest:
-                events.append(self.delta(index, rest))
+        for index, choice in enumerate(choices):
+            opening = {"role": "assistant", "content": choice.content, "refusal": None}
+            events.append(self._chunk(_delta(index, opening)))
             for i, call in enumerate(choice.tool_calls):
                 events.append(self._chunk(_delta(index, {"tool_calls": [{"index": i, **call}]})))
             ending = {"finish_reason": _finish_reason(choice), "logprobs": self._token_logprobs(choice)}

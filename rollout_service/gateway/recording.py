@@ -12,9 +12,7 @@ import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -36,7 +34,6 @@ from rollout_service.engines.base import (
     EngineError,
     GenerateRequest,
     GenerateResult,
-    Piece,
     RequestError,
 )
 from rollout_service.gateway.requests import ENDED, Ids
@@ -73,21 +70,6 @@ class _OpenCall:
     requests: Sequence[GenerateRequest]
     results: Sequence[GenerateResult] = ()
     work: asyncio.Future[list[GenerateResult]] | None = None
-    more: asyncio.Event = field(default_factory=asyncio.Event)
-    _pieces: list[tuple[int, Piece]] = field(default_factory=list)
-
-    def tell(self, index: int, piece: Piece) -> None:
-        self._pieces.append((index, piece))
-        self.more.set()
-
-    async def take_pieces(self, wait_s: float) -> list[tuple[int, Piece]]:
-        if not self._pieces:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.more.wait(), wait_s)
-        taken, self._pieces = self._pieces, []
-        if self.work is not None and not self.work.done():
-            self.more.clear()
-        return taken
 
 
 class Session:
@@ -145,9 +127,9 @@ class Session:
         if self._ended:
             return SampleRefused(401, ENDED, "invalid_api_key")
         call = self.open[asked.call] = _OpenCall(asked, ids, self._requests(asked, ids))
-        tells = [partial(call.tell, i) if asked.stream else None for i in range(asked.n)]
-        asks = [self._episode.ask(asked.policy, *each) for each in zip(call.requests, tells, strict=True)]
-        call.work = asyncio.ensure_future(every(asks))
+        call.work = asyncio.ensure_future(
+            every([self._episode.ask(asked.policy, request) for request in call.requests])
+        )
         try:
             results = call.results = await call.work
         except asyncio.CancelledError:
@@ -163,8 +145,6 @@ class Session:
                 ids_of = bytes_of([r.token_ids for r in results], np.int32)
                 return Sampled(answers), [ids_of, bytes_of([r.logprobs for r in results], np.float32)]
             refused = SampleRefused(503, "the engine ended the request", "engine_unavailable")
-        finally:
-            call.more.set()
         self.open.pop(asked.call, None)
         return refused
 

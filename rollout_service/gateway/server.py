@@ -41,9 +41,9 @@ from areal_async.rpc.schema import Ok
 from areal_async.rpc.server import Answer, Handler, Peer
 from rollout_service.gateway.access import GatewaySetup
 from rollout_service.gateway.conversation import ConversationTree
-from rollout_service.gateway.openai import DONE, ChatCall, server_sent
+from rollout_service.gateway.openai import DONE, ChatCall
 from rollout_service.gateway.recording import digest_of
-from rollout_service.gateway.requests import ENDED, ApiError, check_json, encoded, too_deep
+from rollout_service.gateway.requests import ENDED, ApiError, check_json, too_deep
 from rollout_service.gateway.session import AgentCalls, GatewayCall, RunningCall
 from rollout_service.gateway.template import ChatTemplate
 
@@ -157,13 +157,13 @@ class Front:
             await JSONResponse(error.body(), error.status, headers)(scope, receive, send)
 
     async def call(self, request: Request, send: Send) -> None:
-        """Serve a call, whole or streamed."""
+        """Serve a call."""
         session, body = await self._read(request)
         asked = ChatCall(body, session.tree.template, self.section.max_calls)
         running = session.start(next(self._numbers), asked)
         gone = asyncio.ensure_future(_gone(request))
         try:
-            await (_streamed if asked.body.stream else _whole)(request, send, gone, running)
+            await _answered(request, send, gone, running)
         finally:
             gone.cancel()
             if session.let_go(running):
@@ -223,66 +223,22 @@ def policy_of(names: Sequence[str], model: object) -> str:
 # --- one call ----------------------------------------------------------------------------------------
 
 
-async def _whole(request: Request, send: Send, gone: asyncio.Future[None], running: RunningCall) -> None:
+async def _answered(request: Request, send: Send, gone: asyncio.Future[None], running: RunningCall) -> None:
+    """Send the answers of a call after all are complete, also to a client that asked for a stream."""
     await asyncio.wait((running.task, gone), return_when=asyncio.FIRST_COMPLETED)
     if not running.task.done():
         return
     # The reply is encoded here, so that an answer that cannot be sent is not recorded.
-    made = _outcome(running)
-    content = encoded(running.asked.reply(len(made.plan.ids), made.choices))
-    await send(_start(b"application/json"))
+    made, asked = _outcome(running), running.asked
+    streamed, prompt_tokens = asked.body.stream, len(made.plan.ids)
+    whole = asked.events if streamed else asked.reply
+    content = whole(prompt_tokens, made.choices)
+    await send(_start(b"text/event-stream" if streamed else b"application/json"))
     await send(_part(content))
-    await _sent(request, running)
-    await send(END)
-
-
-async def _sent(request: Request, running: RunningCall) -> None:
-    """Record a call after its whole reply was sent."""
     if await connection_of(request).delivered():
         await running.session.record(running)
-
-
-async def _streamed(request: Request, send: Send, gone: asyncio.Future[None], running: RunningCall) -> None:
-    """Stream a call. Nothing is sent before the first sampled unit, so that an earlier error still has its
-    status."""
-    session, asked = running.session, running.asked
-    texts = [session.stream_text(asked) for _ in range(asked.body.n)]
-    taking = asyncio.ensure_future(session.pieces(running))
-    begun = False
-    try:
-        while not running.task.done():
-            waiting = (running.task, gone) if taking.done() else (running.task, gone, taking)
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done():
-                return
-            if not taking.done() or not (pieces := taking.result()):
-                continue  # without any, only the end remains
-            told = [asked.delta(index, text) for index, ids in pieces if (text := texts[index].grow(ids))]
-            if not begun:
-                told.insert(0, asked.begin())
-                begun = True
-                await send(_start(b"text/event-stream"))
-            if told:
-                await send(_part(b"".join(told)))
-            taking = asyncio.ensure_future(session.pieces(running))
-        try:
-            made = _outcome(running)
-        except ApiError as error:
-            if not begun:
-                raise
-            await send(_part(server_sent(error.body())))
-            await send(END)
-            return
-    finally:
-        taking.cancel()
-    rests = [text.rest(choice.content) for text, choice in zip(texts, made.choices, strict=True)]
-    end = asked.finish(len(made.plan.ids), made.choices, rests)
-    if not begun:
-        end = asked.begin() + end
-        await send(_start(b"text/event-stream"))
-    await send(_part(end))
-    await _sent(request, running)
-    await send(_part(DONE))
+    if streamed:
+        await send(_part(DONE))
     await send(END)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +27,6 @@ from areal_async.rpc.gateway_messages import (
     Sample,
     SampledAnswer,
     SampleRefused,
-    TakePieces,
 )
 from areal_async.trajectory import Sampling
 from rollout_service.gateway.conversation import CallPlan, ConversationTree
@@ -41,13 +39,12 @@ from rollout_service.gateway.requests import (
     bad,
     unsupported,
 )
-from rollout_service.gateway.template import StreamedText, canonical
-from rollout_service.gateway.toolcalls import MARKERS, ParsedCall, aside, parse
+from rollout_service.gateway.template import canonical
+from rollout_service.gateway.toolcalls import ParsedCall, aside, parse
 from rollout_service.workflows.turns import SampledText
 
 Logprobs = npt.NDArray[np.float32]
 
-PIECES_WAIT_MS = 20_000
 WORKER_GRACE_S = 30.0  # Seconds to wait for the worker's answer after a call's deadline
 
 
@@ -109,23 +106,6 @@ class AgentCalls:
         self._keep(self.worker.call(DropCall(self.opened.key, call.number)))
         return abandoned
 
-    def stream_text(self, asked: ChatCall) -> StreamedText:
-        """Return the text of an answer to `asked`, for streaming while it is sampled."""
-        stop = self._job_sampling.stop if asked.stop is None else asked.stop
-        template = self.tree.template
-        return StreamedText(template, stop, MARKERS[template.format] if asked.parse_tools else ())
-
-    async def pieces(self, call: RunningCall) -> list[tuple[int, Ids]]:
-        """Return the units of a streamed call sampled since the last call, each with the index of its
-        answer."""
-        taken, (ids, *_) = await self._exchange(
-            TakePieces(self.opened.key, call.number, PIECES_WAIT_MS), timeout_s=WORKER_GRACE_S
-        )
-        if not taken.lengths:
-            return []
-        ends = np.cumsum(taken.lengths)[:-1]
-        return list(zip(taken.answers, np.split(np.frombuffer(ids, np.int32), ends), strict=True))
-
     async def close(self) -> None:
         """End every call, and the key. Before this returns, all answers that the agent received are
         recorded."""
@@ -177,24 +157,21 @@ class AgentCalls:
             0 if parent is None else len(parent.path),
             plan.kind,
             plan.root or "",
-            asked.body.stream,
         )
         limit_s = self.section.call_timeout_s + WORKER_GRACE_S
-        reply, blobs = await self._exchange(request, timeout_s=limit_s, attachments=[plan.ids.tobytes()])
+        try:
+            reply, attachments = await self.worker.exchange(
+                request, timeout_s=limit_s, attachments=[plan.ids.tobytes()]
+            )
+        except WireError as error:
+            raise ApiError(503, f"the worker does not answer: {error}", code="engine_unavailable") from error
         if isinstance(reply, SampleRefused):
             raise ApiError(reply.status, reply.message, code=reply.code)
         ends = np.cumsum([answer.units for answer in reply.answers])[:-1]
-        ids = np.split(np.frombuffer(blobs[0], np.int32), ends)
-        logprobs = np.split(np.frombuffer(blobs[1], np.float32), ends)
+        ids = np.split(np.frombuffer(attachments[0], np.int32), ends)
+        logprobs = np.split(np.frombuffer(attachments[1], np.float32), ends)
         opened, answers = opens_thought(plan.given.text), zip(reply.answers, ids, logprobs, strict=True)
         return GatewayCall(plan, tuple([await self._shown(asked, opened, *one) for one in answers]))
-
-    async def _exchange(self, request: Any, **how: Any) -> tuple[Any, Sequence[Any]]:
-        try:
-            reply, attachments = await self.worker.exchange(request, **how)
-        except WireError as error:
-            raise ApiError(503, f"the worker does not answer: {error}", code="engine_unavailable") from error
-        return reply, attachments or (b"",)
 
     def _sampling(self, asked: ChatCall) -> Sampling:
         """Return the sampling parameters of the answers, without seeds. Raises `ApiError` for values that

@@ -81,7 +81,7 @@ MARKERS: dict[Format, tuple[str, ...]] = {
     "llama": ("<|python_tag|>", "{"),
     "none": (),
 }
-"""Beginnings of tool calls. Text from the first of them on is not streamed before it is complete."""
+"""Beginnings of tool calls."""
 
 
 def parse(text: str, family: Format, tools: Tools = (), *, opened: bool = False) -> ParsedText:

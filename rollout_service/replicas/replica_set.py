@@ -265,8 +265,6 @@ class ReplicaSet:
     """Source of the snapshot for a restarted engine."""
     on_serving: Callable[[float], None] = lambda share: None
     """Callback with the share of serving replicas, at each change."""
-    on_exchange: Callable[[bool], None] = lambda going_on: None
-    """Callback at the begin and the end of an exchange of weights."""
     clock: Callable[[], float] = time.monotonic
     watch_s: float = WATCH_S
     fetch_pause_s: float = FETCH_PAUSE_S
@@ -350,20 +348,16 @@ class ReplicaSet:
     async def exchange(self, snapshot: Weights) -> UpdateStall:
         """Serve `snapshot` on every live replica. Return the stall of the slowest. Replicas lost meanwhile do
         not affect the others. Any other error is raised after all have finished."""
-        self.on_exchange(True)
-        try:
-            async with self._updating:
-                # A replica restarted with the newest snapshot already has it.
-                behind = [r for r in self.replicas if r.serves and r.engine.version < snapshot.tag]
-                updates = [self._exchange_one(replica, snapshot) for replica in behind]
-                results = await asyncio.gather(*updates, return_exceptions=True)
-                if errors := [result for result in results if isinstance(result, BaseException)]:
-                    raise errors[0]
-                stalls = [result for result in results if isinstance(result, UpdateStall)]
-                self._newest = snapshot
-            return max(stalls, key=lambda stall: stall.total_s, default=UpdateStall())
-        finally:
-            self.on_exchange(False)
+        async with self._updating:
+            # A replica restarted with the newest snapshot already has it.
+            behind = [r for r in self.replicas if r.serves and r.engine.version < snapshot.tag]
+            updates = [self._exchange_one(replica, snapshot) for replica in behind]
+            results = await asyncio.gather(*updates, return_exceptions=True)
+            if errors := [result for result in results if isinstance(result, BaseException)]:
+                raise errors[0]
+            stalls = [result for result in results if isinstance(result, UpdateStall)]
+            self._newest = snapshot
+        return max(stalls, key=lambda stall: stall.total_s, default=UpdateStall())
 
     async def _exchange_one(self, replica: EngineReplica, snapshot: Weights) -> UpdateStall:
         engine = replica.engine

@@ -2,8 +2,8 @@
 
 Promises:
 
-- The worker leases groups while fewer episodes run than `concurrency.py` allows. The last group, or a late
-  answer to an older request, may exceed the limit. It leases none while as many finished episodes await
+- The worker leases groups while fewer episodes run than `rollout.max_concurrent` allows. The last group, or a
+  late answer to an older request, may exceed the limit. It leases none while as many finished episodes await
   acknowledgement. So if the buffer is slow or unavailable, generation slows down, and no episode is discarded
   for lack of room.
 - A finished episode is sent until the buffer has acknowledged or refused it, or its lease is lost.
@@ -46,7 +46,6 @@ from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed
 from rollout_service.gateway import Gateway
 from rollout_service.process import speakers_of
-from rollout_service.worker.concurrency import LOOK_S, ConcurrencyTuner
 from rollout_service.worker.failures import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -81,7 +80,6 @@ class WorkerTiming:
     """Time after that to send finished episodes and return leases."""
     retry_pause_s: float = 0.5
     """Pause after a call that the buffer did not answer."""
-    look_s: float = LOOK_S  # Between two readings of the engine's load
     first_failure_pause_s: float = FIRST_PAUSE_S
     longest_failure_pause_s: float = LONGEST_PAUSE_S
 
@@ -111,13 +109,12 @@ class Worker:
 
     def __post_init__(self) -> None:
         timing, job = self.timing, self.job
-        self.tuners = {
-            policy: ConcurrencyTuner(
-                job.of(policy).rollout, each.engine.stats, self.weights_changed, look_s=timing.look_s
-            )
-            for policy, each in self.engines.items()
-        }
-        """Limits on the episodes of each policy's engine. The smallest applies."""
+        sections = {policy: job.of(policy).rollout for policy in self.engines}
+        self._most = {policy: each.max_concurrent * each.replicas for policy, each in sections.items()}
+        """Most episodes at once while all replicas of a policy serve."""
+        self._serving = dict.fromkeys(self.engines, 1.0)
+        """Share of each policy's replicas that serve."""
+        metrics.CONCURRENCY.set(self.limit)
         self.leases: dict[str, LeaseState] = {}
         """Open leases by id. The uploader reports when a lease is closed."""
         self.uploader = Uploader(
@@ -152,6 +149,19 @@ class Worker:
         self._wake_leasing.set()
         self._wake_heart.set()
 
+    def serving(self, policy: str, share: float) -> None:
+        """Set the share of a policy's replicas that serve, 0 to 1."""
+        self._serving[policy] = share
+        metrics.CONCURRENCY.set(self.limit)
+        self.weights_changed()
+
+    @property
+    def limit(self) -> int:
+        """Most episodes at once: `max_concurrent` of each serving replica, for the policy with the fewest,
+        and at least one group."""
+        most = min(math.floor(most * self._serving[policy]) for policy, most in self._most.items())
+        return max(self.job.rollout.group_size, most)
+
     async def run(self, stop: asyncio.Event, *others: Coroutine[Any, Any, None]) -> None:
         """Work until `stop` is set, or until the worker has drained. `others` run concurrently. Raises errors
         after which work is pointless."""
@@ -159,7 +169,6 @@ class Worker:
             self._lease(),
             self.uploader.run(),
             self._beat(),
-            *(tuner.run() for tuner in self.tuners.values()),
             self._until_drained(),
             self._until_hopeless(),
             *others,
@@ -220,8 +229,7 @@ class Worker:
         """Return how many more groups the worker can run."""
         if self.failures.pause_s:
             return 0
-        limit = min(tuner.concurrency.limit for tuner in self.tuners.values())
-        size = self.job.rollout.group_size
+        limit, size = self.limit, self.job.rollout.group_size
         free = min(limit - self.running, 2 * limit - self.running - self.uploader.queue.episodes)
         return 0 if self.draining or self._ending else max(0, math.ceil(free / size))
 
@@ -246,7 +254,7 @@ class Worker:
             named = {"lease_id": group.lease_id, "group_id": group.group_id, "missing": group.missing}
             first, *others = map(asdict, serving)
             record("leased", **named, **first, others=others)
-        self._runs(len(group.missing))
+        self.running += len(group.missing)
         loop = asyncio.get_running_loop()
         for sample in group.missing:
             task = lease.episodes[sample] = loop.create_task(self._episode(lease, sample))
@@ -308,16 +316,11 @@ class Worker:
             self.uploader.add(group.lease_id, sample, blob, routes)
 
     def _ended(self, lease: LeaseState, sample: int, _: asyncio.Task[None]) -> None:
-        self._runs(-1)
+        self.running -= 1
         del lease.episodes[sample]
         if not lease.episodes:
             self.uploader.complete(lease.group.lease_id)
         self._on_progress()
-
-    def _runs(self, more: int) -> None:
-        self.running += more
-        for tuner in self.tuners.values():
-            tuner.runs(self.running)
 
     def _failed(self, lease: LeaseState, sample: int, number: int, error: Exception) -> None:
         metrics.FAILED.inc()

@@ -25,7 +25,7 @@ from areal_async.models.answers import opens_thought, spoken
 from areal_async.models.prompts import Tokenizer
 from areal_async.trajectory import Call, EpisodeBuilder, Sampling, SegmentKind
 from rollout_service import metrics
-from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRequest, GenerateResult, Tell
+from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRequest, GenerateResult
 from rollout_service.workflows.tools import Tool, ToolAnswer, ToolReply, WorkflowResources, run_tool
 from rollout_service.workflows.turns import (
     Chat,
@@ -226,13 +226,13 @@ class Context:
             segment, result.token_ids, result.logprobs, result.versions, result.finish_reason, result.text
         )
 
-    async def ask(self, policy: str, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
+    async def ask(self, policy: str, request: GenerateRequest) -> GenerateResult:
         """Send a request to the engine of a policy. All requests go through this method, because it records
         trouble that is not the episode's fault."""
         began_s = self._asked_s[request.request_id] = time.monotonic()
         engine = self.engines[policy].engine
         try:
-            result = await (engine.generate(request) if tell is None else engine.generate(request, tell))
+            result = await engine.generate(request)
         except (asyncio.CancelledError, DeadlinePassed):
             self._cut_s = max(self._cut_s, time.monotonic() - began_s)
             raise

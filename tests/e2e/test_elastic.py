@@ -28,7 +28,6 @@ def test_workers_join_die_and_leave_and_nothing_is_lost(workspace, running):
         "elastic",
         rollout__workflow="paced.py:slow_tool",
         rollout__max_concurrent=16,
-        rollout__concurrency="fixed",
         rollout__sampling={"temperature": 0.9, "max_new_tokens": 4},
         buffer__lease_s=5,
         trainer__steps=300,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,9 +44,6 @@ FEWEST = 8  # Fewest units whose mean can be systematic
 STEADY = 6.0
 """A mean is systematic if it exceeds its standard error by this factor. The mean of a few outliers is about
 one standard error. Among 150,000 token ids, none reaches this factor by chance."""
-EXPLAINED = 0.3  # An assumption explains a difference if it leaves at most this share of it
-ONE_TOKEN = 0.8
-"""If one token id has at least this share of the differing units, that id is a likely cause."""
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 FINENESS = {"float32": 2, "bfloat16": 1}
 """Precision rank of dtypes. A dtype that is not listed, such as a quantised server's, is coarser."""
@@ -202,13 +199,6 @@ class CheckOutcome:
     trainer_dtype: str
     model: str
     """`dense` or `moe`"""
-    beyond_dense: float = 0.0
-    """Share of units of a mixture whose difference exceeds the 99.9 % limit of a dense model. For these
-    units, engine and trainer used different experts."""
-    own_routes: LogprobGap | None = None
-    """Difference if the trainer's own routers choose; only with replayed routes."""
-    causes: tuple[str, ...] = ()
-    """Likely causes in descending order of likelihood; only after a failure."""
 
     def figures(self) -> str:
         """Return the measured figures as text, each with its limit if known."""
@@ -221,7 +211,6 @@ class CheckOutcome:
     def describe(self, compared: ComparedUnits, episode_ids: Sequence[str], step: int) -> str:
         """Return a description of the failure for the person who has to find its cause."""
         skipped = "; not compared: " + ", ".join(f"{n} {why}" for why, n in self.skipped.items())
-        causes = " ".join(f"({number}) {cause}." for number, cause in enumerate(self.causes, start=1))
         at = int(compared.difference.argmax())
         return (
             f"the self-check of step {step} failed: the log-probs that the {self.engine} engine "
@@ -231,7 +220,7 @@ class CheckOutcome:
             f"{self.max:.4g}{skipped if self.skipped else ''}. Worst unit: episode "
             f"{episode_ids[compared.episode[at]]}, position {compared.position[at]}, token id "
             f"{compared.token[at]}: engine {compared.behaviour[at]:.5g}, trainer "
-            f"{compared.trainer[at]:.5g}. This batch was not trained. Likely causes: {causes} "
+            f"{compared.trainer[at]:.5g}. This batch was not trained. {CAUSES} "
             "Set trainer.self_check.bound if such a difference is expected here, or "
             "trainer.self_check.action to warn to train all the same."
         )
@@ -247,75 +236,12 @@ LABELS = {
 }
 
 
-def likely_causes(
-    compared: ComparedUnits,
-    measured: LogprobGap,
-    allowed: LogprobGap,
-    dtypes: tuple[str, str],
-    *,
-    passed_before: bool = False,
-) -> tuple[str, ...]:
-    """Return texts of common causes; causes that the units support come first.
-
-    `dtypes` are the engine's and the trainer's. `passed_before` is True if the version of the trainer's start
-    passed."""
-    scattered_alone = replace(measured, systematic=0.0).within(allowed)
-    table = (
-        (
-            passed_before,
-            "the update: the version before any update passed, so the engine did not load what was "
-            "published, or an adapter was merged wrongly",
-        ),
-        (
-            _shift(compared),
-            "positions: they fit the log-probs of the unit before or after (the engine's answer "
-            "is cut or aligned wrongly)",
-        ),
-        (_constant(compared), "a constant: all log-probs are off by the same"),
-        (
-            scattered_alone or _one_token(compared, allowed.p999),
-            "a token: nearly all that differ are one token id, or the first of their answers (a logit "
-            "bias, a minimum length, or special tokens that the engine masks)",
-        ),
-        (dtypes[0] != dtypes[1], f"dtypes: the engine computes in {dtypes[0]}, the trainer in {dtypes[1]}"),
-        (
-            False,
-            "different weights: the engine serves other ones than the version it names (a tensor not "
-            "loaded, a tied head, an adapter, quantisation)",
-        ),
-        (False, "temperature: the engine returns raw log-probs, or applies the temperature twice"),
-        (False, "another prompt than the recorded one (a template or a begin-of-sequence id that it adds)"),
-        (False, "another attention or rope (a window, scaling, or KV kept from older weights)"),
-    )
-    likely = [text for speaks, text in table if speaks]
-    return (*likely, *(text for _, text in table[5:]))
-
-
-def _shift(compared: ComparedUnits) -> bool:
-    """Return whether the engine's log-probs fit the previous or the next unit better."""
-    same_row = (np.diff(compared.episode) == 0) & (np.diff(compared.position) == 1)
-    shifts = (
-        (compared.behaviour[1:], compared.trainer[:-1]),
-        (compared.behaviour[:-1], compared.trainer[1:]),
-        (compared.behaviour[1:], compared.trainer[1:]),
-    )
-    before, after, unshifted = (np.abs(np.nan_to_num(a - b))[same_row].sum() for a, b in shifts)
-    return bool(same_row.any() and min(before, after) <= EXPLAINED * unshifted)
-
-
-def _constant(compared: ComparedUnits) -> bool:
-    """Return whether all differences are about equal."""
-    signed = compared.behaviour - compared.trainer
-    signed = signed[np.isfinite(signed)]
-    return len(signed) > 1 and bool(signed.std() <= 0.1 * abs(signed.mean()))
-
-
-def _one_token(compared: ComparedUnits, bound: float) -> bool:
-    """Return whether most units above the bound have the same id, while other units of the batch are fine."""
-    counts = np.bincount(compared.token[compared.difference > bound], minlength=1)
-    token = int(counts.argmax())
-    common = bool(counts[token] >= ONE_TOKEN * counts.sum() > 0)
-    return common and bool((compared.token == token).mean() < ONE_TOKEN)
+CAUSES = (
+    "Possible causes: the engine did not load what was published, or serves other weights than those of the "
+    "version it names; it aligns log-probs to the wrong units; it masks or biases a token; it returns raw "
+    "log-probs, or applies the temperature twice; its prompt, dtype, attention or rope differs from the "
+    "trainer's."
+)
 
 
 class LogprobCheck:
@@ -329,7 +255,6 @@ class LogprobCheck:
         self._waited = False
         self._opened: int | None = None
         """First step of this process. Versions above it are its own."""
-        self._passed = False  # Whether the version of `_opened` was compared and passed
         self.done = False
 
     def check(
@@ -372,17 +297,12 @@ class LogprobCheck:
             self._waited = True
             return
         compared = compare(self._backend, self._ranks, rows, trainer.micro_batch_tokens)
-        own: LogprobGap | None = None
-        if self._mixture is not None:
-            bare = [replace(row, routes=None) for row in rows]
-            own = compare(self._backend, self._ranks, bare, trainer.micro_batch_tokens).gap
         self.done = step > self._opened
         self._waited = False
-        outcome = self._outcome(step, compared, skipped, own)
+        outcome = self._outcome(step, compared, skipped)
         if self._ranks.first:
             self._report(step, epoch, outcome)
         if outcome.passed:
-            self._passed = True
             return
         if outcome.allowed is None:
             self._warn_unknown(outcome)
@@ -393,9 +313,7 @@ class LogprobCheck:
         if self._ranks.first:
             log.warning("self-check failed, training goes on as trainer.self_check.action says", why=words)
 
-    def _outcome(
-        self, version: int, compared: ComparedUnits, skipped: Counter[str], own: LogprobGap | None
-    ) -> CheckOutcome:
+    def _outcome(self, version: int, compared: ComparedUnits, skipped: Counter[str]) -> CheckOutcome:
         rollout, trainer = self._job.rollout, self._job.trainer
         part = engine_part(rollout.engine)
         dtypes = (part.served_dtype(rollout), trainer.dtype)
@@ -408,11 +326,6 @@ class LogprobCheck:
         totals = {why: self._ranks.total(skipped[why] * owns) for why in SKIPPED}
         measured = compared.gap
         passed = allowed is not None and measured.within(allowed)
-        dense = part.logprob_bounds.get((coarser, "dense"))
-        beyond = 0.0 if dense is None or kind == "dense" else float((compared.difference > dense.p999).mean())
-        causes: tuple[str, ...] = ()
-        if not passed and allowed is not None:
-            causes = likely_causes(compared, measured, allowed, dtypes, passed_before=self._passed)
         return CheckOutcome(
             version=version,
             n=len(compared.token),
@@ -425,9 +338,6 @@ class LogprobCheck:
             dtype=dtypes[0],
             trainer_dtype=trainer.dtype,
             model=kind,
-            beyond_dense=beyond,
-            own_routes=own,
-            causes=causes,
         )
 
     def _warn_unknown(self, outcome: CheckOutcome) -> None:
@@ -453,26 +363,3 @@ class LogprobCheck:
         metrics.SELF_CHECK.labels(self._job.policy, str(outcome.version)).set(outcome.max)
         names = ("version", "n", "max", "p999", "mean", "bound", "passed", "skipped")
         log.info("self-check", **{name: record[name] for name in names})
-        if outcome.model == "moe":
-            self._report_routes(outcome)
-
-    def _report_routes(self, outcome: CheckOutcome) -> None:
-        """Log the effect of different experts in engine and trainer."""
-        share = f"{outcome.beyond_dense:.2%} of the units differ by more than a dense model's would"
-        if outcome.own_routes is not None:
-            log.info(
-                "self-check: routes are replayed",
-                mean=outcome.measured.mean,
-                mean_of_own_routes=outcome.own_routes.mean,
-                p999=outcome.measured.p999,
-                p999_of_own_routes=outcome.own_routes.p999,
-                units=share,
-            )
-        elif outcome.beyond_dense:
-            log.warning(
-                "self-check: routes are not replayed, so engine and trainer sent tokens to different "
-                "experts, and importance weights are off by as much; an engine that tells its routes, and "
-                "rollout.routes: replay, cure it",
-                units=share,
-                mean=outcome.measured.mean,
-            )

@@ -260,22 +260,6 @@ def _branches(position: NDArray[np.int64]) -> Branches:
     )
 
 
-def leaves_of(position: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return i64 [T]: for each token the first later token outside its subtree, or T, from the positions [T].
-
-    Token i attends to token j exactly if j ≤ i < leaves_of(position)[j]."""
-    leaves = np.full(len(position), len(position))
-    path = np.zeros(len(position), np.int64)  # By position: tokens on the path to the last one
-    depth = 0
-    starts = [0, *(np.flatnonzero(np.diff(position) != 1) + 1).tolist(), len(position)]
-    for start, end in pairwise(starts):
-        at = int(position[start])
-        leaves[path[at:depth]] = start
-        depth = at + end - start
-        path[at:depth] = np.arange(start, end)
-    return leaves
-
-
 def runs_of(lengths: Sequence[int]) -> Runs:
     """Return the lengths of packed trees, in order, as pairs of a count and a length: one pair for
     consecutive trees of equal length. Raises `ValueError` for a zero length."""

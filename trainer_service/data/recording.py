@@ -1,15 +1,15 @@
-"""Recorded batches: the data of trained steps, for replays without generation.
+"""Recorded batches: the data of trained steps.
 
-Steps are recorded with `trainer.record_batches`, and whenever a number in a step is not finite
-(`loop/faults.py`). After the step, each rank writes two files to `<run>/batches/step-000000/`. First it
-writes `episodes-<rank>.bin`, the concatenated codec blobs. Then it writes `step-<rank>.msgpack`, a
-`RankRecord` with the place of each blob, the buffer's manifest and the losses.
+Steps are recorded with `trainer.record_batches`, and when a number in a step is not finite. After the step,
+each rank writes two files to `<run>/batches/step-000000/`. First it writes `episodes-<rank>.bin`, the
+concatenated codec blobs. Then it writes `step-<rank>.msgpack`, a `RankRecord` with the place of each blob,
+the buffer's manifest and the losses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import msgspec
 
 from areal_async.base.own_files import write_whole
 from areal_async.rpc.messages import Batch, BatchEpisode
-from areal_async.service.record import as_it_became, read_run_log
 from areal_async.trajectory import TrajectoryError, seen_by, unpack
 from trainer_service.data.episode_rows import NO_VERSIONS
 from trainer_service.durable_files import WithSchema, room_for
@@ -33,8 +32,6 @@ class RankRecord(WithSchema, frozen=True):
     grad_norms: list[float]
     blobs: dict[str, tuple[int, int]]
     """Episode id -> (offset, size) in the rank's file of blobs."""
-    begun: int = 0
-    """Number of minibatches that the kept state of the step includes (`loop/faults.py`)."""
     routes: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
     """Episode id -> (offset, size) of its routes in the same file, if it has any."""
 
@@ -46,12 +43,6 @@ class RecordedStep:
     grad_norms: list[float]
     blobs: Mapping[str, bytes]
     """Episode id -> codec blob."""
-    weights_hash: str = ""
-    """Hash of the weights after the step; empty if unknown."""
-    ranks: int = 1
-    """Number of ranks that trained the step."""
-    begun: int = 0
-    """Number of minibatches that the kept state of the step includes."""
     routes: Mapping[str, bytes] = field(default_factory=dict)
     """Episode id -> bytes of its routes, if it has any."""
 
@@ -64,7 +55,6 @@ def write_step(
     minibatches: Sequence[tuple[float, float]] = (),
     routes: Mapping[str, Any] | None = None,
     rank: int = 0,
-    begun: int = 0,
 ) -> None:
     """Record one rank's part of a trained step under `root` (the run's `batches` folder). Raises `DiskFull`.
 
@@ -82,8 +72,8 @@ def write_step(
                     into[episode_id] = (offset, size)
                     offset += size
         losses, norms = [loss for loss, _ in minibatches], [norm for _, norm in minibatches]
-        record = RankRecord(SCHEMA, batch, losses, norms, places, begun, routes_at)
-        # The file gets its name only when it is complete, so a step with this file can be replayed.
+        record = RankRecord(SCHEMA, batch, losses, norms, places, routes_at)
+        # The file gets its name only when it is complete, so a step with this file is whole.
         write_whole(folder / f"step-{rank}.msgpack", msgspec.msgpack.encode(record))
 
 
@@ -101,19 +91,14 @@ class Recording:
             raise BatchError(
                 f"{run_dir} has no recorded batches: set trainer.record_batches: true and run the job again."
             )
-        self._hashes: dict[tuple[str, int], str] = {}  # By policy and version
-        for record in as_it_became(read_run_log(run_dir / "metrics.jsonl")):
-            if record.get("kind") == "step" and record.get("weights_hash"):
-                self._hashes[record.get("policy", ""), record["version"]] = record["weights_hash"]
 
     def read(self, step: int) -> RecordedStep:
-        """Return a verified step. It includes the hash of the weights after it, if the run recorded one.
-        Raises `BatchError`."""
+        """Return a verified step. Raises `BatchError`."""
         found = read_step(self._root, step)
         for group in found.batch.groups:
             for entry in group.episodes:
                 _verify(found.batch, entry, found.blobs[entry.episode_id])
-        return replace(found, weights_hash=self._hashes.get((found.batch.policy, step + 1), ""))
+        return found
 
 
 def _verify(batch: Batch, entry: BatchEpisode, blob: bytes) -> None:
@@ -158,5 +143,4 @@ def read_step(root: str | Path, step: int) -> RecordedStep:
     missing = [name for name in named if name not in blobs]
     if missing:
         raise BatchError(f"recorded step {folder} lacks {len(missing)} of its episodes, such as {missing[0]}")
-    known = (first.batch, first.losses, first.grad_norms, blobs)
-    return RecordedStep(*known, routes=routes, ranks=len(records), begun=first.begun)
+    return RecordedStep(first.batch, first.losses, first.grad_norms, blobs, routes)

@@ -161,7 +161,7 @@ class Learner:
         id.
 
         `epoch` is the trainer's epoch. `same_as` lists earlier epochs that published the starting version
-        with equal weights. `more` has `begun`, `sampled` and `on_fault` of `StepInputs`. Raises `BatchError`,
+        with equal weights. `more` has `sampled` and `on_fault` of `StepInputs`. Raises `BatchError`,
         `StalenessViolation` or `DivergenceError`. Raises `SelfCheckError` before any gradient."""
         with busy("train"):
             step, eta = batch.step, self._job.buffer.max_staleness

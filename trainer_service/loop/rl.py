@@ -32,7 +32,6 @@ tells the buffer whether the weights are the same as before.
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -71,7 +70,6 @@ from trainer_service.data.loader import BatchLoader, FetchedBytes
 from trainer_service.data.recording import write_step
 from trainer_service.data.routes import mixture_to_replay
 from trainer_service.errors import TrainerError
-from trainer_service.loop.faults import FaultySteps
 from trainer_service.loop.learner import Learner
 from trainer_service.loop.report import TrainedStep, report_step
 from trainer_service.loop.samples import StepSamples
@@ -81,6 +79,7 @@ from trainer_service.saved_states import States, TrainingRun
 from trainer_service.trained_model import write_trained
 
 OTHERS_LOOK_S = 0.5
+FAULTY_STEPS = 3  # Number of faulty steps that a process records without `trainer.record_batches`
 FINAL_EVALUATION_S = 300.0  # Longest wait until the evaluator has finished with the last snapshots
 
 log = get_logger("trainer")
@@ -136,7 +135,7 @@ class RlTrainer:
         self._beside_steps: list[States | Background] = [self._states]
         if samples is not None:
             self._beside_steps.append(samples.writing)
-        self._faulty = FaultySteps(job, ranks, self._run_dir)
+        self._faulty: list[int] = []  # Recorded faulty steps
         self._watch = EffectiveSamplesWatch(
             job.trainer.objective.ess_floor, job.trainer.objective.ess_patience, more_effective(job)
         )
@@ -291,45 +290,39 @@ class RlTrainer:
             sampled=chosen,
             epoch=self._epoch,
             same_as=self._same_as,
-            on_fault=lambda number: self._keep_faulty(batch, blobs, number),
+            on_fault=lambda: self._keep_faulty(batch, blobs),
         )
         if self._samples is not None:
             self._samples.write(batch, plan, chosen, blobs, result.advantages)
-        begun = self._faulty.begun(batch.step)
-        if self._job.trainer.record_batches or begun is not None:
-            write_step(
-                self._run_dir / "batches",
-                batch,
-                self._recorded(blobs),
-                routes=self._recorded(blobs.routes),
-                minibatches=[*zip(result.losses, result.grad_norms, strict=True)],
-                rank=self._ranks.rank,
-                begun=begun or 0,
-            )
+        if self._job.trainer.record_batches or batch.step in self._faulty:
+            self._record(batch, blobs, [*zip(result.losses, result.grad_norms, strict=True)])
         return result
+
+    def _record(
+        self, batch: Batch, blobs: FetchedBytes, minibatches: Sequence[tuple[float, float]] = ()
+    ) -> None:
+        owns = self._backend.place.owns  # Only one of the ranks with the same episodes records them
+        write_step(
+            self._run_dir / "batches",
+            batch,
+            blobs if owns else {},
+            routes=blobs.routes if owns else {},
+            minibatches=minibatches,
+            rank=self._ranks.rank,
+        )
 
     def _state(self, step: int, *of_commit: Callable[[], Any]) -> TrainerState:
         return TrainerState(step, self._epoch, self._backend.updates, self._learner.save, *of_commit)
 
-    def _recorded(self, blobs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the episodes that this rank must record. Only one of the ranks with the same episodes
-        records them."""
-        return blobs if self._backend.place.owns else {}
-
-    def _keep_faulty(self, batch: Batch, blobs: FetchedBytes, number: int) -> str:
-        """Record a faulty step. Returns a sentence with its folder for the error message; empty if it is not
-        recorded."""
-        self._states.wait()  # the faulty state uses the same memory for its copies
-        kept, routes = self._recorded(blobs), self._recorded(blobs.routes)
-        self._faulty.keep(batch, kept, routes, number, self._state(batch.step))
-        if self._faulty.begun(batch.step) is None:
-            return ""
-        where = f"The batch is kept in {self._run_dir / 'batches'}"
-        if self._ranks.many_hosts:
-            return f"{where}."
-        steps = f"{batch.step}:{batch.step + 1}"
-        run = shlex.quote(str(self._run_dir))
-        return f"{where}: `areal-async buffer replay {run} --steps {steps}` trains on it again."
+    def _keep_faulty(self, batch: Batch, blobs: FetchedBytes) -> str:
+        """Record one of the first faulty steps. Returns a sentence with the folder for the error message;
+        empty if the step is not recorded."""
+        if batch.step not in self._faulty:
+            if len(self._faulty) == FAULTY_STEPS:
+                return ""
+            self._faulty.append(batch.step)
+            self._record(batch, blobs)
+        return f"The batch is kept in {self._run_dir / 'batches'}."
 
     def _check(self) -> None:
         """Raise the error of a thread that has failed."""

@@ -218,16 +218,14 @@ class StepInputs:
     micro_batch_tokens: int
     cost: RowCost
     teacher: TeacherServers | None = None
-    begun: int = 0
-    """Number of minibatches to skip because the weights already include them."""
     sampled: Collection[int] = ()
     """Indices of the episodes whose advantages the result must contain."""
-    on_fault: Callable[[int], str | None] = lambda number: None
-    """Function that every rank calls with the number of a faulty minibatch, before the weights change.
+    on_fault: Callable[[], str] = lambda: ""
+    """Function that every rank calls after a faulty minibatch, before the weights change.
 
     A minibatch is faulty if an advantage, the loss, a gradient, or a unit's log-prob or value is not finite.
-    Every rank also calls it if nothing is to be learned and the job must stop then. The process reward model
-    counts as the minibatch after the last. The returned text is appended to the error message."""
+    Every rank also calls it if nothing is to be learned and the job must stop then. The returned text is
+    appended to the error message."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +268,7 @@ class _Step:
         self._critic_norms: list[float] = []
         self._skipped: list[str] = []
         self._not_finite = 0
-        self._made = inputs.begun
+        self._made = 0
         self._critic_alone = objective.trains_critic and inputs.step < objective.critic.warmup_steps
         """Whether this step trains only the critic."""
         self._statistics, self._values = self._new_statistics()
@@ -283,8 +281,7 @@ class _Step:
         process: dict[str, float] = {}
         if trained:
             for number, minibatch in enumerate(self._cut()):
-                if number >= self._inputs.begun:
-                    self._update(number, minibatch)
+                self._update(number, minibatch)
             if self._objective.trains_process:
                 with self._left_out(len(self._packed)):
                     process = self._train_process()
@@ -356,7 +353,7 @@ class _Step:
             return True
         why = f"every advantage of step {step} is 0, so nothing is to be learned from it"
         if objective.on_nothing_to_learn == "stop":
-            self._inputs.on_fault(0)
+            self._inputs.on_fault()
             raise NothingToLearn(
                 f"{why}: the rewards of each group are equal. Give tasks that are neither too hard nor too "
                 "easy, or set trainer.objective.on_nothing_to_learn: skip."
@@ -411,7 +408,7 @@ class _Step:
             return
         except NotFinite as found:
             error = found
-        kept, own = self._inputs.on_fault(number), self._objective.own("loss")
+        kept, own = self._inputs.on_fault(), self._objective.own("loss")
         if isinstance(error, GradientNotFinite) and error.model == TRAINED_MODEL and own:
             error = GradientNotFinite(
                 f"the loss of step {self._inputs.step}, minibatch {number}, is finite, and its gradient is "

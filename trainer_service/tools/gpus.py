@@ -6,7 +6,6 @@ the memory stores error-correcting codes. Rates are for dense bf16 products with
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 MIB = 1 << 20
@@ -40,13 +39,6 @@ def gpu_named(name: str) -> Gpu | None:
     """Return the GPU with a user's spelling of its name: `H100`, `h100`, `rtx 4090`, `A100-80`."""
     wanted = _plain(name)
     return next((gpu for gpu in GPUS if _plain(gpu.name) == wanted), None)
-
-
-def similar_names(name: str) -> list[str]:
-    """Return known GPUs whose names begin with `name`, or otherwise similar names."""
-    wanted, known = _plain(name), {_plain(gpu.name): gpu.name for gpu in GPUS}
-    begin = [full for plain, full in known.items() if wanted and plain.startswith(wanted)]
-    return begin or [known[plain] for plain in difflib.get_close_matches(wanted, known)]
 
 
 def gpu_of_device(name: str, memory_bytes: int) -> Gpu:

@@ -21,7 +21,6 @@ from rich.table import Table
 
 from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.cli.tools import PlanRequest, print_json, run_tool
-from areal_async.config.checks import check_fields
 from areal_async.config.content import content_mistakes
 from areal_async.config.files import check_config, lora_target_mistakes
 from areal_async.config.job import JobConfig
@@ -33,12 +32,21 @@ from areal_async.models.files import stored_tensors, weight_files
 from areal_async.weights.channels import shared_copies
 from trainer_service.backends.base import TRAINED_MODEL, models_of
 from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, options_of
-from trainer_service.tools.fitting import MOST_RANKS, changes_that_fit, longest_pass
-from trainer_service.tools.gpus import GPUS, Gpu, gpu_named, gpu_of_device, similar_names
+from trainer_service.tools.gpus import GPUS, Gpu, gpu_named, gpu_of_device
 
 RESERVED_BYTES = 3 << 29  # The CUDA context, and workspaces of cuBLAS and NCCL
 FRAGMENTED_SHARE = 0.05  # Share of memory that the caching allocator cannot use
 NCCL_COPY = "copy of the weights that nccl sends"
+REMEDIES = (
+    "trainer.micro_batch_tokens and rollout.max_model_len",
+    "trainer.backend_args.recompute",
+    "trainer.dtype: bfloat16",
+    "trainer.backend_args.offload_optimizer: true",
+    "trainer.parallel",
+    "trainer.ranks",
+    "trainer.lora.rank",
+)
+"""Fields that reduce the memory of a rank."""
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -59,8 +67,6 @@ def main(request: PlanRequest) -> None:
         },
         "uncounted_layers": sorted({layer for model in shapes.values() for layer in model.uncounted}),
     }
-    if gpu is not None and not found["gpu"]["fits"]:
-        found["gpu"]["enough"] = changes_that_fit(job, lambda other: _most_tokens(other, gpu))
     if request.as_json:
         print_json(found)
     else:
@@ -172,11 +178,11 @@ def _tokens_that_fit(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: G
     return rank.tokens_that_fit(room - sent) if rank.state + 2 * sent <= room else 0
 
 
-def _most_tokens(changed: JobConfig, gpu: Gpu) -> int:
-    """Return the number of tokens that fit after a change of the job; 0 if the change breaks a rule."""
-    if check_fields(changed) or check_config(changed):
-        return 0
-    return _tokens_that_fit(changed, *job_memory(changed), gpu)
+def longest_pass(job: JobConfig) -> int:
+    """Return the largest number of tokens in one pass. A row that is longer than a micro-batch gets its own
+    pass."""
+    longest_row = job.rollout.max_model_len if job.kind == "rl" else 0
+    return max(job.trainer.micro_batch_tokens, longest_row)
 
 
 def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None) -> dict[str, Any]:
@@ -228,8 +234,7 @@ def _gpu(name: str | None, job: JobConfig) -> Gpu | None:
     if name is not None:
         if found := gpu_named(name):
             return found
-        near, known = similar_names(name), ", ".join(gpu.name for gpu in GPUS)
-        fix = f"Did you mean {' or '.join(near)}?" if near else f"Known are {known}"
+        fix = f"Known are {', '.join(gpu.name for gpu in GPUS)}"
         raise ConfigError("the command line", [Mistake("--gpu", f"{name} is in no table", fix)])
     if not (shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists()):
         return None
@@ -284,10 +289,8 @@ def _what_fits(gpu: Mapping[str, Any], tokens: int, what: str) -> Iterator[str]:
     fits: int = gpu["tokens_that_fit"]
     told = f"Micro-batches of up to {fits:,} tokens fit; the job's {what} of {tokens:,}"
     yield f"{told} does{' too' if gpu['fits'] else ' not'}." if fits else "The model does not fit."
-    if not gpu["fits"] and gpu["enough"]:
-        yield "\n  ".join(["It does with any of these lines, behind the job file:", *gpu["enough"]])
-    elif not gpu["fits"]:
-        yield f"Nothing that a job says changes that, on up to {MOST_RANKS} ranks: take a larger GPU."
+    if not gpu["fits"]:
+        yield f"Change one of these and plan again: {', '.join(REMEDIES)}."
 
 
 def _size(n_bytes: int) -> str:

@@ -15,7 +15,6 @@ from areal_async.cli.tools import (
     CheckpointRequest,
     ExportRequest,
     PeekRequest,
-    ReplayRequest,
     SimulateRequest,
     StatsRequest,
     TrialRequest,
@@ -37,7 +36,6 @@ from tests.waiting import LIMIT_S
         ("buffer export R o.parquet --steps 1:2", ExportRequest("R", "o.parquet", steps="1:2")),
         ("export R --out D --step 4", CheckpointRequest("R", "D", "4")),
         ("buffer export R o.parquet --batches", ExportRequest("R", "o.parquet", batches=True)),
-        ("buffer replay R seed=1 --out D", ReplayRequest("R", overrides=["seed=1"], out="D")),
         ("reward test f args.n=2 --data t --limit 3", TrialRequest("f", "t", fields=["args.n=2"], limit=3)),
     ],
 )
@@ -58,7 +56,6 @@ def test_a_request_starts_the_program_of_the_service_whose_data_it_reads(monkeyp
     assert module_of(ExportRequest("R", "o")) == "replay_buffer.tools.export"
     assert module_of(ExportRequest("R", "o", batches=True)) == "trainer_service.tools.export"
     assert module_of(CheckpointRequest("R", "D")) == "trainer_service.tools.checkpoint_model"
-    assert module_of(ReplayRequest("R")) == "trainer_service.tools.replay"
     assert module_of(TrialRequest("f", "t")) == "reward_service.tools.trial"
 
 

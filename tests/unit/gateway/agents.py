@@ -23,31 +23,14 @@ class Logged:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.log: list[tuple[Any, Any]] = []
-        self.streamed: list[tuple[int, int]] = []
-        """Units that were told on the way, and of the result."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, request: Any, tell: Any = None) -> Any:
-        told: list[int] = []
-
-        def noting(piece: Any) -> None:
-            told.extend(piece.tolist())
-            tell(piece)
-
-        result = await self._engine.generate(request, tell and noting)
+    async def generate(self, request: Any) -> Any:
+        result = await self._engine.generate(request)
         self.log.append((request, result))
-        if tell is not None:
-            assert told == result.token_ids[: len(told)].tolist()
-            self.streamed.append((len(told), len(result.token_ids)))
         return result
-
-    def assert_told_all_along(self, streams: int) -> None:
-        """So many answers were streams, and of each all but the last step was told before it. The first step
-        of the local engine, and the first after an update, samples two units."""
-        assert all(told >= sampled - 2 for told, sampled in self.streamed)
-        assert len(self.streamed) == streams
 
 
 def tool(name: str, arguments: dict[str, Any]) -> str:

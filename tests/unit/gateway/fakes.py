@@ -23,12 +23,12 @@ from areal_async.launch.one_host import make_host
 from areal_async.models.answers import Detokenizer
 from areal_async.rpc.secret import RunSecret
 from areal_async.trajectory import EpisodeBuilder, Sampling
-from rollout_service.engines.base import GenerateRequest, GenerateResult, Tell, trim
+from rollout_service.engines.base import GenerateRequest, GenerateResult, trim
 from rollout_service.gateway import Gateway
 from rollout_service.gateway.access import GatewaySetup, ServedModel
 from rollout_service.gateway.server import Front
 from rollout_service.workflows import Context, PolicyEngine, Renderer
-from tests.waiting import LIMIT_S, deadline_s
+from tests.waiting import deadline_s
 
 DEADLINE_S = deadline_s(120)
 ROUTE = "/v1/chat/completions"
@@ -110,7 +110,7 @@ class Scripted:
         self.fail: Exception | None = None
         self._units = 0
 
-    async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
         said = self.script.pop(0) if self.script else "fine{END}"
         self.begun.append(request)
         try:
@@ -140,24 +140,6 @@ class Scripted:
         )
         self._units += n
         self.log.append((request, result))
-        return result
-
-
-class Talking(Scripted):
-    """The same, telling what it says in pieces of three ids; waits for `heard` after the first."""
-
-    heard: asyncio.Event | None = None
-
-    async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
-        result = await super().generate(request)
-        for at in range(0, len(result.token_ids) - 1 if tell else 0, 3):
-            await asyncio.sleep(0)
-            assert tell is not None
-            tell(result.token_ids[at : at + 3])
-            if self.fail is not None:
-                raise self.fail
-            if self.heard is not None:
-                await asyncio.wait_for(self.heard.wait(), LIMIT_S)
         return result
 
 

@@ -16,7 +16,7 @@ from tests.unit.gateway.fakes import (
     CHAT,
     DEADLINE_S,
     ROUTE,
-    Talking,
+    Scripted,
     assert_recorded_is_what_the_engine_said,
     http_of,
     made_gateway,
@@ -28,7 +28,7 @@ from tests.waiting import until
 async def test_a_killed_gateway_loses_its_open_calls_only_and_comes_back(tokenizer, tmp_path, capfd):
     tokenizer.save_pretrained(tmp_path)
     processes, held = list[Any](), asyncio.Event()
-    engine = Talking(tokenizer, ["one{END}", "lost{END}", "two{END}", "new{END}"])
+    engine = Scripted(tokenizer, ["one{END}", "lost{END}", "two{END}", "new{END}"])
 
     async def hold(request: Any) -> None:
         if len(engine.begun) == 2:

@@ -20,7 +20,6 @@ from tests.unit.gateway.fakes import (
     CHAT,
     ROUTE,
     Scripted,
-    Talking,
     assert_recorded_is_what_the_engine_said,
     http_of,
     made_gateway,
@@ -30,7 +29,7 @@ from tests.unit.gateway.fakes import (
 from tests.waiting import LIMIT_S, until
 
 
-class Gated(Talking):
+class Gated(Scripted):
     """Holds requests until `open` is set."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -94,7 +93,7 @@ async def test_nothing_of_an_episode_is_kept_once_it_has_ended(tokenizer: Any) -
             return weakref.ref(session.builder)
 
     with made_gateway(tokenizer) as gateway:
-        kept = [await episode(gateway, Talking(tokenizer)) for _ in range(3)]
+        kept = [await episode(gateway, Scripted(tokenizer)) for _ in range(3)]
         # A connection that is closing may still hold its last request for a moment.
         async with asyncio.timeout(LIMIT_S):
             await until(lambda: gc.collect() is not None and all(one() is None for one in kept))
@@ -190,7 +189,7 @@ async def test_ending_the_episode_ends_its_calls(tokenizer: Any) -> None:
 
 
 async def test_a_call_that_arrives_after_the_end_of_its_episode_reaches_no_engine(tokenizer: Any) -> None:
-    engine = Talking(tokenizer)
+    engine = Scripted(tokenizer)
     async with serving(engine, tokenizer) as (gateway, _, _session):
         async with make_context(engine, tokenizer, gateway).gateway() as session:
             asked, sample = [], session.sample

@@ -216,7 +216,7 @@ def group(
 
 
 def job(**rollout: Any) -> JobConfig:
-    section = {"group_size": 4, "max_concurrent": 8, "concurrency": "fixed"} | rollout
+    section = {"group_size": 4, "max_concurrent": 8} | rollout
     return JobConfig.model_validate(
         {"job": "test", "model": "m", "tasks": {"train": "t.jsonl"}, "rollout": section}
     )

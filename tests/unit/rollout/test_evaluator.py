@@ -30,7 +30,7 @@ from rollout_service.engines.base import EngineError, EngineLost, EngineStats
 from rollout_service.engines.http.adapter import attached_url
 from rollout_service.evaluator import EvaluationError, Evaluator, engine_job, follow, is_done
 from rollout_service.replicas import ReplicaGone, ReplicaSet
-from rollout_service.tools.generate import Talker
+from rollout_service.tools.generate import answers
 from rollout_service.tools.serving import lone_evaluator, target_of
 from rollout_service.workflows import PolicyEngine, Renderer, load_workflow
 from tests.contexts import context_for_test
@@ -310,14 +310,16 @@ async def test_answers_to_one_prompt_are_samples_of_their_own_and_a_seed_repeats
     replicas = ReplicaSet(lambda _: endless.engine(slots=4), stuck_s=60.0)
     render, sampling = Renderer(AutoTokenizer.from_pretrained(endless.directory)), Sampling(max_new_tokens=5)
 
-    async def answers(seed: int) -> list[str]:
-        voice = PolicyEngine(replicas, render, sampling)
-        talker = Talker(voice, AnswersRequest("a model", raw=True, seed=seed))
-        return [answer["text"] for answer in await talker.answers("1+1=", 6)]
+    async def texts(seed: int) -> list[str]:
+        voice, request = (
+            PolicyEngine(replicas, render, sampling),
+            AnswersRequest("m", raw=True, n=6, seed=seed),
+        )
+        return [answer["text"] for answer in await answers(voice, request, "1+1=")]
 
     await replicas.start(endless.weights(0))
     try:
-        first, again, other = [await answers(seed) for seed in (0, 0, 1)]
+        first, again, other = [await texts(seed) for seed in (0, 0, 1)]
     finally:
         await replicas.stop()
     assert len(set(first)) > 3

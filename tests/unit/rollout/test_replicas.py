@@ -116,20 +116,16 @@ async def test_an_update_reaches_every_replica_and_the_set_serves_the_oldest() -
         assert {int(result.versions[0]) for result in results} == {1}
 
 
-async def test_weights_that_do_not_fit_are_an_error_and_the_engines_go_on_as_the_listener_is_told() -> None:
-    told: list[bool] = []
-
-    async with driven(2, on_exchange=told.append) as fleet:
+async def test_weights_that_do_not_fit_are_an_error_and_the_engines_go_on() -> None:
+    async with driven(2) as fleet:
         fleet.misfits.add(1)
         fleet.held = False
         with pytest.raises(EngineError, match="does not fit"):
             await fleet.set.exchange(Snapshot(1))
         assert fleet.set.version.version == 0
-        assert told == [True, False]
         await fleet.ask("r")
         await fleet.set.exchange(Snapshot(2))
         assert fleet.set.version.version == 2
-        assert told == [True, False] * 2
 
 
 async def test_what_an_engine_serves_is_written_down_before_it_samples_from_it(monkeypatch):

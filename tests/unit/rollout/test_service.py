@@ -58,7 +58,7 @@ async def test_each_restart_holds_its_snapshot_for_itself_and_outlives_the_train
     monkeypatch.setattr(service, "make_receiver", make_receiver)
     monkeypatch.setattr(service, "ReplicaSet", lambda *positional, **named: given.update(named))
     ctx = context_for_test(job(), tmp_path, "rollout", "rollout-0")
-    service.make_replicas(ctx, on_serving=lambda share: None, on_exchange=lambda going_on: None)
+    service.make_replicas(ctx, on_serving=lambda share: None)
 
     async with given["newest"]() as one, given["newest"]() as other:
         assert one == other == "here"

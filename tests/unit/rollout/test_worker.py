@@ -25,7 +25,6 @@ from rollout_service.engines.base import (
 from rollout_service.environments import EnvironmentFailure
 from rollout_service.gateway.requests import GatewayError
 from rollout_service.worker import WorkerTiming
-from rollout_service.worker.concurrency import ConcurrencyTuner
 from rollout_service.worker.failures import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -37,7 +36,7 @@ from rollout_service.workflows import EpisodeAborted, TemplateRewrites, Workflow
 from rollout_service.workflows.agent import AgentError
 from rollout_service.workflows.context import call_seed
 from rollout_service.workflows.tools import CallsBusy
-from tests.unit.rollout.fakes import FakeBuffer, FakeEngine, eventually, group, job, working
+from tests.unit.rollout.fakes import FakeBuffer, FakeEngine, eventually, group, working
 
 
 async def test_groups_are_whole_and_travel_in_few_messages() -> None:
@@ -468,33 +467,9 @@ async def test_an_episode_that_takes_too_long_is_aborted_and_its_sample_handed_b
     assert engine.cancelled == ["t0#0.2/L0/0"]
 
 
-async def test_more_run_at_once_as_long_as_the_engine_takes_them() -> None:
-    timing = WorkerTiming(look_s=0.01)
-    async with working(max_concurrent=32, concurrency="adaptive", timing=timing) as (worker, buffer, engine):
-        release = engine.hold()
-
-        def limit() -> float | None:
-            return REGISTRY.get_sample_value("areal_rollout_concurrency_limit")
-
-        await eventually(lambda: limit() == 16)
-        await buffer.add(*(group(n) for n in range(20)))
-        await eventually(lambda: worker.running == 16)
-        await eventually(lambda: worker.running == 32)
-        await eventually(lambda: limit() == 32)
-        assert worker.wanted_groups() == 0
-        release.set()
-
-
 async def test_fewer_run_at_once_while_replicas_are_lost() -> None:
-    changes: list[int] = []
-    tuner = ConcurrencyTuner(
-        job(max_concurrent=32).rollout,
-        FakeEngine().stats,
-        lambda: changes.append(tuner.concurrency.limit),
-    )
-    running = asyncio.ensure_future(tuner.run())
-    tuner.serving(0.5)
-    await eventually(lambda: changes == [16])
-    tuner.serving(1.0)
-    await eventually(lambda: changes == [16, 32])
-    running.cancel()
+    async with working(max_concurrent=32) as (worker, _, _):
+        for share, limit in ((0.5, 16), (0.0, 4), (1.0, 32)):
+            worker.serving("policy", share)
+            assert worker.limit == limit
+            assert REGISTRY.get_sample_value("areal_rollout_concurrency_limit") == limit

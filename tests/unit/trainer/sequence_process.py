@@ -11,17 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as functional
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from areal_async.config.job import LoraSection, OptimizerSection
@@ -29,10 +26,7 @@ from areal_async.config.parallel import RankGrid
 from areal_async.service.rank_group import Meeting
 from tests.unit.trainer.conftest import plain_row
 from tests.unit.trainer.sharded_process import forked
-from tests.waiting import LIMIT_S, wait_for
 from trainer_service.backends.base import ModelUse
-from trainer_service.backends.fsdp import attention as packed
-from trainer_service.backends.fsdp import exchange, ring
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data import prefixes
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
@@ -79,23 +73,19 @@ CASES = {
     "copies": Case("heads", shard=2, data=2),
     "heads": Case("heads", 2, with_values=True, options={"recompute": "selective"}),
     "repeated": Case("repeated", 2, options={"recompute": "full"}),
-    "ring": Case("ring", 2, with_values=True, options={"recompute": "selective"}),
     "experts": Case("experts", 2, options={"offload_optimizer": True}),
     "routes": Case("experts", 2, options={"recompute": "full"}, routed=True),
     "shards": Case("heads", 2, shard=2),
     "adapters": Case("repeated", 2, data=2, options={"lora": LoraSection(rank=2, alpha=4.0)}),
-    "mixed": Case("mixed", 4),
-    "long ring": Case("window", 4),
+    "four": Case("heads", 4),
+    "window": Case("window", 2),
 }
 MODELS: dict[str, dict[str, Any]] = {
     "heads": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "repeated": {"num_attention_heads": 4, "num_key_value_heads": 1},
-    "ring": {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 24},
-    "mixed": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48},
     "window": {
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
         "use_sliding_window": True,
         "sliding_window": 5,
         "max_window_layers": 1,
@@ -251,8 +241,8 @@ def alone(case: Case, models: Path) -> dict[str, torch.Tensor]:
 
 
 def small_tiles() -> None:
-    """As if rows were long: large trees, and several tiles of scores in a block."""
-    prefixes.DENSE_TOKENS, prefixes.LEAST_BRANCH, ring.TILE = 24, 4, 16
+    """As if rows were long: large trees."""
+    prefixes.DENSE_TOKENS, prefixes.LEAST_BRANCH = 24, 4
 
 
 def refused(models: Path, ranks: Ranks) -> None:
@@ -266,57 +256,9 @@ def refused(models: Path, ranks: Ranks) -> None:
         Qwen2MLP.forward = plain
 
 
-def kept_once(models: Path, ranks: Ranks) -> None:
-    """Where heads are shared nothing is left of what attention gave when the forward pass is over, neither as
-    its operator gave it nor as it was exchanged, but what the layer after it keeps; and the gradient is bit
-    by bit the one of results that are kept. On four ranks each has one head."""
-    backend = backend_of(Case("heads", 2), models, ranks, RankGrid(sequence=ranks.world))
-    held = backend._models["policy"]
-    assert held.sequence is not None
-    attended: list[StorageWeakRef] = []
-    exchanged: list[StorageWeakRef] = []
-    attention, all_to_all = functional.scaled_dot_product_attention, exchange._all_to_all
-
-    def recorded(function: Callable, given: list[StorageWeakRef]) -> Callable:
-        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
-            out: torch.Tensor = function(*args, **kwargs)
-            given.append(StorageWeakRef(out.untyped_storage()))
-            return out
-
-        return call
-
-    def forward_is_over(*_: Any) -> None:
-        """Threads that sent them may have some for a moment yet."""
-        of_layers = 2  # queries, keys and values together
-        want = (0 if once else len(attended), of_layers)
-        wait_for(lambda: (left(attended), left(exchanged)) == want, "the end of copies", limit_s=LIMIT_S)
-
-    def left(given: list[StorageWeakRef]) -> int:
-        return sum(not each.expired() for each in given)
-
-    # Only the name in there: a mask of a kind of its own asks which function it was given to.
-    packed.F = SimpleNamespace(scaled_dot_product_attention=recorded(attention, attended))
-    exchange._all_to_all = recorded(all_to_all, exchanged)
-    hook = held.module.register_forward_hook(forward_is_over)
-    for batch in share_of(0, 1)[:2]:  # trees, branch by branch and with a mask; plain rows
-        norms = set()
-        for once in (True, False):
-            attended.clear()
-            exchanged.clear()
-            held.sequence = replace(held.sequence, results_once=once)
-            backend.train("policy", [batch], lambda _, columns: columns["logp"].square().sum())
-            norms.add(backend.gradient_norm())
-            backend.discard()
-            assert len(attended) > 4
-        assert len(norms) == 1
-    packed.F, exchange._all_to_all = functional, all_to_all
-    hook.remove()
-
-
 def run(rank: int, world: int, meeting: Meeting, models: Path, out: Path) -> None:
     torch.set_num_threads(1)
     ranks = join_ranks(rank, world, meeting=meeting)
-    kept_once(models, ranks)
     if world == 2:
         refused(models, ranks)
     for name, case in CASES.items():

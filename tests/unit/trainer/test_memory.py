@@ -10,20 +10,18 @@ from unittest.mock import patch
 
 import memory
 import pytest
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
 from areal_async.cli.tools import readable_errors
 from areal_async.config.job import JobConfig, OptimizerSection, TrainerSection
-from areal_async.config.load import apply_overrides
 from areal_async.config.parallel import RankGrid
-from tests.unit.families import FAMILIES, config_of
+from tests.unit.families import FAMILIES
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp import fsdp
-from trainer_service.backends.fsdp.memory import MemoryOptions, options_of, rank_memory, shape_of
-from trainer_service.tools.fitting import changes_that_fit, longest_pass
-from trainer_service.tools.gpus import GPUS, gpu_named, gpu_of_device, similar_names
+from trainer_service.backends.fsdp.memory import MemoryOptions, rank_memory, shape_of
+from trainer_service.tools.gpus import GPUS, gpu_named, gpu_of_device
 from trainer_service.tools.plan import figures, host_bytes, job_memory, main, tensor_shapes, usable_bytes
 
 HIDDEN, WIDTH, VOCABULARY, EXPERT, N_EXPERTS = 64, 160, 1000, 48, 4
@@ -251,7 +249,7 @@ def test_the_tokens_that_fit_are_the_most_whose_peak_does():
 
 
 def test_ranks_that_share_rows_have_a_part_of_the_tokens_each_and_of_the_weights():
-    """The last of three has its keys and values twice, and a ring sends them as they are."""
+    """The last of three has its keys and values twice."""
     model = shape_of(CONFIG, tensors())
     apart = MemoryOptions(RankGrid(shard=8), recompute="selective")
     one, two = (
@@ -262,10 +260,9 @@ def test_ranks_that_share_rows_have_a_part_of_the_tokens_each_and_of_the_weights
     assert two.peak(200_001) == two.peak(200_002) == one.peak(100_001)
     assert two.peak(200_000, 120_000) == one.peak(100_000, 100_000)
     assert two.tokens_that_fit(1 << 30) == 2 * one.tokens_that_fit(1 << 30)
-    once = 2 * 4 * 64  # without recomputation each of two layers keeps what attention gives once less
     grids = [RankGrid(shard=8 // size, sequence=size) for size in (1, 2, 4)]
     one, two, four = (rank_memory(model, MemoryOptions(grid)) for grid in grids)
-    assert two.activations_per_token == one.activations_per_token - once
+    assert two.activations_per_token == one.activations_per_token
     assert four.activations_per_token == two.activations_per_token + 2 * 2 * 4 * 32
     assert four.peak(400_000) == two.peak(200_000) + 100_000 * 2 * 2 * 4 * 32
 
@@ -339,9 +336,8 @@ def test_the_plan_of_a_job_is_told_from_headers_alone(job):
 
 def test_what_does_not_fit_is_said_with_what_to_do_also_for_a_long_row(job):
     page = plan(job, "trainer.micro_batch_tokens=100000000", "--gpu", "L4").stdout
-    assert "the job's micro-batch of 100,000,000 does not.\nIt does with any of these lines" in page
-    fits = re.search(r"Micro-batches of up to ([\d,]+) tokens", page)[1].replace(",", "")
-    assert page.endswith(f"behind the job file:\n  trainer.micro_batch_tokens={fits}\n")
+    assert re.search(r"Micro-batches of up to [\d,]+ tokens fit", page)
+    assert "the job's micro-batch of 100,000,000 does not.\nChange one of these and plan again: " in page
     page = plan(
         job, "kind=rl", "trainer.micro_batch_tokens=1024", "rollout.max_model_len=1500", "--gpu", "L4"
     )
@@ -353,68 +349,6 @@ def large(**changes):
     """A job whose model is of the size of Qwen3-8B, of which config.json alone would be there."""
     section = {"job": "j", "model": "nowhere", "tasks": {"train": "t.jsonl"}}
     return JobConfig.model_validate(section | changes)
-
-
-def lines_for(job, bytes_of_gpu, *, layers=36, hidden=4096):
-    config = {"hidden_size": hidden, "num_attention_heads": 32, "vocab_size": 150_000}
-    shapes = {name: tuple(n * hidden // HIDDEN for n in s) for name, s in tensors(layers).items()}
-
-    def most_tokens(changed):
-        return rank_memory(shape_of(config, shapes), options_of(changed.trainer)).tokens_that_fit(
-            bytes_of_gpu
-        )
-
-    found = changes_that_fit(job, most_tokens)
-    for line in found:
-        content = job.model_dump(mode="json")
-        assert apply_overrides(content, line.split()) == []
-        changed = JobConfig.model_validate(content)
-        assert longest_pass(changed) <= most_tokens(changed), line
-    return found
-
-
-def test_only_what_a_job_has_not_yet_and_what_makes_it_fit_is_offered():
-    everything = {"recompute": "full", "offload_optimizer": True}
-    adapters = {"lora": {"rank": 16}, "backend_args": everything}
-    found = lines_for(large(kind="sft", trainer=adapters), 20 << 30)
-    assert found
-    assert not any(word in line for line in found for word in ("recompute", "offload", "lora"))
-    assert lines_for(large(kind="sft", trainer=adapters | {"dtype": "bfloat16", "ranks": 16}), 1 << 30) == []
-    whole = lines_for(large(kind="sft"), 75 << 30)
-    assert not any(line == "trainer.backend_args.recompute=selective" for line in whole)
-    assert any("trainer.ranks=" in line for line in whole)
-
-
-def test_a_row_that_is_too_long_is_shortened_with_the_micro_batch():
-    trainer = {"dtype": "bfloat16", "ranks": 8, "micro_batch_tokens": 8192}
-    lines = lines_for(large(trainer=trainer, rollout={"max_model_len": 8192}), 60 << 30)
-    tokens = re.fullmatch(r"trainer.micro_batch_tokens=(\d+) rollout.max_model_len=(\d+)", lines[0])
-    assert tokens[1] == tokens[2]
-    lines = lines_for(large(trainer=trainer, rollout={"max_model_len": 2048}), 60 << 30)
-    assert lines[0] == f"trainer.micro_batch_tokens={tokens[1]}"
-
-
-def test_a_row_that_is_too_long_is_shared_by_the_ranks_that_there_are():
-    everything = {"recompute": "full", "offload_optimizer": True}
-    trainer = {"dtype": "bfloat16", "ranks": 16, "backend_args": everything, "lora": {"rank": 16}}
-    row = {"max_model_len": 262_144}
-    (line, *_) = lines_for(large(trainer=trainer, rollout=row), 40 << 30)
-    assert line == "trainer.parallel.sequence=4"
-    fixed = trainer | {"parallel": {"shard": 16}}
-    lines = lines_for(large(trainer=fixed, rollout=row), 40 << 30)
-    assert not any("sequence" in line or "ranks" in line for line in lines)
-
-
-def test_a_job_that_sends_by_nccl_is_offered_more_ranks_with_another_channel_only(job):
-    (job / "model.safetensors").unlink()
-    sizes = {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 12}
-    config_of(Qwen3Config, **sizes, max_position_embeddings=10_000).save_pretrained(job)
-    sent = ("kind=rl", "rollout.engine=sglang", "weights.channel=nccl")
-    devices = ("trainer.device=cuda:0", "rollout.device=cuda:1")
-    lines = json.loads(plan(job, *sent, *devices, "--gpu", "L4", "--json").stdout)["gpu"]["enough"]
-    assert any("trainer.ranks=" in line for line in lines)
-    for line in lines:
-        assert "weights.channel=shm" in line or not ("ranks" in line or "lora" in line), line
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_untied_bias", "qwen3_moe", "mixtral"])
@@ -454,8 +388,6 @@ def test_the_page_names_the_gpus_that_are_known():
 
 def test_what_cannot_be_planned_is_refused_with_what_to_do(job):
     assert "Known are B200" in plan(job, "--gpu", "voodoo").stderr
-    assert "Did you mean A100-80 or A100-40?" in plan(job, "--gpu", "a100").stderr
-    assert similar_names("RTX 4080") == ["RTX-4090"]
     (job / "config.json").write_text('{"model_type": "qwen2"}')
     assert "config.json has no 'num_attention_heads'" in plan(job).stderr
 

@@ -322,20 +322,14 @@ def self_check_of(folder: Path, out: Path, batches: Path, routes: str) -> dict[s
     return record
 
 
-def test_a_job_replays_what_came_with_its_episodes_and_says_what_it_saves(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_job_replays_what_came_with_its_episodes(folder: Path, tmp_path: Path) -> None:
     batches = recorded(folder, tmp_path)
     with_routes = self_check_of(folder, tmp_path / "with", batches, "auto")
     assert with_routes["passed"]
     assert with_routes["max"] < 2e-5
-    assert with_routes["beyond_dense"] == 0
-    assert with_routes["own_routes"]["mean"] > 0.1
     without = self_check_of(folder, tmp_path / "without", batches, "off")
     assert not without["passed"]
-    assert without["beyond_dense"] > 0.9
-    assert without["own_routes"] is None
-    assert without["mean"] == pytest.approx(with_routes["own_routes"]["mean"], rel=1e-4)
+    assert without["mean"] > 0.1
 
 
 @pytest.mark.parametrize("wrong", ["width", "expert", "type"])

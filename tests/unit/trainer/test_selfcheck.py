@@ -146,25 +146,23 @@ def at_temperature(factor):
 
 
 @pytest.mark.parametrize(
-    ("lie", "weights", "cause"),
+    ("lie", "weights"),
     [
-        (at_temperature(1.25), 0.0, "temperature: the engine"),  # raw log-probs, said to be those of 0.8
-        (lambda logits, ids, logprobs: np.roll(logprobs, 1), 0.0, "(1) positions"),
-        (lambda logits, ids, logprobs: np.roll(logprobs, -1), 0.0, "(1) positions"),
-        (lambda logits, ids, logprobs: logprobs - 1.0, 0.0, "(1) a constant"),
-        (honest, 0.03, "(1) different weights"),
-        (lambda logits, ids, logprobs: np.where(ids == 1, logprobs - 2.0, logprobs), 0.0, "(1) a token"),
+        (at_temperature(1.25), 0.0),  # raw log-probs, said to be those of 0.8
+        (lambda logits, ids, logprobs: np.roll(logprobs, 1), 0.0),
+        (lambda logits, ids, logprobs: np.roll(logprobs, -1), 0.0),
+        (lambda logits, ids, logprobs: logprobs - 1.0, 0.0),
+        (honest, 0.03),
+        (lambda logits, ids, logprobs: np.where(ids == 1, logprobs - 2.0, logprobs), 0.0),
     ],
     ids=["raw", "late", "early", "constant", "weights", "eos"],
 )
-def test_an_engine_that_is_wrong_stops_the_job_before_a_gradient_by_name(
-    tmp_path, model_dir, lie, weights, cause
-):
+def test_an_engine_that_is_wrong_stops_the_job_before_a_gradient_by_name(tmp_path, model_dir, lie, weights):
     batches = episodes(model_dir, tmp_path, lie=lie, weights=weights, turns=4)
     with pytest.raises(SelfCheckError) as caught:
         train(model_dir, tmp_path, batches)
     words = str(caught.value)
-    assert cause in words
+    assert "Possible causes: the engine" in words
     named = ("local engine (float32)", "position", "token id", "mean", "99.9%", "trainer.self_check.bound")
     assert all(part in words for part in named), words
     (record,) = records_of(tmp_path)
@@ -314,12 +312,12 @@ def test_a_version_that_came_by_an_update_is_compared_too_and_then_no_more(tmp_p
 
 @pytest.mark.parametrize("action", ["stop", "warn"])
 def test_an_engine_that_keeps_other_weights_at_its_first_update_is_found(tmp_path, model_dir, action):
-    """What it was started with is right, and names no fault; of the second step nothing is trained."""
+    """What it was started with is right; of the second step nothing is trained."""
     episodes(model_dir, tmp_path, step=0)
     batches = episodes(model_dir, tmp_path, step=1, weights=0.03, turns=4)
     changes = {"trainer": FROZEN["trainer"] | {"self_check": {"action": action}}}
     if action == "stop":
-        with pytest.raises(SelfCheckError, match=r"of version 1 .* Likely causes: \(1\) the update"):
+        with pytest.raises(SelfCheckError, match=r"of version 1 .* Possible causes"):
             train(model_dir, tmp_path, batches, steps=2, trained=1, **changes)
     else:
         train(model_dir, tmp_path, batches, steps=2, **changes)

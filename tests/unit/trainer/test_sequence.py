@@ -2,11 +2,8 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
@@ -14,8 +11,6 @@ from areal_async.config.files import check_config
 from tests.unit.trainer import rank_process, sequence_process
 from tests.unit.trainer.forked_ranks import run_script
 from tests.unit.trainer.sequence_process import CASES, MODELS, VOCABULARY, batches_of
-from trainer_service.backends.fsdp import ring
-from trainer_service.backends.fsdp.sharing import HeadSharing, share_heads
 from trainer_service.data import prefixes
 from trainer_service.ranks import join_ranks
 
@@ -58,7 +53,7 @@ def shared(tmp_path_factory, models):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    for module, name in ((prefixes, "DENSE_TOKENS"), (prefixes, "LEAST_BRANCH"), (ring, "TILE")):
+    for module, name in ((prefixes, "DENSE_TOKENS"), (prefixes, "LEAST_BRANCH")):
         monkeypatch.setattr(module, name, getattr(module, name))
     sequence_process.small_tiles()
 
@@ -99,45 +94,6 @@ def test_one_copy_of_a_model_writes_its_shards(shared):
     assert len(files) == 6 + 4 + 4  # what ranks draw, and what they found
 
 
-@settings(max_examples=60, derandomize=True)
-@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=1, max_size=4))
-def test_who_sees_a_token_follows_from_where_it_is_left(turns):
-    """As the mask of a small tree has it, for one tree and for a pack of several."""
-    position, trees = [], []
-    for turn in turns:
-        tree = [*range(turn[0] + 1)]
-        for at in turn[1:]:
-            begin = min(at, tree[-1] + 1) or 1
-            tree += [*range(begin, begin + 2)]
-        position += tree
-        trees.append(len(tree))
-    leaves = prefixes.leaves_of(np.array(position))
-    at = np.arange(len(position))
-    seen = (at[None] <= at[:, None]) & (at[:, None] < leaves[None])
-    want = np.zeros_like(seen)
-    start = 0
-    for length in trees:
-        tree = np.array(position[start : start + length])
-        want[start : start + length, start : start + length] = prefixes._mask(tree[None])[0]
-        start += length
-    assert np.array_equal(seen, want)
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "ranks", "by_heads", "ring", "repeats"),
-    [(32, 8, 4, 4, 1, 1), (32, 4, 8, 8, 1, 2), (28, 4, 8, 4, 2, 1), (15, 5, 2, 1, 2, 1), (12, 3, 4, 4, 1, 4)],
-)
-def test_heads_are_shared_as_far_as_they_go_and_a_ring_is_the_rest(
-    heads, kv_heads, ranks, by_heads, ring, repeats
-):
-    sharing = share_heads(heads, ranks)
-    assert sharing == HeadSharing(by_heads, ring)
-    assert sharing.repeats(kv_heads) == repeats
-    said = sharing.describe(kv_heads)
-    assert (f"ring of {ring}" in said, "all-to-all" in said) == (ring > 1, by_heads > 1)
-    assert (f"{kv_heads} key/value heads each {repeats} times" in said) == (repeats > 1)
-
-
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -153,6 +109,8 @@ def test_heads_are_shared_as_far_as_they_go_and_a_ring_is_the_rest(
         ({"rope_scaling": {"type": "longrope"}}, "longrope, which depend on the longest row"),
         ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "dynamic, which depend"),
         ({"rope_scaling": None}, ""),
+        ({"num_attention_heads": 4}, ""),
+        ({"num_attention_heads": 3}, "2 ranks cannot share the 3 attention heads"),
     ],
 )
 def test_a_model_whose_tokens_meet_outside_of_attention_is_refused_before_the_start(tmp_path, config, said):

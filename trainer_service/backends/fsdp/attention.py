@@ -13,10 +13,8 @@ reason: K different lengths have at least K (K + 1) / 2 tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,8 +24,6 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface
 
-from trainer_service.backends.fsdp.exchange import AttentionResults
-from trainer_service.backends.fsdp.ring import ring_attention
 from trainer_service.backends.fsdp.sequence import SequencePart
 from trainer_service.backends.probe import refuse_unknown
 from trainer_service.data.prefixes import Branches, Branching, Masked, Runs
@@ -73,18 +69,10 @@ def packed_attention(
     window = {} if known else {"sliding_window": sliding_window}
     refuse_unknown(module, {"attention_mask": attention_mask, **window, **others})
     pack = packed_runs or PackedRuns()
-    if pack.part is not None and pack.part.ring is not None:
-        if dropout:
-            raise ValueError(
-                "attention in a ring of ranks has no dropout: set attention_dropout: 0 in the model's "
-                "config.json, or trainer.parallel.sequence to a divisor of its heads"
-            )
-        attend = partial(ring_attention, part=pack.part, scaling=scaling, window=sliding_window)
-    else:
-        operator = partial(_operator, window=sliding_window, scaling=scaling, dropout=dropout)
-        attend = partial(_attention, pack=pack, operator=operator, window=sliding_window)
+    operator = partial(_operator, window=sliding_window, scaling=scaling, dropout=dropout)
+    attend = partial(_attention, pack=pack, operator=operator, window=sliding_window)
     if pack.part is None:
-        return attend(query, key, value, results=None), None
+        return attend(query, key, value), None
     return pack.part.attend(query, key, value, attend), None
 
 
@@ -126,9 +114,8 @@ def _attention(
     pack: PackedRuns,
     operator: Callable[..., Tensor],
     window: int | None,
-    results: AttentionResults | None,
 ) -> Tensor:
-    """Return [1, T, H, D] as in `packed_attention`; `results` as in `exchange.Attend`."""
+    """Return [1, T, H, D] as in `packed_attention`."""
     n_tokens = query.shape[2]
     sizes = [count * length for count, length in pack.runs]
     if sum(sizes) != n_tokens or key.shape[2] != n_tokens:
@@ -137,49 +124,33 @@ def _attention(
             f"{sum(sizes)}: call the model with packed_runs= and use_cache=False"
         )
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, first: int, seen: Tensor | None = None) -> Tensor:
-        """Compute attention for queries whose first token has the place `first`."""
-        with nullcontext() if results is None else results.kept():
-            out = operator(q, k, v, seen)
-        if results is not None:
-            count, _, length, _ = out.shape
-            end = first + count * length
-            results.are(out, lambda whole: whole[first:end].unflatten(0, (count, length)).transpose(1, 2))
-        return out
-
-    outputs, first = [], 0
+    outputs = []
     parts = (packed.split(sizes, 2) for packed in (query, key, value))
     described = pack.branching or [None] * len(sizes)
     for run, trees, *parts_of_run in zip(pack.runs, described, *parts, strict=True):
         q, k, v = (_unpack(part, run) for part in parts_of_run)
         if isinstance(trees, list):
-            places = range(first, first + run[0] * run[1], run[1])
-            found = [
-                _of_tree(attend, tree, at, *each)
-                for tree, at, *each in zip(trees, places, q, k, v, strict=True)
-            ]
-            out = torch.cat(found)
+            out = torch.cat([_of_tree(operator, *each) for each in zip(trees, q, k, v, strict=True)])
         else:
-            out = attend(q, k, v, first, None if trees is None else _within(trees, window))
+            out = operator(q, k, v, None if trees is None else _within(trees, window))
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-        first += run[0] * run[1]
     packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return packed.unsqueeze(0)
 
 
-def _of_tree(attend: Any, tree: Branches, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return [1, H, length, D] for one tree [H, length, D] whose first token has the place `first`."""
+def _of_tree(
+    operator: Callable[..., Tensor], tree: Branches, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Return [1, H, length, D] for one tree [H, length, D]."""
     keys, values = key.split(tree.cuts, 1), value.split(tree.cuts, 1)
-    places = accumulate(tree.queries[:-1], initial=first)
-    branches = zip(query.split(tree.queries, 1), tree.sees, places, strict=True)
     found = [
-        attend(
+        operator(
             q[None],
             torch.cat([keys[n] for n in sees], 1)[None],
             torch.cat([values[n] for n in sees], 1)[None],
-            at,
+            None,
         )
-        for q, sees, at in branches
+        for q, sees in zip(query.split(tree.queries, 1), tree.sees, strict=True)
     ]
     return torch.cat(found, 2)
 

@@ -28,9 +28,8 @@ Memory that a pass adds, at its worst moment (`_moments`):
   token, and with `selective` also the results of matrix products and attention. Its other activations exist
   for one block at a time (Chen et al., arXiv:1604.06174).
 - Sequence parallelism: a rank has 1 / `sequence` of a micro-batch's tokens, and all figures are for these
-  tokens. If heads are shared (`sharing.py`), a rank has some heads of all tokens, which is the same amount of
-  data. The exceptions are keys and values that are sent several times, and attention's result, which is kept
-  once (`exchange.py`).
+  tokens. In attention, a rank has some heads of all tokens, which is the same amount of data. Keys and values
+  that are sent several times are the exception (`exchange.py`).
 - Head: log-probs are computed from a tile of the vocabulary at a time (`head.py`). The buffers of a tile
   together have `logits_bytes`. Below fp32, the gradient of the hidden states is summed in fp32, next to its
   last summand.
@@ -42,13 +41,12 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from areal_async.config.parallel import RankGrid
 from trainer_service.backends.base import TRAINED_MODEL, ModelHead, ModelUse
-from trainer_service.backends.fsdp.sharing import share_heads
 
 if TYPE_CHECKING:
     from areal_async.config.job import TrainerSection
@@ -486,18 +484,16 @@ def block_activations(block: DecoderBlock, hidden: int, options: MemoryOptions) 
     - A norm of n numbers keeps its input in fp32 and the normalised numbers. The linear layers after it share
       one input.
     - Attention keeps queries, keys and values (after the rotation, whose factors need no gradient) and a
-      log-sum per head. It keeps its output twice, once packed again for the next layer. If ranks share heads,
-      the output is kept once (`exchange.py`).
+      log-sum per head. It keeps its output twice, once packed again for the next layer.
     - A gated layer of width w keeps gate, up, the activated gate and their product.
     - An expert adds its input and its output, because the router's weight multiplies the output.
     - A frozen norm keeps only its input. An adapter keeps the output of A."""
     c = options.compute_bytes
     queries, keys = block.width("q_proj.weight"), block.width("k_proj.weight")
     size = 2 * _norm(hidden, c) + 2 * c * hidden
-    sharing = share_heads(block.heads, options.grid.sequence)
-    sent = keys * sharing.repeats(block.kv_heads) if keys else 0
-    results = 1 if sharing.by_heads > 1 and options.recompute == "none" else 2
-    size += c * (queries + 2 * sent) + results * c * queries + FLOAT32_BYTES * block.heads
+    ranks = options.grid.sequence
+    sent = keys * ranks // gcd(block.kv_heads, ranks)
+    size += c * (3 * queries + 2 * sent) + FLOAT32_BYTES * block.heads
     if "self_attn.q_norm.weight" in block.parameters:
         size += _norm(queries, c) + _norm(keys, c)
     for name, shape in block.parameters.items():

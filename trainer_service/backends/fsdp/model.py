@@ -75,9 +75,9 @@ class HeldModel(ChangingModel):
         self.module = self.loaded.module
         if use.optimizer is None:
             self.module.requires_grad_(False)
-        self.sequence = None
+        self.sequence = shared
         if shared is not None:
-            self.sequence = _for_model(self.module, shared, ranks, name, options.recompute)
+            _check_sequence(self.module, shared, name)
         probe_packing(name, self.loaded, ranks, use.head, self.sequence)
         # The first pass of FSDP may move the local shards, so the optimizer gets them after it.
         parameters = self.module.named_parameters()
@@ -165,17 +165,15 @@ class HeldModel(ChangingModel):
         return float(squared.sqrt())
 
 
-def _for_model(module: Any, shared: SequenceRanks, ranks: Ranks, name: str, recompute: str) -> SequenceRanks:
-    """Decide how ranks share the rows of a model. Raises `ModelError` if they cannot."""
+def _check_sequence(module: Any, shared: SequenceRanks, name: str) -> None:
+    """Raise `ModelError` if ranks cannot share the rows of a model."""
     config = module.config.get_text_config()
     if why := looks_beyond_tokens(config.to_dict()):
         raise ModelError(f"trainer.parallel.sequence: the model {name!r} {why}. Set it to 1.")
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    found = shared.for_heads(heads, ranks, recompute=recompute)
-    if ranks.first:
-        how = found.sharing.describe(kv_heads or heads)
-        log.info("ranks share rows", model=name, sequence=found.size, heads=heads, attention=how)
-    return found
+    if (heads := config.num_attention_heads) % shared.size:
+        raise ModelError(
+            f"trainer.parallel.sequence: the model {name!r} has {heads} attention heads. Set a divisor of it."
+        )
 
 
 def _local(tensor: Tensor) -> Tensor:

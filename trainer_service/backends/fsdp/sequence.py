@@ -2,7 +2,7 @@
 
 The ranks of a group build the same micro-batch with T tokens. One more row without units pads it to a
 multiple of the group's size. It is cut into equal stretches, one for each rank. Except for attention, every
-layer works on the rank's own stretch. Attention gets the data of other stretches as `sharing.py` describes.
+layer works on the rank's own stretch. For attention, the ranks exchange heads (`exchange.py`).
 
 The rank whose stretch has a unit's place computes its columns. All ranks end with the columns of all units,
 so the loss is the same as on one rank (`shared_loss`). Gradients return to the stretch of their unit. A
@@ -11,21 +11,18 @@ rank's parameters get a part of the gradient; the sum over the group is the grad
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainer_service.backends.fsdp.exchange import Attend, attend_by_heads
-from trainer_service.backends.fsdp.sharing import HeadSharing, share_heads
 from trainer_service.data.microbatch import MicroBatch
-from trainer_service.data.prefixes import Branching, Runs, leaves_of
+from trainer_service.data.prefixes import Branching, Runs
 from trainer_service.ranks import Ranks
 
 
@@ -38,35 +35,15 @@ class SequenceRanks:
     size: int
     owner: int
     """Global number of the first rank in the group."""
-    sharing: HeadSharing
-    heads: dist.ProcessGroup
-    """Ranks that share heads with this one."""
-    ring: dist.ProcessGroup
-    """Ranks among which this rank's keys and values circulate."""
-    results_once: bool = True
-    """Whether autograd keeps attention's result once if heads are shared (`exchange.py`). It must be False
-    with recomputation, which saves the result itself and must see every tensor that autograd would keep."""
 
     @classmethod
     def of(cls, ranks: Ranks, size: int) -> SequenceRanks:
-        """Create groups of `size` neighbours; all `ranks` call it. `for_heads` completes them for a model's
-        attention."""
-        group = _groups(ranks, lambda rank: rank // size)
+        """Create groups of `size` neighbours; all `ranks` call it."""
+        groups = [[*range(first, first + size)] for first in range(0, ranks.world, size)]
+        timeout = timedelta(seconds=ranks.timeout_s)
+        group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
         index = ranks.rank % size
-        return cls(group, index, size, ranks.rank - index, HeadSharing(size, 1), group, group)
-
-    def for_heads(self, heads: int, ranks: Ranks, *, recompute: str = "none") -> SequenceRanks:
-        """Return a copy for a model with this number of query heads and this recomputation. All `ranks` call
-        it."""
-        sharing = share_heads(heads, self.size)
-        n = sharing.by_heads
-        return replace(
-            self,
-            sharing=sharing,
-            heads=self.group if sharing.ring == 1 else _groups(ranks, lambda rank: rank // n),
-            ring=self.group if n == 1 else _groups(ranks, lambda rank: (rank // self.size, rank % n)),
-            results_once=recompute == "none",
-        )
+        return cls(group, index, size, ranks.rank - index)
 
     def part_of(self, batch: MicroBatch) -> SequencePart:
         """Return this rank's stretch of a micro-batch that the whole group has."""
@@ -80,13 +57,7 @@ class SequenceRanks:
             runs.append((1, padding))
             branching.append(None)
         own = slice(self.index * length, (self.index + 1) * length)
-        ring = None
-        if self.sharing.ring > 1:
-            leaves = leaves_of(positions[0].cpu().numpy())
-            ring = RingTokens(
-                leaves, torch.from_numpy(leaves).to(ids.device), positions[0], length * self.sharing.by_heads
-            )
-        return SequencePart(self, ids[:, own], positions[:, own], own, runs, branching, ring)
+        return SequencePart(self, ids[:, own], positions[:, own], own, runs, branching)
 
     def stretch(self, routes: Tensor) -> Tensor:
         """Return the routes of this rank's stretch, from the micro-batch's routes [layers, T, K]; -1 for
@@ -94,34 +65,6 @@ class SequenceRanks:
         length = -(-routes.shape[1] // self.size)
         whole = F.pad(routes, (0, 0, 0, length * self.size - routes.shape[1]), value=-1)
         return whole[:, self.index * length : (self.index + 1) * length]
-
-
-def _groups(ranks: Ranks, color: Callable[[int], Any]) -> dist.ProcessGroup:
-    """Return the group of the ranks with this rank's color."""
-    members: dict[Any, list[int]] = {}
-    for rank in range(ranks.world):
-        members.setdefault(color(rank), []).append(rank)
-    own, _ = dist.new_subgroups_by_enumeration(
-        [*members.values()], timeout=timedelta(seconds=ranks.timeout_s)
-    )
-    return own
-
-
-@dataclass(frozen=True)
-class RingTokens:
-    """Attention structure of all tokens in a padded micro-batch.
-
-    Token i attends to token j if j ≤ i < leaves[j]. With a window, position[i] - position[j] must also be
-    below it."""
-
-    leaves: np.ndarray
-    """i64 [T]: see `prefixes.leaves_of`."""
-    leaves_there: Tensor
-    """The same tensor on the device."""
-    position: Tensor
-    """i64 [T]"""
-    block: int
-    """Number of tokens at each place in the ring."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +81,6 @@ class SequencePart:
     runs: Runs
     """Runs of the padded micro-batch."""
     branching: list[Branching]
-    ring: RingTokens | None
 
     def units_at(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return i64 [N] twice: indices of the places [S] that are in this stretch, and their places within
@@ -154,18 +96,13 @@ class SequencePart:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
         """Return [1, L, H, D] for this stretch's queries [1, H, L, D], keys [1, H_kv, L, D] and values.
 
-        `attend` gets some heads of all tokens that are available without a ring. Raises `ValueError` if the
-        ranks cannot share the heads."""
-        sharing = self.ranks.sharing
-        if query.shape[1] % sharing.by_heads:
+        `attend` gets some heads of all tokens. Raises `ValueError` if the ranks cannot share the heads."""
+        if query.shape[1] % self.ranks.size:
             raise ValueError(
-                f"a layer has {query.shape[1]} heads, which {sharing.by_heads} ranks cannot share: set "
+                f"a layer has {query.shape[1]} heads, which {self.ranks.size} ranks cannot share: set "
                 "trainer.parallel.sequence to a divisor of the heads of every layer"
             )
-        if sharing.by_heads == 1:
-            return attend(query, key, value, results=None)
-        repeats, once = sharing.repeats(key.shape[1]), self.ranks.results_once
-        return attend_by_heads(query, key, value, attend, group=self.ranks.heads, repeats=repeats, once=once)
+        return attend_by_heads(query, key, value, attend, self.ranks.group)
 
 
 class _Summed(torch.autograd.Function):
