@@ -177,23 +177,22 @@ class Nccl(Channel):
             problem = (
                 f"`nccl` sends whole tensors from one device, and with {trainer.ranks} ranks none has them"
             )
-            yield mistake(problem, "Set it to auto, or trainer.ranks to 1", ("trainer.ranks",))
+            yield mistake(problem, "Set it to auto, or trainer.ranks to 1")
         if trainer.lora.rank:
             problem = "`nccl` sends whole weights from device to device, and with trainer.lora there are none"
-            yield mistake(problem, "Set it to auto, zmq or disk", ("trainer.lora.rank",))
+            yield mistake(problem, "Set it to auto, zmq or disk")
         engine = declared_engine(rollout.engine)
         if engine is not None and (reason := engine.no_group):
             able = " or ".join(name for name in ENGINES.built_in if not engine_part(name).no_group)
             problem = f"`nccl` is not for rollout.engine {rollout.engine}: {reason}"
-            yield mistake(problem, f"Set it to auto, or rollout.engine to {able}", ("rollout.engine",))
+            yield mistake(problem, f"Set it to auto, or rollout.engine to {able}")
         kinds = {device.partition(":")[0] for device in (rollout.device, trainer.device)}
         if len(kinds) > 1:
             problem = (
                 f"a process group joins GPUs with GPUs (by NCCL) or CPUs with CPUs (by gloo), not the "
                 f"trainer's {trainer.device} with the engine's {rollout.device}"
             )
-            devices = ("rollout.device", "trainer.device")
-            yield mistake(problem, "Set it to auto, or both devices to one kind", devices)
+            yield mistake(problem, "Set it to auto, or both devices to one kind")
         elif kinds == {"cuda"}:
             yield from shared_with_engines(job)
 
