@@ -33,7 +33,6 @@ from areal_async.config.registry import BACKENDS
 from areal_async.rpc.secret import RunSecret
 from areal_async.trajectory import Sampling
 from areal_async.weights.pieces import whole_piece
-from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import Companions, open_snapshot
 from rollout_service.engines.base import GenerateRequest
 from rollout_service.engines.local.engine import LocalEngine
@@ -41,6 +40,7 @@ from trainer_service.backends.base import TRAINED_MODEL, ModelUse, TrainingBacke
 from trainer_service.backends.fsdp.memory import MemoryOptions, ModelShape, rank_memory, shape_of
 from trainer_service.backends.megatron.memory import stage_memory
 from trainer_service.durable_files import companion_files
+from trainer_service.publishing.publisher import Publisher
 from trainer_service.ranks import join_ranks
 from trainer_service.tools.gpus import Gpu, gpu_of_device
 from trainer_service.tools.plan import tensor_shapes

@@ -43,9 +43,9 @@ from areal_async.base.versions import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.service.rank_group import Meeting
 from areal_async.weights.pieces import TensorPiece
-from areal_async.weights.publisher import Publisher
 from areal_async.weights.tensor_file import MappedFile, in_threads
-from areal_async.weights.writing import PieceWriter
+from trainer_service.publishing.publisher import Publisher
+from trainer_service.publishing.writing import PieceWriter
 from trainer_service.ranks import Ranks, join_ranks
 
 MB = 1 << 20

@@ -39,7 +39,7 @@ from areal_async.rpc.messages import (
 from areal_async.service.context import ServiceContext
 from areal_async.service.main import run_service
 from areal_async.service.record import open_records
-from areal_async.weights.publisher import make_publisher
+from trainer_service.publishing.publisher import make_publisher
 
 WAIT_MS = 500
 

@@ -18,8 +18,8 @@ from areal_async.base.errors import DISK_TROUBLE, errno_of
 from areal_async.base.own_files import NotBeneath, map_path, parts_of, sync
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.snapshot import MODEL_FILE
-from areal_async.weights.writing import write_tensors
 from trainer_service.errors import DiskFull
+from trainer_service.publishing.writing import write_tensors
 from trainer_service.ranks import Ranks
 
 SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}

@@ -21,8 +21,6 @@ from areal_async.rpc.client import SyncClient
 from areal_async.service.context import ServiceContext
 from areal_async.service.rank_group import LATE, LATE_START, OUT_OF_MEMORY, Note, tell
 from areal_async.service.record import RunRecords, open_records
-from areal_async.weights.publisher import Publisher, make_piece_writer, make_publisher
-from areal_async.weights.writing import PieceWriter
 from trainer_service.backends.base import TrainingBackend
 from trainer_service.background import in_thread
 from trainer_service.checkpoint import Checkpoint, CheckpointReader
@@ -33,6 +31,8 @@ from trainer_service.loop.from_files import FileTrainer
 from trainer_service.loop.learner import OBJECTIVE_FILE, load_backend
 from trainer_service.loop.rl import Beside, RlTrainer
 from trainer_service.loop.samples import StepSamples
+from trainer_service.publishing.publisher import Publisher, make_piece_writer, make_publisher
+from trainer_service.publishing.writing import PieceWriter
 from trainer_service.ranks import GIVE_UP_S, Ranks, join_ranks, lost_peer
 from trainer_service.saved_states import TrainingRun, left_in_memory
 from trainer_service.trained_model import companions_of

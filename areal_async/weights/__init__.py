@@ -2,8 +2,10 @@
 
 manifest, tensor_file, snapshot   one version on disk, written and opened
 delta_codec, delta                differences between two versions
-publisher, retention, receiver    sender and receiver of versions
+retention, receiver               stored versions, and the receiver of them
 channels/                         transports of the bytes between them
+
+The sender is `trainer_service/publishing`.
 """
 
 CHANNELS = {

@@ -23,10 +23,10 @@ from areal_async.rpc.client import Client
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.weights_messages import AskTensors, SnapshotNotice
 from areal_async.service.context import ServiceContext
-from areal_async.weights.publisher import make_publisher
 from areal_async.weights.receiver import make_receiver
 from tests.contexts import context_for_test
 from tests.unit.weights.member import Member
+from trainer_service.publishing.publisher import make_publisher
 
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
 LIMIT_S = 300.0

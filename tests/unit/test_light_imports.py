@@ -69,5 +69,5 @@ def test_it_starts_without_torch(process):
 
 
 def test_a_heavy_import_is_shown_with_its_chain():
-    found = heavy_imports(["areal_async.weights.writing"])
-    assert found["torch._C"][0].startswith("areal_async.weights.writing:")
+    found = heavy_imports(["trainer_service.publishing.writing"])
+    assert found["torch._C"][0].startswith("trainer_service.publishing.writing:")

@@ -55,9 +55,7 @@ from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import Batch, Checkpointed, Commit, ExportLedger, OpenTrainer, Stats
 from areal_async.service.record import RunRecords
-from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import SnapshotInfo
-from areal_async.weights.writing import PieceWriter, Publication
 from trainer_service import metrics
 from trainer_service.algorithms.off_policy import EffectiveSamplesWatch
 from trainer_service.algorithms.parts import Loss
@@ -75,6 +73,8 @@ from trainer_service.loop.report import TrainedStep, report_step
 from trainer_service.loop.samples import StepSamples
 from trainer_service.loop.step import StepPlan, StepResult
 from trainer_service.publications import PublishedVersions
+from trainer_service.publishing.publisher import Publisher
+from trainer_service.publishing.writing import PieceWriter, Publication
 from trainer_service.saved_states import States, TrainingRun
 from trainer_service.trained_model import write_trained
 

@@ -21,8 +21,8 @@ from areal_async.rpc.secret import RunSecret
 from areal_async.weights.channels.tensor_group import TensorGroup
 from areal_async.weights.channels.tensor_sender import TensorSender
 from areal_async.weights.manifest import MANIFEST_FILE
-from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import Companions, open_snapshot
+from trainer_service.publishing.publisher import Publisher
 
 SECRET = RunSecret(bytes(32))
 WINDOW_S = 2.0  # Enough for two that ask on a busy machine

@@ -17,7 +17,6 @@ from areal_async.rpc.client import Client
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.weights_messages import NoNews
 from areal_async.trajectory import Sampling
-from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
 from rollout_service.engines.base import EngineError, EngineLost, GenerateRequest
 from rollout_service.replicas import ReplicaSet, exchange
@@ -25,6 +24,7 @@ from rollout_service.worker import WeightUpdates
 from tests.unit.rollout.fakes import Over, ScriptedSource, eventually, notice
 from tests.unit.rollout.fleet import FakeServer, Fleet
 from tests.waiting import LIMIT_S
+from trainer_service.publishing.publisher import Publisher
 
 SECRET = RunSecret(bytes(32))
 

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from areal_async.service.rank_group import Meeting
 from areal_async.weights.pieces import whole_tensors
-from areal_async.weights.writing import write_tensors
 from trainer_service.backends.fsdp.loading import load_sharded
 from trainer_service.errors import ModelError
+from trainer_service.publishing.writing import write_tensors
 from trainer_service.ranks import join_ranks
 
 

@@ -15,7 +15,6 @@ from areal_async.rpc.server import Server
 from areal_async.service.main import restart_may_help
 from areal_async.service.rank_group import Note
 from areal_async.service.record import read_run_log
-from areal_async.weights.publisher import Publisher
 from tests.contexts import context_for_test
 from tests.unit.trainer import rank_process
 from trainer_service import main as trainer_main
@@ -23,6 +22,7 @@ from trainer_service.checkpoint import CheckpointReader
 from trainer_service.data.recording import read_step, write_step
 from trainer_service.errors import RankError
 from trainer_service.main import main
+from trainer_service.publishing.publisher import Publisher
 from trainer_service.ranks import GIVE_UP_S, Ranks
 
 

@@ -24,7 +24,6 @@ from areal_async.service.record import RunLog, read_run_log
 from areal_async.service.samples import read_samples, sample_files
 from areal_async.trajectory import unpack
 from areal_async.weights.channels import PublishingEnd
-from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import open_snapshot
 from tests.unit.trainer import rank_process
 from tests.waiting import LIMIT_S, wait_for
@@ -33,6 +32,7 @@ from trainer_service.data.recording import read_step, write_step
 from trainer_service.durable_files import companion_files
 from trainer_service.errors import BatchError, DiskFull, StalenessViolation
 from trainer_service.loop.samples import StepSamples
+from trainer_service.publishing.publisher import Publisher
 from trainer_service.ranks import join_ranks
 from trainer_service.saved_states import States, left_in_memory
 

@@ -23,12 +23,12 @@ from areal_async.rpc.weights_messages import AskTensors, SnapshotNotice
 from areal_async.weights.channels import channel_of, makes_deltas
 from areal_async.weights.channels.fetching import Download, SnapshotFetcher
 from areal_async.weights.channels.serving import ChunkServer, SnapshotServer
-from areal_async.weights.publisher import Publisher, make_publisher
 from areal_async.weights.receiver import Receiver, make_receiver
 from areal_async.weights.snapshot import Companions
 from tests.contexts import context_for_test
 from tests.unit.weights.member import Member
 from tests.unit.weights.world import PATIENCE_S, SECRET, files_of, names, tag
+from trainer_service.publishing.publisher import Publisher, make_publisher
 
 
 def weights(version, n=400_000):

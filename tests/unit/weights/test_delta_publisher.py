@@ -16,10 +16,10 @@ from areal_async.base.errors import SnapshotError
 from areal_async.rpc.client import Client
 from areal_async.rpc.weights_messages import NoNews, WaitSnapshot
 from areal_async.weights.delta import apply_delta, write_delta
-from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import open_snapshot
 from tests.unit.weights.world import SECRET, tag
 from tests.waiting import LIMIT_S
+from trainer_service.publishing.publisher import Publisher
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:

@@ -12,12 +12,12 @@ from areal_async.base.errors import EndpointError, FaultError, RpcTimeout, Snaps
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Stats
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice
-from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
 from areal_async.weights.retention import Purpose
 from areal_async.weights.snapshot import MODEL_FILE, Companions, open_snapshot
 from tests.unit.weights.world import SECRET, tag
 from tests.waiting import LIMIT_S, wait_for
+from trainer_service.publishing.publisher import Publisher
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:

@@ -13,16 +13,17 @@ import safetensors.torch
 import torch
 
 from areal_async.base.errors import SnapshotError
-from areal_async.weights import handover, layout, tensor_file, writing
-from areal_async.weights.handover import receivers_of
+from areal_async.weights import layout, tensor_file
 from areal_async.weights.pieces import TensorPiece
-from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import MODEL_FILE, Companions, SnapshotInfo, open_snapshot, write_snapshot
 from areal_async.weights.tensor_file import MappedFile
-from areal_async.weights.writing import PieceWriter, write_tensors
 from tests.unit.weights.ranks import box, groups, together
 from tests.unit.weights.world import SECRET, tag
 from tests.waiting import LIMIT_S
+from trainer_service.publishing import handover, writing
+from trainer_service.publishing.handover import receivers_of
+from trainer_service.publishing.publisher import Publisher
+from trainer_service.publishing.writing import PieceWriter, write_tensors
 
 
 def model(version: int) -> dict[str, torch.Tensor]:

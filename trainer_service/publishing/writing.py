@@ -31,13 +31,13 @@ import torch
 
 from areal_async.base.errors import SnapshotError
 from areal_async.base.versions import VersionTag
-from areal_async.weights.collectives import ByteCollectives, OneRank
-from areal_async.weights.handover import StagedPieces, receive, receivers_of, written_by
 from areal_async.weights.layout import Box, Layout, box_of, plan_layout
 from areal_async.weights.manifest import SPARE_PREFIX, Part
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.snapshot import MODEL_FILE, SnapshotInfo
 from areal_async.weights.tensor_file import MappedFile, fill, hash_ranges
+from trainer_service.publishing.collectives import ByteCollectives, OneRank
+from trainer_service.publishing.handover import StagedPieces, receive, receivers_of, written_by
 
 T = TypeVar("T")
 

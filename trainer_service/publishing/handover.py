@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from areal_async.base.errors import SnapshotError
-from areal_async.weights.collectives import ByteCollectives
 from areal_async.weights.layout import Box, Layout, box_of, torch_dtype
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.tensor_file import MappedFile, fill
+from trainer_service.publishing.collectives import ByteCollectives
 
 MESSAGE_BYTES = 16 << 20
 

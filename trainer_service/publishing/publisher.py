@@ -36,7 +36,6 @@ from areal_async.rpc.server import Answer, Peer, Server
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
 from areal_async.service.context import ServiceContext
 from areal_async.weights.channels import PublishingEnd, channel_of, makes_deltas
-from areal_async.weights.collectives import ByteCollectives
 from areal_async.weights.delta import DeltaPublisher
 from areal_async.weights.layout import Layout
 from areal_async.weights.manifest import Part, remove_snapshots
@@ -49,7 +48,8 @@ from areal_async.weights.snapshot import (
     SnapshotInfo,
     finish_snapshot,
 )
-from areal_async.weights.writing import FilePool, PieceWriter, Publication, spare_file
+from trainer_service.publishing.collectives import ByteCollectives
+from trainer_service.publishing.writing import FilePool, PieceWriter, Publication, spare_file
 
 MAX_WAIT_MS = 60_000
 MAX_ACKS = 1024
