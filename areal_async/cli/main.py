@@ -47,6 +47,7 @@ MOVED = {
     "data prepare": "a script: docs/your-task.md#convert-a-data-set",
     "logs --list": "areal-async logs JOB NAME with any name: if there is no such log, the error lists them",
     "dashboards up": "areal-async dashboards write DIR, which prints how to start both programs",
+    "objectives": "areal-async validate JOB.YAML trainer.objective=NAME, or docs/objectives.md",
     "reward new": "areal-async init DIR, which makes a reward with its test, too",
     "sweep": f"a loop of the shell: {SWEEP}",
     "submit --memory-gb": "placement.ROLE.memory_gb=N, which Ray reserves",
@@ -55,7 +56,7 @@ MOVED = {
 }
 """Commands and options of earlier releases, each with its replacement."""
 PANELS = {
-    "Start": "quickstart init reward doctor objectives validate diff plan simulate",
+    "Start": "quickstart init reward doctor validate diff plan simulate",
     "Train": "run resume stop scale drain",
     "Look": "status logs view advise evaluate generate export buffer dashboards",
     "Cluster": "up down submit ps pause keys",
@@ -285,40 +286,6 @@ def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = F
         job, found = _checked_job(job_file, overrides)
         print_warnings(job, found)
         show(job.model_dump(mode="json"), dump_job(job).rstrip("\n"), as_json)
-
-
-@app.command()
-def objectives(
-    name: Annotated[str | None, Argument(metavar="NAME", help="A preset or a part.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """List the parts of objectives and the presets. With NAME, print the fields that a preset sets and the
-    description of the parts with that name."""
-    with readable_errors():
-        from areal_async.base.mistakes import ConfigError
-        from areal_async.config.presets import PRESETS, unknown_preset
-        from areal_async.config.registry import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISERS
-
-        kinds = {
-            "advantages": ADVANTAGES,
-            "losses": LOSSES,
-            "corrections": CORRECTIONS,
-            "normalisers": NORMALISERS,
-        }
-        if name is None:
-            names = {title: kind.names for title, kind in kinds.items()}
-            lines = [f"{title}: {', '.join(known)}" for title, known in names.items()]
-            lines += ["presets:", *(f"  {each:<22} {preset.paper}" for each, preset in PRESETS.items())]
-            return show(names | {"presets": tuple(PRESETS)}, "\n".join(lines), as_json)
-        preset = PRESETS.get(name)
-        parts = {kind.kind: kind.explain(name) for kind in kinds.values() if name in kind.names}
-        if preset is None and not parts:
-            raise ConfigError("objectives", [unknown_preset(name)])
-        text = f"# {preset.paper}. {preset.beside}".rstrip() + f"\n{preset.to_yaml()}" if preset else ""
-        for kind, part in parts.items():
-            told = f"{kind} {name}: {part['does']}\n{kind}_args: {part['arguments'] or 'none'}"
-            text += "".join(f"# {line}\n" for line in told.split("\n"))
-        show(dict(preset.fields) if preset else parts, text.rstrip("\n"), as_json)
 
 
 Within = Annotated[
