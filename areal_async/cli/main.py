@@ -15,7 +15,6 @@ from typer.core import TyperGroup
 
 from areal_async import __version__
 from areal_async.cli.dashboards import dashboards
-from areal_async.cli.fields import fields
 from areal_async.cli.jobs import jobs, told
 from areal_async.cli.keys import keys
 from areal_async.cli.page import page
@@ -38,14 +37,16 @@ if TYPE_CHECKING:
     from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 
 SWEEP = "for lr in 1e-6 3e-6; do areal-async submit JOB.YAML job=NAME-$lr trainer.optimizer.lr=$lr; done"
+DIFF = "diff <(areal-async validate A.YAML) <(areal-async validate B.YAML); a run has a job.yaml"
 MOVED = {
     "buffer replay": "areal-async buffer export --batches, which writes the recorded batches to a file",
     "compare": "areal-async view RUN RUN --report FILE.HTML",
-    "config diff": "areal-async diff",
+    "config diff": DIFF,
     "config show": "areal-async validate JOB.YAML or areal-async status JOB --json",
     "data check": "areal-async validate JOB.YAML",
     "data prepare": "a script: docs/your-task.md#convert-a-data-set",
     "logs --list": "areal-async logs JOB NAME with any name: if there is no such log, the error lists them",
+    "diff": DIFF,
     "dashboards up": "areal-async dashboards write DIR, which prints how to start both programs",
     "objectives": "areal-async validate JOB.YAML trainer.objective=NAME, or docs/objectives.md",
     "reward new": "areal-async init DIR, which makes a reward with its test, too",
@@ -56,7 +57,7 @@ MOVED = {
 }
 """Commands and options of earlier releases, each with its replacement."""
 PANELS = {
-    "Start": "quickstart init reward doctor validate diff plan simulate",
+    "Start": "quickstart init reward doctor validate plan simulate",
     "Train": "run resume stop scale drain",
     "Look": "status logs view advise evaluate generate export buffer dashboards",
     "Cluster": "up down submit ps pause keys",
@@ -144,7 +145,7 @@ def main(
 groups = {"buffer": buffer, "reward": reward, "keys": keys, "dashboards": dashboards}
 for name, group in groups.items():
     app.add_typer(group, name=name, cls=CommandGroup)
-for each in (jobs, page, fields):
+for each in (jobs, page):
     app.registered_commands += each.registered_commands
 add_programs({"": app, **groups})
 
