@@ -49,7 +49,7 @@ MOVED = {
     "diff": DIFF,
     "dashboards up": "areal-async dashboards write DIR, which prints how to start both programs",
     "objectives": "areal-async validate JOB.YAML trainer.objective=NAME, or docs/objectives.md",
-    "reward new": "areal-async init DIR, which makes a reward with its test, too",
+    "reward new": "areal-async init DIR, which makes a reward, too",
     "sweep": f"a loop of the shell: {SWEEP}",
     "submit --memory-gb": "placement.ROLE.memory_gb=N, which Ray reserves",
     "submit --sweep": f"a loop of the shell: {SWEEP}",
@@ -388,7 +388,7 @@ def init(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Create a folder for your own task: data, a reward with its test, and a job that learns."""
+    """Create a folder for your own task: data, a reward, and a job that learns."""
     with readable_errors():
         from areal_async.cli.new_task import write_task_files
 
