@@ -166,17 +166,11 @@ Overwrite = Annotated[
 
 
 def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
-    """Print warnings about a job on standard error. There is a line for each field that the job's preset
-    sets, for each doubtful setting, and for each warning in `found` about its files."""
+    """Print warnings about a job on standard error. There is a line for each doubtful setting, and for each
+    warning in `found` about its files."""
     from areal_async.config.advice import advise
-    from areal_async.config.presets import expansion
 
     console = Console(stderr=True, soft_wrap=True)
-    for name, view in job.views.items():
-        whose = f"policies.{name}: " if job.policies else ""
-        for line in expansion(view.model_dump(mode="json")):
-            told = f"{whose}preset {view.trainer.objective.preset}: {line}"
-            console.print(told, markup=False, highlight=False)
     for warning in [*advise(job), *found]:
         console.print("warning:", style="bold yellow", end=" ")
         console.print(str(warning), markup=False, highlight=False)

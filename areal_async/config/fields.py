@@ -127,7 +127,8 @@ def explain(root: type[Section], detail: Mapping[str, Any], within: str = "") ->
         fix = "Write numbers with a point, 4.0e-4; a comma ends the value before it"
         return Mistake(".".join(location[:-1]), f"{found!r} is no name of a field", fix)
     if is_section:
-        return Mistake(field or "file", f"{found!r} is not a section", _as_section(root, field, found))
+        fix = "Give indented `key: value` lines under it, or write it as `{key: value}`"
+        return Mistake(field or "file", f"{found!r} is not a section", fix)
     if (words := value_in_words(detail)) is not None:
         shown, fix = repr(found), words[1] + (f", or {detail['word']}" if "word" in detail else "")
         if isinstance(found, bool):
@@ -156,17 +157,3 @@ def _unknown(root: type[Section], location: list[str], found: Any, within: str) 
     if model is not None and "args" in model.model_fields:
         fix = f"Write {section}.args.{key} if the part takes it"
     return Mistake(field, NO_FIELD, f"{fix}; the fields here are {known}")
-
-
-def _as_section(root: type[Section], field: str, found: Any) -> str:
-    """Return advice on how to write the section `field` if the file has the value `found` instead. The
-    example usually uses the section's first field."""
-    key, model = field.rpartition(".")[2], section_of(root, field)
-    if not key or key.isdigit():
-        return "Give indented `key: value` lines under it"
-    name, inner = "name", "value"
-    if model is not None:
-        name, info = next(iter(model.model_fields.items()))
-        inner = str(found) if type(found) is info.annotation else "..."
-    mapping = f"{{{name}: {inner}}}"
-    return f"Write `{key}: {mapping}` in the file, or `'{field}={mapping}'` on the command line"

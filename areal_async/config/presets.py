@@ -88,15 +88,3 @@ def _unknown_preset(name: object) -> Mistake:
     if word == "dpo":
         fix = "Write kind: preference, or advantage: dpo with what docs/other-trainings.md has beside it"
     return Mistake(FIELD, f"there is no preset {name!r}", fix)
-
-
-def expansion(content: Mapping[str, Any]) -> list[str]:
-    """Return a line for each field that the job's preset sets. The line notes if the job has another value.
-    `content` has the job's JSON values."""
-    name, lines = get(content, FIELD), []
-    known = name in PRESETS and content["kind"] == "rl"
-    for field, value in PRESETS[name].items() if known else ():
-        found, meant = get(content, field), get(content, LONGEST) if value == LONGEST else value
-        differs = f" (the job's own; {name} has {meant})" if found != meant else ""
-        lines.append(f"{field}: {found}{differs}")
-    return lines
