@@ -15,7 +15,6 @@ from typer.core import TyperGroup
 
 from areal_async import __version__
 from areal_async.cli.dashboards import dashboards
-from areal_async.cli.fields import fields
 from areal_async.cli.jobs import jobs, told
 from areal_async.cli.keys import keys
 from areal_async.cli.page import page
@@ -38,16 +37,19 @@ if TYPE_CHECKING:
     from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 
 SWEEP = "for lr in 1e-6 3e-6; do areal-async submit JOB.YAML job=NAME-$lr trainer.optimizer.lr=$lr; done"
+DIFF = "diff <(areal-async validate A.YAML) <(areal-async validate B.YAML); a run has a job.yaml"
 MOVED = {
     "buffer replay": "areal-async buffer export --batches, which writes the recorded batches to a file",
     "compare": "areal-async view RUN RUN --report FILE.HTML",
-    "config diff": "areal-async diff",
+    "config diff": DIFF,
     "config show": "areal-async validate JOB.YAML or areal-async status JOB --json",
     "data check": "areal-async validate JOB.YAML",
     "data prepare": "a script: docs/your-task.md#convert-a-data-set",
     "logs --list": "areal-async logs JOB NAME with any name: if there is no such log, the error lists them",
+    "diff": DIFF,
     "dashboards up": "areal-async dashboards write DIR, which prints how to start both programs",
-    "reward new": "areal-async init DIR, which makes a reward with its test, too",
+    "objectives": "areal-async validate JOB.YAML trainer.objective=NAME, or docs/objectives.md",
+    "reward new": "areal-async init DIR, which makes a reward, too",
     "sweep": f"a loop of the shell: {SWEEP}",
     "submit --memory-gb": "placement.ROLE.memory_gb=N, which Ray reserves",
     "submit --sweep": f"a loop of the shell: {SWEEP}",
@@ -55,7 +57,7 @@ MOVED = {
 }
 """Commands and options of earlier releases, each with its replacement."""
 PANELS = {
-    "Start": "quickstart init reward doctor objectives validate diff plan simulate",
+    "Start": "quickstart init reward doctor validate plan simulate",
     "Train": "run resume stop scale drain",
     "Look": "status logs view advise evaluate generate export buffer dashboards",
     "Cluster": "up down submit ps pause keys",
@@ -143,7 +145,7 @@ def main(
 groups = {"buffer": buffer, "reward": reward, "keys": keys, "dashboards": dashboards}
 for name, group in groups.items():
     app.add_typer(group, name=name, cls=CommandGroup)
-for each in (jobs, page, fields):
+for each in (jobs, page):
     app.registered_commands += each.registered_commands
 add_programs({"": app, **groups})
 
@@ -164,17 +166,11 @@ Overwrite = Annotated[
 
 
 def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
-    """Print warnings about a job on standard error. There is a line for each field that the job's preset
-    sets, for each doubtful setting, and for each warning in `found` about its files."""
+    """Print warnings about a job on standard error. There is a line for each doubtful setting, and for each
+    warning in `found` about its files."""
     from areal_async.config.advice import advise
-    from areal_async.config.presets import expansion
 
     console = Console(stderr=True, soft_wrap=True)
-    for name, view in job.views.items():
-        whose = f"policies.{name}: " if job.policies else ""
-        for line in expansion(view.model_dump(mode="json")):
-            told = f"{whose}preset {view.trainer.objective.preset}: {line}"
-            console.print(told, markup=False, highlight=False)
     for warning in [*advise(job), *found]:
         console.print("warning:", style="bold yellow", end=" ")
         console.print(str(warning), markup=False, highlight=False)
@@ -287,40 +283,6 @@ def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = F
         show(job.model_dump(mode="json"), dump_job(job).rstrip("\n"), as_json)
 
 
-@app.command()
-def objectives(
-    name: Annotated[str | None, Argument(metavar="NAME", help="A preset or a part.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """List the parts of objectives and the presets. With NAME, print the fields that a preset sets and the
-    description of the parts with that name."""
-    with readable_errors():
-        from areal_async.base.mistakes import ConfigError
-        from areal_async.config.presets import PRESETS, unknown_preset
-        from areal_async.config.registry import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISERS
-
-        kinds = {
-            "advantages": ADVANTAGES,
-            "losses": LOSSES,
-            "corrections": CORRECTIONS,
-            "normalisers": NORMALISERS,
-        }
-        if name is None:
-            names = {title: kind.names for title, kind in kinds.items()}
-            lines = [f"{title}: {', '.join(known)}" for title, known in names.items()]
-            lines += ["presets:", *(f"  {each:<22} {preset.paper}" for each, preset in PRESETS.items())]
-            return show(names | {"presets": tuple(PRESETS)}, "\n".join(lines), as_json)
-        preset = PRESETS.get(name)
-        parts = {kind.kind: kind.explain(name) for kind in kinds.values() if name in kind.names}
-        if preset is None and not parts:
-            raise ConfigError("objectives", [unknown_preset(name)])
-        text = f"# {preset.paper}. {preset.beside}".rstrip() + f"\n{preset.to_yaml()}" if preset else ""
-        for kind, part in parts.items():
-            told = f"{kind} {name}: {part['does']}\n{kind}_args: {part['arguments'] or 'none'}"
-            text += "".join(f"# {line}\n" for line in told.split("\n"))
-        show(dict(preset.fields) if preset else parts, text.rstrip("\n"), as_json)
-
-
 Within = Annotated[
     float, Option("--timeout", min=0, help="Seconds in which a worker that leaves may finish what it has.")
 ]
@@ -420,7 +382,7 @@ def init(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Create a folder for your own task: data, a reward with its test, and a job that learns."""
+    """Create a folder for your own task: data, a reward, and a job that learns."""
     with readable_errors():
         from areal_async.cli.new_task import write_task_files
 

@@ -1,4 +1,4 @@
-"""The folder of a user's task: its data and the script that creates them, a reward with its test, and a job.
+"""The folder of a user's task: its data and the script that creates them, a reward, and a job.
 
 All files work unchanged, on an example task that the user replaces. Without a model, the folder gets a tiny
 model and a job that warms it up. The tiny model has random weights and a token for each ASCII character. No
@@ -39,7 +39,6 @@ def write_task_files(folder: Path, model: str | None) -> list[str]:
     texts = {
         MAKER: DATA.replace("PROMPT", TINY_PROMPT if model is None else CHAT_PROMPT),
         "reward.py": REWARD,
-        "test_reward.py": TEST,
         RL: JOB.format_map({"name": job_name(folder), "model": named} | job),
     }
     if model is None:
@@ -62,12 +61,11 @@ def write_task_files(folder: Path, model: str | None) -> list[str]:
         raise DataError(f"{folder} cannot be made: {error.strerror}. Name another.") from error
     shown = folder.as_posix()
     steps = [
-        f"python -m pytest -q {shown}",
         f"areal-async reward test {shown}/reward.py:score --data {shown}/train.jsonl",
         f"areal-async validate {shown}/{RL}",
         f"areal-async run {shown}/{RL}",
     ]
-    return steps[:2] + ([f"areal-async run {shown}/{WARM}"] if model is None else []) + steps[2:]
+    return steps[:1] + ([f"areal-async run {shown}/{WARM}"] if model is None else []) + steps[1:]
 
 
 def job_name(folder: Path) -> str:
@@ -159,41 +157,6 @@ def score(given: RewardInput) -> Score | Abstain:
     right = sum(said == meant for said, meant in zip(answer, truth, strict=False))
     share = right / max(len(answer), len(truth))
     return Score(1.0 if exact else share / 2, {"exact": exact, "share": share})
-'''
-
-TEST = '''"""Tests of the example's reward; `python -m pytest` runs them.
-
-They fail once reward.py scores in another way. Replace them then: for an answer that is right, one that is
-wrong and an empty one, write what your reward is to return.
-"""
-
-from pathlib import Path
-
-from areal_async import Abstain, RewardInput, load_reward
-
-score = load_reward(f"{Path(__file__).with_name('reward.py')}:score")
-
-
-def test_the_right_answer_gets_one():
-    assert score(RewardInput(response="bcd", ground_truth="bcd")).value == 1.0
-
-
-def test_white_space_does_not_count():
-    assert score(RewardInput(response=" bcd\\n", ground_truth="bcd")).value == 1.0
-
-
-def test_half_of_the_signs_in_their_place_earn_a_quarter():
-    given = score(RewardInput(response="bcxy", ground_truth="bcde"))
-    assert given.value == 0.25
-    assert given.components == {"exact": False, "share": 0.5}
-
-
-def test_an_empty_answer_gets_nothing():
-    assert score(RewardInput(response="", ground_truth="bcd")).value == 0.0
-
-
-def test_a_task_without_ground_truth_is_not_judged():
-    assert isinstance(score(RewardInput(response="bcd")), Abstain)
 '''
 
 WARM_JOB = """# First job: teach the random model in base/ a little of the task, for RL to go on from.

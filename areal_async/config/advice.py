@@ -55,9 +55,9 @@ def _fields_are_of_the_kind(job: JobConfig) -> Iterator[Mistake]:
     """Yield one warning for all fields that have a value although a job of this kind does not read them."""
     others = tuple(f"{kind}." for kind in FILE_KINDS if kind != job.kind)
     idle = others if job.kind == "rl" else (*others, *OF_RL)
-    preset = PRESETS.get(job.trainer.objective.preset or "")
+    preset = PRESETS.get(job.trainer.objective.preset or "", {})
     # A preset names each argument of a part, but `_filled_in` yields the whole mapping of arguments.
-    filled = {re.sub(r"(?<=_args)\..*", "", field) for field in (preset.fields if preset else {})}
+    filled = {re.sub(r"(?<=_args)\..*", "", field) for field in preset}
     if found := [field for field in _filled_in(job) if field.startswith(idle) and field not in filled]:
         more = f", nor {', '.join(found[1:])}" if found[1:] else ""
         fix = "set kind" if job.kind == "rl" else f"say in `{job.kind}` what is meant"

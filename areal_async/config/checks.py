@@ -290,7 +290,7 @@ def policies_mistakes(views: Sequence[JobConfig]) -> Iterator[Mistake]:
     if any(view.rollout.routes == "replay" for view in views):
         problem = "an episode has room for the routes of one model, and there are several policies"
         yield Mistake("rollout.routes", problem, "Set it to auto or off")
-    for field in sorted({field for preset in PRESETS.values() for field in preset.fields}):
+    for field in sorted({field for preset in PRESETS.values() for field in preset}):
         found = {view.policy: attrgetter(field)(view) for view in views} if field in job_fields() else {}
         if not field.startswith("trainer.") and len({*found.values()}) > 1:
             said = ", ".join(f"{value} for {policy}" for policy, value in found.items())

@@ -17,41 +17,6 @@ from areal_async.base.mistakes import ADD_IT, Mistake, blank_after_colon, value_
 from areal_async.config.base import Section
 
 JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,47}")  # The pattern of `JobConfig.job`
-_NAMES = {
-    "trainer.objective.kl.coefficient": "kl_coef kl_coeff kl_loss_coef init_kl_coef",
-    "trainer.objective.kl.coefficient, or in a preference job preference.beta": "beta",
-    "trainer.objective.loss_args.clip_high": "clip_high epsilon_high clip_ratio_high",
-    "trainer.objective.loss_args.clip_low": "clip_low epsilon_low clip_ratio_low",
-    "trainer.objective.loss_args.clip_low and clip_high": "clip_range cliprange clip_ratio eps_clip",
-    "trainer.objective.advantage": "adv_estimator advantage_estimator",
-    "trainer.optimizer.lr": "learning_rate",
-    "trainer.optimizer.clip_grad_norm": "max_grad_norm grad_clip",
-    "trainer.optimizer.warmup_steps": "warmup_ratio lr_warmup_steps",
-    "trainer.minibatches, how many a batch has": "ppo_mini_batch_size mini_batch_size",
-    "trainer.micro_batch_tokens": "ppo_max_token_len_per_gpu",
-    "trainer.steps": "max_steps total_training_steps",
-    "trainer.parallel.data": "replicate data_parallel_size dp_size",
-    "trainer.parallel.tensor": "tensor_model_parallel_size tp_size",
-    "trainer.parallel.pipeline": "pipeline_model_parallel_size pp_size",
-    "trainer.parallel.sequence": "ulysses_sequence_parallel_size sp_size context_parallel_size cp_size",
-    "trainer.parallel.expert": "expert_model_parallel_size ep_size",
-    "trainer.backend_args.recompute": "gradient_checkpointing",
-    "rollout.group_size": "num_generations n rollout_n",
-    "rollout.max_model_len": "max_length max_seq_length",
-    "rollout.sampling.max_new_tokens": "max_completion_length max_response_length",
-    "rollout.sampling.stop": "stop_token_ids stop_tokens stop_strings",
-    "buffer.batch_groups": "train_batch_size per_device_train_batch_size",
-    "evaluation.every_steps": "evaluate_every eval_steps test_freq",
-    "checkpoint.every_steps": "save_steps save_freq",
-    "tasks.train": "train_files train_file dataset",
-    "tasks.evaluation": "val_files eval_dataset held_out",
-    "tasks.passes": "epochs num_epochs num_train_epochs",
-    "reward.name": "reward_funcs",
-    "observe.loggers": "report_to",
-    "run_dir": "output_dir",
-}
-OTHER_NAMES = {name: field for field, names in _NAMES.items() for name in names.split()}
-"""Names of job fields in other trainers and in papers, each with our field."""
 NO_FIELD = "there is no such field"
 NAME_FORM = "Use at most 48 lower-case letters, digits, - and _, starting with a letter or digit"
 
@@ -114,20 +79,12 @@ def suggest(root: type[Section], section: str, key: str) -> str | None:
     `args` for the arguments of its part, only the section's own fields are suggested."""
     model, prefix = section_of(root, section), f"{section}." if section else ""
     own = list(model.model_fields) if model is not None else []
-    other = OTHER_NAMES.get(key) if "trainer" in root.model_fields else None
-    beside = difflib.get_close_matches(key, own, n=1, cutoff=0.65)
-    if "args" in own:
-        return other if other and other.startswith(prefix) else prefix + beside[0] if beside else None
-    surely = difflib.get_close_matches(key, own, n=1, cutoff=0.8)
-    if other or surely:
-        return prefix + surely[0] if surely else other
-    fields = fields_of(root)
-    paths = dict.fromkeys([*fields, *(path.rpartition(".")[0] for path in fields)])
-    by_name = {path.rpartition(".")[2]: path for path in reversed(paths)}
-    if key in by_name or beside:
-        return by_name.get(key) or prefix + beside[0]
-    close = difflib.get_close_matches(key, list(by_name), n=1, cutoff=0.75)
-    return by_name[close[0]] if close else None
+    fields = () if "args" in own else fields_of(root)
+    paths = [*fields, *(path.rpartition(".")[0] for path in fields)]
+    by_name = {path.rpartition(".")[2]: path for path in sorted(paths, key=len, reverse=True)}
+    surely = difflib.get_close_matches(key, list(by_name), n=1, cutoff=0.85)
+    beside = difflib.get_close_matches(key, own, n=1, cutoff=0.85 if key in by_name else 0.65)
+    return prefix + beside[0] if beside else by_name[surely[0]] if surely else None
 
 
 def numbers_or_words(details: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -170,7 +127,8 @@ def explain(root: type[Section], detail: Mapping[str, Any], within: str = "") ->
         fix = "Write numbers with a point, 4.0e-4; a comma ends the value before it"
         return Mistake(".".join(location[:-1]), f"{found!r} is no name of a field", fix)
     if is_section:
-        return Mistake(field or "file", f"{found!r} is not a section", _as_section(root, field, found))
+        fix = "Give indented `key: value` lines under it, or write it as `{key: value}`"
+        return Mistake(field or "file", f"{found!r} is not a section", fix)
     if (words := value_in_words(detail)) is not None:
         shown, fix = repr(found), words[1] + (f", or {detail['word']}" if "word" in detail else "")
         if isinstance(found, bool):
@@ -199,17 +157,3 @@ def _unknown(root: type[Section], location: list[str], found: Any, within: str) 
     if model is not None and "args" in model.model_fields:
         fix = f"Write {section}.args.{key} if the part takes it"
     return Mistake(field, NO_FIELD, f"{fix}; the fields here are {known}")
-
-
-def _as_section(root: type[Section], field: str, found: Any) -> str:
-    """Return advice on how to write the section `field` if the file has the value `found` instead. The
-    example usually uses the section's first field."""
-    key, model = field.rpartition(".")[2], section_of(root, field)
-    if not key or key.isdigit():
-        return "Give indented `key: value` lines under it"
-    name, inner = "name", "value"
-    if model is not None:
-        name, info = next(iter(model.model_fields.items()))
-        inner = str(found) if type(found) is info.annotation else "..."
-    mapping = f"{{{name}: {inner}}}"
-    return f"Write `{key}: {mapping}` in the file, or `'{field}={mapping}'` on the command line"

@@ -65,7 +65,7 @@ class ObjectiveSection(Section):
     docs/objectives.md). Each part is built in, installed, or `path.py:name`."""
 
     preset: str | None = Field(default=None, min_length=1)
-    """Algorithm by its paper's name, such as `dapo`. It sets unset fields (see `areal-async objectives`)."""
+    """Algorithm by its paper's name, such as `dapo`. It sets unset fields (docs/objectives.md#presets)."""
     advantage: str = Field(default="grpo", min_length=1)
     """`grpo`, another advantage of docs/objectives.md, or your own."""
     advantage_args: dict[str, Any] = Field(default_factory=dict)

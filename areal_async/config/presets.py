@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from areal_async.base.mistakes import Mistake
-from areal_async.base.yaml_file import dump_yaml
 from areal_async.config.dotted import get, put
 from areal_async.config.rollout import SamplingSection
 
@@ -22,80 +20,43 @@ LONGEST = "rollout.sampling.max_new_tokens"
 """Field of the job. As a value in a preset, it stands for the value of that field."""
 
 
-@dataclass(frozen=True)
-class Preset:
-    """The algorithm of one paper."""
-
-    paper: str
-    fields: Mapping[str, Any]
-    """Values by dotted field of the job file."""
-    beside: str = ""
-    """Hint about further settings of the algorithm that depend on the task."""
-
-    def to_yaml(self) -> str:
-        """Return the fields as YAML of a job file."""
-        content: dict[str, Any] = {}
-        for field, value in self.fields.items():
-            put(content, field.split("."), value)
-        return dump_yaml(content)
-
-
-def _preset(
-    paper: str, advantage: str, loss: str = "ppo", normaliser: str = "token", *, beside: str = "", **more: Any
-) -> Preset:
-    """Return a preset. `more` are fields of the objective with `__` for dots. If a name begins with `job__`,
-    it is a field of the job."""
+def _preset(advantage: str, loss: str = "ppo", normaliser: str = "token", **more: Any) -> Mapping[str, Any]:
+    """Return the values of a preset by dotted field of the job file. `more` are fields of the objective with
+    `__` for dots. If a name begins with `job__`, it is a field of the job."""
     named = {"advantage": advantage, "loss": loss, "normaliser": normaliser, **more}
     dotted = {(OBJECTIVE + name).replace("__", "."): value for name, value in named.items()}
-    fields = {name.removeprefix(f"{OBJECTIVE}job."): value for name, value in dotted.items()}
-    return Preset(paper, fields, beside)
+    return {name.removeprefix(f"{OBJECTIVE}job."): value for name, value in dotted.items()}
 
 
-PRESETS: Mapping[str, Preset] = {
-    "ppo": _preset("Schulman et al. 2017", "gae"),
-    "grpo": _preset("Shao et al. 2024, DeepSeekMath", "grpo", normaliser="rollout", kl__coefficient=0.04),
-    "dapo": _preset(
-        "Yu et al. 2025",
-        "grpo",
-        loss_args__clip_high=0.28,
-        job__buffer__dynamic_filtering=True,
-        beside="Its soft penalty for long answers is the reward `overlong`, weighed with your own: see "
-        "docs/rewards.md#use-built-in-rewards.",
-    ),
-    "dr_grpo": _preset("Liu et al. 2025", "dr_grpo", normaliser="constant", normaliser_args__length=LONGEST),
-    "gspo": _preset("Zheng et al. 2025", "grpo", "gspo", "rollout"),
-    "cispo": _preset("MiniMax 2025, MiniMax-M1", "grpo", "cispo"),
-    "rloo": _preset("Ahmadian et al. 2024", "rloo", "reinforce"),
-    "reinforce_pp": _preset(
-        "Hu et al. 2025", "reinforce_pp", kl__coefficient=0.01, kl__estimator="k1", kl__place="reward"
-    ),
-    "reinforce_pp_baseline": _preset(
-        "Hu et al. 2025", "reinforce_pp_baseline", kl__coefficient=0.01, kl__estimator="k2"
-    ),
-    "remax": _preset("Li et al. 2023", "remax", "reinforce", job__rollout__greedy_baseline=True),
-    "topr": _preset(
-        "Le Roux et al. 2025",
-        "reward",
-        "topr",
-        advantage_args__baseline=0.2,
-        correction="none",
-        beside="Its baseline is for rewards of 0 and 1: bad answers may not count for much more than good "
-        "ones, or the policy breaks down.",
-    ),
-    "raft_pp": _preset("Xiong et al. 2025", "reward", "raft_pp"),
-    "sapo": _preset("Gao et al. 2025", "grpo", "sapo", "rollout"),
-    "opo": _preset("Hao et al. 2025", "opo", "reinforce"),
-    "a3po": _preset("Li et al. 2025, A-3PO", "grpo", prox="loglinear"),
-    "gigpo": _preset("Feng et al. 2025", "gigpo", beside="The workflow names states with ctx.anchor()."),
-    "kimi": _preset(
-        "Kimi team 2025, Kimi k1.5", "dr_grpo", "kimi", "constant", normaliser_args__length=LONGEST
-    ),
-    "gmpo": _preset("Zhao et al. 2025", "grpo", "gmpo", "rollout"),
-    "dppo": _preset("Qi et al. 2026", "grpo", "dppo", correction="bypass"),
-    "gdpo": _preset("Liu et al. 2026", "gdpo", beside="Its rewards are the components of the score."),
-    "magrpo": _preset("Liu et al. 2025, MAGRPO", "dr_grpo", "reinforce", group_by="task_turn"),
-    "marti": _preset("Zhang et al. 2025, MARTI", "marti", beside="Each turn of an agent has a reward."),
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "ppo": _preset("gae"),  # Schulman et al. 2017
+    "grpo": _preset("grpo", normaliser="rollout", kl__coefficient=0.04),  # Shao et al. 2024, DeepSeekMath
+    # Yu et al. 2025. Its soft penalty for long answers is the reward `overlong`.
+    "dapo": _preset("grpo", loss_args__clip_high=0.28, job__buffer__dynamic_filtering=True),
+    "dr_grpo": _preset("dr_grpo", normaliser="constant", normaliser_args__length=LONGEST),  # Liu et al. 2025
+    "gspo": _preset("grpo", "gspo", "rollout"),  # Zheng et al. 2025
+    "cispo": _preset("grpo", "cispo"),  # MiniMax 2025, MiniMax-M1
+    "rloo": _preset("rloo", "reinforce"),  # Ahmadian et al. 2024
+    # Hu et al. 2025
+    "reinforce_pp": _preset("reinforce_pp", kl__coefficient=0.01, kl__estimator="k1", kl__place="reward"),
+    "reinforce_pp_baseline": _preset("reinforce_pp_baseline", kl__coefficient=0.01, kl__estimator="k2"),
+    "remax": _preset("remax", "reinforce", job__rollout__greedy_baseline=True),  # Li et al. 2023
+    # Le Roux et al. 2025. The baseline is for rewards of 0 and 1: bad answers may not count for much more
+    # than good ones, or the policy breaks down.
+    "topr": _preset("reward", "topr", advantage_args__baseline=0.2, correction="none"),
+    "raft_pp": _preset("reward", "raft_pp"),  # Xiong et al. 2025
+    "sapo": _preset("grpo", "sapo", "rollout"),  # Gao et al. 2025
+    "opo": _preset("opo", "reinforce"),  # Hao et al. 2025
+    "a3po": _preset("grpo", prox="loglinear"),  # Li et al. 2025, A-3PO
+    "gigpo": _preset("gigpo"),  # Feng et al. 2025. The workflow names states with ctx.anchor().
+    "kimi": _preset("dr_grpo", "kimi", "constant", normaliser_args__length=LONGEST),  # Kimi k1.5, 2025
+    "gmpo": _preset("grpo", "gmpo", "rollout"),  # Zhao et al. 2025
+    "dppo": _preset("grpo", "dppo", correction="bypass"),  # Qi et al. 2026
+    "gdpo": _preset("gdpo"),  # Liu et al. 2026. Its rewards are the components of the score.
+    "magrpo": _preset("dr_grpo", "reinforce", group_by="task_turn"),  # Liu et al. 2025
+    "marti": _preset("marti"),  # Zhang et al. 2025. Each turn of an agent has a reward.
 }
+"""Values of each preset by dotted field of the job file."""
 
 
 def name_preset(content: dict[str, Any]) -> None:
@@ -110,32 +71,20 @@ def fill_preset(content: dict[str, Any]) -> list[Mistake]:
     name = get(content, FIELD)
     preset = PRESETS.get(name) if isinstance(name, str) else None
     if preset is None:
-        return [unknown_preset(name)] if name is not None else []
-    own = {field: get(content, field) for field in preset.fields}
-    for field, value in preset.fields.items():
+        return [_unknown_preset(name)] if name is not None else []
+    own = {field: get(content, field) for field in preset}
+    for field, value in preset.items():
         part, is_argument, _ = field.partition("_args.")
-        if own[field] is None and not (is_argument and own.get(part) not in (None, preset.fields[part])):
+        if own[field] is None and not (is_argument and own.get(part) not in (None, preset[part])):
             if value == LONGEST:
                 value = get(content, LONGEST) or SamplingSection().max_new_tokens
             put(content, field.split("."), value)
     return []
 
 
-def unknown_preset(name: object) -> Mistake:
+def _unknown_preset(name: object) -> Mistake:
     word = re.sub(r"\W+", "_", str(name)).lower()
     fix = f"Did you mean {word}?" if word in PRESETS else f"Use one of {', '.join(PRESETS)}"
     if word == "dpo":
         fix = "Write kind: preference, or advantage: dpo with what docs/other-trainings.md has beside it"
     return Mistake(FIELD, f"there is no preset {name!r}", fix)
-
-
-def expansion(content: Mapping[str, Any]) -> list[str]:
-    """Return a line for each field that the job's preset sets. The line notes if the job has another value.
-    `content` has the job's JSON values."""
-    name, lines = get(content, FIELD), []
-    known = name in PRESETS and content["kind"] == "rl"
-    for field, value in PRESETS[name].fields.items() if known else ():
-        found, meant = get(content, field), get(content, LONGEST) if value == LONGEST else value
-        differs = f" (the job's own; {name} has {meant})" if found != meant else ""
-        lines.append(f"{field}: {found}{differs}")
-    return lines

@@ -125,14 +125,6 @@ class Registry:
             self._own_parts[name] = getattr(module, place[1])
         return self._own_parts[name]
 
-    def explain(self, name: str) -> dict[str, Any]:
-        """Describe the function called `name`, one of `names`. `does` is its docstring, and `arguments` has
-        its arguments with their defaults. `...` means that an argument has no default."""
-        function = inspect.unwrap(self.find(name))
-        keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        arguments = {p.name: "..." if p.default is p.empty else p.default for p in keywords}
-        return {"does": inspect.getdoc(function) or "", "arguments": arguments}
-
     def known(self, name: str) -> Any:
         """Return the part called `name`. Return None if it cannot be loaded, or is in a file that has not
         been run yet."""

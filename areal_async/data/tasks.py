@@ -112,12 +112,10 @@ def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
         return TaskTable(path, digest.hexdigest()[:8], rows)
 
 
-def task_rows(
-    path: Path, columns: Collection[str] | None = COLUMNS, broken: list[TaskFileError] | None = None
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def task_rows(path: Path, columns: Collection[str] | None = COLUMNS) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a task file with their `columns` (None: all), as (name for errors, row). The name is
     the file with a line number, or a row number for parquet, both from 1. The values are not checked. Raises
-    `TaskFileError`. If `broken` is given, unreadable lines are appended to it instead."""
+    `TaskFileError`."""
     try:
         path = task_file(path)
         with os.fdopen(open_regular(path), "rb") as file:
@@ -126,7 +124,7 @@ def task_rows(
                     rows = _parquet_rows(path, file, columns)
                     yield from ((f"task file {path}, row {n}", row) for n, row in enumerate(rows, start=1))
                 case ".jsonl" | ".json":
-                    yield from _jsonl_rows(path, file, columns, broken)
+                    yield from _jsonl_rows(path, file, columns)
                 case suffix:
                     raise TaskFileError(
                         f"task file {path} ends in {suffix or 'nothing'!r}: use a .parquet or .jsonl file."
@@ -245,23 +243,16 @@ def _unfolds(path: Path, size: int, found: int) -> TaskFileError:
 
 
 def _jsonl_rows(
-    path: Path, file: BinaryIO, columns: Collection[str] | None, broken: list[TaskFileError] | None
+    path: Path, file: BinaryIO, columns: Collection[str] | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    number = 0
-    while line := file.readline(LONGEST_LINE + 1):
-        number += 1
+    lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")
+    for number, line in enumerate(lines, start=1):
         where = f"task file {path}, line {number}"
         if len(line) > LONGEST_LINE:
             raise TaskFileError(f"{where} is longer than {LONGEST_LINE} bytes.")
         if not line.strip():
             continue
-        try:
-            row = _json_row(where, line)
-        except TaskFileError as error:
-            if broken is None:
-                raise
-            broken.append(error)
-            continue
+        row = _json_row(where, line)
         _refuse_vision(path, [name for name in VISION_COLUMNS if row.get(name)])
         yield where, {name: row[name] for name in row if columns is None or name in columns}
 

@@ -48,7 +48,6 @@ from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
 from areal_async.base.versions import VersionTag
 from areal_async.config.job import JobConfig
-from areal_async.config.presets import expansion
 from areal_async.config.registry import LOSSES
 from areal_async.rpc.board import board
 from areal_async.rpc.client import SyncClient
@@ -189,8 +188,6 @@ class RlTrainer:
             self._states.went_on_from(begin)
         step = begin.manifest.step if begin is not None else 0
         self._note("opened", step=step)
-        if self._ranks.first and (preset := self._job.trainer.objective.preset):
-            log.info("preset", name=preset, fields=expansion(self._job.model_dump(mode="json")))
         if self._run_log is not None and begin is not None:
             tag = VersionTag(self._policy, begin.manifest.epoch, step)
             self._evaluated = step if was_evaluated(self._run_log, tag) else -1

@@ -180,7 +180,8 @@ def test_a_run_folder_names_a_run_in_every_command_that_takes_a_job(tmp_path, jo
     (folder / "logs" / "trainer.log").write_text("of the trainer\x1b\n")
     assert call("logs", folder).stdout == "of the run\n"
     assert call("logs", folder, "trainer", "--follow").stdout == "of the trainer\\x1b\n"
-    assert "if there is no such log" in call("logs", folder, "--list").stderr
+    said = call("logs", folder, "--list").stderr.replace("│", " ")
+    assert "if there is no such log" in " ".join(said.split())
     refused = call("logs", folder, "rollout-7")
     assert (refused.exit_code, "Its logs: supervisor, trainer" in refused.stderr) == (2, True)
     assert "ended, not finished" in call("status", folder).stdout
@@ -241,10 +242,10 @@ def test_several_runs_are_compared_in_a_file():
         (("top",), "Use areal-async ps --watch"),
         (("compare", "a", "b"), "Use areal-async view RUN RUN --report"),
         (("config", "show", "job.yaml"), "Use areal-async validate"),
-        (("config", "diff", "job.yaml"), "Use areal-async diff"),
+        (("config", "diff", "job.yaml"), "Use diff <(areal-async validate A.YAML)"),
         (("reward", "new", "tidy"), "Use areal-async init DIR"),
         (("sweep",), "areal-async submit JOB.YAML job=NAME-$lr"),
-        (("data", "check", "job.yaml", "--template-arg", "a=1"), "with rollout.template_args"),
+        (("data", "check", "job.yaml", "--template-arg", "a=1"), "Use areal-async validate JOB.YAML"),
         (("data", "prepare", "rows.jsonl"), "a script: docs/your-task.md"),
         (("submit", "job.yaml", "--sweep", "lr=1,2"), "areal-async submit JOB.YAML job=NAME-$lr"),
     ],

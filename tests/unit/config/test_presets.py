@@ -1,14 +1,10 @@
 """Presets fill in what the job file leaves out."""
 
-import json
-
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from areal_async.cli.main import app
 from areal_async.config.load import dump_job, load_job
-from areal_async.config.presets import PRESETS, expansion
+from areal_async.config.presets import PRESETS
 from trainer_service.algorithms.objective import Objective
 
 
@@ -20,7 +16,6 @@ def preset(name):
 def test_every_preset_is_a_job_that_trains_and_loads_as_it_was_dumped(folder, name):
     """Asynchronously, as everything is by default: an uncorrected one would be refused."""
     job = load_job(folder / "job.yaml", [preset(name), "buffer.max_staleness=4"])
-    assert not [line for line in expansion(job.model_dump(mode="json")) if "job's own" in line]
     Objective(job.trainer.objective, job)
     again = load_job(yaml.safe_load(dump_job(job)), source="dumped", base=folder)
     assert again == job
@@ -54,11 +49,6 @@ def test_what_the_job_file_and_its_overrides_say_stays(folder):
     objective = job.trainer.objective
     assert objective.loss_args == {"clip_low": 0.1, "clip_high": 0.28}
     assert (objective.normaliser, job.buffer.dynamic_filtering) == ("rollout", False)
-    own = [line for line in expansion(job.model_dump(mode="json")) if "job's own" in line]
-    assert own == [
-        "trainer.objective.normaliser: rollout (the job's own; dapo has token)",
-        "buffer.dynamic_filtering: False (the job's own; dapo has True)",
-    ]
 
 
 def test_arguments_of_a_part_go_with_the_part(folder):
@@ -78,30 +68,3 @@ def test_a_preset_of_a_job_with_a_named_policy(folder):
         text + "policies: {solver: {model: model, trainer: {objective: {preset: gspo}}}}\n"
     )
     assert load_job(folder / "job.yaml").trainer.objective.loss == "gspo"
-
-
-def test_the_command_lists_parts_and_presets_and_prints_what_one_sets(folder):
-    def said(*arguments):
-        result = CliRunner().invoke(app, ["objectives", *arguments])
-        assert result.exit_code == 0, result.output
-        return result.output
-
-    assert set(json.loads(said("--json"))["presets"]) == set(PRESETS)
-    assert "advantages: grpo, dr_grpo" in said()
-    assert "losses: ppo, gspo" in said()
-    # What it prints is a job file's.
-    content = yaml.safe_load((folder / "job.yaml").read_text()) | yaml.safe_load(said("dapo"))
-    job = load_job(content, source="printed", base=folder)
-    named = load_job(folder / "job.yaml", [preset("dapo")])
-    assert job.trainer.objective.model_copy(update={"preset": "dapo"}) == named.trainer.objective
-    assert json.loads(said("remax", "--json"))["rollout.greedy_baseline"] is True
-    explained = said("cispo")
-    assert explained.startswith("# MiniMax 2025")
-    assert "# loss cispo: " in explained
-    assert "Source: Shao et al." in said("grpo")
-    assert said("decoupled").startswith("# correction decoupled: ")
-    assert "# correction_args: {'cap': 5.0" in said("decoupled")
-    assert json.loads(said("pass_at_k", "--json"))["advantage"]["arguments"] == {}
-    refused = CliRunner().invoke(app, ["objectives", "nothing"])
-    assert refused.exit_code == 2
-    assert "there is no preset 'nothing'" in refused.output
