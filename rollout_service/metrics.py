@@ -42,9 +42,7 @@ SCORE = Gauge(
 UNSCORED = Gauge(
     "areal_evaluation_unscored_samples", "Unscored samples of the last evaluation.", ["policy", "data_source"]
 )
-GATEWAY_CALLS = Counter(
-    "areal_gateway_calls_total", "Calls of agents, by their outcome.", ["outcome"]
-)
+GATEWAY_CALLS = Counter("areal_gateway_calls_total", "Calls of agents, by their outcome.", ["outcome"])
 GATEWAY_ROOTS = Counter("areal_gateway_roots_total", "Paths begun by calls of agents.", ["reason"])
 GATEWAY_TOKENS = Counter("areal_gateway_tokens_total", "Units sampled for agents and recorded.")
 GATEWAY_SESSIONS = Gauge("areal_gateway_sessions", "Episodes with access.")
