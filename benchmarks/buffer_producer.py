@@ -21,7 +21,7 @@ from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Lease, LeasedGroup, PutEpisodes
 from rollout_service.worker.uploader import PutBatch, UploadQueue
 
-LINGER_S, MAX_PUTS = 0.05, 4
+MAX_PUTS = 4
 """As in `rollout_service.worker`, which would import torch."""
 
 
@@ -52,7 +52,7 @@ class Producer:
 
     async def put(self) -> dict[str, Any]:
         """As the worker sends what has finished: one message per lease at a time, `MAX_PUTS` in all."""
-        queue, sending, acks_ms = UploadQueue(LINGER_S), set[asyncio.Task[None]](), list[float]()
+        queue, sending, acks_ms = UploadQueue(), set[asyncio.Task[None]](), list[float]()
 
         async def send(batch: PutBatch) -> None:
             asked_s = time.perf_counter()
@@ -68,10 +68,10 @@ class Producer:
         for group, blobs in self.held:
             queue.open(group.lease_id, group.group_id, len(blobs))
             for sample, blob in blobs.items():
-                queue.add(group.lease_id, sample, blob, 0.0)
+                queue.add(group.lease_id, sample, blob)
             queue.complete(group.lease_id)
         while queue.episodes:
-            while len(sending) < MAX_PUTS and (batch := queue.take(1.0)):
+            while len(sending) < MAX_PUTS and (batch := queue.take()):
                 sending.add(asyncio.create_task(send(batch)))
             done, sending = await asyncio.wait(sending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

@@ -29,7 +29,7 @@ from areal_async.base.verdicts import Failure, Score, Verdict, kind_of
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Claim, ClaimedEpisode, EpisodeVerdict, PutVerdicts
-from areal_async.trajectory import TrajectoryError, glance
+from areal_async.trajectory import TrajectoryError, unpack
 from reward_service import metrics
 from reward_service.backends import Call, set_within
 from reward_service.router import Router
@@ -292,18 +292,16 @@ def _calls(
 
 
 def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:
-    """Return the input of a reward: texts of the episode and ground truth of its task.
-
-    The buffer has checked the rest of the episode, which is read only if the reward uses it. Raises
-    `TrajectoryError`.
-    """
-    header, n_sampled = glance(blob)
+    """Return the input of a reward: texts of the episode and ground truth of its task. Raises
+    `TrajectoryError`."""
+    episode = unpack(blob)
+    header = episode.header
     return RewardInput.to(
         item.task,
         prompt=header.prompt_text,
         response=header.response_text,
         metadata=header.metadata,
-        response_tokens=n_sampled,
+        response_tokens=episode.n_sampled,
         truncated=bool(header.calls) and header.calls[-1].finish_reason == "length",
         fault=header.fault,
         blob=blob,

@@ -224,8 +224,8 @@ class Evaluator:
         missing.subtract({name: len(samples) for name, samples in got.items()})
         every = [sample for samples in got.values() for sample in samples]
         return Evaluation(
-            overall=statistics_of(every, seed=self.job.seed),
-            by_source={name: statistics_of(got[name], seed=self.job.seed) for name in sorted(got)},
+            overall=statistics_of(every),
+            by_source={name: statistics_of(got[name]) for name in sorted(got)},
             samples=self._samples_of(tasks, judged),
             unscored={name: count for name, count in sorted(missing.items()) if count},
             rewards=component_means([(answer.task, score.components) for answer, score in scored]),

@@ -10,11 +10,9 @@ Each task has three figures over its scored samples:
 A figure is the mean over tasks, so all tasks have the same weight, however many of their samples were scored.
 Samples without a score are counted and never treated as 0. A task without any score is in no figure.
 
-The interval is the percentile bootstrap's (Efron 1979) over tasks. Tasks are a sample of a larger population,
-and samples of one task are not independent. The percentile method is used instead of BCa. The bootstrap
-distribution of a mean is almost symmetric, and the percentile interval never exceeds the range of the scores.
-With few or equal tasks, the interval is too narrow, like any bootstrap. With fewer than two tasks there is
-none.
+The interval is the mean's normal interval over tasks, limited to the range of the tasks' figures. Tasks are a
+sample of a larger population, and samples of one task are not independent. With few or equal tasks, the
+interval is too narrow. With fewer than two tasks there is none.
 """
 
 from __future__ import annotations
@@ -25,9 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-RESAMPLES = 2000
-LEVEL = 0.95
-CHUNK = 1 << 22  # Most values drawn at once: 32 MiB of indices
+Z = 1.96  # Standard errors on each side of the mean, for an interval of level 0.95
 
 Floats = npt.NDArray[np.float64]
 
@@ -46,7 +42,7 @@ class ScoredSample:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A mean over tasks and its interval of level `LEVEL`. Low and high are None if fewer than two tasks were
+    """A mean over tasks and its interval of level 0.95. Low and high are None if fewer than two tasks were
     scored."""
 
     value: float
@@ -65,19 +61,22 @@ class Statistics:
     """Whether any score is neither 0 nor 1. A mean of scores is then not a share of correct answers."""
 
 
-def statistics_of(samples: Sequence[ScoredSample], *, seed: int) -> Statistics:
+def statistics_of(samples: Sequence[ScoredSample]) -> Statistics:
     """Return figures over the tasks of `samples` (at least one). The order of samples and tasks does not
     matter."""
     columns = per_task(samples)
-    ends = (
-        [None if np.isnan(end) else float(end) for end in column] for column in intervals(columns, seed=seed)
-    )
-    figures = (
-        Figure(float(value), low, high) for value, low, high in zip(columns.mean(0), *ends, strict=True)
-    )
     partial_credit = any(sample.score not in (0.0, 1.0) for sample in samples)
-    mean, best, maj = figures
+    mean, best, maj = map(figure_of, columns.T)
     return Statistics(len(columns), mean, best, maj, partial_credit)
+
+
+def figure_of(values: Floats) -> Figure:
+    """Return the mean of f64 [T] and its interval."""
+    mean = float(values.mean())
+    if len(values) < 2:
+        return Figure(mean)
+    half = Z * float(values.std(ddof=1)) / len(values) ** 0.5
+    return Figure(mean, max(mean - half, float(values.min())), min(mean + half, float(values.max())))
 
 
 def component_means(samples: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
@@ -109,22 +108,3 @@ def per_task(samples: Sequence[ScoredSample]) -> Floats:
         scores = [one.score for one in own]
         rows.append((np.mean(scores), max(scores), np.mean(most)))
     return np.array(rows, np.float64)
-
-
-def intervals(columns: Floats, *, seed: int, resamples: int = RESAMPLES) -> tuple[Floats, Floats]:
-    """Return both ends of the interval of each column's mean, [K] each for `columns` [T, K]. NaN if T < 2."""
-    n, k = columns.shape
-    if n < 2:
-        return np.full(k, np.nan), np.full(k, np.nan)
-    # Sorted, because the order of tasks must not matter. The values of one task need not stay in one row.
-    columns = np.sort(columns, axis=0)
-    rng = np.random.default_rng(seed)
-    means = np.empty((resamples, k))
-    step = max(1, CHUNK // n)
-    for start in range(0, resamples, step):
-        drawn = rng.integers(0, n, (min(step, resamples - start), n))
-        for column in range(k):
-            means[start : start + len(drawn), column] = columns[:, column][drawn].mean(1)
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(means, [tail, 1 - tail], axis=0)
-    return low, high

@@ -56,7 +56,7 @@ class GatewaySection(Section):
     sampling: Literal["agent", "job"] = "agent"
     """Source of temperature, top_p and top_k: the `agent`'s call, which is refused if untrainable, or
     `rollout.sampling`."""
-    tool_format: Literal["auto", "hermes", "xml", "mistral", "llama", "none"] = "auto"
+    tool_format: Literal["auto", "hermes", "xml", "llama", "none"] = "auto"
     """Format of tool calls; `auto` reads the chat template."""
     max_calls: int = Field(default=32, ge=1, le=65_536)
     """Maximum calls in flight per session. Further calls are refused (429)."""

@@ -5,7 +5,6 @@ Only the safetensors files that transformers loads count. A folder may have othe
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import struct
@@ -144,17 +143,10 @@ def most_positions(config: Mapping[str, Any]) -> int | None:
     pass. Return None if there is no such limit."""
     text = _text(config)
     kinds = _rotary_kinds(text)
-    rope = text.get("rope_parameters") or text.get("rope_scaling")
-    found = [
-        each.get("original_max_position_embeddings")
-        for each in (rope, *_list(rope))
-        if isinstance(each, dict)
-    ]
+    found = [each.get("original_max_position_embeddings") for each in _ropes(text)]
     if "longrope" in kinds:
         found.append(text.get("original_max_position_embeddings"))
-    if kinds & BY_LENGTH:
-        found.append(text.get("max_position_embeddings"))
-    limits = [limit for limit in found if isinstance(limit, int)]
+    limits = [limit for limit in (*found, text.get("max_position_embeddings")) if isinstance(limit, int)]
     return min(limits) if kinds & BY_LENGTH and limits else None
 
 
@@ -170,10 +162,14 @@ def _layer_kinds(text: Mapping[str, Any]) -> set[str]:
     return {str(kind) for field in fields for kind in _list(text.get(field))}
 
 
-def _rotary_kinds(text: Mapping[str, Any]) -> set[str]:
+def _ropes(text: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the descriptions of rotary positions: one, or one for each kind of layer."""
     rope = text.get("rope_parameters") or text.get("rope_scaling")
-    each = [found for found in (rope, *_list(rope)) if isinstance(found, dict)]
-    return {str(found.get("rope_type") or found.get("type")) for found in each}
+    return [found for found in (rope, *_list(rope)) if isinstance(found, dict)]
+
+
+def _rotary_kinds(text: Mapping[str, Any]) -> set[str]:
+    return {str(found.get("rope_type") or found.get("type")) for found in _ropes(text)}
 
 
 def _list(value: object) -> list[Any]:
@@ -184,13 +180,8 @@ def _list(value: object) -> list[Any]:
 
 
 def no_folder(path: Path) -> str:
-    """Return the message that the folder `path` does not exist. It suggests folders with similar names."""
-    there = next(each for each in path.absolute().parents if each.is_dir())
-    missing = path.absolute().relative_to(there).parts[0]
-    names = [each.name for each in there.iterdir() if each.is_dir()]
-    near = difflib.get_close_matches(missing, names, n=3, cutoff=0.5)
-    hint = f"; {there} has {' and '.join(near)}" if near else ""
-    return f"{path} is a file, not a folder" if path.exists() else f"the folder {path} does not exist{hint}"
+    """Return the message that the folder `path` does not exist."""
+    return f"{path} is a file, not a folder" if path.exists() else f"the folder {path} does not exist"
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -98,9 +98,3 @@ class DropCall(Request[Ok], frozen=True):
 
     key: bytes
     call: int
-
-
-class CountCalls(Request[Ok], frozen=True):
-    """Calls since the last count that were not recorded, by outcome."""
-
-    outcomes: dict[str, int]

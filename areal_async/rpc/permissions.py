@@ -43,8 +43,7 @@ CALLERS: Mapping[type, Roles] = {
     **dict.fromkeys((weights.AskTensors, weights.TakeBucket, weights.BreakGroup), ROLLOUT),
     # between a worker and its gateway
     **dict.fromkeys((gateway.OpenSession, gateway.ServeAgents, gateway.EndSession), GENERATORS),
-    **dict.fromkeys((gateway.Sample, gateway.RecordCall), GENERATORS),
-    **dict.fromkeys((gateway.DropCall, gateway.CountCalls), GENERATORS),
+    **dict.fromkeys((gateway.Sample, gateway.RecordCall, gateway.DropCall), GENERATORS),
     # to every service, and to the supervisor
     **dict.fromkeys((control.Status, control.ScaleWorkers, control.DrainWorker), PEOPLE),
     control.ReadMetrics: frozenset({"supervisor"}),

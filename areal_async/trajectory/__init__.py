@@ -1,12 +1,12 @@
 """The episode model that all services share: the contents of one rollout, their codec and their invariants.
 
-build   EpisodeBuilder → Episode    ship, read back   pack, unpack, glance
+build   EpisodeBuilder → Episode    ship, read back   pack, unpack
 train   training_rows → Row         inspect           Episode.path, Episode.token_ids
 routes  pack_routes, with_routes    refuse            TrajectoryError and its kinds, untrainable
 """
 
 from areal_async.trajectory.builder import EpisodeBuilder
-from areal_async.trajectory.codec import glance, pack, unpack
+from areal_async.trajectory.codec import pack, unpack
 from areal_async.trajectory.episode import Episode, PolicyVersions
 from areal_async.trajectory.layout import (
     Call,
@@ -24,5 +24,5 @@ from areal_async.trajectory.rows import Row, row_profile, row_sizes, seen_by, tr
 
 __all__ = ["Call", "Episode", "EpisodeBuilder", "EpisodeLimits", "PolicyVersions", "Row", "Sampling"]
 __all__ += ["CodecError", "InvariantError", "SchemaError", "SegmentKind", "SizeError", "TrajectoryError"]
-__all__ += ["glance", "pack", "pack_routes", "row_profile", "row_sizes", "seen_by", "training_rows"]
+__all__ += ["pack", "pack_routes", "row_profile", "row_sizes", "seen_by", "training_rows"]
 __all__ += ["unpack", "untrainable", "with_routes"]

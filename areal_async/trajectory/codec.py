@@ -189,18 +189,6 @@ def _table_of(n_frames: int) -> struct.Struct:
     return struct.Struct(f"<{2 * n_frames}Q")
 
 
-def _prefix_of(view: memoryview) -> tuple[int, int, int, int]:
-    """Return the number of frames, the size, the checksum and the reserved field of a blob."""
-    if len(view) < _PREFIX.size:
-        raise CodecError(f"{len(view)} bytes are not an episode")
-    magic, schema, n_frames, declared, crc, zero = _PREFIX.unpack_from(view)
-    if magic != MAGIC:
-        raise CodecError("the bytes do not start with the magic of an episode")
-    if schema != TRAJECTORY_SCHEMA:
-        raise SchemaError(f"a blob of schema {schema}, this process reads {TRAJECTORY_SCHEMA}")
-    return n_frames, declared, crc, zero
-
-
 def _opened(buffer: Buffer, limits: EpisodeLimits) -> tuple[memoryview, list[tuple[int, int]]]:
     """Check prefix, frame table and checksum of a blob. Return its bytes, and (offset, size) of each
     frame."""
@@ -210,7 +198,13 @@ def _opened(buffer: Buffer, limits: EpisodeLimits) -> tuple[memoryview, list[tup
     size = len(view)
     if size > limits.blob_bytes:
         raise SizeError(f"a blob of {size} bytes, the limit is {limits.blob_bytes}")
-    n_frames, declared, crc, zero = _prefix_of(view)
+    if size < _PREFIX.size:
+        raise CodecError(f"{size} bytes are not an episode")
+    magic, schema, n_frames, declared, crc, zero = _PREFIX.unpack_from(view)
+    if magic != MAGIC:
+        raise CodecError("the bytes do not start with the magic of an episode")
+    if schema != TRAJECTORY_SCHEMA:
+        raise SchemaError(f"a blob of schema {schema}, this process reads {TRAJECTORY_SCHEMA}")
     if declared != size or zero:
         raise CodecError(f"the blob says {declared} bytes and has {size}")
     body_at = _PREFIX.size + n_frames * _FRAME_BYTES
@@ -228,22 +222,3 @@ def _opened(buffer: Buffer, limits: EpisodeLimits) -> tuple[memoryview, list[tup
     if expected != size:
         raise CodecError(f"{size - expected} bytes follow the last frame")
     return view, spans
-
-
-def glance(buffer: Buffer, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> tuple[EpisodeHeader, int]:
-    """Return a blob's header and its number of units with mask 1.
-
-    Use it for a blob that was fully checked when it was received. It checks only the parts that it reads: no
-    checksum, and no invariant of units or segments. Raises TrajectoryError."""
-    view = memoryview(buffer)
-    _, declared, _, _ = _prefix_of(view)
-    table = _table_of(CORE_FRAMES)
-    if declared != len(view) or declared < _PREFIX.size + table.size:
-        raise CodecError(f"{len(view)} bytes are not an episode")
-    head_at, head_bytes, *_, mask_at, mask_bytes = table.unpack_from(view, _PREFIX.size)
-    if max(head_at + head_bytes, mask_at + mask_bytes) > declared:
-        raise CodecError(f"the blob has {len(view)} bytes, less than it says")
-    head = _decode_head(view[head_at : head_at + head_bytes], limits)
-    if mask_bytes != head.units:
-        raise CodecError(f"the mask has {mask_bytes} bytes for {head.units} units")
-    return head.header, bytes(view[mask_at : mask_at + mask_bytes]).count(1)

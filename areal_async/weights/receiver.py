@@ -4,9 +4,8 @@
     snapshot = await receiver.open(news)           # brought to this host; every hash matched
     await receiver.ack(news.tag, stall_ms=12.0)    # after the swap
 
-Promise (`versions_are_true`): `open` returns tensors only after every hash of the announced snapshot matched,
-in this or another process of this host (`verified.py`). After `ack` the publisher may overwrite the files.
-Opened tensors do not change.
+Promise (`versions_are_true`): `open` returns tensors only after every hash of the announced snapshot matched.
+After `ack` the publisher may overwrite the files. Opened tensors do not change.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from areal_async.weights.adapter import Merger, is_adapter
 from areal_async.weights.channels import ReceivingEnd, channel_of
 from areal_async.weights.retention import Purpose
 from areal_async.weights.snapshot import Snapshot, open_snapshot
-from areal_async.weights.verified import HostRecords
 
-VERIFIED = "verified"  # folder in the shared memory of the run
 ANSWER_S = 10.0  # seconds that an answer may take beyond the requested wait
 
 
@@ -40,16 +37,13 @@ class Receiver:
         purpose: Purpose = "serve",
         channel: ReceivingEnd | None = None,
         tensors: bool = True,
-        records: HostRecords | None = None,
         merger: Merger | None = None,
     ) -> None:
         """Create a receiver.
 
         `channel` brings the files to this host. If `tensors` is False, snapshots are verified in place, for
-        an engine that reads the directory. With `records`, this process skips hashes that another process of
-        the host has checked. `merger` makes whole weights of a job's adapters.
+        an engine that reads the directory. `merger` makes whole weights of a job's adapters.
         """
-        self._records = records
         self._name = name
         self._channel = channel if channel is not None else ReceivingEnd()
         self._tensors = tensors or merger is not None
@@ -75,11 +69,7 @@ class Receiver:
         path = await self._channel.bring(notice, self._client)
         try:
             snapshot = await asyncio.to_thread(
-                open_snapshot,
-                path,
-                manifest_hash=notice.manifest_hash,
-                tensors=self._tensors,
-                records=self._records,
+                open_snapshot, path, manifest_hash=notice.manifest_hash, tensors=self._tensors
             )
         except SnapshotError:
             self._channel.distrust(notice)
@@ -124,6 +114,5 @@ def make_receiver(ctx: ServiceContext, purpose: Purpose, *, name: str = "", tens
         purpose=purpose,
         channel=channel_of(ctx.job).receiving_end(ctx, name),
         tensors=tensors,
-        records=HostRecords(ctx.shm_dir / VERIFIED),
         merger=merger,
     )

@@ -48,7 +48,6 @@ from areal_async.weights.manifest import (
 )
 from areal_async.weights.pieces import whole_piece
 from areal_async.weights.tensor_file import MappedFile, TensorFile, fill, hash_ranges
-from areal_async.weights.verified import HostRecords
 
 if TYPE_CHECKING:
     import torch
@@ -195,19 +194,12 @@ def publish_directory(staging: Path, final: Path, manifest: Manifest) -> Snapsho
     return SnapshotInfo(manifest.tag, final, hash_of(sealed), size, hash_of(weights))
 
 
-def open_snapshot(
-    path: Path,
-    *,
-    manifest_hash: str | None = None,
-    tensors: bool = True,
-    records: HostRecords | None = None,
-) -> Snapshot:
+def open_snapshot(path: Path, *, manifest_hash: str | None = None, tensors: bool = True) -> Snapshot:
     """Verify everything in the directory `path`.
 
     `manifest_hash`, from the notice, proves that the directory is the announced snapshot. Without it, the
     directory is only proven consistent and correctly named. If `tensors` is False, they are verified and not
-    read. If `records` shows that a process of this host has hashed the announced snapshot's tensors, they are
-    not hashed again. Raises `SnapshotError`.
+    read. Raises `SnapshotError`.
     """
     with naming(path):
         manifest = read_manifest(path, manifest_hash)
@@ -216,20 +208,13 @@ def open_snapshot(
         check_files(path, manifest)
         check_parts(manifest)
         file = TensorFile(path, manifest)
-
-        def verify() -> dict[str, torch.Tensor]:
-            if tensors:
-                return _read(file, manifest)
-            file.verify()
-            return {}
-
-        if records is None or manifest_hash is None:
-            found: dict[str, torch.Tensor] | None = verify()
+        found: dict[str, torch.Tensor] = {}
+        if tensors:
+            found = file.read()
+            found |= {alias: found[name] for alias, name in manifest.tied.items()}
         else:
-            found = records.once(manifest_hash, file.identity, verify, file.identity_now)
-            if found is None and tensors:
-                found = _read(file, manifest, verify=False)
-        return Snapshot(manifest.tag, path, manifest, found or {})
+            file.verify()
+        return Snapshot(manifest.tag, path, manifest, found)
 
 
 def read_manifest(path: Path, manifest_hash: str | None = None) -> Manifest:
@@ -264,13 +249,6 @@ def check_files(path: Path, manifest: Manifest, *, sealed: bool = True) -> None:
         hashed = named(blake3(map_path(file)))
         if file.stat().st_size != sidecar.size_bytes or hashed != sidecar.hash:
             raise SnapshotError(f"{sidecar.file} does not match its hash")
-
-
-def _read(file: TensorFile, manifest: Manifest, *, verify: bool = True) -> dict[str, torch.Tensor]:
-    tensors = file.read(verify=verify)
-    for alias, name in manifest.tied.items():
-        tensors[alias] = tensors[name]
-    return tensors
 
 
 def check_parts(manifest: Manifest) -> None:

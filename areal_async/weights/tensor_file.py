@@ -37,7 +37,6 @@ from areal_async.weights.layout import (
 )
 from areal_async.weights.manifest import Manifest, Part, hash_of
 from areal_async.weights.pieces import TensorPiece
-from areal_async.weights.verified import identity_of
 
 if TYPE_CHECKING:
     import torch
@@ -150,8 +149,7 @@ class TensorFile:
         if not 8 <= shard.header_bytes <= min(MAX_HEADER_BYTES, shard.size_bytes):
             raise SnapshotError(f"{shard.file} has an impossible size in the manifest")
         with self._path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            self.identity, size = identity_of(found), found.st_size
+            size = os.fstat(file.fileno()).st_size
             if size != shard.size_bytes:
                 raise SnapshotError(f"{shard.file} has {size} bytes instead of {shard.size_bytes}")
             self.data = memoryview(map_open(file.fileno()))
@@ -173,19 +171,14 @@ class TensorFile:
         self.places = [(part, begin, end) for part, (_, begin, end) in pairs]
         """Each part with its byte range [begin, end) in the file, in the manifest's order."""
 
-    def identity_now(self) -> str:
-        """Return the identity of the file that is now at this path. It may be another file. Raises
-        `OSError`."""
-        return identity_of(os.stat(self._path))
-
     def verify(self) -> None:
         """Hash every part. Raises `SnapshotError` if a hash does not match."""
         in_threads(lambda at: self._check(at[0], self.data[at[1] : at[2]]), self.places, len(self.data))
 
-    def read(self, *, verify: bool = True) -> dict[str, torch.Tensor]:
+    def read(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name, in memory of this process.
 
-        With `verify`, that memory itself is hashed. Raises `SnapshotError` if a hash does not match.
+        That memory itself is hashed. Raises `SnapshotError` if a hash does not match.
         """
         copies = {
             name: np.empty(entry.data_offsets[1] - entry.data_offsets[0], np.uint8)
@@ -197,8 +190,7 @@ class TensorFile:
             at = begin - len(self.header) - self.entries[part.tensor].data_offsets[0]
             copy = copies[part.tensor][at : at + end - begin]
             np.copyto(copy, np.frombuffer(self.data[begin:end], np.uint8))
-            if verify:
-                self._check(part, copy.data)
+            self._check(part, copy.data)
 
         in_threads(read, self.places, len(self.data))
         import torch

@@ -28,7 +28,6 @@ from areal_async.base.processes import ChildProcess, RestartPolicy, Restarts, ex
 from areal_async.base.topology import RunHost
 from areal_async.rpc.client import CallLimits, Client
 from areal_async.rpc.gateway_messages import (
-    CountCalls,
     DropCall,
     EndSession,
     RecordCall,
@@ -230,7 +229,7 @@ class Gateway:
         """Restart the gateway until the restart policy ends it."""
         assert self._listening is not None
         handlers: dict[type[Any], Handler] = {Sample: self._on_sample}
-        for notice in (RecordCall, DropCall, CountCalls):
+        for notice in (RecordCall, DropCall):
             handlers[notice] = self._on_notice
         self._server = self._setup.server("worker", handlers)
         try:
@@ -296,13 +295,8 @@ class Gateway:
             return SampleRefused(401, ENDED, "invalid_api_key")
         return await session.sample(request, np.frombuffer(attachments[0], np.int32))
 
-    async def _on_notice(
-        self, _: Peer, request: RecordCall | DropCall | CountCalls, __: list[memoryview]
-    ) -> Answer:
-        if isinstance(request, CountCalls):
-            for outcome, number in request.outcomes.items():
-                metrics.GATEWAY_CALLS.labels(outcome).inc(number)
-        elif (session := self._sessions.get(request.key)) is not None:
+    async def _on_notice(self, _: Peer, request: RecordCall | DropCall, __: list[memoryview]) -> Answer:
+        if (session := self._sessions.get(request.key)) is not None:
             if isinstance(request, RecordCall):
                 session.record(request)
             else:

@@ -145,7 +145,8 @@ class Session:
                 ids_of = bytes_of([r.token_ids for r in results], np.int32)
                 return Sampled(answers), [ids_of, bytes_of([r.logprobs for r in results], np.float32)]
             refused = SampleRefused(503, "the engine ended the request", "engine_unavailable")
-        self.open.pop(asked.call, None)
+        if self.open.pop(asked.call, None) is not None:
+            metrics.GATEWAY_CALLS.labels(str(refused.status)).inc()
         return refused
 
     def _requests(self, asked: Sample, ids: Ids) -> list[GenerateRequest]:
@@ -168,6 +169,7 @@ class Session:
         """Forget a call, and abort its requests."""
         call = self.open.pop(number, None)
         if call is not None and call.work is not None:
+            metrics.GATEWAY_CALLS.labels("abandoned").inc()
             call.work.cancel()
 
     def record(self, sent: RecordCall) -> None:

@@ -14,9 +14,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from areal_async.base.errors import FaultError, PeerGone, RpcTimeout
 from areal_async.base.http_server import (
     BodyTooLong,
     HttpLimits,
@@ -36,7 +34,7 @@ from areal_async.base.http_server import (
 )
 from areal_async.config.rollout import GatewaySection
 from areal_async.models.answers import end_ids
-from areal_async.rpc.gateway_messages import CountCalls, EndSession, OpenSession, ServeAgents
+from areal_async.rpc.gateway_messages import EndSession, OpenSession, ServeAgents
 from areal_async.rpc.schema import Ok
 from areal_async.rpc.server import Answer, Handler, Peer
 from rollout_service.gateway.access import GatewaySetup
@@ -52,7 +50,6 @@ CONNECTIONS = 1024
 BODIES_AT_ONCE = 64  # Most bodies of maximum length held at a time, or more shorter bodies
 ANSWER_GRACE_S = 60.0
 """Seconds for an agent to receive an answer that was finished just before its call's deadline."""
-COUNTED_EVERY_S = 1.0
 
 
 class Front:
@@ -72,7 +69,6 @@ class Front:
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         self._trees: dict[int, dict[str, ConversationTree]] = {}
         self._numbers = itertools.count(setup.life << 40)
-        self.outcomes: Counter[str] = Counter()
         section, listening = self.section, socket.socket(fileno=setup.listening_fd)
         listening.setblocking(False)
         limits = HttpLimits(
@@ -93,12 +89,7 @@ class Front:
         async with self._worker:
             await orders.start()
             try:
-                while True:
-                    await asyncio.sleep(COUNTED_EVERY_S)
-                    counted, self.outcomes = self.outcomes, Counter()
-                    if counted:
-                        with suppress(PeerGone, RpcTimeout, FaultError):
-                            await self._worker.call(CountCalls(dict(counted)))
+                await asyncio.Event().wait()
             finally:
                 for session in self._sessions.values():
                     await _close(session)
@@ -150,7 +141,6 @@ class Front:
                 raise ApiError(404 if page is None else 405, what, code="not_found")
             await page(request, send)
         except ApiError as error:
-            self.outcomes[str(error.status)] += 1
             kind = f"call refused with {error.status}"
             connection_of(request).fault(kind, f"{route(request)}: {error.message}")
             headers = {"retry-after": "1"} if error.status == 429 else None
@@ -166,8 +156,7 @@ class Front:
             await _answered(request, send, gone, running)
         finally:
             gone.cancel()
-            if session.let_go(running):
-                self.outcomes["abandoned"] += 1
+            session.let_go(running)
 
     async def models(self, request: Request, send: Send) -> None:
         """Serve the list of policies. A job with one policy accepts any model name in calls."""

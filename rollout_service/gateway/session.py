@@ -94,17 +94,12 @@ class AgentCalls:
         self._calls[call] = None
         return call
 
-    def let_go(self, call: RunningCall) -> bool:
-        """End a call in any state. Return true if it had, or would have had, an answer that is not
-        recorded."""
+    def let_go(self, call: RunningCall) -> None:
+        """End a call in any state."""
         del self._calls[call]
-        if call.recorded:
-            return False
-        task = call.task
-        abandoned = not task.done() or not (task.cancelled() or task.exception())
-        task.cancel()
-        self._keep(self.worker.call(DropCall(self.opened.key, call.number)))
-        return abandoned
+        if not call.recorded:
+            call.task.cancel()
+            self._keep(self.worker.call(DropCall(self.opened.key, call.number)))
 
     async def close(self) -> None:
         """End every call, and the key. Before this returns, all answers that the agent received are

@@ -2,8 +2,6 @@
 
     hermes    <tool_call>{"name": …, "arguments": {…}}</tool_call>            Hermes, Qwen2.5, Qwen3
     xml       <tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>   Qwen3-Coder
-    mistral   [TOOL_CALLS][{"name": …, "arguments": {…}}, …]                  Mistral
-              [TOOL_CALLS]NAME[ARGS]{…} for each call                         Mistral Small 3.2 and later
     llama     {"name": …, "parameters": {…}}, after <|python_tag|> or alone   Llama 3.1 and later
 
 Calls inside a thought do not count (`areal_async/models/answers.py`). If one call is malformed, the text has
@@ -26,7 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from areal_async.models.answers import spoken_parts
 from rollout_service.gateway.requests import decode_json, load_json
 
-Format = Literal["hermes", "xml", "mistral", "llama", "none"]
+Format = Literal["hermes", "xml", "llama", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +65,6 @@ def format_of(chat_template: str) -> Format:
         return "xml"
     if "<tool_call>" in chat_template:
         return "hermes"
-    if "[TOOL_CALLS]" in chat_template:
-        return "mistral"
     if "<|python_tag|>" in chat_template or '"parameters": ' in chat_template:
         return "llama"
     return "none"
@@ -77,7 +73,6 @@ def format_of(chat_template: str) -> Format:
 MARKERS: dict[Format, tuple[str, ...]] = {
     "hermes": ("<tool_call>",),
     "xml": ("<tool_call>", "<function="),
-    "mistral": ("[TOOL_CALLS]",),
     "llama": ("<|python_tag|>", "{"),
     "none": (),
 }
@@ -300,24 +295,6 @@ def _inside(value: Any, *names: str) -> Any:
     return value
 
 
-CALLS = "[TOOL_CALLS]"
-NAMED = re.compile(r"\s*([\w.-]{1,256})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]")
-
-
-def _mistral(source: ScannedText, tools: Tools, at: int, begin: int) -> Found:
-    begin = at + len(CALLS)
-    named = NAMED.match(source.text, begin)
-    try:
-        value, end = source.decode(named.end() if named else begin)
-    except ValueError as error:
-        return Found(at, begin, problem=str(error))
-    if end < len(source.text) and not (named and source.text.startswith(CALLS, end)):
-        return Found(at, end, problem="there is something else behind the calls")
-    if named:
-        value = {"name": named[1], "arguments": value}
-    return _found(at, end, value if isinstance(value, list) else [value], "arguments")
-
-
 def _llama(source: ScannedText, tools: Tools, at: int, begin: int) -> Found:
     text = source.text
     tagged = text.startswith("<|python_tag|>", at)
@@ -338,4 +315,4 @@ def _llama(source: ScannedText, tools: Tools, at: int, begin: int) -> Found:
 
 
 _READERS: dict[Format, Callable[[ScannedText, Tools, int, int], Found]]
-_READERS = {"hermes": _hermes, "xml": _xml, "mistral": _mistral, "llama": _llama}
+_READERS = {"hermes": _hermes, "xml": _xml, "llama": _llama}

@@ -7,13 +7,11 @@ a job. For a run, it is the run's own job. For a folder, it is a job with defaul
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,13 +37,6 @@ MOST_TOKENS = 8192
 `--set rollout.max_model_len=N` changes it."""
 MOST_NEW_TOKENS = 512
 """Most tokens of an answer in an evaluation, if neither a run nor an option sets it."""
-OPTIONS = {
-    "evaluation.sampling.temperature": "--temperature",
-    "evaluation.sampling.max_new_tokens": "--max-new-tokens",
-    "evaluation.samples": "--samples",
-    "samples": "--samples",
-}
-"""Fields of a job for which these commands have options."""
 Asked = EvaluateRequest | AnswersRequest
 TRAINED_HERE = 1
 """Steps of the job for a model. The model is never trained, but a job needs a number of steps."""
@@ -156,9 +147,7 @@ def lone_evaluator(
         try:
             job = load_job(content, request.fields or (), source="the command line", base=Path.cwd())
         except ConfigError as error:
-            typed = as_typed(error.mistakes, "--set {}=VALUE".format)
-            here = [replace(each, field=_by_option(each.field), fix=_by_option(each.fix)) for each in typed]
-            raise ConfigError(error.source, here) from error
+            raise ConfigError(error.source, as_typed(error.mistakes, "--set {}=VALUE".format)) from error
         folders = claim_folders(job, overwrite=True)
         try:
             told = job.model_dump(mode="json")
@@ -180,13 +169,6 @@ def _untrained(model: Path, most: int) -> dict[str, Any]:
             "sampling": {"max_new_tokens": max(1, min(most, length // 2))},
         }
     return content
-
-
-def _by_option(text: str) -> str:
-    """Return the fix of a mistake with command options in place of fields."""
-    for field, option in OPTIONS.items():
-        text = re.sub(rf"(?<!--set )\b{re.escape(field)}\b", option, text)
-    return text
 
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:

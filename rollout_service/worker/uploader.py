@@ -4,16 +4,14 @@ Promises: an added episode is sent until the buffer has acknowledged or refused 
 lease is closed when no more episodes will come for it. If it is not complete then, it is returned with the
 reason.
 
-An episode waits at most `LINGER_S` for others of its lease. The last episode does not wait. So a group of
-short episodes travels as one message, and a long episode does not delay finished ones. A lease has one
-message in flight at a time. Episodes that finish meanwhile go into the next message.
+A lease has one message in flight at a time. Episodes that finish meanwhile go into the next message. So short
+episodes of a group travel together, and a long episode does not delay finished ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -27,7 +25,6 @@ from rollout_service import metrics
 
 log = get_logger("rollout")
 
-LINGER_S = 0.05
 MAX_PUTS = 4  # Most messages with episodes in flight
 RELEASE_LIMIT_S = 1.0
 IDLE_WAIT_S = 1.0  # Longest wait of a loop without a wake-up
@@ -74,8 +71,6 @@ class LeaseUpload:
     samples: int  # Number of samples in the lease
     finished: dict[int, bytes] = field(default_factory=dict)  # Encoded episodes not sent yet
     routes: dict[int, bytes] = field(default_factory=dict)  # Routes of episodes that have some
-    size_bytes: int = 0
-    since_s: float = math.inf  # Time when the oldest of them finished
     complete: bool = False  # No more episodes will come for this lease
     under_way: PutBatch | None = None
     stored: int = 0  # Number of acknowledged samples
@@ -91,10 +86,9 @@ class LeaseUpload:
 
 @dataclass
 class UploadQueue:
-    """Queue of the open leases. It decides which episodes form a message, and when. Calls about an unknown
-    lease do nothing. Pure: all times are seconds of one monotonic clock."""
+    """Queue of the open leases. It decides which episodes form a message. Calls about an unknown lease do
+    nothing."""
 
-    linger_s: float = LINGER_S
     max_episodes: int = 256
     max_bytes: int = 8 << 20
     """Limits of one message. A single larger episode travels alone."""
@@ -112,15 +106,12 @@ class UploadQueue:
         """Open a lease with this many samples."""
         self.leases[lease_id] = LeaseUpload(group_id, samples)
 
-    def add(self, lease_id: str, sample: int, blob: bytes, now_s: float, routes: bytes | None = None) -> None:
+    def add(self, lease_id: str, sample: int, blob: bytes, routes: bytes | None = None) -> None:
         """Add a finished episode."""
         if (lease := self.leases.get(lease_id)) is not None:
-            if not lease.finished:
-                lease.since_s = now_s
             lease.finished[sample] = blob
             if routes is not None:
                 lease.routes[sample] = routes
-            lease.size_bytes += len(blob) + len(routes or b"")
 
     def fail(self, lease_id: str, reason: str, *, at_fault: bool = False) -> None:
         """Record that a sample of the lease will not come. `at_fault` means that the episode itself
@@ -130,7 +121,7 @@ class UploadQueue:
             lease.at_fault = lease.at_fault or at_fault
 
     def complete(self, lease_id: str) -> None:
-        """Record that no more episodes will come for the lease. Its episodes are due immediately."""
+        """Record that no more episodes will come for the lease."""
         if (lease := self.leases.get(lease_id)) is not None:
             lease.complete = True
 
@@ -139,18 +130,13 @@ class UploadQueue:
         lease = self.leases.pop(lease_id, None)
         return len(lease.finished) if lease else 0
 
-    def take(self, now_s: float) -> PutBatch | None:
-        """Return the next message that is due, or None. It is in flight until `settled`."""
+    def take(self) -> PutBatch | None:
+        """Return the next message, or None. It is in flight until `settled`."""
         for lease_id, lease in self.leases.items():
-            if (due_s := self._due_s(lease)) <= now_s and due_s < math.inf:
+            if lease.finished and lease.under_way is None:
                 lease.under_way = self._batch(lease_id, lease)
-                lease.since_s = now_s
                 return lease.under_way
         return None
-
-    def next_due_s(self) -> float:
-        """Return the time when `take` next has a message, or inf if none waits."""
-        return min((self._due_s(lease) for lease in self.leases.values()), default=math.inf)
 
     def settled(self, batch: PutBatch, stored: int = 0) -> None:
         """Record the answer to a message: `stored` of its episodes are stored, and the others refused."""
@@ -170,12 +156,6 @@ class UploadQueue:
             del self.leases[lease_id]
         return ended
 
-    def _due_s(self, lease: LeaseUpload) -> float:
-        if lease.under_way is not None or not lease.finished:
-            return math.inf
-        full = len(lease.finished) >= self.max_episodes or lease.size_bytes >= self.max_bytes
-        return -math.inf if lease.complete or full else lease.since_s + self.linger_s
-
     def _batch(self, lease_id: str, lease: LeaseUpload) -> PutBatch:
         episodes: dict[int, bytes] = {}
         routes: dict[int, bytes] = {}
@@ -189,7 +169,6 @@ class UploadQueue:
             if sample in lease.routes:
                 routes[sample] = lease.routes.pop(sample)
             size_bytes += weight
-        lease.size_bytes -= size_bytes
         return PutBatch(lease_id, lease.group_id, episodes, routes)
 
 
@@ -218,7 +197,7 @@ class Uploader:
 
     def add(self, lease_id: str, sample: int, blob: bytes, routes: bytes | None = None) -> None:
         """Add a finished episode. If its lease is lost, the episode is ignored."""
-        self.queue.add(lease_id, sample, blob, time.monotonic(), routes)
+        self.queue.add(lease_id, sample, blob, routes)
         self._wake.set()
 
     def complete(self, lease_id: str) -> None:
@@ -227,27 +206,25 @@ class Uploader:
         self._wake.set()
 
     async def run(self) -> None:
-        """Send due messages and end completed leases, until cancelled."""
+        """Send messages and end completed leases, until cancelled."""
         while True:
             self._wake.clear()
-            self._send(time.monotonic(), MAX_PUTS)
+            self._send(MAX_PUTS)
             for lease_id, lease in self.queue.pop_ended().items():
                 if not lease.whole:
                     release = self._release(lease_id, lease, lease.failure)
                     self._calls.add(asyncio.ensure_future(release))
                 self.on_closed(lease_id)
             metrics.UNSENT.set(self.queue.episodes)
-            due_s = math.inf if len(self._calls) >= MAX_PUTS else self.queue.next_due_s()
-            pause_s = min(IDLE_WAIT_S, max(0.0, due_s - time.monotonic()))
-            await first_of([*self._calls], self._wake, pause_s)
+            await first_of([*self._calls], self._wake)
             for call in [call for call in self._calls if call.done()]:
                 self._calls.discard(call)
                 call.result()
                 self.on_progress()
 
-    def _send(self, now_s: float, most: float = math.inf) -> bool:
-        """Send due messages, with at most `most` calls in flight. Return whether any call is in flight."""
-        while len(self._calls) < most and (batch := self.queue.take(now_s)):
+    def _send(self, most: float = math.inf) -> bool:
+        """Send messages, with at most `most` calls in flight. Return whether any call is in flight."""
+        while len(self._calls) < most and (batch := self.queue.take()):
             self._calls.add(asyncio.ensure_future(self._put(batch)))
         return bool(self._calls)
 
@@ -256,7 +233,7 @@ class Uploader:
         has no reason of its own."""
         try:
             async with asyncio.timeout(self.flush_s):
-                while self._send(math.inf):
+                while self._send():
                     done, self._calls = await asyncio.wait(self._calls, return_when=asyncio.FIRST_COMPLETED)
                     for call in done:
                         call.result()

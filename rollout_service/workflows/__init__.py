@@ -129,18 +129,11 @@ def _checked(part: Any, name: str, given: Mapping[str, Any], resources: Workflow
             f"the workflow {name!r}: {attribute!r} is not an `async def` function: write "
             f"`async def {attribute}(ctx, task):`"
         )
-    parameters = list(inspect.signature(part).parameters.values())
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if (len(positional) < 2 and not any_number) or any(p.default is p.empty for p in positional[2:]):
-        raise WorkflowError(
-            f"the workflow {name!r} must take two arguments: write `async def {attribute}(ctx, task):`"
-        )
+    signature = inspect.signature(part)
     try:
-        inspect.signature(part).bind(None, None, **given)
+        signature.bind(None, None, **given)
         return functools.partial(part, **given)
     except TypeError as error:
-        takes = ", ".join(p.name for p in parameters[2:]) or "none"
         raise WorkflowError(
-            f"{FIELD} of {name!r}: {error}. The function's own arguments are: {takes}."
+            f"{FIELD} of {name!r}: {error}. It is called as {attribute}(ctx, task, …) and takes {signature}."
         ) from None

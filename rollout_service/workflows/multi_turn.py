@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
 from areal_async.base.mistakes import Mistake
 from areal_async.base.records import Task
@@ -83,13 +83,11 @@ class World:
             raise EnvironmentFailure(f"the environment's {what}: {error}") from error
 
 
-def opening(
-    prompt: str | Sequence[dict[str, Any]], observation: str, first: str = "{prompt}{observation}"
-) -> str | list[dict[str, Any]]:
-    """Return the task's prompt with the first observation. A text prompt is joined as `first` says. In a
-    chat, the observation goes into the last message if it is the user's, else into a new user message."""
+def opening(prompt: str | Sequence[dict[str, Any]], observation: str) -> str | list[dict[str, Any]]:
+    """Return the task's prompt with the first observation. In a chat, the observation goes into the last
+    message if it is the user's, else into a new user message."""
     if isinstance(prompt, str):
-        return first.format(prompt=prompt, observation=observation)
+        return prompt + observation
     if not observation:
         return list(prompt)
     *before, last = prompt
@@ -105,16 +103,6 @@ def environment_mistakes(arguments: Mapping[str, Any], field: str) -> Iterator[M
     if name is not None and ".py:" not in name:
         given, field = arguments.get("environment_args", {}), f"{field}.environment"
         yield from ENVIRONMENTS.mistakes(name, given, field=field, args_field=f"{field}_args")
-
-
-def check_format(text: str, *names: str) -> str:
-    """Return `text` if `str.format` accepts it with these names. Raises ValueError."""
-    try:
-        text.format(**dict.fromkeys(names, ""))
-    except (KeyError, IndexError, ValueError, AttributeError):
-        allowed = " and ".join(f"{{{name}}}" for name in names)
-        raise ValueError(f"{text!r} may hold {allowed}, and other braces doubled ({{{{ and }}}})") from None
-    return text
 
 
 class MultiTurn:
@@ -133,10 +121,6 @@ class MultiTurn:
         """Most replies in an episode, whatever the environment says."""
         reward: Literal["sum", "final"] = "sum"
         """The episode's reward: the sum of the turns' rewards, or the last turn's reward."""
-        first: str = "{prompt}{observation}"
-        """Format of the first text that the model sees, if the task's prompt is text."""
-        turn: str = "{observation}"
-        """Format of the text that the model sees after each reply."""
         stop: tuple[str, ...] = ()
         """Texts that end a reply, in addition to `rollout.sampling.stop`."""
         timeout_s: float = Field(default=30.0, gt=0)
@@ -145,12 +129,6 @@ class MultiTurn:
         rewritten: Rewritten = "root"
         """Action if the chat template renders earlier turns differently: begin a new root, or fail the
         episode."""
-
-        @field_validator("first", "turn")
-        @classmethod
-        def _format(cls, text: str, info: ValidationInfo) -> str:
-            names = ("prompt", "observation") if info.field_name == "first" else ("observation",)
-            return check_format(text, *names)
 
     def __init__(self, arguments: Arguments, resources: WorkflowResources) -> None:
         self._arguments = arguments
@@ -164,7 +142,7 @@ class MultiTurn:
         arguments = self._arguments
         async with World(self._environment, arguments.timeout_s, ctx) as world:
             observation = await world.reset(task)
-            first = opening(task.prompt, observation, arguments.first)
+            first = opening(task.prompt, observation)
             segment = ctx.observe(SegmentKind.PROMPT, first, parent=None)
             rewards: list[float] = []
             info: dict[str, Any] = {}
@@ -182,7 +160,7 @@ class MultiTurn:
                 info, done = dict(step.info), step.done
                 if done or turn + 1 == arguments.max_turns:
                     break
-                user = ctx.as_user(arguments.turn.format(observation=step.observation), reply.segment)
+                user = ctx.as_user(step.observation, reply.segment)
                 how: Any = {"parent": reply.segment, "turn": turn + 1, "rewritten": arguments.rewritten}
                 segment = ctx.observe(SegmentKind.ENVIRONMENT, user, **how)
             total = sum(rewards) if arguments.reward == "sum" else (rewards or [0.0])[-1]

@@ -36,7 +36,7 @@ from rollout_service.gateway.toolcalls import (
     outside_thoughts,
 )
 from rollout_service.workflows.context import Context, WorkflowResources
-from rollout_service.workflows.multi_turn import World, check_format, environment_mistakes, opening
+from rollout_service.workflows.multi_turn import World, environment_mistakes, opening
 from rollout_service.workflows.tools import ToolAnswer, load_tools
 from rollout_service.workflows.turns import Reply, Rewritten
 
@@ -79,7 +79,15 @@ class ToolUse:
         @field_validator("answer", "error")
         @classmethod
         def _format(cls, text: str, info: ValidationInfo) -> str:
-            return check_format(text, str(info.field_name))
+            """Return `text` if `str.format` accepts it with the field's name."""
+            try:
+                text.format(**{str(info.field_name): ""})
+            except (KeyError, IndexError, ValueError, AttributeError):
+                allowed = f"{{{info.field_name}}}"
+                raise ValueError(
+                    f"{text!r} may hold {allowed}, and other braces doubled ({{{{ and }}}})"
+                ) from None
+            return text
 
     @staticmethod
     def records_reward(arguments: Mapping[str, Any]) -> bool:

@@ -67,8 +67,6 @@ def test_so_it_is_in_every_family(what: str) -> None:
     assert parse(hermes, "hermes") == ParsedText(hermes)
     llama = "<|python_tag|>" + BROKEN[what].replace("arguments", "parameters")
     assert parse(llama, "llama") == ParsedText(llama)
-    mistral = "[TOOL_CALLS]" + BROKEN[what]
-    assert parse(mistral, "mistral") == ParsedText(mistral)
 
 
 def called_with(arguments: str) -> str:

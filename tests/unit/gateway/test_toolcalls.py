@@ -58,7 +58,7 @@ CPU_LIMIT_S = 25
 MANY = 1 << 15
 HERMES = ("<tool_call>", "<tool_call>{", '<tool_call>{"', '<tool_call>{"a</tool_call>')
 XML = ("<function=", "<function=f>", "<tool_call><function=f>", "<function=f><parameter=s>")
-OTHERS = ("<think>", "</think>", '</think><tool_call>{"a', "[TOOL_CALLS]", "<|python_tag|>{", "{")
+OTHERS = ("<think>", "</think>", '</think><tool_call>{"a', "<|python_tag|>{", "{")
 
 
 @pytest.mark.parametrize("flood", [*HERMES, *XML, *OTHERS])
@@ -66,7 +66,7 @@ def test_no_text_is_read_again_and_again(flood: str) -> None:
     """Reading once takes a hundredth of the CPU time; a search to the end from each tag takes hours."""
 
     def read() -> None:
-        for family in ("hermes", "xml", "mistral", "llama"):
+        for family in ("hermes", "xml", "llama"):
             parse(flood * MANY, family)
         json_calls(flood * MANY)
 

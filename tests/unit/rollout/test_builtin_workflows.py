@@ -205,9 +205,9 @@ def test_the_reward_of_an_episode_is_the_sum_of_its_turns_or_the_last(rule, tota
         "        return f'{self.at} ', self.at, self.at == self.limit, {}\n"
     )
     world = {"environment": f"{tmp_path}/count.py:Count", "environment_args": {"limit": 3}}
-    arguments = world | {"reward": rule, "turn": "<{observation}>"}
+    arguments = world | {"reward": rule}
     episode, _ = play(load_workflow("multi_turn", arguments), lambda path: "x")
-    assert texts(episode, SegmentKind.ENVIRONMENT) == ["<1 >", "<2 >"]
+    assert texts(episode, SegmentKind.ENVIRONMENT) == ["1 ", "2 "]
     assert score(episode) == Score(total)
     rewards = episode.segments.reward.tolist()
     assert [rewards[i] for i in (1, 3, 5)] == [1, 2, 3]

@@ -359,11 +359,14 @@ def test_several_answers_are_drawn_at_the_runs_temperature_unless_another_is_giv
             assert ctx.job.evaluation_sampling.temperature == temperature
 
 
-def test_greedy_samples_and_a_bad_field_are_refused_by_the_names_of_options(endless, tmp_path):
+def test_greedy_samples_and_a_bad_field_are_refused_by_the_names_of_fields(endless, tmp_path):
     tasks = tmp_path / "e.jsonl"
     tasks.write_text('{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}')
     for asked, says in (
-        (EvaluateRequest("M", samples=4, temperature=0.0), "Set --temperature above 0, or --samples to 1"),
+        (
+            EvaluateRequest("M", samples=4, temperature=0.0),
+            "Set evaluation.sampling.temperature above 0, or samples to 1",
+        ),
         (EvaluateRequest("M", fields=["reward.model=m"]), "Write reward.args.model if the part takes it"),
     ):
         sections = {"evaluation": {"samples": asked.samples}}

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from hypothesis import given, settings
@@ -9,31 +8,34 @@ from hypothesis import strategies as st
 from rollout_service.worker.uploader import UploadQueue
 
 
-def queue_of(*leases: str, linger_s: float = 1.0, **limits: int) -> UploadQueue:
-    queue = UploadQueue(linger_s, **limits)
+def queue_of(*leases: str, **limits: int) -> UploadQueue:
+    queue = UploadQueue(**limits)
     for lease_id in leases:
         queue.open(lease_id, "g", samples=4)
     return queue
 
 
-def test_an_episode_waits_for_its_lease_but_not_longer_than_the_linger() -> None:
+def test_episodes_that_finish_during_a_message_travel_together_in_the_next() -> None:
     box = queue_of("L")
-    box.add("L", 0, b"a", now_s=10.0)
-    box.add("L", 1, b"b", now_s=10.8)
-    assert box.take(10.9) is None
-    assert box.next_due_s() == 11.0
-    batch = box.take(11.0)
+    box.add("L", 0, b"a")
+    first = box.take()
+    assert first is not None
+    box.add("L", 1, b"b")
+    box.add("L", 2, b"c")
+    assert box.take() is None
+    box.settled(first)
+    batch = box.take()
     assert batch is not None
-    assert batch.episodes == {0: b"a", 1: b"b"}
-    assert box.next_due_s() == math.inf
+    assert batch.episodes == {1: b"b", 2: b"c"}
+    assert box.take() is None
 
 
 def test_a_complete_lease_travels_at_once_in_one_message() -> None:
     box = queue_of("L")
     for sample in range(5):
-        box.add("L", sample, b"x", now_s=0.0)
+        box.add("L", sample, b"x")
     box.complete("L")
-    batch = box.take(0.0)
+    batch = box.take()
     assert batch is not None
     assert sorted(batch.episodes) == [0, 1, 2, 3, 4]
     assert box.pop_ended() == {}, "it is on its way"
@@ -43,35 +45,33 @@ def test_a_complete_lease_travels_at_once_in_one_message() -> None:
 
 
 def test_messages_stay_within_their_limits() -> None:
-    box = queue_of("L", linger_s=5.0, max_bytes=10, max_episodes=3)
+    box = queue_of("L", max_bytes=10, max_episodes=3)
     for sample, size in enumerate([4, 4, 4, 50, 1, 1, 1, 1]):
-        box.add("L", sample, b"z" * size, now_s=0.0)
+        box.add("L", sample, b"z" * size)
     sizes = []
-    now_s = 0.0
-    while batch := box.take(now_s := now_s + 10.0):
+    while batch := box.take():
         sizes.append([len(b) for b in batch.episodes.values()])
         box.settled(batch)
     assert sizes == [[4, 4], [4], [50], [1, 1, 1], [1]]
 
 
-Event = st.tuples(st.sampled_from("atscd"), st.integers(0, 2), st.floats(0, 2))
+Event = st.tuples(st.sampled_from("atscd"), st.integers(0, 2))
 
 
 @given(st.lists(Event, max_size=60))
 @settings(max_examples=200)
 def test_every_episode_travels_exactly_once_unless_its_lease_is_dropped(events: list[Any]) -> None:
-    box, now_s = queue_of("L0", "L1", "L2"), 0.0
+    box = queue_of("L0", "L1", "L2")
     added: dict[str, int] = {}
     sent: list[tuple[str, int]] = []
     under_way: list[Any] = []
     dropped: set[str] = set()
-    for kind, number, wait_s in [*events, ("s", 0, 0), ("s", 1, 0), *[("t", 0, 9.0), ("s", 0, 0)] * 4]:
-        now_s += wait_s
+    for kind, number in [*events, ("s", 0), ("s", 1), *[("t", 0), ("s", 0)] * 4]:
         lease = f"L{number}"
         if kind == "a" and lease in box.leases:
             sample = added[lease] = added.get(lease, -1) + 1
-            box.add(lease, sample, b"x", now_s)
-        elif kind == "t" and (batch := box.take(now_s)):
+            box.add(lease, sample, b"x")
+        elif kind == "t" and (batch := box.take()):
             assert all(other.lease_id != batch.lease_id for other in under_way)
             under_way.append(batch)
             sent += [(batch.lease_id, sample) for sample in batch.episodes]
@@ -93,10 +93,10 @@ def test_every_episode_travels_exactly_once_unless_its_lease_is_dropped(events: 
 def test_routes_travel_with_their_episodes_and_count_in_a_message() -> None:
     box = queue_of("L", max_bytes=10)
     for sample, routes in enumerate((b"r" * 9, None, b"s" * 3)):
-        box.add("L", sample, b"e", 0.0, routes)
+        box.add("L", sample, b"e", routes)
     box.complete("L")
     taken = []
-    while batch := box.take(0.0):
+    while batch := box.take():
         taken.append((batch.episodes, batch.routes))
         box.settled(batch, len(batch.episodes))
     assert taken == [({0: b"e"}, {0: b"r" * 9}), ({1: b"e", 2: b"e"}, {2: b"s" * 3})]
