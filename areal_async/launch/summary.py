@@ -116,8 +116,6 @@ def readable(line: str) -> str:
 Record = Mapping[str, Any]
 EDGE_STEPS = 10  # Most steps in the mean of the first and of the last rewards
 
-SELF_CHECK_FIELDS = ("passed", "version", "engine", "n", "max", "p999", "mean", "bound")
-
 
 def summarise(
     job: JobConfig, records: Sequence[Record], *, buffer: BufferStats | None = None
@@ -175,10 +173,6 @@ def _of_episodes(
     of the first policy."""
     evaluations = [record for record in records if record.get("kind") == "evaluation"]
     last = max(evaluations, key=lambda record: record.get("version", 0), default={})
-    lives = ([r for r in life if r.get("kind") == "self_check"] for life in lives_of(records)[::-1])
-    checks = next(filter(None, lives), [])
-    # All self-checks of a life must pass, so a failed check is reported instead of the newest.
-    check = next((r for r in checks[::-1] if not r.get("passed")), checks[-1] if checks else None)
     trained, dropped = _sum(steps, "episodes"), None
     seen = [record["staleness_max"] for record in steps if record.get("staleness_max") is not None]
     if buffer is not None:
@@ -201,7 +195,6 @@ def _of_episodes(
         "lost_writes": buffer.lost_writes if buffer is not None else None,
         "transitions": dict(sorted(buffer.reasons.items())) if buffer is not None else None,
         "accuracy_interval": msgspec.convert(last, RunRecord).interval if last else None,
-        "self_check": {name: check.get(name) for name in SELF_CHECK_FIELDS} if check else None,
     }
 
 

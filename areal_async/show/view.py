@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -31,18 +31,6 @@ WAITS = " waits for "  # Part of a message about a service that waits
 MESSAGE_EVERY_S = 300.0  # Seconds until a repeated message is printed again
 MOST_WAITING = 4096  # Maximum of records that wait to be printed; the oldest are dropped
 HELD = frozenset({"leased", "generated", "scored"})  # States of groups that a line shows
-FIRST_TO_GO = (
-    "pacing",
-    "groups",
-    "busy",
-    "self-check",
-    "dropped",
-    "tokens/s",
-    "no score",
-    "doing",
-    "staleness",
-)
-"""Rows that are omitted on a low terminal, in order."""
 MAX_WIDTH = 110
 MAX_SERVICES = 10
 MAX_NO_SCORES = 3  # Shown kinds of verdicts without a score
@@ -235,28 +223,24 @@ def _figure(value: Any) -> str:
 
 
 def fitted(status: RunStatus, width: int, height: int, console: Console) -> Panel:
-    """Return the panel with `width` columns. Rows are omitted until it fits into `height` lines."""
-    panel, options = render(status, width), console.options.update(width=width)
-    for count in range(1, len(FIRST_TO_GO) + 1):
-        if len(console.render_lines(panel, options)) <= height:
-            break
-        panel = render(status, width, without=FIRST_TO_GO[:count])
+    """Return the panel with `width` columns. Its last rows are cut off if it has more than `height` lines."""
+    panel = render(status, width)
+    panel.height = min(height, len(console.render_lines(panel, console.options.update(width=width))))
     return panel
 
 
-def render(status: RunStatus, width: int, *, without: Collection[str] = ()) -> Panel:
-    """Return the status as a panel with `width` columns. Rows with labels in `without` are omitted."""
+def render(status: RunStatus, width: int) -> Panel:
+    """Return the status as a panel with `width` columns."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True, min_width=9)
     rows.add_column(overflow="fold")
     rows.add_row(clock_text(status.elapsed_s), _clipped(_progress(status), 3 * (width - 18)))
-    for label, text in _figures(status).items():
-        if label not in without:
-            rows.add_row(label, _clipped(text, 3 * (width - 18)))
-    for note in reversed(status.dropped.no_scores[-MAX_NO_SCORES:] if "no score" not in without else ()):
-        rows.add_row("no score", _clipped(no_score_text(note), width - 18, "yellow"))
     if message := _message(status):
         rows.add_row("!", _clipped(message, 2 * (width - 18), "yellow"))
+    for label, text in _figures(status).items():
+        rows.add_row(label, _clipped(text, 3 * (width - 18)))
+    for note in reversed(status.dropped.no_scores[-MAX_NO_SCORES:]):
+        rows.add_row("no score", _clipped(no_score_text(note), width - 18, "yellow"))
     title = f"[bold]areal-async[/] · {status.job}{' · stopping' if status.stopping else ''}"
     return Panel(rows, title=title, title_align="left", width=width, border_style="blue", padding=(0, 1))
 

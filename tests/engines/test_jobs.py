@@ -112,7 +112,6 @@ def test_the_start_and_an_update_were_checked_against_the_trainer(job: Run) -> N
     assert len(updated) <= 1  # none where no batch held units of the version that its step starts from
     assert all(check["version"] > 0 for check in updated)
     assert all(check["passed"] and check["max"] < 1e-3 for check in (start, *updated))
-    assert job.summary["self_check"]["passed"]
 
 
 def test_stored_versions_are_true(job: Run) -> None:

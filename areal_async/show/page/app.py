@@ -8,7 +8,6 @@ nothing. They build no path from names in requests. The client's token is in a h
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable
@@ -124,7 +123,7 @@ def page_routes(
         async def handle(request: Request) -> Response:
             try:
                 guard(request)
-                return _unless_known(_json(await answer(request)), request)
+                return _json(await answer(request))
             except Exception as error:
                 answered = refusal(error)
                 if answered is None and isinstance(error, UnknownName | RunFolderError):
@@ -155,16 +154,6 @@ def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 def _json(answer: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(answer), status, HEADERS, "application/json")
-
-
-def _unless_known(answer: Response, request: Request) -> Response:
-    """Return 304 without a body if the client already has this answer, because the page sends requests every
-    two seconds."""
-    tag = f'"{hashlib.blake2b(answer.body, digest_size=12).hexdigest()}"'
-    if request.headers.get("if-none-match") == tag:
-        return Response(status_code=304, headers=HEADERS | {"etag": tag})
-    answer.headers["etag"] = tag
-    return answer
 
 
 class StrangerRefused(ArealError):

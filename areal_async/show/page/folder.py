@@ -56,14 +56,10 @@ def runs_in(folder: Path) -> list[Path]:
 
 def run_in(folder: Path, name: str) -> Path:
     """Return the run folder `name` among the run folders at `folder`. Raises `UnknownName`."""
-    if (folder / LOCK).exists():
-        found = folder if name == folder.name else None
-    else:
-        known = name in _names_in(folder) and _lock_time(folder / name) is not None
-        found = folder / name if known else None
-    if found is None:
-        raise UnknownName(f"there is no run {name!r}")
-    return found
+    for path in runs_in(folder):
+        if path.name == name:
+            return path
+    raise UnknownName(f"there is no run {name!r}")
 
 
 def _names_in(folder: Path) -> list[str]:

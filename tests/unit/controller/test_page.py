@@ -78,13 +78,10 @@ async def test_who_has_no_token_that_is_let_in_sees_nothing_of_any_job(served: S
                 assert list(json.loads(content)) == ["error", "mistakes"], content
             separator = "&" if "?" in path else "?"
             assert (await seen(there, f"{path}{separator}token={good}"))[0] == 401
-        # Whose token was taken away sees nothing from then on, also not that nothing is new.
-        _, headers, _ = await there.ask("GET", DATA[1], token=good)
-        known = {"if-none-match": headers["etag"]}
-        assert (await seen(there, DATA[1], **bearer(good), **known))[0] == 304
+        # Whose token was taken away sees nothing from then on.
         there.folder.tokens.write_text(f"look {hash_of('another')}\n")
         for path in DATA:
-            assert (await seen(there, path, **bearer(good), **known))[0] == 401, path
+            assert (await seen(there, path, **bearer(good)))[0] == 401, path
 
 
 async def test_who_may_look_is_shown_jobs_charts_and_samples(served: Serving) -> None:

@@ -64,7 +64,7 @@ def test_a_training_on_files_has_no_figures_of_episodes_and_says_why_it_stopped(
     records = [{"kind": "sft", "step": 3, "loss": 0.5, "accuracy": 0.9}]
     summary = summarise(sft, records)
     assert summary["stopped"] == "held-out accuracy 0.900 lies within sft.stop_between, 0.8 to 1"
-    assert {"episodes_trained", "reward_last", "self_check", "updates"}.isdisjoint(summary)
+    assert {"episodes_trained", "reward_last", "updates"}.isdisjoint(summary)
     assert "passes" in summarise(sft, [records[0] | {"accuracy": 0.5}])["stopped"]
     assert summarise(sft, [records[0] | {"step": sft.trainer.steps}])["stopped"] == ""
 
@@ -89,24 +89,13 @@ def test_a_supervised_run(job):
     assert not {"max_staleness_seen", "episodes_trained", "reward_last"} & {*summary}
 
 
-def test_the_last_evaluation_and_self_check_are_kept(job):
-    def check(n):
-        return {"kind": "self_check", "passed": True, "engine": "local", "n": n, "max": 0.5, "mean": 0.1}
-
+def test_the_last_evaluation_is_kept(job):
     def evaluation(version, mean):
         return {"kind": "evaluation", "version": version, "accuracy": 0.2, "mean": mean}
 
     early, late = evaluation(0, [0.2, 0.1, 0.3]), evaluation(10, [0.6, 0.5, 0.7])
-    summary = summarise(job, [check(9), early, check(5), late])
-    assert summary["accuracy_interval"] == (0.5, 0.7)
-    assert summary["self_check"]["n"] == 5
-    first = check(7) | {"passed": False, "version": 0}
-    failed = summarise(job, [first, check(5) | {"version": 1}])["self_check"]
-    assert (failed["version"], failed["passed"]) == (0, False), "the other check of its life does not hide it"
-    mended = summarise(job, [first, {"kind": "resume"}, check(3) | {"version": 4}, {"kind": "resume"}])
-    assert (mended["self_check"]["version"], mended["self_check"]["passed"]) == (4, True)
-    nothing = summarise(job, [])
-    assert nothing["accuracy_interval"] is nothing["self_check"] is None
+    assert summarise(job, [early, late])["accuracy_interval"] == (0.5, 0.7)
+    assert summarise(job, [])["accuracy_interval"] is None
 
 
 def test_a_summary_covers_all_lives_of_a_run(job):
