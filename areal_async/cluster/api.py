@@ -219,10 +219,9 @@ class ControllerApi:
         return ClusterAnswer(*about, self._controller.total, free, {str(s): n for s, n in counts.items()})
 
     async def _list_jobs(self, request: Request) -> JobsAnswer:
-        limit = int(_number(request, "limit", MOST_LISTED, 1, MOST_LISTED))
         ended = () if _number(request, "ended", 0, 0, 1) else ENDED
         states = [state for state in STATES if state not in ended]
-        return await self._call(lambda: self._listed(self._controller.store.in_states(states, limit)))
+        return await self._call(lambda: self._listed(self._controller.store.in_states(states, MOST_LISTED)))
 
     async def _submit(self, request: Request) -> JobsAnswer:
         body = await read_body(request, SUBMISSION_BYTES)

@@ -7,7 +7,6 @@ the recorded job."""
 from __future__ import annotations
 
 import copy
-import difflib
 import math
 import os
 import signal
@@ -236,7 +235,7 @@ def _run_folder(target: Path) -> Path:
 
     Raises `RunFolderError` if there is no run."""
     if not (target.is_dir() or target.is_file()):
-        raise RunFolderError(f"there is no run folder or job file {target}.{_neighbours(target)}")
+        raise RunFolderError(f"there is no run folder or job file {target}.")
     if target.is_dir():
         folder = target.resolve()
     else:
@@ -246,21 +245,13 @@ def _run_folder(target: Path) -> Path:
     if not folder.is_dir():
         raise RunFolderError(
             f"{folder} does not exist: this job has not been run. `areal-async run {target}` starts it."
-            f"{_neighbours(folder)}"
         )
     check_run_folder(folder)
     if not (folder / LOCK).exists() or not (folder / "job.yaml").exists():
         inside = [path.parent.name for path in sorted(folder.glob(f"*/{LOCK}"))]
-        hint = f" The runs in it are: {', '.join(inside)}." if inside else _neighbours(folder)
+        hint = f" The runs in it are: {', '.join(inside)}." if inside else ""
         raise RunFolderError(f"{folder} is not the folder of a run.{hint}")
     return folder
-
-
-def _neighbours(path: Path) -> str:
-    """Return a hint that names runs beside `path` with similar names."""
-    names = [lock.parent.name for lock in path.parent.glob(f"*/{LOCK}")]
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
-    return f" Did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
 
 
 def read_topology(path: Path) -> Topology:
