@@ -130,7 +130,11 @@ class RouteFiles:
             if entry.name.startswith(PREFIX)
         )
         for _, name in written:
-            group, sample, size, _ = name.removeprefix(PREFIX).split(",")
+            parts = name.removeprefix(PREFIX).split(",")
+            if len(parts) != 4:  # a file of another release
+                self._unlink(name)
+                continue
+            group, sample, size, _ = parts
             samples = found.setdefault(unquote(group), {})
             older = samples.get(int(sample))
             samples[int(sample)] = RoutesFile(name, int(size))

@@ -35,7 +35,9 @@ async def answers(voice: PolicyEngine, request: AnswersRequest, prompt: str) -> 
 
 
 def main(request: AnswersRequest) -> None:
-    prompt = request.prompt if request.prompt is not None else sys.stdin.read().rstrip("\n")
+    prompt = request.prompt
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read().rstrip("\n")
     if not prompt:
         mistake = Mistake("PROMPT", "it is empty", "Give a text")
         raise ConfigError("the command line", [mistake])
