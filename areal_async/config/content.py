@@ -9,7 +9,8 @@ that URL. The trainer writes `checkpoints/step-000050/…`, `model/` and `adapte
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -71,6 +72,19 @@ def content_mistakes(
             fix = f"Free room, or name another cache folder ({CACHE_VARIABLE})"
             mistakes.append(Mistake(field, what, fix))
     return mistakes
+
+
+def in_urls(mistakes: Iterable[Mistake], job: JobConfig) -> list[Mistake]:
+    """Return the mistakes with URLs in place of the local paths."""
+    paths = (*attrgetter(*CONTENT)(job), job.run_dir)
+    names = {str(path): url for path in paths if path is not None and (url := url_of(path)) is not None}
+
+    def told(text: str) -> str:
+        for path, url in names.items():
+            text = text.replace(path, url)
+        return text
+
+    return [replace(each, problem=told(each.problem), fix=told(each.fix)) for each in mistakes]
 
 
 def _tell(url: str, size_bytes: int | None = None) -> None:

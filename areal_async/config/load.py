@@ -30,7 +30,7 @@ from areal_async.base.yaml_file import (
 from areal_async.config.base import Overrides
 from areal_async.config.checks import check_fields, policies_mistakes
 from areal_async.config.compose import read_composed
-from areal_async.config.content import content_mistakes
+from areal_async.config.content import content_mistakes, in_urls
 from areal_async.config.dotted import put, section_with
 from areal_async.config.files import check_files
 from areal_async.config.job import JobConfig, policy_alone
@@ -129,7 +129,7 @@ def _view(
     else:
         mistakes += check_fields(job)
         if files:  # Content that could not be fetched is not checked
-            mistakes += content_mistakes(job) or check_files(job)
+            mistakes += content_mistakes(job) or in_urls(check_files(job), job)
     return job, [*_as_written(mistakes, name, own, content)]
 
 

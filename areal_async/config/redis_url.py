@@ -45,6 +45,8 @@ def parse_redis_url(url: str) -> RedisUrl:
         raise ValueError("the address has no valid port") from None
     options, is_socket, host = dict(parse_qsl(parts.query)), parts.scheme == "unix", parts.hostname or ""
     db = options.pop("db", "" if is_socket else parts.path[1:])
+    username = options.pop("username", unquote(parts.username or ""))
+    password = options.pop("password", unquote(parts.password or ""))
     for problem, is_wrong in (
         ("this is not a Redis address", "://" not in url or parts.scheme not in ("redis", "rediss", "unix")),
         (f"a Redis address has no parameter {', '.join(sorted(options))}", options),
@@ -60,5 +62,4 @@ def parse_redis_url(url: str) -> RedisUrl:
         if is_wrong:
             raise ValueError(problem)
     path = unquote(parts.path) if is_socket else ""
-    login = (unquote(each or "") for each in (parts.username, parts.password))
-    return RedisUrl(parts.scheme, host, port, path, int(db or 0), *login)
+    return RedisUrl(parts.scheme, host, port, path, int(db or 0), username, password)

@@ -32,6 +32,7 @@ from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.base.redis_binary import find_redis_server
 from areal_async.base.topology import ServicePlace
 from areal_async.config.cluster import ClusterConfig
+from areal_async.config.content import in_urls
 from areal_async.config.devices import device_mistakes, shared_with_engines
 from areal_async.config.engines import (
     EngineMissing,
@@ -283,7 +284,7 @@ def check_contents(job: JobConfig, *, source: str) -> list[Mistake]:
         checks += [partial(reward_load_mistakes, job), partial(_server_mistakes, job)]
     with ThreadPoolExecutor() as pool:
         found = pool.map(lambda check: list(check()), checks)
-        mistakes = list(dict.fromkeys(chain.from_iterable(found)))
+        mistakes = in_urls(dict.fromkeys(chain.from_iterable(found)), job)
     if wrong := [each for each in mistakes if not each.warns]:
         raise ConfigError(source, wrong)
     return mistakes

@@ -114,9 +114,6 @@ REWARDS = {
     3: (OWN, f"import no_such_module\n{MARKED}", "No module named 'no_such_module'"),
     4: (OWN, f"{MARKED}raise SystemExit(0)\n", "SystemExit"),
     5: (OWN, f"{MARKED}import os\nos._exit(3)\n", "its process ended with 3"),
-    6: (INSIDE, UNMARKED, "is not marked"),
-    7: (ARGUMENT, MARKED, "unexpected keyword argument 'digits'"),
-    8: (OWN, GROUPED, "Set the scope (beside its name) to group"),
 }
 """By number of spoilt files: a reward that cannot be loaded either."""
 
@@ -132,6 +129,21 @@ def test_files_that_would_fail_a_run_are_found_together_with_rewards(folder, num
         overrides, words = [reward], [*words, "reward.name", said_of_it]
     said = refused(folder, *overrides)
     assert [text for text in words if text not in said] == []
+
+
+@pytest.mark.parametrize(
+    ("reward", "source", "words"),
+    [
+        (INSIDE, UNMARKED, "is not marked"),
+        (ARGUMENT, MARKED, "unexpected keyword argument 'digits'"),
+        (OWN, GROUPED, "Set the scope (beside its name) to group"),
+    ],
+)
+def test_a_reward_that_its_job_cannot_use_is_refused(folder, reward, source, words):
+    (folder / "mine.py").write_text(source)
+    said = refused(folder, reward)
+    assert "reward.name" in said
+    assert words in said
 
 
 def test_held_out_prompts_of_the_training_file_are_warned_of(folder):
