@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
+from areal_async.base.log import get_logger
+
+CLOSE_S = 10.0  # Longest wait for threads that end
+
+log = get_logger("loop_thread")
 T = TypeVar("T")
 
 
@@ -16,6 +23,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self._helpers = ThreadPoolExecutor(thread_name_prefix=name)
+        self.loop.set_default_executor(self._helpers)
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -33,16 +42,23 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Stop the loop, its helper threads and its thread."""
-        self.run(_settle())
+        """Stop the loop, its helper threads and its thread. Threads that hang longer than `CLOSE_S` stay."""
+        until_s = time.monotonic() + CLOSE_S
+        with suppress(TimeoutError):
+            self.begin(_settle()).result(CLOSE_S)
+        ending = threading.Thread(target=self._helpers.shutdown, daemon=True)
+        ending.start()
+        ending.join(max(0.0, until_s - time.monotonic()))
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
+        self._thread.join(max(1.0, until_s - time.monotonic()))
+        if ending.is_alive() or self._thread.is_alive():
+            log.warning("a thread hangs and is left behind", name=self._thread.name)
+        else:
+            self.loop.close()
 
 
 async def _settle() -> None:
-    """Let calls that failed at close raise in their threads, and end the loop's helper threads."""
+    """Let calls that failed at close raise in their threads."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         await asyncio.wait(others, timeout=1.0)
-    await asyncio.get_running_loop().shutdown_default_executor()

@@ -2,7 +2,7 @@
 
 A launcher makes the topology and writes it to a file on each host. The topology is the only source of
 addresses. During a run, workers join and leave it, and a process that restarts on another host gets new
-endpoints. The supervisor sends changes to the processes that need them (`runtime/status.py`).
+endpoints. The supervisor sends changes to the processes that need them (`service/control.py`).
 """
 
 from __future__ import annotations

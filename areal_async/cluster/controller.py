@@ -18,7 +18,7 @@ import msgspec
 
 from areal_async.base.log import get_logger
 from areal_async.base.mistakes import ConfigError, Mistake
-from areal_async.base.own_files import sync
+from areal_async.base.own_files import NotOurs, sync
 from areal_async.cluster.processes import JobFolder, ProcessTable
 from areal_async.cluster.queue import Turns, gpus_for, order_of, take_turns
 from areal_async.cluster.resources import Resources, resources_of
@@ -229,13 +229,13 @@ class Controller:
             elif seen == "serving":
                 # The run's own job file now contains the overrides of its resume.
                 self._move(job, AllServe(), overrides=[])
-        except OSError as error:  # an error in one job's folder must not block the other jobs
+        except (OSError, NotOurs) as error:  # an error in one job's folder must not block the other jobs
             log.error("a job cannot be looked after now", name=job.name, error=str(error))
 
     def _start(self, job: StoredJob) -> None:
         try:
             self._processes.start(job)
-        except OSError as error:
+        except (OSError, NotOurs) as error:
             if self._processes.void(job):
                 self._move(job, RunEnded("failed", f"its process cannot be started: {error}"))
 

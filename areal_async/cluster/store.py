@@ -19,7 +19,7 @@ from areal_async.base.errors import ArealError
 from areal_async.cluster.resources import Resources
 from areal_async.cluster.states import ACTIVE, ENDED, STATES, JobRefused, Move, Standing, State, Wish
 
-SCHEMA = 1
+SCHEMA = 2
 MOST_HISTORY = 200  # Newest history entries that are kept for one job
 MOST_JOBS = 100_000
 MOST_WAITING = 2000

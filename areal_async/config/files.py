@@ -113,6 +113,7 @@ def _check_further_models(job: JobConfig) -> Iterator[Mistake]:
         config = json_in(model / "config.json")
         yield from model_mistakes(model, config, field)
         yield from _check_packing(model, config, field)
+        yield from _check_heads(job, model, config)
         own, other = (_vocabulary(json_in(each / "tokenizer.json")) for each in (job.model, model))
         if field != "trainer.critic.model" and own != other and None not in (own, other):
             problem = f"{model} has another vocabulary than the policy's {job.model}"
@@ -192,8 +193,15 @@ def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mist
     if sequence > 1 and (why := looks_beyond_tokens(config)):
         fix = "Set it to 1, and give more ranks to trainer.parallel.shard, or take another model"
         yield Mistake("trainer.parallel.sequence", f"{job.model} {why}", fix)
-    if (heads := config.get("text_config", config).get("num_attention_heads", 0)) % sequence:
-        problem = f"{sequence} ranks cannot share the {heads} attention heads of {job.model}"
+    yield from _check_heads(job, job.model, config)
+
+
+def _check_heads(job: JobConfig, model: Path, config: Any) -> Iterator[Mistake]:
+    """Check that the ranks of a row can share the attention heads of a model of the trainer."""
+    sequence = RankGrid.of(job.trainer).sequence
+    heads = get(get(config, "text_config") or config, "num_attention_heads")
+    if sequence > 1 and isinstance(heads, int) and heads % sequence:
+        problem = f"{sequence} ranks cannot share the {heads} attention heads of {model}"
         yield Mistake("trainer.parallel.sequence", problem, f"Set a divisor of {heads}")
 
 

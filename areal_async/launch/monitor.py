@@ -10,7 +10,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
 
@@ -87,7 +87,7 @@ class StatusClients:
         try:
             await client.connect(ANSWER_S)
             return await client.exchange(request, timeout_s=ANSWER_S)
-        except BaseException:
+        except Exception:  # the end of one call's time leaves the client to the other calls
             if self._clients.get(name) is client:
                 del self._clients[name]
             await client.close()
@@ -153,6 +153,14 @@ def _cpu_s(pids: set[int]) -> dict[int, float]:
     return {pid: with_children(pid) for pid in pids}
 
 
+def _log_failure(watching: Future[None]) -> None:
+    """Log the error that has ended the watch."""
+    try:
+        watching.result()
+    except Exception:
+        log.exception("the watch of the run has failed")
+
+
 class Monitor:
     """Feeds a `StatusAggregator` and passes each status of the run to `show`, including the last, until it is
     stopped."""
@@ -190,16 +198,15 @@ class Monitor:
         """Watch from now on, until `stop`."""
         self._thread = LoopThread("monitor")
         self._watching = self._thread.begin(self._watch())
+        self._watching.add_done_callback(_log_failure)
 
     def stop(self) -> None:
         """Look once more, and end the thread. May be called again."""
         thread, self._thread = self._thread, None
         if thread is not None and self._watching is not None:
             thread.loop.call_soon_threadsafe(self._stopping.set)
-            try:
-                self._watching.result(STOP_WAIT_S)
-            except Exception:
-                log.exception("the watch of the run has failed")
+            if wait([self._watching], STOP_WAIT_S).not_done:
+                log.warning("the last look at the run has not ended in time")
             thread.close()
 
     def look(self) -> None:

@@ -93,6 +93,8 @@ def check_for_cluster(job: JobConfig, *, source: str = "job") -> None:
     rules.append((job.policies, "policies", problem, fix))
     problem = "on a cluster processes are on hosts of their own"
     rules.append((job.placement.pretend, "placement.pretend", problem, "Remove it"))
+    if job.kind == "rl":  # an embedded Redis runs on this host
+        rules += [(True, mistake.field, mistake.problem, mistake.fix) for mistake in _check_memory(job)]
     _refuse(source, rules)
 
 

@@ -75,7 +75,7 @@ def _overlap(train: Path, evaluation: Path) -> Iterator[Mistake]:
 
 def _prompt_key(prompt: Any) -> bytes:
     """Return a key that is equal for equal prompts."""
-    text = prompt.strip() if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+    text = prompt.strip() if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=repr)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

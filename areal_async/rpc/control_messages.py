@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from areal_async.base.records import RunRecord
 from areal_async.rpc.messages import BufferStats
@@ -95,7 +97,7 @@ class WorkersChanged(Message, frozen=True):
     workers: list[str]
 
 
-class DrainWorker(Request[WorkersChanged], frozen=True):
+class DrainWorker(Request[WorkersChanged], frozen=True, forbid_unknown_fields=True):
     """Let one worker finish its work within `limit_ms`, hand back the rest, and end.
 
     `outside` marks a worker that the supervisor has not started and cannot wait for.
@@ -106,9 +108,9 @@ class DrainWorker(Request[WorkersChanged], frozen=True):
     outside: bool = False
 
 
-class ScaleWorkers(Request[WorkersChanged], frozen=True):
+class ScaleWorkers(Request[WorkersChanged], frozen=True, forbid_unknown_fields=True):
     """Set the number of rollout workers to `workers`: start more, or drain the newest, each within
     `limit_ms`."""
 
-    workers: int
+    workers: Annotated[int, Meta(ge=1)]
     limit_ms: int = 60_000

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import prometheus_client
 
-from areal_async.base.loop_thread import LoopThread
+from areal_async.base.loop_thread import CLOSE_S, LoopThread
 from areal_async.rpc.board import NoticeHandler, StatusBoard, board
 from areal_async.rpc.control_messages import ReadMetrics, ServiceStatus, Status
 from areal_async.rpc.reply_book import ServerLimits
@@ -61,7 +62,8 @@ class ControlServer:
         """Send the last answers and end the thread. May be called again."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.run(self._stop())
+            with suppress(TimeoutError):
+                thread.begin(self._stop()).result(CLOSE_S)
             thread.close()
 
     async def _stop(self) -> None:

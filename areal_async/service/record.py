@@ -237,7 +237,7 @@ class Tail:
 
 
 LIFE_KINDS = frozenset({"start", "resume", "restart", "death", "end"})
-"""Kinds of records that are not results. These records are about lives, deaths and the number of workers."""
+"""Kinds of records that are not results. These records are about the lives and deaths of processes."""
 
 
 def holds_results(path: Path) -> bool:

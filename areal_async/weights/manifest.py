@@ -18,7 +18,7 @@ from blake3 import blake3
 from areal_async.base.errors import SnapshotError
 from areal_async.base.versions import POLICY_NAME, VersionTag
 
-MANIFEST_SCHEMA = 3
+MANIFEST_SCHEMA = 4
 MANIFEST_FILE = "manifest.json"
 DELTA_SUFFIX = ".delta"
 ADAPTER_CONFIG = "adapter_config.json"

@@ -8,8 +8,9 @@
 The warm starts show programs and tests of which half are those of another function; which ones are right is
 not written down anywhere. In the job each program of a group is run against each test of it in the sandbox:
 right programs are rewarded, and so are tests that tell right programs from wrong ones, each policy for its
-own (`group_by: task_agent`). `summary.json` has both on held-out functions, under `accuracy_by_source`: the
-share of programs that pass the task's tests, and the share of tests that the right program passes.
+own (`group_by: task_agent`). The last evaluation record in `metrics.jsonl` has both on held-out functions,
+under `by_source`: the share of programs that pass the task's tests, and the share of tests that the right
+program passes.
 """
 
 from __future__ import annotations

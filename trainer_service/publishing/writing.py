@@ -200,7 +200,7 @@ class PieceWriter:
         """
         self._drop(gone)
         group = self._group
-        if self._receivers and found is not None and problem is None:
+        if found is not None and problem is None:
             _, problem = _try(found.result)  # now each receiver has a file to write into
 
         def work() -> list[Part]:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -409,6 +409,16 @@ class RayLauncher:
         return moved
 
     def close(self) -> None:
+        with ExitStack() as ends:  # each step runs, whatever an earlier one raises
+            ends.callback(ray.shutdown)
+            for sock in self._held.values():
+                ends.callback(sock.close)
+            ends.callback(os.environ.pop, HELD_VARIABLE, None)
+            if self._here is not None:
+                ends.callback(self._here.close)
+            self._close_places()
+
+    def _close_places(self) -> None:
         closing = [place.close() for place in self._places.values()]
         with suppress(RayError):
             if ends := [ending for ending in closing if ending is not None]:
@@ -420,10 +430,6 @@ class RayLauncher:
         for group in self._groups:
             with suppress(RayError):
                 remove_placement_group(group)
-        if self._here is not None:
-            self._here.close()
-        os.environ.pop(HELD_VARIABLE, None)
-        ray.shutdown()
 
     # --- used by the threads of places ---------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from areal_async.base.addresses import Address
@@ -303,21 +303,25 @@ class SnapshotFetcher(ReceivingEnd):
 
     async def _follow(self, download: Download) -> None:
         """Wait for the end of the download. If no data arrives, report the cause of the wait."""
-        running = asyncio.ensure_future(download.run())
+        running, told = asyncio.ensure_future(download.run()), ""
         try:
             while not running.done():
                 await asyncio.wait({running}, timeout=STARVED_S / 4)
-                _report_wait(download.state if download.starved_s > STARVED_S else "")
+                told = _report_wait(download.state if download.starved_s > STARVED_S else "", told)
             running.result()
         finally:
-            _report_wait("")
+            _report_wait("", told)
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
 
-def _report_wait(state: str) -> None:
-    """Report a wait, or its end if `state` is empty. The metric has one series during a wait."""
-    board.waits("weights", state)
-    metrics.WAITS.clear()
-    if state:
-        metrics.WAITS.labels(state).set(1)
+def _report_wait(state: str, told: str) -> str:
+    """Report a wait, or its end if `state` is empty, unless `told` was the last report. Return the state."""
+    if state != told:
+        board.waits("weights", state)
+        if told:
+            with suppress(KeyError):  # another download waited for the same
+                metrics.WAITS.remove(told)
+        if state:
+            metrics.WAITS.labels(state).set(1)
+    return state

@@ -92,7 +92,7 @@ class HostCache:
         """Keep the directory, once it exists, until `free` or until this process ends."""
         if name not in self._holds:
             self.root.mkdir(parents=True, exist_ok=True)
-            fd = lock_file(self.root / f"{HOLD_PREFIX}{name}", fcntl.LOCK_SH)
+            fd = flock_file(self.root / f"{HOLD_PREFIX}{name}", fcntl.LOCK_SH)
             assert fd is not None
             self._holds[name] = fd
 
@@ -116,7 +116,7 @@ class HostCache:
         """Return the claim to make `name`, valid until `os.close`, or None while another process has the
         claim."""
         self.root.mkdir(parents=True, exist_ok=True)
-        return lock_file(self.root / f"{CLAIM_PREFIX}{name}", fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return flock_file(self.root / f"{CLAIM_PREFIX}{name}", fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def discard(self, name: str) -> None:
         """Remove a wrong directory, so that the next try does not find it."""
@@ -146,7 +146,7 @@ class HostCache:
 
     def _remove(self, name: str) -> None:
         hold = self.root / f"{HOLD_PREFIX}{name}"
-        if (held := lock_file(hold, fcntl.LOCK_EX | fcntl.LOCK_NB)) is None:
+        if (held := flock_file(hold, fcntl.LOCK_EX | fcntl.LOCK_NB)) is None:
             return
         if (claim := self.claim(name)) is not None:
             self.discard(name)
@@ -160,7 +160,7 @@ def _tag_of(name: str) -> VersionTag:
     return VersionTag.parse(match[1])
 
 
-def lock_file(path: Path, how: int) -> int | None:
+def flock_file(path: Path, how: int) -> int | None:
     """Return a descriptor with the `flock` on the file that is now at `path`, or None if the lock is
     taken."""
     while True:

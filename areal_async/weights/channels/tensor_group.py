@@ -29,7 +29,6 @@ from areal_async.base.versions import VersionTag
 from areal_async.rpc.weights_messages import JOIN
 
 POLL_S = 0.0005
-READY_POLL_S = 0.002
 
 T = TypeVar("T")
 
@@ -61,6 +60,7 @@ class TensorGroup:
         self._tag: VersionTag | None = None
         self._ready: dict[str, int] = {}  # the bucket for which each member is ready
         self._last = self._released = 0
+        self._waiters: set[asyncio.Future[None]] = set()
         # By default a store listens on every interface and authenticates no client. Each group has its own
         # store. Closing the store disconnects all members that still wait there.
         with socket.create_server((host, 0), backlog=128) as listening:
@@ -78,6 +78,7 @@ class TensorGroup:
         with self._changed:
             self.busy, self._tag, self._last, self._released = True, tag, n_buckets, JOIN - 1
             self._ready = dict.fromkeys(self.members, JOIN - 1)
+            self._wake()
 
     # --- the members' side: from an event loop -------------------------------------------------------
 
@@ -93,11 +94,19 @@ class TensorGroup:
             self._ready[engine] = max(number, self._ready[engine])
             self._changed.notify_all()
         until_s = time.monotonic() + wait_s
-        while not (self.broken or number <= self._released or number >= self._last):
-            if time.monotonic() > until_s:
+        while True:
+            woken = asyncio.get_running_loop().create_future()
+            with self._changed:
+                if self.broken or number <= self._released or number >= self._last:
+                    return self.broken or True
+                self._waiters.add(woken)
+            try:
+                await asyncio.wait_for(woken, until_s - time.monotonic())
+            except TimeoutError:
                 return False
-            await asyncio.sleep(READY_POLL_S)
-        return self.broken or True
+            finally:
+                with self._changed:
+                    self._waiters.discard(woken)
 
     def break_up(self, reason: str) -> None:
         """Stop using the group. Members that wait for others get the reason."""
@@ -106,6 +115,7 @@ class TensorGroup:
                 return
             self.broken = reason
             self._changed.notify_all()
+            self._wake()
             if not self.busy:
                 self._backend = self._meeting = None
 
@@ -152,6 +162,7 @@ class TensorGroup:
             if self.broken:
                 raise RuntimeError(self.broken)
             self._released = number
+            self._wake()
 
     def broadcast(self, data: torch.Tensor) -> None:
         """Send `data`, u8 [bytes]. Raises `RuntimeError` if the members have not taken it within the
@@ -180,6 +191,11 @@ class TensorGroup:
             self.busy = False
             if self.broken:
                 self._backend = self._meeting = None
+
+    def _wake(self) -> None:
+        """Let all waiting members look again. The caller holds the lock."""
+        for woken in self._waiters:
+            settle(woken, None)
 
     def _all_ready(self, number: int) -> bool:
         return min(self._ready.values()) >= number

@@ -1,5 +1,6 @@
 """`validate` finds what would only fail, or be trained as something else, once the job runs."""
 
+import datetime
 import json
 import os
 import socket
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from areal_async.cli.main import app
 from areal_async.cli.quickstart.model import make_tokenizer
 from areal_async.config.load import load_job
-from areal_async.launch.prompt_trial import tokenizer_mistakes
+from areal_async.launch.prompt_trial import _prompt_key, tokenizer_mistakes
 
 FREE_PORTS = "observe.metrics_port=0"
 
@@ -152,6 +153,11 @@ def test_held_out_prompts_of_the_training_file_are_warned_of(folder):
     (warning,) = tokenizer_mistakes(load_job(folder / "job.yaml", ["tasks.evaluation=held.jsonl"]))
     assert str(warning).startswith("tasks.evaluation: 2 of 2 held-out prompts are in train.jsonl")
     assert warning.warns
+
+
+def test_a_prompt_with_a_date_from_parquet_has_a_key():
+    first, other = ([{"role": "user", "at": datetime.date(2026, 1, day)}] for day in (1, 2))
+    assert _prompt_key(first) == _prompt_key([{**first[0]}]) != _prompt_key(other)
 
 
 def test_prompts_of_messages_need_a_chat_template(folder):

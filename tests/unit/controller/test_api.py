@@ -212,7 +212,8 @@ async def test_what_a_run_refuses_or_does_not_answer_is_told(served, monkeypatch
 
             monkeypatch.setattr(api_module, "change_workers", change)
             assert (await there.ask("POST", "/v1/jobs/sums/scale", {"workers": 2}))[0] == status
-        assert (await there.ask("POST", "/v1/jobs/sums/scale", {"workers": "0"}))[0] == 400
+        for wrong in ({"workers": "0"}, {"workers": 0}, {"workers": 2, "limit_s": 5}):
+            assert (await there.ask("POST", "/v1/jobs/sums/scale", wrong))[0] == 400
         too_long = {"worker": "a", "limit_ms": 601_000}
         assert (await there.ask("POST", "/v1/jobs/sums/drain", too_long))[0] == 400
 

@@ -65,6 +65,7 @@ def test_what_a_job_needs_in_all_is_said_in_words(job):
         ("weights", {"channel": "shm"}, "weights.channel: shm reaches the processes of one host"),
         ("trainer", {"record_batches": True}, "trainer.record_batches"),
         ("rollout", {"device": "cuda:1"}, "rollout.device: cuda:1 is a GPU of one machine"),
+        ("buffer", {"max_bytes": 1 << 60}, "buffer.max_bytes: .* of this machine"),
         ("placement", {"pretend": {"rollout-0": "a"}}, "placement.pretend"),
     ],
 )

@@ -1,12 +1,14 @@
 """A service answers how it is, whatever its own loop is busy with."""
 
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from areal_async.base.errors import ArealError, PeerGone, RpcTimeout
 from areal_async.base.log import get_logger
+from areal_async.base.loop_thread import LoopThread
 from areal_async.base.metrics import busy
 from areal_async.launch.monitor import StatusClients
 from areal_async.rpc.board import StatusBoard
@@ -100,6 +102,36 @@ async def test_a_service_says_its_series_as_they_are_now_and_one_that_left_says_
             await clients.metrics("../buffer")
     finally:
         await clients.close()
+
+
+async def test_a_scrape_whose_time_is_over_leaves_the_status_in_flight_alone(ctx, monkeypatch):
+    answer_status(ctx, StatusBoard())
+    monkeypatch.setattr("areal_async.launch.monitor.SCRAPE_S", 0.0)
+    clients = StatusClients(lambda: ctx.topology, ctx.job.job, ctx.keys)
+    try:
+        asking = asyncio.create_task(clients.ask(ctx.name))
+        await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):
+            await clients.metrics(ctx.name)
+        assert (await asking).name == ctx.name
+    finally:
+        await clients.close()
+
+
+@pytest.mark.parametrize("on_loop", [True, False])
+def test_a_thread_that_hangs_does_not_keep_its_loop_from_closing(monkeypatch, on_loop):
+    monkeypatch.setattr("areal_async.base.loop_thread.CLOSE_S", 0.1)
+    hangs, hung = threading.Event(), LoopThread("hung")
+
+    async def hang():
+        hangs.wait()
+
+    hung.begin(hang() if on_loop else asyncio.to_thread(hangs.wait))
+    try:
+        hung.close()
+        assert not hangs.is_set()
+    finally:
+        hangs.set()
 
 
 async def test_nobody_at_the_endpoint_is_an_error(ctx):

@@ -110,6 +110,7 @@ def test_one_copy_of_a_model_writes_its_shards(shared):
         ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "dynamic, which depend"),
         ({"rope_scaling": None}, ""),
         ({"num_attention_heads": 4}, ""),
+        ({"num_attention_heads": None, "text_config": None}, ""),
         ({"num_attention_heads": 3}, "2 ranks cannot share the 3 attention heads"),
     ],
 )

@@ -5,6 +5,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 
@@ -101,6 +102,19 @@ def two(place: Path, request: pytest.FixtureRequest) -> Iterator[Two]:
     with closing(Two(place, request.param)) as made:
         yield made
         assert made.other_root == place / "shm" or not made.other_root.exists()
+
+
+def test_a_rank_without_pieces_that_gets_no_file_fails_with_the_others(place, monkeypatch):
+    failed: Future[MappedFile] = Future()
+    failed.set_exception(OSError(errno.ENOSPC, "full"))
+    with closing(Two(place)) as two:
+        first, second = shares(0)
+        held = [first + second, []]
+        two.prepare(held)
+        with monkeypatch.context() as patch:
+            patch.setattr(two.other, "_map", lambda *_: failed)
+            said = two.publish(0, held)
+        assert [type(error) for error in said] == [SnapshotError, SnapshotError]
 
 
 @pytest.mark.parametrize("part_bytes", [40, layout.PART_BYTES])
