@@ -34,7 +34,7 @@ import inspect
 import json
 import sys
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -176,11 +176,7 @@ class Registry:
         if arguments is not None and section is not None:
             yield from section_mistakes(args_field, section, arguments, name)
         elif arguments is not None and callable(part):
-            parameters = list(inspect.signature(part).parameters.values())
-            taken = _taken(parameters, self.leading, self.filled)
-            scope = vars(sys.modules.get(inspect.unwrap(part).__module__, inspect))
-            typed = [each.replace(annotation=_type_of(each, scope)) for each in taken]
-            yield from _keyword_mistakes(name, arguments, parameters, typed, args_field)
+            yield from function_mistakes(name, part, arguments, args_field, self.leading, self.filled)
 
     def _mistakes_of_file(self, path: Path, attribute: str, field: str) -> Iterator[Mistake]:
         try:
@@ -197,6 +193,24 @@ class Registry:
             yield Mistake(field, f"{path} defines no {attribute!r}", _meant(attribute, _defined(tree)))
         elif self.coroutine and isinstance(node, ast.FunctionDef):
             yield Mistake(field, f"{attribute} in {path} is not a coroutine", "Write it as `async def`")
+
+
+def function_mistakes(
+    name: str,
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    field: str,
+    leading: int = 1,
+    filled: Collection[str] = (),
+) -> Iterator[Mistake]:
+    """Yield the mistakes in the `arguments` of a function, by its signature.
+
+    Its first `leading` parameters and those in `filled` come from elsewhere."""
+    parameters = list(inspect.signature(function).parameters.values())
+    scope = vars(sys.modules.get(inspect.unwrap(function).__module__, inspect))
+    taken = _taken(parameters, leading, filled)
+    typed = [each.replace(annotation=_type_of(each, scope)) for each in taken]
+    yield from _keyword_mistakes(name, arguments, parameters, typed, field)
 
 
 def _own_place(name: str) -> tuple[Path, str] | None:

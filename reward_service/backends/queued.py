@@ -78,5 +78,6 @@ class QueuedBackend:
                 log.exception("a backend failed", backend=self._name)
                 failure = Failure(self._name, f"{type(error).__name__}: {error}")
                 verdicts, elapsed_s = [failure] * len(inputs_of(call)), 0.0
-            self.call_seconds += 0.1 * (elapsed_s - self.call_seconds)
+            if not isinstance(verdicts[0], Failure):  # a call without an answer shows no duration
+                self.call_seconds += 0.1 * (elapsed_s - self.call_seconds)
             on_verdicts(index, verdicts, elapsed_s * 1000)

@@ -13,7 +13,6 @@ import argparse
 import faulthandler
 import functools
 import importlib
-import inspect
 import os
 import resource
 import time
@@ -23,6 +22,7 @@ from typing import Any
 import msgspec
 
 from areal_async.base.verdicts import Failure, Verdict
+from areal_async.config.registry import function_mistakes
 from reward_service.checking import as_verdict, as_verdicts, clip, describe
 from reward_service.pool.protocol import (
     MAX_REPORT_BYTES,
@@ -123,10 +123,8 @@ def load(order: LoadReward) -> LoadedReward:
     if order.scope != "group" and mark.scope == "group":
         told = f"the reward {order.name!r} judges whole groups"
         raise RewardLoadError(f"{told}. Set the scope (beside its name) to group.")
-    try:
-        inspect.signature(function).bind(None, **order.args)
-    except TypeError as error:
-        raise RewardLoadError(f"the reward {order.name!r} and reward.args: {error}") from None
+    if mistake := next(function_mistakes(order.name, function, order.args, "reward.args"), None):
+        raise RewardLoadError(str(mistake))
     if (preload := getattr(function, "preload", None)) is not None:
         preload(**order.args)
     return LoadedReward(functools.partial(function, **order.args) if order.args else function, mark)

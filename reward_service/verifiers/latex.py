@@ -281,12 +281,14 @@ THING = re.compile(r"(?=.*[aeiouyAEIOUY])(?=.*[b-df-hj-np-tv-zB-DF-HJ-NP-TV-Z])[
 
 _UNITS = (
     "mm cm dm m km inch ft yd mi ms s min h day week mg g kg t lb oz ml cl l degree radian cent dollar "
-    "N J kJ W kW V Pa kPa Hz kHz a.m p.m mph kph kmh"
+    "N J kJ W kW V Pa kPa Hz kHz a.m p.m"
 )
 UNITS = frozenset(_UNITS.split())
+_LENGTHS = frozenset(("mm", "cm", "dm", "m", "km", "inch", "ft", "yd", "mi"))
+_TIMES = frozenset(("ms", "s", "min", "h", "day", "week"))
 _DROPPED = "st nd rd th sq cu ha mol eV rpm mpg ppm yr pt px dB kWh kcal cal gal qt pct"
 DROPPED = frozenset(_DROPPED.split())
-"""Units and endings that are known but may be left out or differ."""
+"""Units and endings that are known but not compared: they may be left out or differ."""
 LONG_NAMES = {
     "millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm", "decimeter": "dm",
     "meter": "m", "metre": "m", "kilometer": "km", "kilometre": "km", "in": "inch", "inche": "inch",
@@ -294,7 +296,7 @@ LONG_NAMES = {
     "minute": "min", "hour": "h", "hr": "h", "milligram": "mg", "gram": "g", "kilogram": "kg", "tonne": "t",
     "pound": "lb", "ounce": "oz", "milliliter": "ml", "millilitre": "ml", "liter": "l", "litre": "l",
     "mL": "ml", "L": "l", "deg": "degree", "rad": "radian",
-    "am": "a.m", "pm": "p.m", "AM": "a.m", "PM": "p.m",
+    "mph": "mi/h", "kph": "km/h", "kmh": "km/h", "am": "a.m", "pm": "p.m", "AM": "a.m", "PM": "p.m",
     "newton": "N", "joule": "J", "watt": "W", "volt": "V", "pascal": "Pa", "hertz": "Hz",
 }  # fmt: skip
 
@@ -359,13 +361,17 @@ def _is_a_thing(word: str) -> bool:
 
 
 def unit_of(words: str, power: str | None = None) -> str:
-    """Return the short name of the unit in `words` (`square meters`, `km/h`), or an empty text for others."""
+    """Return the short name of the unit in `words`, or an empty text for others.
+
+    Known are single units (`kg`), their powers (`square meters`), and speeds (`km/h`)."""
     words = " ".join(words.replace(" per ", "/").replace("²", "^2").replace("³", "^3").split()).strip(". ")
     for prefix, exponent in (("square ", "2"), ("sq ", "2"), ("sq. ", "2"), ("cubic ", "3"), ("cu ", "3")):
         if words.startswith(prefix):
             words, power = words.removeprefix(prefix), exponent
-    names = [_short(word.strip()) for word in words.split("/")]
-    if not all(name.partition("^")[0] in UNITS for name in names):
+    names = "/".join(_short(word.strip()) for word in words.split("/")).split("/")
+    if names[0].partition("^")[0] not in UNITS or len(names) > 2:
+        return ""
+    if len(names) == 2 and not (names[0] in _LENGTHS and names[1] in _TIMES):
         return ""
     return "/".join(names) + (f"^{power}" if power not in (None, "1") else "")
 

@@ -37,7 +37,7 @@ class RemoteArguments(Section):
     """Arguments of the reward at the server, by name."""
     version: str = ""
     """Required version of the reward. A server with another version is not used."""
-    max_in_flight: int = Field(default=32, ge=1, le=65_536)
+    max_in_flight: int = Field(default=256, ge=1, le=65_536)
     """Most unanswered requests at one server, each with one episode or group. The server may set a lower
     limit."""
     retries: int = Field(default=3, ge=0, le=1000)

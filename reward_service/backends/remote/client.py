@@ -164,6 +164,7 @@ class RemoteBackend(QueuedBackend):
             now_s = time.monotonic()
             free = [replica for replica in self.replicas if replica.has_room(now_s)]
             if free:
+                self._away_since_s = None
                 return min(free, key=lambda one: (one.state.in_flight / one.slots, self._rng.random()))
             if self.alive or any(replica.state.in_flight for replica in self.replicas):
                 self._away_since_s = None
@@ -211,7 +212,7 @@ class RemoteBackend(QueuedBackend):
     async def _fault(self, error: RemoteError, replica: RemoteServer, inputs: list[RewardInput]) -> FaultOf:
         """Return the fault of a refused call. The answer is at fault if the server accepts the same task with
         other answers."""
-        if error.kind == "too_large":
+        if error.kind == "too_large" and len(inputs) <= replica.limits.max_inputs:
             size_bytes = sum(map(len, _with_answers(inputs, "")))
             if size_bytes <= replica.limits.max_body_bytes - REQUEST_ROOM_BYTES:
                 return FaultOf.ANSWER

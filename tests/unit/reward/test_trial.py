@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_async.base.errors import ArealError
 from areal_async.base.mistakes import ConfigError
 from areal_async.cli.tools import TrialRequest
 from reward_service.tools.trial import SamplesError, main, read_samples, short, target
@@ -159,8 +160,6 @@ def test_a_job_file_brings_its_reward_and_its_tasks(run, tasks, tmp_path):
         ("exact_match", "t.jsonl", ["model=m"], "Write args.model if the part takes it"),
         ("exact_match", "t.jsonl", ["on_error.model=m"], "on_error.model: there is no such field. Remove it"),
         ("gsm8k", "t.jsonl", ["args.most=3"], "line: args.most: gsm8k has no argument 'most'"),
-        (f"{FILE}:needs", "t.jsonl", [], "line: args.word: the reward needs in"),
-        (f"{FILE}:needs", "t.jsonl", ["reward.args.wrd=3"], "and it is missing. Add args.word=VALUE."),
     ],
 )
 def test_mistakes_of_the_command_line_are_found_first(reward, data, fields, words):
@@ -169,6 +168,14 @@ def test_mistakes_of_the_command_line_are_found_first(reward, data, fields, word
     assert words in str(caught.value)
 
 
-def test_a_reward_that_cannot_be_loaded_says_so(tasks):
-    with pytest.raises(ConfigError, match="concise"):
-        main(TrialRequest(f"{FILE}:wrong_name", str(tasks(row("4")))))
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("wrong_name", [], "concise"),
+        ("needs", [], r"reward\.args\.word: .*:needs needs 'word', and it is missing\. Add it"),
+        ("needs", ["args.wrd=3"], r"reward\.args\.wrd: .*:needs has no argument 'wrd'"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_says_so(tasks, name, fields, words):
+    with pytest.raises(ArealError, match=words):
+        main(TrialRequest(f"{FILE}:{name}", str(tasks(row("4"))), fields=fields))

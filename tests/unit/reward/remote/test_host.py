@@ -301,7 +301,7 @@ async def test_reward_serve_says_where_it_serves_and_leaves_nothing(backend, col
         (ServeRequest([f"{FILE}:concise", f"{FILE}:concise"]), "two rewards are called 'concise'"),
         (ServeRequest([f"{FILE}:concise"], listen="0.0.0.0:0"), "--token-file"),
         (ServeRequest([f"{FILE}:concise"], token_file="/nowhere/token"), "--token-file"),
-        (ServeRequest([f"{FILE}:needs"]), r"needs 'word', and it is missing\. Add --args '{word: VALUE}'"),
+        (ServeRequest([f"{FILE}:needs"]), r"needs 'word', and it is missing\. Add it"),
         (ServeRequest([f"{FILE}:concise"], args="3"), "--args"),
     ],
 )
