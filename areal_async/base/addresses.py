@@ -17,10 +17,8 @@ SOCKET_PATH_LIMIT = 107
 
 
 def interface_of(*hosts: str) -> str:
-    """Return the name of this machine's network interface for the first address that any interface has.
-
-    Raises `EndpointError`.
-    """
+    """Return the name of this machine's network interface that has one of the addresses `hosts`, tried in
+    order. Raises `EndpointError` if no interface has any of them."""
     for host in hosts:
         for name, addresses in psutil.net_if_addrs().items():
             if any(each.family == socket.AF_INET and each.address == host for each in addresses):

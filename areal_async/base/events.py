@@ -110,7 +110,8 @@ def arm_from_environment(run_dir: Path) -> None:
 
 
 def failpoint(name: str) -> None:
-    """Kill this process if this failpoint is armed and the pass is the right one."""
+    """Count a pass through the failpoint `name`. Kill this process at the pass for which it is armed, once
+    per run."""
     if not _armed:
         return
     point = _armed.get(name)

@@ -45,7 +45,7 @@ class MicroBatch:
     predict: Tensor
     """i64 [S]: place in the pack whose logits predict the unit."""
     own: Tensor | None
-    """i64 [S]: place of the unit's own token; None if a row's last token is not an input."""
+    """i64 [S]: place in the pack of the unit itself. None if the last token of a row is not in the pack."""
     target: Tensor
     """i64 [S]: token id of the unit."""
     temperature: Tensor
