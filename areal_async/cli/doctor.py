@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from areal_async.base.redis_binary import find_redis_server, redis_server_version
+from areal_async.base.redis_binary import find_redis_server, lacking_fixes, redis_server_version
 from areal_async.launch.folders import leftovers
 from areal_async.launch.one_host import SHM_ROOT, volatile_roots
 from areal_async.launch.preflight import no_sandbox
@@ -78,6 +78,9 @@ def _redis() -> Finding:
         )
     if tuple(int(part) for part in found.split(".")[:2]) < MIN_REDIS:
         return Finding("fail", "redis-server", f"{found} ({binary})", "Install 6.2 or newer")
+    if (fixed := lacking_fixes(binary)) is not None:
+        fix = f"Security fixes are missing: use {fixed} or newer, by `apt install redis-server`, say"
+        return Finding("warn", "redis-server", f"{found} ({binary})", fix)
     return Finding("ok", "redis-server", f"{found} ({binary})")
 
 
