@@ -119,11 +119,11 @@ def test_a_circle_is_found_by_the_moment_of_its_imports() -> None:
 
 
 MOST_CODE_LINES = {
-    "areal_async": 23_600,
-    "rollout_service": 7_700,
-    "replay_buffer": 5_900,
-    "reward_service": 8_010,
-    "trainer_service": 9_100,
+    "areal_async": 20_000,
+    "rollout_service": 7_350,
+    "replay_buffer": 5_750,
+    "reward_service": 7_550,
+    "trainer_service": 8_950,
 }
 """Package → the code lines it may have. A change that exceeds one removes something."""
 WIDE, VERY_WIDE, MOST_WIDE = 8, 10, 15
