@@ -136,7 +136,7 @@ def test_files_that_would_fail_a_run_are_found_together_with_rewards(folder, num
     ("reward", "source", "words"),
     [
         (INSIDE, UNMARKED, "is not marked"),
-        (ARGUMENT, MARKED, "unexpected keyword argument 'digits'"),
+        (ARGUMENT, MARKED, "has no argument 'digits'"),
         (OWN, GROUPED, "Set the scope (beside its name) to group"),
     ],
 )
