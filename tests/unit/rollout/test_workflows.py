@@ -38,7 +38,7 @@ from tests.unit.rollout.fakes import eventually
         ("flow.py:go", "async def other(ctx, task): ...", "defines no 'go'. It defines other"),
         ("flow.py:go", "x = 1", "It defines x"),
         ("flow.py:go", "def go(ctx, task): ...", "not an `async def`"),
-        ("flow.py:go", "async def go(ctx): ...", "two arguments"),
+        ("flow.py:go", "async def go(ctx): ...", "called as go\\(ctx, task"),
         ("flow.py:go", "import nowhere_to_be_found", "ModuleNotFoundError"),
         ("flow.py:go", "def broken(:", "SyntaxError"),
         ("flow.py:go", "raise SystemExit(3)", "SystemExit"),
