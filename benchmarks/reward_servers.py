@@ -1,4 +1,4 @@
-"""What a reward in another process costs: calls per second and time of a request, by server.
+"""The cost of a reward in another process: calls per second and time of a request, by server.
 
     python benchmarks/reward_servers.py [--calls N]
 

@@ -363,3 +363,10 @@ class LogprobCheck:
         metrics.SELF_CHECK.labels(self._job.policy, str(outcome.version)).set(outcome.max)
         names = ("version", "n", "max", "p999", "mean", "bound", "passed", "skipped")
         log.info("self-check", **{name: record[name] for name in names})
+        if outcome.model == "moe" and self._mixture is None and step == self._opened:
+            log.warning(
+                "self-check: routes are not replayed, so engine and trainer may send a token to different "
+                "experts, and importance weights are off by as much; an engine that returns its routes, and "
+                "rollout.routes: replay, avoid it",
+                mean=measured.mean,
+            )

@@ -315,7 +315,7 @@ class RlTrainer:
         """Record one of the first faulty steps. Returns a sentence with the folder for the error message;
         empty if the step is not recorded."""
         if batch.step not in self._faulty:
-            if len(self._faulty) == FAULTY_STEPS:
+            if len(self._faulty) >= FAULTY_STEPS and not self._job.trainer.record_batches:
                 return ""
             self._faulty.append(batch.step)
             self._record(batch, blobs)

@@ -208,6 +208,9 @@ class RemoteServer:
                 # A server with one thread cannot answer while it scores, so this is not a loss.
                 if not (error.kind == "late" and self.state.in_flight):
                     self._set_ready(False, str(error))
+            except Exception as error:  # a bug of ours must not end the watch over the server
+                log.exception("a reward server cannot be checked", server=self.url)
+                self._set_ready(False, f"{type(error).__name__}: {error}")
             if self._ready:
                 tries = 0
                 await set_within(self._lost, LOOK_S)

@@ -241,7 +241,7 @@ def alone(case: Case, models: Path) -> dict[str, torch.Tensor]:
 
 
 def small_tiles() -> None:
-    """As if rows were long: large trees."""
+    """Treat short rows as large trees."""
     prefixes.DENSE_TOKENS, prefixes.LEAST_BRANCH = 24, 4
 
 

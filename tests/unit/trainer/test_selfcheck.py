@@ -312,7 +312,7 @@ def test_a_version_that_came_by_an_update_is_compared_too_and_then_no_more(tmp_p
 
 @pytest.mark.parametrize("action", ["stop", "warn"])
 def test_an_engine_that_keeps_other_weights_at_its_first_update_is_found(tmp_path, model_dir, action):
-    """What it was started with is right; of the second step nothing is trained."""
+    """The first step passes, and the second one is not trained."""
     episodes(model_dir, tmp_path, step=0)
     batches = episodes(model_dir, tmp_path, step=1, weights=0.03, turns=4)
     changes = {"trainer": FROZEN["trainer"] | {"self_check": {"action": action}}}

@@ -9,6 +9,7 @@ import pytest
 
 from areal_async.base.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout
 from reward_service import metrics
+from reward_service.backends.remote.connection import RemoteServer
 from reward_service.sdk import RewardInput, RewardLoadError
 from tests.scoring import episode_blob, given
 from tests.waiting import until
@@ -249,6 +250,20 @@ async def test_a_server_that_is_not_there_yet_is_waited_for(scripted, backend, c
         entered = await entering
         assert await collect(entered, [given(score(0.5))]) == [Score(0.5)]
         await entered.close()
+
+
+async def test_a_bug_of_ours_does_not_end_the_watch_over_a_server(scripted, backend, collect, monkeypatch):
+    look, looks = RemoteServer._look, []
+
+    async def broken_once(self):
+        looks.append(self)
+        if len(looks) == 1:
+            raise KeyError("a bug")
+        return await look(self)
+
+    monkeypatch.setattr(RemoteServer, "_look", broken_once)
+    async with scripted().serving() as server, backend(server.url, connect_s=20) as entered:
+        assert await collect(entered, [given(score(0.5))]) == [Score(0.5)]
 
 
 async def test_closing_gives_what_waits_its_verdict(scripted, backend, collect):
