@@ -256,6 +256,8 @@ class ControllerApi:
         change = await _message(request, kind)
         if not 0 <= change.limit_ms <= LONGEST_CHANGE_MS:
             raise ApiRefusal(400, f"limit_ms is not within 0 and {LONGEST_CHANGE_MS}")
+        if isinstance(change, ScaleWorkers) and change.workers < 1:
+            raise ApiRefusal(400, f"workers is {change.workers}, and a run has at least one")
         job = await self._job_of(request)
         if job.state not in ACTIVE or job.wish != "run":
             raise JobRefused(f"job {job.name} is {job.state}, and only a job that runs has workers")

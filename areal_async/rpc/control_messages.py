@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
-
-from msgspec import Meta
+from typing import Any, Literal
 
 from areal_async.base.records import RunRecord
 from areal_async.rpc.messages import BufferStats
@@ -112,5 +110,5 @@ class ScaleWorkers(Request[WorkersChanged], frozen=True, forbid_unknown_fields=T
     """Set the number of rollout workers to `workers`: start more, or drain the newest, each within
     `limit_ms`."""
 
-    workers: Annotated[int, Meta(ge=1)]
+    workers: int
     limit_ms: int = 60_000

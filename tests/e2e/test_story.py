@@ -21,7 +21,7 @@ HELPERS = {
     "areal_async/service/": "records events and samples of the run",
     "areal_async/show/page/": "reads the records for the page",
     "areal_async/trajectory/": "holds the format of episodes",
-    "areal_async/weights/": "writes and carries the bytes of snapshots",
+    "areal_async/weights/": "carries the bytes of snapshots",
     "replay_buffer/ledger/abandoned.py": "counts units of abandoned weights",
     "replay_buffer/ledger/group_policy.py": "ends groups that are not whole in time",
     "replay_buffer/ledger/index.py": "holds the state in memory",
@@ -47,6 +47,7 @@ HELPERS = {
     "trainer_service/loop/report.py": "reports a step",
     "trainer_service/loop/samples.py": "writes samples of a step",
     "trainer_service/publications.py": "records published versions",
+    "trainer_service/publishing/": "writes and announces a version",
     "trainer_service/ranks.py": "shares values between ranks",
 }
 """Module or folder, whose functions a group passes but that need not be read → what it does."""
