@@ -33,6 +33,7 @@ import importlib
 import inspect
 import json
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -81,6 +82,8 @@ class Registry:
     coroutine: bool = False
     """True if a function must be an `async def`."""
     _own_parts: dict[str, Any] = field(default_factory=dict)
+    _running: threading.RLock = field(default_factory=threading.RLock)
+    """Held while a file runs: services that share a process must not run it twice."""
 
     def __post_init__(self) -> None:
         self.group = f"areal_async.{self.kind}{'es' if self.kind.endswith('s') else 's'}"
@@ -115,15 +118,19 @@ class Registry:
                     f"the {self.kind} {name!r} is {value} of an installed package, which cannot be imported: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-        if name not in self._own_parts:
-            if (place := _own_place(name)) is None:
-                raise PartError(f"{self._unknown(name)}. {self._choice}.")
-            module = run_user_file(place[0], kind=self.kind, name=name, error=PartError)
-            if not hasattr(module, place[1]):
-                fix = _meant(place[1], [key for key in vars(module) if not key.startswith("_")])
-                raise PartError(f"the {self.kind} {name!r}: {place[0]} defines no {place[1]!r}. {fix}")
-            self._own_parts[name] = getattr(module, place[1])
-        return self._own_parts[name]
+        with self._running:
+            if name not in self._own_parts:
+                self._own_parts[name] = self._own_part(name)
+            return self._own_parts[name]
+
+    def _own_part(self, name: str) -> Any:
+        if (place := _own_place(name)) is None:
+            raise PartError(f"{self._unknown(name)}. {self._choice}.")
+        module = run_user_file(place[0], kind=self.kind, name=name, error=PartError)
+        if not hasattr(module, place[1]):
+            fix = _meant(place[1], [key for key in vars(module) if not key.startswith("_")])
+            raise PartError(f"the {self.kind} {name!r}: {place[0]} defines no {place[1]!r}. {fix}")
+        return getattr(module, place[1])
 
     def known(self, name: str) -> Any:
         """Return the part called `name`. Return None if it cannot be loaded, or is in a file that has not

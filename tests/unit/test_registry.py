@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,3 +143,37 @@ def test_a_file_of_the_users_is_a_module_as_an_imported_one(registry: Registry, 
     )
     assert registry.find(f"{file}:mine")(None)
     assert registry.find(f"{file}:loaded")(None) == str(file)
+
+
+RUN_BY_TWO = """
+import builtins
+
+builtins.runs_of_a_part.append(1)
+builtins.runs_of_a_part_met.wait(0.5)  # as long as the first takes, a second run would come
+
+
+def part():
+    pass
+"""
+
+
+def test_two_threads_that_want_a_part_at_once_run_its_file_once(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, runs, found = tmp_path / "own.py", list[int](), list[Any]()
+    own.write_text(RUN_BY_TWO, encoding="utf-8")
+    both = threading.Barrier(2)
+    monkeypatch.setattr(builtins, "runs_of_a_part", runs, raising=False)
+    monkeypatch.setattr(builtins, "runs_of_a_part_met", threading.Event(), raising=False)
+
+    def find() -> None:
+        both.wait()
+        found.append(registry.find(f"{own}:part"))
+
+    threads = [threading.Thread(target=find) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert runs == [1]
+    assert found[0] is found[1]
