@@ -236,7 +236,7 @@ REASONS = (
     ("attention sinks", "attention sinks"),
     ("classes of its own", "attention that packed rows cannot use"),
     ("managed by another FSDP group", "tied parameters that FSDP2 does not shard"),
-    ("own forward pass", "other log-probs on packed rows"),
+    ("own forward pass", "different log-probs on packed rows"),
     ("forward pass fails", "a forward pass that fails on packed rows"),
 )
 """Words of a refusal → reason on the page."""
