@@ -1,13 +1,16 @@
 """The hierarchy of this project's exceptions.
 
-    ArealError ├── WireError                an error between two processes │   ├── EndpointError        an
-    address cannot be served: busy, too long, not loopback and no keys │   ├── ProtocolError        bytes that
-    are not one of our messages │   │   └── MessageTooLarge  a message beyond the limits, found before it is
-    sent │   ├── RpcTimeout           no answer within the caller's deadline │   ├── PeerGone             the
-    connection was closed during the call │   └── FaultError           the service answered with a `Fault` ├──
-    InfrastructureFault      an episode cannot continue for a reason outside its answers ├── SnapshotError
-    an incomplete, mixed, corrupt or missing snapshot └── MachineError             a problem of the disk or a
-    limit of this machine, not of the code or the job
+    ArealError
+    ├── WireError                an error between two processes
+    │   ├── EndpointError        an address cannot be served: busy, too long, not loopback and no keys
+    │   ├── ProtocolError        bytes that are not one of our messages
+    │   │   └── MessageTooLarge  a message beyond the limits, found before it is sent
+    │   ├── RpcTimeout           no answer within the caller's deadline
+    │   ├── PeerGone             the connection was closed during the call
+    │   └── FaultError           the service answered with a `Fault`
+    ├── InfrastructureFault      an episode cannot continue for a reason outside its answers
+    ├── SnapshotError            an incomplete, mixed, corrupt or missing snapshot
+    └── MachineError             a problem of the disk or a limit of this machine, not of the code or the job
 
 A package with further errors derives them from `ArealError`. The text of every error is one paragraph that
 tells a person what to do. A service prints it before it exits with status 1.

@@ -113,7 +113,7 @@ Durability = Literal["memory", "everysec", "always"]
 
 
 class PutAck(Message, frozen=True):
-    """`stored` samples survive the deaths of processes that tier `durability` covers."""
+    """`stored` samples survive the failures that tier `durability` covers."""
 
     stored: list[int]
     durability: Durability
