@@ -360,7 +360,7 @@ HEADERS_OF = {401: {"www-authenticate": "Bearer"}, 413: {"connection": "close"}}
 
 
 def _counted_refusal(error: Exception) -> Response | None:
-    """If the client caused the error, count it and return the answer to it. Otherwise return None."""
+    """Count an error that the client caused, and return the answer to it. Return None for other errors."""
     fits = (found for kinds, found in STATUS_OF.items() if isinstance(error, kinds))
     status, text = (error.status, "{}") if isinstance(error, ApiRefusal) else next(fits, (0, ""))
     if not status:

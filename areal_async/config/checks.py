@@ -53,9 +53,9 @@ def checkpoint_interval(job: JobConfig) -> int:
 
 
 def held_groups(job: JobConfig) -> int:
-    """Return the largest number of groups that can be in a state before COMMITTED at one time. This number is
-    the sum of the trained groups that wait for the next checkpoint, the (η + 1)·B outstanding groups that
-    admission allows, and the groups that are reused across a checkpoint."""
+    """Return the largest number of groups that can be in a state before COMMITTED at one time. Three kinds of
+    groups are counted: trained groups that wait for the next checkpoint, the (η + 1)·B outstanding groups
+    that admission allows, and groups that are reused across a checkpoint."""
     return (checkpoint_interval(job) + _beside(job)) * job.buffer.batch_groups
 
 

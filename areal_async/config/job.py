@@ -194,8 +194,8 @@ class SupervisorSection(Section):
 
 
 class OvertakenSection(Section):
-    """Handling of a group that is still being generated (its lease is live) at step `v` and has minimum
-    version `v - max_staleness`, so it would be too stale at step `v + 1`."""
+    """Handling of a group that is still being generated (its lease is live) at step `v` although its minimum
+    version is `v - max_staleness`. At step `v + 1` it would be too stale."""
 
     policy: Literal["wait", "drop", "mask"] = "wait"
     """Handling of unfinished groups that would be too stale one step later: `wait` delays the step for them,

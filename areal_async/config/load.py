@@ -201,8 +201,8 @@ def _overridden(content: dict[str, Any], override: str) -> Mistake | None:
 
 
 def flattened(content: dict[str, Any]) -> dict[str, Any]:
-    """If `content` has valid `policies` with one entry, return it with the fields of this policy at the top
-    level and without `policies`. Otherwise return `content`."""
+    """Return the fields of a job with the fields of its only policy at the top level and without `policies`.
+    Return `content` if `policies` is invalid or has several entries."""
     policies = policies_of(content)
     return policy_alone(content, *next(iter(policies.items()))) if len(policies) == 1 else content
 

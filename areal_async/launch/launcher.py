@@ -28,7 +28,7 @@ class Child(Protocol):
         """Return the exit status as in subprocess (negative for a signal); None while the process runs."""
 
     def lost(self) -> str:
-        """If its host is lost, return the reason as a phrase that follows the process's name. Otherwise
+        """Return the reason if its host is lost, as a phrase that follows the process's name. Otherwise
         return an empty text."""
 
     def heard(self) -> bytes:

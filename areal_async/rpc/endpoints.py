@@ -43,8 +43,8 @@ LET_IN_BYTES = 270
 """Number of bytes sent to a peer that proves authentication.
 
 In the CURVE handshake, the greeting and the welcome have 234 bytes together, and an error adds 12. A READY
-adds at least 54 and is sent only after a proof. So a connection on which more than this number of bytes was
-sent is authenticated. Bytes that the peer itself sends prove nothing.
+adds at least 54 and is sent only after a proof. So a connection over which this many bytes were sent is
+authenticated. Bytes that the peer itself sends prove nothing.
 """
 _TAKEN = struct.Struct("=120xQ")  # `struct tcp_info` of Linux up to `tcpi_bytes_acked`
 _EVENT = struct.Struct("=hi")

@@ -83,7 +83,7 @@ class Manifest(msgspec.Struct, frozen=True):
     shards: list[Shard]
     sidecars: list[Sidecar]
     tied: dict[str, str]
-    """For each name without bytes of its own, the tensor whose data it shares."""
+    """The tensor whose data a name without bytes of its own shares, by that name."""
     base_hash: str = ""
     """Hash of the base's manifest file, in a delta."""
     target_hash: str = ""
