@@ -1,4 +1,5 @@
-"""Addresses of this host and of servers. A server's address may change while it has clients."""
+"""Addresses of this host and of servers. The address of a server may change while clients are connected to
+it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import psutil
 from areal_async.base.errors import EndpointError
 
 LOOPBACK = "127.0.0.1"
-"""Address at which only processes of the same host reach it."""
+"""Address of this host that only processes of the same host can reach."""
 SOCKET_PATH_LIMIT = 107
 """Longest unix socket path in bytes, without its final NUL (`sockaddr_un.sun_path` holds 108)."""
 
@@ -48,6 +49,6 @@ class Address:
         return self.endpoint
 
     def move(self, endpoint: str) -> None:
-        """Change the endpoint. Clients of this address connect there before their next request, and soon in
-        any case."""
+        """Change the endpoint. Clients of this address connect to the new endpoint before their next request,
+        and soon even without a request."""
         self.endpoint = endpoint

@@ -1,11 +1,11 @@
-"""Answers stored under the digest of their input, in the cache folder of the user.
+"""Cache of answers in a folder of the user. The key of an answer is the digest of its input.
 
     key = digest_of([model / "tokenizer.json", tasks], "version 1")
     answer = recall("checked", key)
     keep("checked", key, b"[]")
 
-A changed file has another digest, so no answer outlives its input. An answer only saves time, and the caller
-must work correctly without it. Files that another user can write are not read.
+A changed file has another digest, so an outdated answer is never found. An answer only saves time, and the
+caller must work correctly without it. A cached file that another user could write is not read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def digest_of(files: Iterable[Path], *values: str, packages: Iterable[str] = ("t
 
 
 def recall(kind: str, key: str) -> bytes | None:
-    """Return the answer stored for `key`, or None if there is no trustworthy one."""
+    """Return the answer stored for `key`, or None if there is none in a file that only this user can
+    write."""
     try:
         return read_own(_path(kind, key), max_bytes=MOST_BYTES)
     except (OSError, NotOurs):

@@ -8,7 +8,7 @@
     │   ├── RpcTimeout           no answer within the caller's deadline
     │   ├── PeerGone             the connection was closed during the call
     │   └── FaultError           the service answered with a `Fault`
-    ├── InfrastructureFault      an episode cannot continue, and its answers are not the cause
+    ├── InfrastructureFault      an episode cannot continue for a reason outside its answers
     ├── SnapshotError            an incomplete, mixed, corrupt or missing snapshot
     └── MachineError             a problem of the disk or a limit of this machine, not of the code or the job
 
@@ -44,7 +44,8 @@ class ArealError(Exception):
     restart_helps: bool | None = None
     """Whether a restart may help a service that ends with this error.
 
-    None means that it helps if the service has served before, because its configuration was then right.
+    None means that a restart helps if the service has served before, because its configuration was then
+    right.
     """
 
     exit_status = 1
@@ -52,7 +53,7 @@ class ArealError(Exception):
 
 
 class InfrastructureFault(ArealError):
-    """An episode cannot continue, and its answers are not the cause: a service that an agent needs is
+    """An episode cannot continue for a reason outside its answers: a service that an agent needs is
     unavailable.
 
     An agent, environment or workflow raises it. The episode then has no score and is tried again.
@@ -80,7 +81,8 @@ class MessageTooLarge(ProtocolError):
 
 
 class RpcTimeout(WireError):
-    """No answer within the deadline. `last_fault` is the last `busy` or `unavailable` before it, if any."""
+    """No answer within the deadline. `last_fault` is the last fault `busy` or `unavailable` before the
+    deadline, if any."""
 
     def __init__(self, message: str, last_fault: FaultError | None = None) -> None:
         super().__init__(message)
@@ -88,7 +90,7 @@ class RpcTimeout(WireError):
 
 
 class PeerGone(WireError):
-    """The client was closed during the call, or never connected."""
+    """Error if the client was closed during the call, or was never connected."""
 
 
 class FaultError(WireError):
@@ -116,7 +118,7 @@ class SnapshotError(ArealError):
 
 
 class WrongBase(SnapshotError):
-    """A delta with another base than the present snapshot. The full snapshot is needed."""
+    """Error for a delta whose base is not the present snapshot. The full snapshot is needed."""
 
 
 DISK_TROUBLE = {
@@ -131,7 +133,7 @@ DISK_TROUBLE = {
 }
 """Errors of a disk, each with its meaning and its fix.
 
-A quota and a limit on file sizes count as lack of room.
+An exceeded quota or file size limit counts as a full disk.
 """
 _NUMBER = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
 
@@ -141,7 +143,7 @@ class MachineError(ArealError):
 
     @classmethod
     def of(cls, error: BaseException, *, then: str = "do the same again") -> MachineError | None:
-        """Return the machine problem behind `error` or one of its causes, or None if there is none."""
+        """Return the machine problem that `error` or one of its causes shows, or None if there is none."""
         for cause in causes_of(error):
             if (number := errno_of(cause)) is None:
                 continue
@@ -158,7 +160,7 @@ class MachineError(ArealError):
 def as_ours(error: BaseException) -> ArealError | None:
     """Return `error` as an `ArealError` if it is one or has a machine problem as its cause.
 
-    None means a bug, or a fault of the user's own code.
+    None means that the error is a bug, or comes from the user's own code.
     """
     return error if isinstance(error, ArealError) else MachineError.of(error)
 

@@ -1,6 +1,6 @@
 """The event log of a process, and failpoints, at which a process kills itself.
 
-The log is off unless `observe.event_log` is set. `docs/metrics.md#event-log` has the events with their
+The log is off unless `observe.event_log` is set. `docs/metrics.md#event-log` lists the events with their
 fields, and the failpoints. A written line survives SIGKILL of its process. A last line without a newline is
 incomplete. If `AREAL_ASYNC_FAILPOINTS` is not set, a failpoint costs one look-up in an empty dictionary.
 """
@@ -110,8 +110,8 @@ def arm_from_environment(run_dir: Path) -> None:
 
 
 def failpoint(name: str) -> None:
-    """Count a pass through the failpoint `name`. Kill this process at the pass for which it is armed, once
-    per run."""
+    """Count a pass through the failpoint `name`. If the failpoint is armed for this pass, kill this process,
+    but only once per run."""
     if not _armed:
         return
     point = _armed.get(name)

@@ -9,8 +9,8 @@ Promises: clients together never exceed `HttpLimits`. The limits cover connectio
 bodies, and seconds to send a request, to receive an answer, and to be idle. A full server closes the
 connection that was idle for the longest time, so that it can always accept a new one. If every connection has
 a request in flight, a new connection gets status 503. Half of the process's descriptors stay free for other
-uses. Faults of clients are logged, and the log counts those of one kind (`base/log.py`). A request on which
-an application fails gets status 500.
+uses. Faults of clients are logged. Repeated faults of one kind are counted instead of repeated
+(`base/log.py`). A request on which an application fails gets status 500.
 
 The server does not share its capacity fairly between clients with requests in flight. That is the
 application's task.
@@ -54,8 +54,8 @@ LOGGED_CHARS = 300  # most logged characters of a client's input
 Phase = Literal["headers", "body", "answer", "unread", "idle"]
 """Phase of a client.
 
-It sends headers or a body, waits for or receives its answer, still sends after the answer (`unread`), or is
-idle.
+The client sends headers or a body, waits for or receives its answer, still sends its body after the answer
+(`unread`), or is idle.
 """
 
 log = get_logger("http")
@@ -76,7 +76,8 @@ class HttpLimits:
     answer_s: float = 120.0  # longest time from the end of the headers to the end of the answer
     idle_s: int = 5  # longest time between an answer and the next request
     unread_s: float = 5.0
-    """Seconds in which the rest of an unwanted body is read. Closing at once could lose the answer."""
+    """Seconds in which the rest of an unwanted body is read before the connection closes, because closing at
+    once could lose the answer."""
     rest_s: float = 0.5  # pause before accepting again if the process is out of descriptors
 
 
@@ -115,7 +116,7 @@ def connection_of(request: Request) -> Connection:
 
 
 async def read_body(request: Request, most_bytes: int) -> bytes:
-    """Return the body of a request. It counts against the server's limit until the request is answered.
+    """Return the body of a request. Its size counts against the server's limit until the request is answered.
 
     Raises `BodyTooLong`, if possible from the declared length, and `ServerFull`.
     """
@@ -251,7 +252,8 @@ class HttpServer:
             self.fault("connection lost before its first request")
 
     def fault(self, kind: str, example: object = "", *, cause: Exception | None = None) -> None:
-        """Log a fault. The log counts faults of one kind. With `cause`, it is an error of ours."""
+        """Log a fault of a client. Repeated faults of one kind are counted. With `cause`, log an error of
+        this process instead."""
         fields = {"server": self.name, "example": str(example)[:LOGGED_CHARS]}
         if cause is not None:
             log.error(kind, raised="".join(traceback.format_exception(cause)), **fields)
@@ -344,9 +346,9 @@ class HttpServer:
 
 
 class _BoundedParser(h11.Connection):
-    """An h11 connection that also limits headers that arrive at once.
+    """An h11 connection that also limits headers that arrive complete in one piece.
 
-    h11 limits headers only while it waits for more of them.
+    h11 itself limits headers only while they are incomplete.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -391,7 +393,7 @@ class Connection(H11Protocol):
         self.held_bytes += size_bytes
 
     def fault(self, kind: str, example: str) -> None:
-        """Log a client's fault. There are few kinds."""
+        """Log a client's fault. `kind` must have few values, because faults are counted by it."""
         self._server.fault(kind, example)
 
     async def delivered(self) -> bool:
@@ -406,7 +408,7 @@ class Connection(H11Protocol):
     def worth(self) -> int | None:
         """Return the connection's worth, or None if it must never be closed.
 
-        If places are short, the connection with the least worth is closed first.
+        If the server needs room, it closes the connection with the least worth first.
         """
         if self.phase == "answer":
             return None
@@ -481,7 +483,7 @@ class Connection(H11Protocol):
         """Serve the request without the upgrade."""
 
     def _settle(self) -> None:
-        """Determine the phase."""
+        """Determine the phase of the client."""
         if self.cycle is None or self.conn.their_state is h11.IDLE:
             if self.phase != "headers":
                 self._enter("idle")
@@ -502,7 +504,7 @@ class Connection(H11Protocol):
 
 
 class _FaultLogger:
-    """A logger for uvicorn that logs messages about clients as their faults."""
+    """A logger for uvicorn that logs its messages about clients as faults of these clients."""
 
     level = logging.WARNING
 

@@ -33,7 +33,7 @@ RESERVED = frozenset({"time", "level", "job", "process", "event", "logger", "tra
 IDENTITIES = frozenset(
     {"group_id", "episode_id", "lease_id", "task_id", "request_id", "claim_id", "sample", "item", "peer"}
 ) | {"example", "raised"}
-"""Fields that identify the subject of a line, or give an example. Lines that differ in no other field are
+"""Fields that identify the subject of a line, or give an example. Lines that differ only in these fields are
 equal."""
 REPEAT_S = 10.0  # seconds between two copies of a repeated line
 MOST_LINES = 256  # different lines that are remembered; the oldest is forgotten first
@@ -132,7 +132,7 @@ class _CountingHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Print once that the disk accepts no log. Any other error is a bug."""
+        """Print once that the log cannot be written to the disk. Treat any other error as a bug."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)

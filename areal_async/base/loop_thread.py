@@ -58,7 +58,8 @@ class LoopThread:
 
 
 async def _settle() -> None:
-    """Let calls that failed at close raise in their threads."""
+    """Wait until the calls that the close interrupted have raised their errors in the threads that wait for
+    them."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         await asyncio.wait(others, timeout=1.0)

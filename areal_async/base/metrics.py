@@ -1,10 +1,10 @@
 """Prometheus metrics of a process, and its busy seconds.
 
 Every service declares its own series in its `metrics.py` on the default registry. This module serves them
-over HTTP from one thread with its own event loop. It also has the one shared series,
-`areal_busy_seconds_total{activity}`. Clients cannot slow down the process. The supervisor also serves the
-series of processes on other hosts, each at its own path (`elsewhere`). It requests these series at each
-scrape and never stores them, so a scrape fails if the process does not answer.
+over HTTP from one thread with its own event loop. It also declares the only series that all services share,
+`areal_busy_seconds_total{activity}`. Requests of clients cannot slow down the process. The supervisor also
+serves the series of processes on other hosts, each at its own path (`elsewhere`). It requests these series
+from the process at each scrape and never stores them, so a scrape fails if the process does not answer.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def _listen(port: int) -> socket.socket:
 
 
 async def answer_scrape(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a scrape, as an ASGI application, with the default registry or the series of another host's
-    process."""
+    """Answer a scrape with the default registry, or with the series of a process on another host. This is an
+    ASGI application."""
     name = scope["path"].removeprefix(elsewhere(""))
     if scope["method"] != "GET":
         response = PlainTextResponse("metrics are read with GET", 405, {"allow": "GET"})
@@ -135,7 +135,7 @@ class Busy(Collector):
             self.end(activity)
 
     def begin(self, activity: str) -> None:
-        """Begin a piece that is not a block. Each call needs an `end`."""
+        """Begin a piece of an activity that is not a `with` block. Each call needs a call of `end`."""
         with self._lock:
             entry = self._activities.setdefault(activity, _Activity())
             if entry.depth == 0:

@@ -36,7 +36,7 @@ _KINDS = {
 
 
 def value_in_words(detail: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the problem with a value ("is too small") and the fix for an entry of
+    """Return the problem with a value, such as "is too small", and the fix, for an entry of
     `ValidationError.errors()`.
 
     Returns None for a kind of error without a text of its own.
@@ -65,8 +65,9 @@ def in_words(
 ) -> Iterator[Mistake]:
     """Yield the mistakes behind the first `MOST_MISTAKES` entries of `ValidationError.errors()`.
 
-    One more mistake in `field` counts the rest. Each mistake is compared with all fields, so a file with very
-    many mistakes would take minutes.
+    One more mistake in `field` has the number of the remaining entries. The limit is needed because
+    explaining a mistake compares it with all fields, which would take minutes for a file with very many
+    mistakes.
     """
     yield from map(explain, details[:MOST_MISTAKES])
     if (more := len(details) - MOST_MISTAKES) > 0:
@@ -81,7 +82,7 @@ class Mistake:
     problem: str
     fix: str
     warns: bool = False
-    """Whether the job can run in spite of the mistake."""
+    """Whether the mistake is only a warning, so that the job can still run."""
 
     def __post_init__(self) -> None:
         for name in ("field", "problem", "fix"):
@@ -95,16 +96,16 @@ class Mistake:
 
 
 def as_typed(mistakes: Iterable[Mistake], form: Callable[[str], str]) -> Iterator[Mistake]:
-    """Yield mistakes whose fix has missing fields in the `form` in which the current command takes a
-    field."""
+    """Yield the mistakes. A fix that asks for a missing field shows the field as the current command accepts
+    it: `form(field)`."""
     for each in mistakes:
         added = each.fix == ADD_IT or each.fix.startswith(f"{ADD_IT}. ")
         yield replace(each, fix=f"Add {form(each.field)}{each.fix.removeprefix(ADD_IT)}") if added else each
 
 
 class ConfigError(ArealError):
-    """A job file that cannot be run, with its mistakes. It has at most `MOST_MISTAKES` of them and their
-    number."""
+    """A job file that cannot be run, with its mistakes. It has at most `MOST_MISTAKES` of the mistakes, and
+    the number of all."""
 
     def __init__(self, source: str, mistakes: Iterable[Mistake], *, then: str = "") -> None:
         self.source = source

@@ -1,12 +1,12 @@
-"""Files and folders that this process did not create. It trusts no file of another user and never waits for a
-file.
+"""Safe access to files and folders that this process did not create. No file of another user is trusted, and
+no access to a file waits for another process.
 
-A found path may be anything: a link to another place, a pipe without a writer, or another user's folder under
-our name. All code that reads, deletes or runs such a path uses this module. A path from the command line is
-the user's own choice, and must only be a regular file.
+A path that was found may be anything: a link to another place, a pipe without a writer, or another user's
+folder with a name that this project uses. All code that reads, deletes or runs such a path uses this module.
+A path from the command line is the user's own choice, and must only be a regular file.
 
-A name from another process, host or store is joined to a folder of ours only by `parts_of` and
-`open_beneath`. It cannot lead out of the folder, and no link below the folder is followed.
+A name from another process, host or store is joined to a folder of this user only by `parts_of` and
+`open_beneath`. They refuse a name that leads out of the folder, and follow no link below the folder.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def sync(path: Path) -> None:
 def reserve(fd: int, size_bytes: int) -> None:
     """Give the open file this size, with room for every byte. Raises `OSError` if there is no room.
 
-    Without the room, a write into a mapping of the file would end the process by SIGBUS.
+    If there were no room, a later write into a mapping of the file would end the process by SIGBUS.
     """
     os.ftruncate(fd, size_bytes)
     if size_bytes:
@@ -193,11 +193,12 @@ def reserve(fd: int, size_bytes: int) -> None:
 def map_open(
     fd: int, at: int = 0, size_bytes: int | None = None, *, populate: bool = False
 ) -> mmap.mmap | bytes:
-    """Return the content of an open regular file from byte `at`, a multiple of the page size, on.
+    """Return the content of an open regular file, starting at byte `at`, which must be a multiple of the page
+    size.
 
-    The content is mapped. A file with holes is read instead, because on a full file system in memory even
-    reading a hole through a mapping would end the process by SIGBUS. Raises `OSError`, and `ValueError` for a
-    range beyond the end.
+    The content is mapped. A file with holes is read into memory instead: if the file is on a full in-memory
+    file system, even reading a hole through a mapping would end the process by SIGBUS. Raises `OSError`, and
+    `ValueError` for a range beyond the end.
     """
     left = os.fstat(fd).st_size - at
     size = left if size_bytes is None else size_bytes
@@ -246,7 +247,7 @@ def _whole_file() -> bytes:
 
 
 def take_lock(fd: int) -> bool:
-    """Lock the open file while it, or a copy of its descriptor, is open.
+    """Lock the open file. The lock lasts until the descriptor and all its copies are closed.
 
     Return False if another open file has the lock. `fd` must be writable.
     """
@@ -279,7 +280,7 @@ def lock_file(path: Path) -> int | None:
 def is_locked(fd: int) -> bool:
     """Return whether another open file has the lock.
 
-    This function never takes the lock, so it cannot get in the way of a process that wants the lock.
+    This function never takes the lock, so it cannot disturb a process that wants to take it.
     """
     return bool(_FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _whole_file()))[0] != fcntl.F_UNLCK)
 

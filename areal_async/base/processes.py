@@ -4,7 +4,7 @@ Promises:
 - A child leads a session and a process group of its own, so Ctrl-C at the terminal does not reach it.
 - When a child ends for any reason, its own attached children are killed.
 - The kernel ends a child when the thread that started it dies (see `guard.py`).
-- The exit status of a child stays available, and its process id is not reused while this module uses it.
+- The exit status of a child stays available. Its process id is not reused while this module uses the id.
 
 `Restarts` decides whether a dead process is restarted, and after which pause. It is a pure function of its
 `RestartPolicy` and the deaths so far.
@@ -31,7 +31,7 @@ from areal_async.base.retry import doubled_s
 from areal_async.base.topology import ServicePlace
 
 RUN_VARIABLE = "AREAL_ASYNC_RUN"
-"""Environment variable that marks every process of a run with the run's id."""
+"""Environment variable with the run's id, which marks every process of the run."""
 READY_LINE_LIMIT_BYTES = 4096
 GUARD = Path(__file__).with_name("guard.py")
 INCURABLE_STATUS = 1
@@ -191,8 +191,8 @@ class ChildProcess:
 def raise_file_limit() -> None:
     """Raise the limit on open files of this process and its children to the allowed maximum.
 
-    A head needs about ten files for each service of its run, and a front needs one for each client. The
-    initial limit is often 1024.
+    A supervisor needs about ten files for each service of its run, and a server needs one for each client.
+    The initial limit is often 1024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
@@ -226,9 +226,9 @@ def service_arguments(place: ServicePlace, topology: Path) -> list[str]:
 def service_environment(run_id: str, threads: int) -> dict[str, str]:
     """Return the environment of a service: ours, the run's mark, the thread count and an allocator limit.
 
-    The limit is the number of arenas of the C library's allocator, unless our environment already sets it. By
-    default there are up to eight arenas per core, and memory freed in one arena is not reused by other
-    threads.
+    The allocator limit is the number of arenas of the C library's allocator. A value that our environment
+    already sets is kept. By default there are up to eight arenas per core, and memory freed in one arena is
+    not reused by other threads.
     """
     ours = {
         RUN_VARIABLE: run_id,
@@ -252,7 +252,7 @@ def kill_processes_of(run_id: str) -> list[int]:
 
 
 def processes_of(run_id: str) -> list[psutil.Process]:
-    """Return the processes of this user that carry the run's id, with or without a name after it."""
+    """Return the processes of this user whose mark is the run's id, or the run's id followed by a name."""
     return list(_marked(lambda mark: mark.partition(".")[0] == run_id))
 
 
@@ -267,10 +267,11 @@ def _marked(wanted: Callable[[str], bool]) -> Iterator[psutil.Process]:
 
 
 def start_of(pid: int) -> str:
-    """Return the start of process `pid` as a text that no other process has.
+    """Return a text that identifies the start of process `pid` and that no other process has.
 
-    It consists of the boot and the clock ticks from the boot to the start (proc_pid_stat(5)). Setting the
-    clock does not change it. Raises `ProcessLookupError` if the process does not exist or is a zombie.
+    It consists of the id of the machine's boot and the clock ticks from the boot to the start of the process
+    (proc_pid_stat(5)). Setting the clock does not change it. Raises `ProcessLookupError` if the process does
+    not exist or is a zombie.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
@@ -283,7 +284,7 @@ def start_of(pid: int) -> str:
 
 
 SHM_FULL = "most likely shared memory is full: `df -h -t tmpfs`"
-"""Most common cause of a SIGBUS: a page of a mapped file without room."""
+"""Most common cause of a SIGBUS: the file system has no room for a page of a mapped file."""
 
 
 def exit_text(status: int) -> str:
@@ -310,7 +311,8 @@ class RestartPolicy:
     first_pause_s: float = 0.5
     longest_pause_s: float = 30.0
     steady_s: float = 10.0
-    """Seconds of service after which a death is not part of a crash loop, so the process restarts at once."""
+    """Least seconds of service after which a death does not count as part of a crash loop. After such a
+    death, the process restarts at once."""
 
 
 NO_RESTARTS = RestartPolicy(limit=0)
@@ -327,7 +329,7 @@ class Restarts:
     def died(self, now_s: float, *, served_s: float | None = None, status: int | None = None) -> float | None:
         """Count a death and return the seconds before the restart, or None to give up.
 
-        The process had served since `served_s` (None: it had not) and ended with `status`.
+        The process had served since `served_s` (None: it had never served) and ended with `status`.
         """
         self.deaths_s = [at_s for at_s in self.deaths_s if now_s - at_s < self.policy.window_s] + [now_s]
         steady = served_s is not None and now_s - served_s >= self.policy.steady_s

@@ -32,7 +32,7 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def done(self) -> int:
-        """Number of finished steps. An RL step is named by the version that it starts from."""
+        """Number of finished steps. The number of an RL step is the version that it starts from."""
         return self.step + (self.kind == "step")
 
     @property

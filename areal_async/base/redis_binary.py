@@ -17,8 +17,8 @@ FIXED_SERVERS: Mapping[str, Mapping[tuple[int, int], str]] = {
 }
 """First version of each series with the published fixes of script execution.
 
-The fixes are for CVE-2024-46981, CVE-2025-49844 and the CVEs published with them. A series between the listed
-ones lacks the fixes. A series after the last one has them.
+The fixes are for CVE-2024-46981, CVE-2025-49844 and the CVEs published with them. An unlisted series lacks
+the fixes if it is older than the last listed series, and has them if it is newer.
 """
 FIXED_DEBIAN = "5:7.0.15-1~deb12u6"
 """First Debian version of Redis 7.0 with these fixes, which Debian has backported."""

@@ -30,7 +30,8 @@ def pause_s(
 ) -> float:
     """Return the seconds before the next try after `tries` failed tries (at least 1).
 
-    The pause is random, between half of a doubling bound and the bound itself.
+    The pause is random. Its upper bound doubles with each failed try, and its lower bound is half of the
+    upper bound.
     """
     return doubled_s(tries, first_s, longest_s) * rng.uniform(0.5, 1.0)
 
@@ -39,8 +40,8 @@ def pause_s(
 class Tries:
     """A rule for retrying an unavailable server: the time limit, and the callbacks between attempts.
 
-    `away` is called with the error of each failed try before the next try. `back` is called once if a retry
-    succeeds. Any thread may call both.
+    `away` is called after each failed try that will be repeated, with its error. `back` is called once if a
+    retry succeeds. Any thread may call both.
     """
 
     limit_s: float
@@ -52,7 +53,8 @@ class Tries:
     rng: random.Random = field(default_factory=random.Random)
 
     def run(self, work: Callable[[], T], is_passing: Callable[[Exception], bool]) -> T:
-        """Return the result of `work`. It is repeated while `is_passing(error)` holds and time is left.
+        """Return the result of `work`. If `work` fails, repeat it while `is_passing(error)` is true and time
+        is left.
 
         Raises the last error.
         """

@@ -1,7 +1,8 @@
 """The rule for secrets in every log, error, page, report and logger.
 
 A job file has no secrets by design, and it is recorded and shown. Possible secrets are still removed from
-everything that other people see. A list of names is never complete, so texts are hidden by their place.
+everything that other people see. A list of names of secrets is never complete, so all texts in certain places
+are hidden, such as texts in arguments of parts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _IN_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^&#\s\"]+)")
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Return whether a text may be a secret, by its name or by its form. Numbers never are."""
+    """Return whether a value may be a secret, by its name or by its form. Numbers are never secret."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     return isinstance(value, str) and bool(_SECRET_NAME.search(words) or _SECRET_TEXT.search(value))
 

@@ -24,8 +24,8 @@ class RunHost(msgspec.Struct, frozen=True):
 
     node_id: str
     address: str
-    """IP address at which the run's processes on other hosts reach this host, or loopback if there are
-    none."""
+    """IP address at which the run's processes on other hosts reach this host, or loopback if the run has no
+    other hosts."""
     loopback: str
     """IP address that only processes of the same host can reach."""
     run_dir: str
@@ -99,7 +99,8 @@ class Topology(msgspec.Struct, frozen=True):
     weights: str
     job: dict[str, object]
     publishers: dict[str, str] = {}
-    """Endpoints of the trainers' publishers by policy, in a job of several. They replace `weights`."""
+    """Endpoints of the trainers' publishers by policy, if the job has several policies. They replace
+    `weights`."""
 
     @classmethod
     def read(cls, path: Path) -> Topology:
@@ -113,7 +114,8 @@ class Topology(msgspec.Struct, frozen=True):
     def place(self, name: str) -> ServicePlace:
         """Return the place of the process `name`. Raises `KeyError` for an unknown name.
 
-        An unknown rollout worker may join from the home host under a name with the prefix `rollout-`.
+        A rollout worker that is not in the topology may join from the home host if its name begins with
+        `rollout-`.
         """
         for place in self.services:
             if place.name == name:

@@ -1,7 +1,7 @@
 """Results of scoring. Every scoring request ends in exactly one verdict, and only a `Score` is a reward.
 
-A model must not be able to avoid its judgement. Each failure therefore names the side at fault. A failure by
-the answer's own fault counts as a score (`settled`).
+A model must not be able to avoid its judgement by making the reward fail. Each failure therefore names the
+side at fault. If the answer itself is at fault, the failure counts as a score (`settled`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class FaultOf(StrEnum):
     """The side at fault for a failed judgement."""
 
     ANSWER = "answer"
-    """The answer's own fault: another answer to the same task would have been judged.
+    """The answer is at fault: the reward would have judged another answer to the same task.
 
     The episode gets the score `reward.on_fault.score`.
     """
@@ -50,11 +50,11 @@ class Score(Outcome, frozen=True, tag="score"):
     components: dict[str, float] = {}
     parts: Parts | None = None
     sandbox: str = ""
-    """Isolation of the untrusted code that ran, or empty if none ran."""
+    """Name of the isolation in which untrusted code ran, or empty if none ran."""
     detail: str = ""
     """One line of further information, such as a module that a program could not import."""
     at_fault: str = ""
-    """Reason why the answer could not be judged, by its own fault, as `kind: message`.
+    """Reason, as `kind: message`, if the answer was at fault and could not be judged.
 
     `value` is then `reward.on_fault.score`.
     """
@@ -94,15 +94,16 @@ def kind_of(verdict: Verdict) -> VerdictKind:
 
 
 def settled(verdict: Verdict, score: float) -> Verdict:
-    """Return the final verdict. A failure by the answer's own fault becomes a score of `score`."""
+    """Return the final verdict. If the answer is at fault, a failure becomes a `Score` with the value
+    `score`."""
     if isinstance(verdict, Failure) and verdict.fault is FaultOf.ANSWER:
         return Score(score, sandbox=verdict.sandbox, at_fault=f"{verdict.kind}: {verdict.message}")
     return verdict
 
 
 def message_of(verdict: Verdict) -> str:
-    """Return the reason of a verdict without a score or of an answer at fault, or a score's detail, as one
-    line."""
+    """Return one line about the verdict: the reason if there is no score or the answer was at fault,
+    otherwise the detail of the score."""
     match verdict:
         case Timeout():
             text = f"no answer within {verdict.limit_ms / 1000:g} s"

@@ -12,7 +12,8 @@ _LABEL = re.compile(rf"({POLICY_NAME})-e(0|[1-9][0-9]*)-v(0|[1-9][0-9]*)")
 
 
 class VersionTag(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
-    """Identity of a snapshot: its policy, its trainer's epoch, and the number of steps behind its weights."""
+    """Identity of a snapshot: its policy, its trainer's epoch, and the number of steps that trained its
+    weights."""
 
     policy: str
     epoch: int

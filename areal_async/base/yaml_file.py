@@ -1,7 +1,7 @@
 """Strict reading of YAML. A duplicate key is a mistake, and `1e-5` is a number.
 
-The depth and size of outside data, with aliases expanded, are checked before any object is built. Later
-readers recurse once for each level.
+The depth and size of the data, with aliases expanded, are checked before any object is built, because later
+code recurses once for each level.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class _StrictLoader(yaml.SafeLoader):
         self._path: list[str] = []
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node. Refuse a deep one here, because composing recurses once for each level."""
+        """Compose a node. A node that is nested too deeply is refused here, because composing recurses once
+        for each level."""
         self._path.append(index.value[:40] if isinstance(index, yaml.ScalarNode) else "")
         if len(self._path) - 1 > MOST_LEVELS:
             raise _too_large(".".join(filter(None, self._path[1:5])), self.peek_event().start_mark)

@@ -10,9 +10,9 @@
       tokens, *.token   tokens that the controller accepts
       env.sh            exports for areal-async
 
-A host has neither a token of the controller nor another host's key. Each host has its own issuer. The
-issuer's key is not stored, so nobody can create another host with it. To revoke a host, its issuer is removed
-from the `ca.crt` of the other hosts."""
+A host has no token of the controller and no key of another host. Each host's certificate has its own issuer.
+The key of the issuer is not stored, so nobody can use it to sign a certificate for another host. To revoke a
+host, its issuer is removed from the `ca.crt` of the other hosts."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def add(hosts: Hosts, folder: Made = Path("keys"), as_json: AsJson = False) -> N
 
 @keys.command()
 def revoke(hosts: Hosts, folder: Made = Path("keys"), as_json: AsJson = False) -> None:
-    """Revoke these hosts, so that the other hosts refuse them, and replace the token that they know."""
+    """Revoke these hosts, so that the other hosts refuse them, and replace the cluster's Ray token, which
+    they know."""
     with readable_errors():
         revoke_hosts(folder, hosts)
         _show_changed(folder, hosts, f"{', '.join(hosts)} revoked", as_json)
@@ -140,7 +141,7 @@ def add_hosts(folder: Path, hosts: Sequence[str]) -> str:
 
 
 def revoke_hosts(folder: Path, hosts: Sequence[str]) -> None:
-    """Remove hosts, and replace the token that they know. Raises `ConfigError`."""
+    """Remove hosts, and replace the cluster's Ray token, which they know. Raises `ConfigError`."""
     from areal_async.cluster.folder import TOKEN_BYTES
 
     nodes, _ = _read_nodes(folder)
@@ -178,7 +179,7 @@ def _read_nodes(folder: Path) -> tuple[dict[str, Files], str]:
 
 
 def _write_nodes(folder: Path, nodes: Mapping[str, Files], token: str) -> None:
-    """Write the folders of all hosts again. Each gets the issuers of all hosts."""
+    """Write the folders of all hosts again. Each `ca.crt` gets the issuers of all hosts."""
     from areal_async.rpc.secret import write_private
 
     issuers = b"".join(files[ISSUER] for files in nodes.values())

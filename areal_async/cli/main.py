@@ -166,8 +166,8 @@ Overwrite = Annotated[
 
 
 def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
-    """Print warnings about a job on standard error. There is a line for each doubtful setting, and for each
-    warning in `found` about its files."""
+    """Print warnings about a job on standard error. There is one line for each doubtful setting of the job,
+    and one for each warning in `found`, which are about the job's files."""
     from areal_async.config.advice import advise
 
     console = Console(stderr=True, soft_wrap=True)
@@ -177,8 +177,8 @@ def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
 
 
 def _checked_job(job_file: Path, overrides: Sequence[str] | None) -> tuple[JobConfig, list[Mistake]]:
-    """Read and check a job file. Return the job and warnings about its files. Raises `ConfigError`, which
-    says if the files have not been checked yet."""
+    """Read and check a job file. Return the job and warnings about its files. Raises `ConfigError`. If the
+    files have not been checked yet, its text says so."""
     from areal_async.base.mistakes import WHOLE_FILE, ConfigError
     from areal_async.config.load import load_job
     from areal_async.launch.preflight import check_contents
@@ -208,7 +208,7 @@ def run(
     ] = False,
     as_json: Summary = False,
 ) -> None:
-    """Run a job until it is done, on this machine or on a cluster of which this machine is a node."""
+    """Run a job until it is done, on this machine or on a Ray cluster that includes this machine."""
     with readable_errors():
         job, found = _checked_job(job_file, overrides)
         if not dry_run:

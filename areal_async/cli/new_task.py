@@ -1,8 +1,8 @@
 """The folder of a user's task: its data and the script that creates them, a reward, and a job.
 
-All files work unchanged, on an example task that the user replaces. Without a model, the folder gets a tiny
-model and a job that warms it up. The tiny model has random weights and a token for each ASCII character. No
-existing file is replaced."""
+The files contain an example task, which runs unchanged and which the user replaces. If the user names no
+model, the folder also gets a tiny model and a job that warms it up. The tiny model has random weights and a
+token for each ASCII character. No existing file is replaced."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ def is_run(text: str) -> bool:
 
 
 def of_controller(target: str | Path) -> ControllerClient | None:
-    """Return the controller if `target` names one of its jobs, otherwise None. An existing path is never a
-    job."""
+    """Return the controller if `target` names one of its jobs, otherwise None. A `target` that is an existing
+    path never names a job."""
     from areal_async.cluster.client import ControllerClient, ControllerGone
     from areal_async.cluster.states import UnknownJob
 

@@ -1,4 +1,4 @@
-"""The commands that are programs of the services: their requests, and the start of the programs.
+"""Commands that run as programs of the services. This module defines their requests and starts the programs.
 
 Each program belongs to the service whose data or code it needs. This package imports no service. It replaces
 its own process by the program, which it starts by module name with one request as JSON. The fields of a
@@ -276,8 +276,8 @@ def become(request: ToolRequest) -> NoReturn:
 
 
 def run_tool(kind: type[R], main: Callable[[R], int | None]) -> NoReturn:
-    """Run a program of `PROGRAMS`. `main` gets the request and may return an exit status. Errors end it in
-    the same way as every command."""
+    """Run a program of `PROGRAMS`. `main` gets the request and may return an exit status. Errors are printed
+    and set the exit status as for every command."""
     try:
         with readable_errors():
             status = main(msgspec.json.decode(sys.argv[1], type=kind))
@@ -395,8 +395,8 @@ def _exit(text: str, status: int) -> typer.Exit:
 
 
 def add_programs(groups: Mapping[str, typer.Typer]) -> None:
-    """Add the commands of `PROGRAMS` to `groups`. The first word of a command's name is its group, or "" for
-    one word."""
+    """Add the commands of `PROGRAMS` to `groups`. The first word of a two-word name is the command's group. A
+    command with a one-word name is in the group ""."""
     for request, (name, _) in PROGRAMS.items():
         group, _, last = name.rpartition(" ")
         groups[group].command(last, help=request.__doc__)(_command(request))

@@ -116,7 +116,7 @@ class ControllerApi:
     """The application `app` for `controller`. It accepts the tokens of `folder`.
 
     The controller's methods run on the single thread of `thread`. `wake` is called when the controller may
-    have work. `on_down` is called when the controller must end; its argument says whether jobs keep running.
+    have work. `on_down` is called when the controller must end; its argument is true if jobs keep running.
     The web page also gets its runs from this API."""
 
     def __init__(
@@ -181,8 +181,8 @@ class ControllerApi:
         )
 
     async def find(self, key: str) -> tuple[Path, dict[str, Any]]:
-        """Return the run folder of a job, by its name or id, and facts that replace those of the folder on
-        the page.
+        """Return the run folder of a job, given by its name or id, and facts that the page shows instead of
+        those in the folder.
 
         Raises `UnknownJob`."""
         (job,) = (await self._call(lambda: self._listed([self._controller.find(key)]))).jobs
@@ -360,7 +360,7 @@ HEADERS_OF = {401: {"www-authenticate": "Bearer"}, 413: {"connection": "close"}}
 
 
 def _counted_refusal(error: Exception) -> Response | None:
-    """Count an error of the client and return its answer. Returns None if the controller caused the error."""
+    """Count an error that the client caused, and return the answer to it. Return None for other errors."""
     fits = (found for kinds, found in STATUS_OF.items() if isinstance(error, kinds))
     status, text = (error.status, "{}") if isinstance(error, ApiRefusal) else next(fits, (0, ""))
     if not status:

@@ -2,8 +2,8 @@
 
 Promises: exactly one process runs an attempt, even if several processes are started for it
 (`attempt_process.py`). It is the first process that places its *claim*. The process holds a lock on the claim
-as long as it lives, and writes the ending before it exits. A file `stop` in the folder ends the run in order,
-as one SIGTERM does. The file may be written repeatedly, and also before the process exists.
+as long as it lives, and writes the ending before it exits. A file `stop` in the folder stops the run in an
+orderly way, as one SIGTERM does. The file may be written repeatedly, and before the process exists.
 
     request.json    the run; the same for all processes of the attempt
     claim           the process that runs it; the lock shows whether it lives
@@ -45,7 +45,7 @@ class AttemptRequest(msgspec.Struct, frozen=True):
 def claim(folder: Path) -> bool:
     """Make this process the one that runs the attempt in `folder`. Return False if another process runs it.
 
-    The process has the claim until it exits, because it never closes the descriptor with the lock."""
+    The process has the claim until it exits, because it never closes the descriptor that holds the lock."""
     return _claim(folder, Owner(os.getpid(), start_of(os.getpid()))) is not None
 
 

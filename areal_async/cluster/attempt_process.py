@@ -58,8 +58,8 @@ def run_attempt(request: AttemptRequest) -> None:
 
 @contextmanager
 def _stoppable(folder: Path) -> Iterator[None]:
-    """Interrupt the block if a file `stop` appears in the folder, or on a signal before the supervisor
-    listens."""
+    """Interrupt the block if a file `stop` appears in the folder, or if a signal arrives before the
+    supervisor handles signals."""
     over = threading.Event()
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:

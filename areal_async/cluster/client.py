@@ -94,8 +94,8 @@ class ControllerClient:
 
     @classmethod
     def find(cls) -> ControllerClient:
-        """Return a client of the controller that the environment names, or else of the controller of the
-        cluster folder."""
+        """Return a client of the controller that the environment names. If it names none, return a client of
+        the controller of the cluster folder."""
         if url := os.environ.get(URL_VARIABLE):
             if urlsplit(url).scheme not in KINDS or not urlsplit(url).hostname:
                 fix = "Give one such as http://host:8470"
@@ -117,7 +117,7 @@ class ControllerClient:
     # --- operations --------------------------------------------------------------------------------
 
     def submit(self, submission: Submission) -> list[JobAnswer]:
-        """Submit a job. The client retries if no answer comes. The job is still submitted only once."""
+        """Submit a job. If no answer comes, the client retries, but the job is still submitted only once."""
         return self._ask(JobsAnswer, "POST", "/v1/jobs", submission).jobs
 
     def cluster(self) -> ClusterAnswer:
@@ -184,8 +184,8 @@ class ControllerClient:
             ) from error
 
     def _repeated(self, method: str, path: str, body: bytes = b"") -> Answer:
-        """Retry a request while the controller does not answer. The controller may be restarting, at another
-        address."""
+        """Retry a request while the controller does not answer. The controller may be restarting, possibly at
+        another address."""
         failures = itertools.count(1)
 
         def ask() -> Answer:

@@ -1,8 +1,8 @@
 """The controller: its answers to requests, and its own actions.
 
-All effects follow from the store. A STARTING job gets a process, and a job with a wish to stop gets an order
-to stop. If a controller dies halfway, the next controller repeats the action, which the process table makes
-harmless. A job is stored before any action, and is never started twice.
+All actions follow from the state in the store: a STARTING job gets a process, and a job with a wish to stop
+gets an order to stop. If a controller dies halfway, the next controller repeats the action, which the process
+table makes harmless. A job is stored before any action, and is never started twice.
 
 The class is not safe for several threads. Its owner calls it from one thread (`api.py`)."""
 
@@ -40,7 +40,7 @@ from areal_async.config.job import JobConfig
 from areal_async.launch.run_handle import is_finished
 
 STOP_LIMIT_S = 60.0
-"""Seconds after which a run that must stop is killed. An orderly stop takes 10 s."""
+"""Seconds after a request to stop until a run is killed. An orderly stop takes 10 s."""
 MOST_DIGITS = 16  # Most digits of an id
 MOST_OVERRIDES = 256  # Most overrides that a job may collect for its next attempt
 
@@ -126,7 +126,8 @@ class Controller:
         return self._move(job, event, **changes)
 
     def scaled(self, job: StoredJob, workers: int) -> None:
-        """Store the present number of rollout workers of a job, because they use cores.
+        """Store the present number of rollout workers of a job, because the number determines how many cores
+        the job uses.
 
         The job's GPUs stay the same: engines that join share them."""
         config = job_of(job.content, self._jobs, self._jobs)
@@ -179,7 +180,7 @@ class Controller:
         return needs
 
     def _forget_half_submitted(self) -> None:
-        """Remove the folders of submissions that were never answered.
+        """Remove the folders of submissions whose job was never stored.
 
         A folder in which a run was started is kept, even if the database was removed and its job is unknown.
         Its id is not used again."""
@@ -198,9 +199,10 @@ class Controller:
     # --- own actions -------------------------------------------------------------------------------
 
     def reconcile(self) -> None:
-        """Make the processes match the store, and store new events.
+        """Start, stop or kill processes as the store requires, and store new events of the processes.
 
-        This takes long only for a dead run, because its processes must be ended first."""
+        The call takes long only if a run is dead, because the remaining processes of the run must be ended
+        first."""
         for job in self.store.in_states(ACTIVE):
             self._follow(job)
         for id in self.turns().starts:

@@ -87,7 +87,8 @@ class ClusterFolder:
             )
 
     def lock(self) -> int | None:
-        """Return a descriptor that makes this process the controller as long as it is open.
+        """Take the lock of the cluster. Return its descriptor: this process is the controller as long as it
+        is open.
 
         Returns None if another process is the controller. The address of a dead controller is removed."""
         try:

@@ -21,7 +21,7 @@ class JobAnswer(ShownJob, frozen=True, kw_only=True):
     """The present state of a job."""
 
     doing: Literal["", "pausing", "stopping"]
-    """State to enter once its processes have exited."""
+    """State that the job will enter once its processes have exited, if a stop or pause was requested."""
     waits_for: str
     """Reason why a PENDING or STARTING job waits, for example `waits for 2 GPUs`."""
     run_folder: str
@@ -58,8 +58,8 @@ class ClusterAnswer(msgspec.Struct, frozen=True):
     since_s: float
     total: Resources
     free: Resources
-    """Free resources. Negative if running jobs use more than exists: they were scaled up, or the cluster was
-    reduced."""
+    """Free resources. Negative if running jobs use more resources than exist, because they were scaled up or
+    the cluster was reduced."""
     jobs: dict[str, int]
     """Number of jobs in each state."""
 

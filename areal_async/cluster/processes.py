@@ -1,4 +1,4 @@
-"""The processes of jobs: the controller looks at them, starts them, asks them to stop, and kills them.
+"""The processes of jobs. The controller observes them, starts them, asks them to stop, and kills them.
 
 Promises: if a controller dies during an action, the next controller may repeat it with the same result. An
 attempt runs once, however often it is started (`attempt.py`). A run stops once, however often it is asked to
@@ -44,7 +44,7 @@ Seen = RunEnded | Literal["nobody", "starting", "serving"]
 
 
 class ProcessTable(Protocol):
-    """Actions on the processes of jobs. Each call is about the present attempt of a job."""
+    """Actions on the processes of jobs. Each method acts on the present attempt of a job."""
 
     def look(self, job: StoredJob) -> Seen: ...
 
@@ -52,11 +52,11 @@ class ProcessTable(Protocol):
         """Start a process, unless this controller has already started one for the attempt. Raises OSError."""
 
     def tell_to_stop(self, job: StoredJob) -> None:
-        """Ask the run to end in order."""
+        """Ask the run to stop in an orderly way."""
 
     def void(self, job: StoredJob) -> bool:
-        """Block the attempt, so that late processes do not run it. Return False if a process runs it
-        already."""
+        """Block the attempt, so that a process that starts late does not run it. Return False if a process
+        already runs it."""
 
     def kill(self, job: StoredJob) -> None:
         """Kill the run."""
@@ -74,8 +74,8 @@ class JobFolder:
         self.run_dir = self.path / "runs"
         self.run_folder = self.run_dir / name
         self.targets = self.run_dir / "prometheus" / f"{name}.json"
-        """Metrics addresses of the run. The file exists from the time when all services serve until the
-        end."""
+        """File with the metrics addresses of the run. It exists from the moment when all services serve until
+        the end of the run."""
 
     def logs(self) -> dict[str, Path]:
         """Return the paths of the job's logs, by their names."""
@@ -85,7 +85,7 @@ class JobFolder:
         return tail_of(self.output, LAST_WORDS_BYTES)
 
     def waits(self) -> str:
-        """Return the reason why the run waits, if it is the last line of its output."""
+        """Return the reason why the run waits, if the last line of its output is such a reason."""
         said = self.said().rpartition("\n")[2]
         return said if said.startswith(WAITS) else ""
 
@@ -178,7 +178,8 @@ class RealProcesses:
 
 
 def detached_environment() -> dict[str, str]:
-    """Return a copy of our environment for a process that runs in another folder and belongs to no run."""
+    """Return a copy of this process's environment for a process that runs in another folder and belongs to no
+    run."""
     environment = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
     if paths := environment.get("PYTHONPATH"):
         environment["PYTHONPATH"] = os.pathsep.join(

@@ -1,7 +1,7 @@
 """The queue of waiting jobs, ordered by priority and then by submission. The module is pure.
 
-A job starts when its resources are free. If the first job does not fit, it waits, and all later jobs wait
-with it. Otherwise, small jobs of low priority would repeatedly take the resources that the first job needs. A
+A job starts when its resources are free. If the first job does not fit, all later jobs wait too, even if they
+fit. Otherwise, small jobs of low priority would repeatedly take the resources that the first job needs. A
 running job is never stopped for another job."""
 
 from __future__ import annotations

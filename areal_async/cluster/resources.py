@@ -25,14 +25,15 @@ class Resources(msgspec.Struct, frozen=True):
     gpus: int = 0
 
     def without(self, others: Collection[Resources]) -> Resources:
-        """Return the rest after subtracting `others`; negative if they hold more than exists."""
+        """Return these resources minus `others`. Numbers are negative if `others` have more."""
         return Resources(
             self.cpus - sum(other.cpus for other in others),
             self.gpus - sum(other.gpus for other in others),
         )
 
     def lacks(self, needed: Resources) -> str:
-        """Return the missing resources in words, for example `2 GPUs`; empty if `needed` fits."""
+        """Return the resources that are missing for `needed` as text, for example `2 GPUs`. The text is empty
+        if `needed` fits."""
         short = []
         if needed.gpus > max(0, self.gpus):
             short.append("1 GPU" if needed.gpus == 1 else f"{needed.gpus} GPUs")
@@ -45,9 +46,9 @@ def resources_of(job: JobConfig, total: Resources, *, by_ray: bool = False) -> R
     """Return the needs of `job` on a cluster that has `total`. With `by_ray`, return the resources that Ray
     reserves.
 
-    Cores: the initial threads of the trainer's ranks, the workers' engines and the evaluator. A job that
-    would use more cores than exist takes all of them. Each engine and each rank needs one GPU. On a cluster
-    with one GPU, all of them share it, as `config/devices.py` describes."""
+    The number of cores is the number of initial threads of the trainer's ranks, the workers' engines and the
+    evaluator. A job that would use more cores than exist takes all cores. Each engine and each rank needs one
+    GPU. On a cluster with one GPU, all of them share it, as `config/devices.py` describes."""
     if by_ray:
         reserved = needs_of(job, services_of(job))
         return Resources(math.ceil(reserved.get("CPU", 0)), math.ceil(reserved.get("GPU", 0)))
@@ -83,7 +84,8 @@ def machine_resources(given: ResourcesSection) -> Resources:
 
 
 def _visible_gpus() -> int:
-    """Return the number of GPUs that torch would see. Asking torch would take seconds and half a gigabyte."""
+    """Return the number of GPUs that torch would see, without importing torch, which would take seconds and
+    half a gigabyte."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return len([name for name in named.split(",") if name.strip() not in ("", "-1")])
     return sum(path.name.removeprefix("nvidia").isdigit() for path in NVIDIA_DEVICES.glob("nvidia[0-9]*"))

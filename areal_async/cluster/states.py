@@ -4,8 +4,9 @@
        ↑                    ↓
        └───── resume ─── PAUSED      (FAILED and STOPPED can be resumed as well)
 
-If a job gets a request to pause or stop, it keeps its state until its processes have exited. The request is
-its *wish*, which is as durable as the state. Each start is an *attempt* with its own number."""
+If a user asks to pause or stop a job, the job keeps its state until its processes have exited. Until then,
+the request is stored as the *wish* of the job, as durably as the state. Each start is an *attempt* with its
+own number."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ STATES: tuple[State, ...] = ("PENDING", *ACTIVE, "PAUSED", *ENDED)
 
 
 class JobRefused(ArealError):
-    """A request that is not possible now. It had no effect."""
+    """Error if a request is not possible now. The request had no effect."""
 
     exit_status = 2
 
 
 class UnknownJob(JobRefused):
-    """There is no such job."""
+    """Error if no job has the requested name or id."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Asked:
     verb: Verb
     why: str = ""
     more: bool = False
-    """True if the job gets more steps than it had."""
+    """True if the request gives the job more steps than it had."""
 
 
 @dataclass(frozen=True)

@@ -168,12 +168,12 @@ class JobStore:
     # --- writing -----------------------------------------------------------------------------------
 
     def new_id(self) -> int:
-        """Return an id that no job has and that this object has not given out before."""
+        """Return an id that no job has and that was not returned before."""
         self._last_id += 1
         return self._last_id
 
     def pass_over(self, id: int) -> None:
-        """Give out only ids above `id` from now on."""
+        """From now on, `new_id` returns only ids above `id`."""
         self._last_id = max(self._last_id, id)
 
     def add(self, job: StoredJob) -> None:
@@ -200,8 +200,8 @@ class JobStore:
     def move(self, job: StoredJob, move: Move, *, gpus: Sequence[int] = (), **changes: Any) -> StoredJob:
         """Store a move and other columns of `job`.
 
-        An active job then holds `gpus`, or its former GPUs if `gpus` is empty. Raises `JobRefused` if the
-        stored job has changed since `job` was read."""
+        If the job is active after the move, it holds `gpus`, or the GPUs that it held before if `gpus` is
+        empty. Raises `JobRefused` if the stored job has changed since `job` was read."""
         standing = move.standing
         changes |= {"state": standing.state, "wish": standing.wish, "attempt": standing.attempt}
         changes |= {"changed_s": move.at_s, "reason": move.reason}
@@ -228,6 +228,6 @@ class JobStore:
 
 
 def _noted(job: StoredJob) -> StoredJob:
-    """Return the job with its last change in its history."""
+    """Return the job with its last change appended to its history."""
     entry = HistoryEntry(job.state, job.wish, job.changed_s, job.reason)
     return structs.replace(job, history=[*job.history, entry][-MOST_HISTORY:])

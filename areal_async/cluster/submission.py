@@ -1,9 +1,9 @@
-"""A job on its way to the controller: packing by the sender, unpacking by the receiver.
+"""Submission of a job to the controller: the sender packs the job, and the receiver unpacks it.
 
-The sender packs the job as a mapping, and the files that it names beside the job file. These are task files
-and the job's own code, with the modules beside it that the code imports. The receiver does not trust the
-content. Names are checked before anything is written, sizes are limited, and only the fields of the job are
-read. None of its code is loaded."""
+The sender packs the job as a mapping, together with the files below the job file's folder that the job names.
+These are task files and the job's own code, with the modules beside it that the code imports. The receiver
+does not trust the content. Names are checked before anything is written, sizes are limited, and only the
+fields of the job are read. None of its code is loaded."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def pack(path: Path, overrides: Sequence[str], *, key: str, here: bool, priority
     """Return the submission of the job file at `path`.
 
     `here` means that the controller is on this machine, so paths of files that are not sent become absolute.
-    Otherwise, only absolute paths in the job file refer to the controller's machine. Raises `ConfigError`."""
+    If the controller is on another machine, the job file must name such files by absolute paths on that
+    machine. Raises `ConfigError`."""
     load_job(path, overrides, files=False)
     content, base = read_composed(path), path.resolve().parent
     apply_overrides(content, overrides)
@@ -90,9 +91,10 @@ class _Package:
         self.mistakes: list[Mistake] = []
 
     def seen_there(self, given: Any, resolved: Any, field: str = "") -> Any:
-        """Return `given` with each path as the controller sees it, and pack the files that are sent.
+        """Return `given` with each path changed to the path that the controller sees. Pack the files that are
+        sent.
 
-        Values that `resolve_paths` has changed are paths."""
+        A value is a path if `resolve_paths` has changed it."""
         if isinstance(given, dict):
             return {
                 key: self.seen_there(value, resolved.get(key), f"{field}.{key}".strip("."))
@@ -138,8 +140,8 @@ class _Package:
 
 
 def _imports(code: bytes) -> Iterator[str]:
-    """Yield the names of the modules that `code` imports. Yields none if `code` is not Python; its loader
-    reports that."""
+    """Yield the names of the modules that `code` imports. Yields nothing if `code` is not valid Python; the
+    loader of the code reports that."""
     with suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.Import):

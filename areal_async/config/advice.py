@@ -14,24 +14,24 @@ from areal_async.config.rewardcheck import programs_run
 from areal_async.config.trainings import FILE_KINDS
 
 RUNNING_PER_STALENESS = 0.25
-"""Number of groups that may run at once, in batches per step of max_staleness. At this limit the worst case
-of the sweep drops 5 % of the groups and keeps 71 to 86 % of the throughput. Above it both values become worse
-quickly."""
+"""Largest number of groups that may run at once, as a share of `max_staleness * batch_groups`. At this limit,
+the worst case of the sweep in `docs/staleness.md` drops 5 % of the groups and keeps 71 to 86 % of the
+throughput. Above the limit, both figures get worse quickly."""
 OF_RL = (
     *("rollout.", "buffer.", "reward.", "weights.", "evaluation."),
     *(f"trainer.{name}." for name in ("objective", "reference", "critic", "teacher", "process_reward")),
     *("trainer.self_check.", "trainer.minibatches", "trainer.record_batches"),
 )
-"""Fields that only an rl job reads. A name with a dot at its end is a section."""
+"""Fields that only an rl job reads. A name that ends with a dot is a whole section."""
 EVEN_TOKENS = 16
-"""Largest number of new tokens, in one turn, for which all groups take about the same time. No answer then
-takes many more passes than another. Measured with 6 tokens: at η = 1 with a whole batch running, the
+"""Largest `max_new_tokens` of a single turn at which all groups take about the same time, because no answer
+needs many more decoding passes than another. Measured with 6 tokens: at η = 1 with a whole batch running, the
 quickstart dropped none of 32,000 groups."""
 
 
 def advise(job: JobConfig) -> list[Mistake]:
-    """Return every warning about `job`. If a warning is about one of several policies, it has the policy's
-    name."""
+    """Return every warning about `job`. If a warning is about only one of several policies, its field begins
+    with `policies.NAME`."""
     found = {name: [*_advise(view)] for name, view in job.views.items()}
     common = set.intersection(*map(set, found.values()))
     named = (
@@ -103,8 +103,8 @@ def _engines(job: JobConfig) -> int:
 
 
 def _groups_finish_within_the_bound(job: JobConfig) -> Iterator[Mistake]:
-    """Warn if so many groups run at once that younger groups overtake them before they are finished. At η = 0
-    there is no warning, because workers and trainer take turns. The rule comes from the tables of
+    """Warn if so many groups run at once that long groups become too stale before they are finished. There is
+    no warning at η = 0, because workers and trainer then take turns. The rule comes from the tables of
     `docs/staleness.md`."""
     eta, batch, running = job.buffer.max_staleness, job.buffer.batch_groups, running_groups(job)
     rollout, most = job.rollout, RUNNING_PER_STALENESS * eta * batch

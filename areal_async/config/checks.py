@@ -1,9 +1,10 @@
-"""Rules between the fields of a job: each value is valid alone, but they contradict each other.
+"""Rules about several fields of a job together. They find values that are valid alone but contradict each
+other.
 
 This module does not check files, ports or the machine (see `config/files.py`, `launch/preflight.py`). The
-only exception is the size of a mixture of experts, which determines the size of its routes. Each rule is a
-function of the job that yields mistakes; `check_fields` runs all rules. The parts of a job have rules of
-their own (`config/parts.py`)."""
+only exception is the size of a mixture of experts, which is read from the model's files because it determines
+the size of the routes. Each rule is a function of the job that yields mistakes; `check_fields` runs all
+rules. The parts of a job have rules of their own (`config/parts.py`)."""
 
 from __future__ import annotations
 
@@ -52,9 +53,9 @@ def checkpoint_interval(job: JobConfig) -> int:
 
 
 def held_groups(job: JobConfig) -> int:
-    """Return the largest number of groups that are not COMMITTED at one time. Three kinds count: groups that
-    wait for the next checkpoint; the (η + 1)·B outstanding groups that admission allows; and groups that are
-    reused across a checkpoint."""
+    """Return the largest number of groups that can be in a state before COMMITTED at one time. Three kinds of
+    groups are counted: trained groups that wait for the next checkpoint, the (η + 1)·B outstanding groups
+    that admission allows, and groups that are reused across a checkpoint."""
     return (checkpoint_interval(job) + _beside(job)) * job.buffer.batch_groups
 
 

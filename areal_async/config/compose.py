@@ -1,6 +1,7 @@
 """Job files that consist of several files. `include` names files with initial fields.
 
-They are read with the file, so records, submissions and prints contain only values."""
+Includes are resolved when the file is read, so run records, submitted jobs and printed jobs contain only
+values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Copies of content that a job names by URL, and the store for results that outlive the host.
+"""Local copies of content that a job names by URL, and the store for results that must survive the loss of
+the host.
 
-A job's `model`, `tasks.train` and `tasks.evaluation` hold local paths (`urls.py`). `materialise` writes the
-content there. Each host calls it before it starts a process of the job.
+A job's `model`, `tasks.train` and `tasks.evaluation` always hold local paths, also if the job file has URLs
+(`urls.py`). `materialise` copies the content to these paths. Each host calls it before it starts a process of
+the job.
 
 The *store* of a job is `<checkpoint.store>/<job>`. If `run_dir` is a URL, the store is the run's folder at
 that URL. The trainer writes `checkpoints/step-000050/…`, `model/` and `adapter/` below the store."""

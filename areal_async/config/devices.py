@@ -5,9 +5,9 @@ GPUs are counted from 0, as a process sees them. A rank of the trainer takes one
 GPUs. The width is 1, or for a server the product of the parallel sizes in `rollout.server.arguments`.
 
 - `cpu`: no GPU.
-- `cuda:N`: exactly GPU N and the GPUs after it (`trainer.ranks`, or the engine's width), even if they are
-  already in use. Several processes can share a GPU in this way. All engines of a worker's kind share these
-  GPUs.
+- `cuda:N`: exactly GPU N and the GPUs after it (`trainer.ranks`, or the engine's width), even if other
+  processes already use them, so several processes can share a GPU. All engines of `rollout.workers` share the
+  GPUs of their `cuda:N`.
 - `cuda`: the trainer's ranks take the GPUs from 0 on. The engines take the other GPUs in order: engine k of
   the job takes GPUs width · k to width · (k + 1) - 1 of them. Workers come in the order of their numbers,
   each with its replicas. The evaluation's engine comes after all of `rollout.workers`.
@@ -49,7 +49,7 @@ def rank_device(device: str, rank: int) -> str:
 
 
 def trainer_gpus(job: JobConfig) -> range:
-    """Return the GPUs of the trainer, one per rank in order. They need not be visible."""
+    """Return the GPUs of the trainer, one per rank in order. Does not check that they are visible."""
     kind, _, number = job.trainer.device.partition(":")
     first = int(number or 0)
     return range(first, first + job.trainer.ranks) if kind == "cuda" else range(0)
@@ -89,7 +89,7 @@ def engine_gpus(
 
 
 def _free(job: JobConfig, visible: int, beside_trainer: bool = True) -> list[int]:
-    """Return the GPUs for engines with the device `cuda`, in order."""
+    """Return the visible GPUs that engines with the device `cuda` may use, in order."""
     taken = trainer_gpus(job) if beside_trainer and visible > 1 else range(0)
     return [gpu for gpu in range(visible) if gpu not in taken]
 
@@ -110,8 +110,8 @@ def names_of(gpus: Sequence[int], variables: Mapping[str, str]) -> tuple[str, ..
 
 
 def rollout_gpus(job: JobConfig, visible: int | None = None) -> frozenset[int]:
-    """Return all GPUs of the rollout's engines. By default, as many GPUs are visible as the job needs. Raises
-    `ValueError` if there are too few."""
+    """Return all GPUs of the rollout's engines. Without `visible`, assume that as many GPUs are visible as
+    the job needs. Raises `ValueError` if there are too few."""
     rollout, ranks = job.rollout, trainer_gpus(job)
     if visible is None:
         visible = max(2, len(ranks) + _of_workers(job), ranks.stop) + width_of(rollout)

@@ -38,8 +38,8 @@ PROJECT_FOLDER = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class LogprobGap:
-    """The differences between two log-probs of each of many units, in nats. They are measured values or upper
-    limits."""
+    """Figures of the differences between two log-probs of the same units (engine and trainer), in nats. They
+    are either measured values or upper limits."""
 
     mean: float
     """Mean of the absolute difference. The next four fields are quantiles of the absolute difference."""
@@ -49,17 +49,17 @@ class LogprobGap:
     p999: float
     systematic: float
     """Largest significant mean of the signed difference, over the units of one token id or over the first
-    units of answers. It is the only figure that shows a mistake in few units."""
+    units of answers. It is the only figure that reveals an error that affects few units."""
 
     def within(self, allowed: LogprobGap) -> bool:
-        """Return whether no figure is above its limit in `allowed`."""
+        """Return whether every figure is at most its limit in `allowed`."""
         return all(own <= most for own, most in zip(astuple(self), astuple(allowed), strict=True))
 
     @classmethod
     def of(cls, bound: float) -> LogprobGap:
-        """Return the allowed gap if `bound` limits the 99.9 % quantile. Rounding errors have a long tail,
-        but a mistake affects all units. Therefore the mean and the median may reach only a twentieth of
-        `bound`."""
+        """Return the allowed gap if `bound` limits the 99.9 % quantile. Rounding errors are large only for
+        few units, but a wrong computation shifts all units. Therefore the mean and the median may reach only
+        a twentieth of `bound`."""
         return cls(bound / 20, bound / 20, bound / 5, bound / 2, bound, bound / 5)
 
 
@@ -97,7 +97,7 @@ class EnginePart:
     """Flags of its server with which a weight update keeps old weights or old KV in use, each with the
     reason. `check_job` refuses them."""
     quantising_flags: ClassVar[frozenset[str]] = frozenset()
-    """Flags of its server whose values make weights or KV coarser than `rollout.dtype`."""
+    """Flags of its server whose values make weights or KV less precise than `rollout.dtype`."""
     parallel_flags: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Flags of its server that multiply the number of its GPUs. Each entry has all spellings of one flag."""
 
@@ -107,8 +107,8 @@ class EnginePart:
         return parallel_width(rollout.server.arguments, self.parallel_flags)
 
     def served_dtype(self, rollout: RolloutSection) -> str:
-        """Return the dtype of its log-probs. This is `rollout.dtype`, or the value of a quantising flag of
-        its server. `logprob_bounds` has no entry for such a value unless the engine adds one."""
+        """Return the dtype in which the engine computes log-probs. This is `rollout.dtype`, or the value of a
+        quantising flag of its server. The built-in `logprob_bounds` have no entry for such a value."""
         for name, value in rollout.server.arguments.items():
             if flag_name(name) in self.quantising_flags and str(value).lower() not in OFF | UNQUANTISED:
                 return str(value)
@@ -184,8 +184,7 @@ def engine_part(name: str) -> EnginePart:
 
 def declared_engine(name: str) -> EnginePart | None:
     """Return the engine called `name` without running a user's file. Return None if the engine does not
-    exist, or is in a file that this process has not run. Preflight checks those engines before the job
-    starts."""
+    exist, or is in a file that this process has not run. Preflight runs such files before the job starts."""
     part: EnginePart | None = ENGINES.known(name)
     return part
 
@@ -196,7 +195,7 @@ def evaluation_engine(job: JobConfig) -> str:
 
 
 class EngineMissing(ArealError):
-    """Error if no environment has the server of an engine. The text has the searched places and a fix."""
+    """Error if no environment has the server of an engine. Its text lists the searched places and a fix."""
 
 
 def find_engine_python(

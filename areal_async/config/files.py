@@ -121,8 +121,8 @@ def _check_further_models(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _vocabulary(tokenizer: Any) -> Any:
-    """Return the vocabulary in a tokenizer file. It is empty if the file has none, and None if there is no
-    file."""
+    """Return the vocabulary in a tokenizer file. The result is empty if the file has no vocabulary, and None
+    if there is no file."""
     return get(tokenizer, "model.vocab") or {} if tokenizer else None
 
 
@@ -197,7 +197,8 @@ def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mist
 
 
 def _check_heads(job: JobConfig, model: Path, config: Any) -> Iterator[Mistake]:
-    """Check that the ranks of a row can share the attention heads of a model of the trainer."""
+    """Check that the ranks that split each row (`trainer.parallel.sequence`) can share the model's attention
+    heads equally."""
     sequence = RankGrid.of(job.trainer).sequence
     heads = get(get(config, "text_config") or config, "num_attention_heads")
     if sequence > 1 and isinstance(heads, int) and heads % sequence:
@@ -206,7 +207,7 @@ def _check_heads(job: JobConfig, model: Path, config: Any) -> Iterator[Mistake]:
 
 
 def _check_packing(model: Path, config: Any, field: str) -> Iterator[Mistake]:
-    """Refuse a model of the trainer if packed rows would have different log-probs."""
+    """Refuse a model of the trainer whose log-probs would change if rows were packed together."""
     if isinstance(config, dict) and (why := cannot_be_packed(config)):
         fix = "Give a model of a family that docs/models.md lists as trained"
         yield Mistake(field, f"{model} {why}", fix)
@@ -226,8 +227,8 @@ def _check_mixture(model: Path) -> Iterator[Mistake]:
 
 
 def _check_lora_targets(job: JobConfig) -> Iterator[Mistake]:
-    """Check that each target is a layer of the model. The trainer does this check for a mixture of experts
-    and for files that are not readable here. It knows the layers that it builds from the files."""
+    """Check that each target is a layer of the model. For a mixture of experts, and for files that cannot be
+    read here, the trainer does this check instead, because it builds the layers."""
     with suppress(OSError, ValueError):
         if job.trainer.lora.targets and job.model.is_dir():
             yield from lora_target_mistakes(job, _stored_shapes(job.model))

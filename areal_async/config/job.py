@@ -33,7 +33,7 @@ class TasksSection(Section):
     train: Annotated[Path, *FETCHED]
     """Path or URL of the training tasks (see docs/storage.md)."""
     evaluation: Annotated[Path | None, *FETCHED] = None
-    """Path or URL of the held-out tasks; null disables accuracy."""
+    """Path or URL of the held-out tasks; null disables the evaluation."""
     shuffle: bool = True
     """Draw a new order for each pass."""
     passes: int | None = Field(default=None, ge=1)
@@ -92,11 +92,12 @@ class CheckpointSection(Section):
     """Steps between checkpoints. The last step writes a checkpoint too. `auto` spends at most 1 % of the
     trainer's time, with at most 50 steps between two checkpoints."""
     in_memory: bool = True
-    """Keep the state in shared memory too, if twice its size is free. Then a crash loses only one step."""
+    """Keep the state in shared memory too, if twice its size is free. Then a crash of the trainer loses only
+    one step."""
     keep: int = Field(default=2, ge=1, le=10_000)
     """Number of newest checkpoints to keep."""
     keep_best: int = Field(default=0, ge=0, le=10_000)
-    """Number of further checkpoints to keep, by held-out accuracy."""
+    """Number of further checkpoints to keep: those with the best held-out accuracy."""
     store: StoreUrl | None = None
     """URL of a store folder that also gets checkpoints and the model, under `<job>`. Null means `run_dir` if
     `run_dir` is a URL."""
@@ -193,7 +194,8 @@ class SupervisorSection(Section):
 
 
 class OvertakenSection(Section):
-    """Handling of a group with a live lease and minimum version `v - max_staleness` at step `v`."""
+    """Handling of a group that is still being generated (its lease is live) at step `v` although its minimum
+    version is `v - max_staleness`. At step `v + 1` it would be too stale."""
 
     policy: Literal["wait", "drop", "mask"] = "wait"
     """Handling of unfinished groups that would be too stale one step later: `wait` delays the step for them,
@@ -238,13 +240,14 @@ class GroupSection(Section):
 
 class BufferSection(Section):
     redis: str = "embedded"
-    """`embedded` starts a server. Otherwise a `redis://`, `rediss://` (TLS) or `unix://` URL (see
-    docs/buffer.md#use-your-own-redis)."""
+    """`embedded` starts a Redis server. Another Redis is given by a `redis://`, `rediss://` (TLS) or
+    `unix://` URL (see docs/buffer.md#use-your-own-redis)."""
     redis_login: RedisLoginSection = RedisLoginSection()
     redis_tls: RedisTlsSection = RedisTlsSection()
     durability: Literal["memory", "everysec", "always"] = "everysec"
-    """Failures that acknowledged episodes survive. `memory`: all processes except Redis. `everysec`: Redis
-    too; a machine failure loses up to two seconds. `always`: the machine too."""
+    """Failures that acknowledged episodes survive. `memory`: the death of every process except Redis.
+    `everysec`: also the death of Redis; a failure of the machine loses up to two seconds. `always`: also a
+    failure of the machine."""
     max_staleness: int = Field(default=4, ge=0, le=10_000)
     """η: largest staleness of a trained token, in steps; 0 is synchronous."""
     batch_groups: int = Field(default=16, ge=1, le=1_000_000)
@@ -255,7 +258,7 @@ class BufferSection(Section):
     """Scored groups to train first: oldest (`fifo`), `freshest`, or highest `priority`. Groups that are about
     to become too stale come before them."""
     priority: Literal["reward_variance", "advantage"] = "reward_variance"
-    """Measure of the group's rewards: variance, or mean absolute deviation (`advantage`)."""
+    """Priority of a group: the variance of its rewards, or their mean absolute deviation (`advantage`)."""
     max_reuse: int = Field(default=1, ge=1, le=10_000)
     """Maximum number of steps that train a group."""
     on_overtaken: OvertakenSection = OvertakenSection()
@@ -351,7 +354,8 @@ class SelfCheckSection(Section):
     """Largest 99.9 % quantile of log-prob differences, in nats. The other bounds scale with it. Null means
     the built-in table."""
     action: Literal["stop", "warn"] = "stop"
-    """Action above a bound. Without an entry in the table, the action is always `warn`."""
+    """Action if a difference exceeds its bound. If the built-in table has no bounds for the engine and dtype,
+    the action is always `warn`."""
 
 
 class ParallelSection(Section):
@@ -368,7 +372,7 @@ class ParallelSection(Section):
     pipeline: Size = 1
     """Stages of neighbouring layers."""
     expert: Size = 1
-    """Ranks of `shard` that share a mixture's experts."""
+    """Ranks of `shard` that split a mixture's experts."""
 
 
 class TrainerSection(Section):
@@ -384,7 +388,7 @@ class TrainerSection(Section):
     collective_s: float = Field(default=600.0, ge=5)
     """Longest wait between ranks, in seconds. After it the trainer restarts from its checkpoint."""
     steps: int = Field(default=100, ge=1, le=100_000_000)
-    """Batches to train and versions to publish."""
+    """Number of steps. Each step trains one batch and publishes one version."""
     minibatches: int = Field(default=1, ge=1, le=1_000_000)
     """Optimizer updates per step. A group is never split."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
@@ -419,8 +423,8 @@ class JobConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of task order and sampling."""
     run_dir: Annotated[Path, *FETCHED] = Path("runs")
-    """Parent of the run folder `<run_dir>/<job>`. For a URL, a local copy is mirrored there (see
-    docs/storage.md)."""
+    """Parent of the run folder `<run_dir>/<job>`. If it is a URL, the run uses a local folder that is
+    mirrored to the URL (see docs/storage.md)."""
     policy: str = Field(default=POLICY, pattern=rf"^{POLICY_NAME}$")
     """Name of the trained policy."""
     policies: dict[str, dict[str, Any]] = Field(default_factory=dict, exclude_if=lambda value: not value)

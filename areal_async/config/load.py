@@ -1,5 +1,5 @@
-"""Loader of jobs. It reads a job file and overrides, and returns a checked `JobConfig` or raises every
-mistake.
+"""Loader of jobs. It reads a job file and overrides, and returns a checked `JobConfig` or raises one error
+with every mistake.
 
 Each of `policies` is checked as a separate job, in which its fields replace the job's fields."""
 
@@ -201,7 +201,8 @@ def _overridden(content: dict[str, Any], override: str) -> Mistake | None:
 
 
 def flattened(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the flat form of a job's mapping if its `policies` are correct and there is only one policy."""
+    """Return the fields of a job with the fields of its only policy at the top level and without `policies`.
+    Return `content` if `policies` is invalid or has several entries."""
     policies = policies_of(content)
     return policy_alone(content, *next(iter(policies.items()))) if len(policies) == 1 else content
 
@@ -241,7 +242,7 @@ def _policy_mistakes(content: dict[str, Any]) -> Iterator[Mistake]:
 def _as_written(
     mistakes: Iterable[Mistake], name: str, own: dict[str, Any], rest: dict[str, Any]
 ) -> Iterator[Mistake]:
-    """Yield the mistakes, with the names of a policy's fields under `policies.<name>`."""
+    """Yield the mistakes. If the job file has the field under `policies.<name>`, name the field so."""
     for each in mistakes:
         top, _, inner = each.field.partition(".")
         section, last = section_with(own, each.field)

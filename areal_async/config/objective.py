@@ -71,9 +71,9 @@ class ObjectiveSection(Section):
     advantage_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the advantage."""
     group_by: Literal["task", "task_agent", "task_agent_turn", "task_turn"] = "task"
-    """Unit to compare. `task` compares episodes, and `task_agent` compares one agent's part of them.
-    `task_agent_turn` compares one agent's rewards of a turn and all later turns; `task_turn` compares those
-    of all agents."""
+    """Unit to compare within a group. `task` compares whole episodes; `task_agent` compares one agent's part
+    of each episode. `task_agent_turn` compares one agent's rewards from a turn to the end of the episode;
+    `task_turn` compares such rewards of all agents."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """Discount of rewards per turn, with `task_agent_turn` and `task_turn`."""
     loss: str = Field(default="ppo", min_length=1)
@@ -105,6 +105,6 @@ class ObjectiveSection(Section):
     on_nothing_to_learn: Literal["skip", "stop"] = "skip"
     """Action on a step without a gradient: `skip` the update, or `stop` the job."""
     ess_floor: float = Field(default=0.2, ge=0, le=1)
-    """Effective share of samples, (Σw)² / (NΣw²). Below this value a warning appears."""
+    """Least effective share of samples, (Σw)² / (NΣw²). A warning appears if the share is lower."""
     ess_patience: int = Field(default=10, ge=1)
     """Consecutive steps below `ess_floor` before the warning."""

@@ -66,7 +66,8 @@ def name_preset(content: dict[str, Any]) -> None:
 
 
 def fill_preset(content: dict[str, Any]) -> list[Mistake]:
-    """Set the preset's fields that the flat form of a job omits. Return a mistake for an unknown preset."""
+    """Set the fields of the preset that `content`, a job with one policy, omits. Return a mistake for an
+    unknown preset."""
     name_preset(content)
     name = get(content, FIELD)
     preset = PRESETS.get(name) if isinstance(name, str) else None

@@ -14,11 +14,11 @@ The owner of each kind keeps the table of its built-in parts, `{name: "module:at
 its own arguments. If the part has a `Section` called `Arguments`, its fields are the arguments. Otherwise
 they are the annotated parameters after the first `leading` parameters.
 
-A part may define `check_job(job, arguments, field)`, which yields the `Mistake`s of a job with these
-arguments, given in `field`. Parts of some kinds have more hooks, such as `check_files(arguments, field)`.
-Only a part's own file knows the part, so a new part needs no change to an existing file. The other fields of
-the job file apply to every part of the kind (`rollout.device`, `weights.codec`). Some apply only to parts
-that declare it (`rollout.server`, for an engine with `is_server`).
+A part may define `check_job(job, arguments, field)`, which yields the `Mistake`s of a job that gives it these
+arguments in `field`. Parts of some kinds have more hooks, such as `check_files(arguments, field)`. No other
+module depends on a part, so a new part needs no change to an existing file. The other fields of the job file
+apply to every part of the kind (`rollout.device`, `weights.codec`). Some fields apply only to parts that
+declare support for them (`rollout.server`, for an engine with `is_server`).
 
 Reading a job file imports built-in parts and installed packages. It reads a user's file only as a syntax
 tree. Before a job starts, a separate process runs the user's files and checks their parts
@@ -221,13 +221,13 @@ def function_mistakes(
 
 
 def _own_place(name: str) -> tuple[Path, str] | None:
-    """Return path and name of `path.py:name`, or None for a name of another form."""
+    """Return the path and the object's name in `path.py:name`, or None if `name` does not have this form."""
     path, _, attribute = name.rpartition(":")
     return (Path(path), attribute) if path.endswith(".py") and attribute.isidentifier() else None
 
 
 def _taken(parameters: list[Parameter], leading: int, filled: Collection[str]) -> list[Parameter]:
-    """Return the parameters that arguments of a job file fill."""
+    """Return the parameters that the arguments in a job file may set."""
     kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     positional = [each for each in parameters if each.kind in kinds]
     keywords = [each for each in parameters if each.kind is Parameter.KEYWORD_ONLY]

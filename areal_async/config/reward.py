@@ -35,7 +35,7 @@ class FaultSection(Section):
     score: float = Field(default=0.0, allow_inf_nan=False)
     """Score of an answer at fault. It must not exceed the reward's lowest score."""
     end_after: int = Field(default=64, ge=0, le=1_000_000)
-    """Consecutive faults from the start that end the job; 0 disables this."""
+    """End the job after this many answers at fault if no answer could be judged before; 0 disables this."""
 
 
 class RouteSection(Section):

@@ -30,14 +30,14 @@ class RewardSpec(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def longest_s(self) -> float:
-        """Longest time of a running call: its deadline plus the time that a remote scorer may be
+        """Longest duration of a call in seconds: its timeout plus the time that a remote scorer may be
         unreachable."""
         patience_s = getattr(part_of(self.name), "patience_s", None)
         return self.timeout_s + (patience_s(self.args, self.timeout_s) if patience_s is not None else 0.0)
 
     @property
     def label(self) -> str:
-        """Return the name in metrics, which lacks the folders of a file."""
+        """Name of the reward in metrics. A file is named without its folders."""
         return self.name.rpartition("/")[2]
 
 
@@ -79,7 +79,8 @@ class ImportedModules:
     then `missing`.
 
     A part that runs programs has two methods. `modules_of(truth)` returns the modules that a task's tests
-    import. `modules_away(names, arguments)` returns the modules among `names` that they cannot import."""
+    import. `modules_away(names, arguments)` returns the modules among `names` that its programs cannot
+    import."""
 
     def __init__(self, reward: RewardSection) -> None:
         self._routing = Routing(reward)

@@ -136,7 +136,7 @@ def _budget_ends_first(
 
 
 def _masked_groups_can_go_on(job: JobConfig) -> Iterator[Mistake]:
-    """Refuse masking if a group with one masked episode cannot have `reward.min_scored` scores."""
+    """Refuse masking if a group with one masked episode has fewer than `reward.min_scored` scores left."""
     reward, size = job.reward, job.rollout.group_size
     names = ("on_timeout", "on_error", "on_abstain")
     masks = [f"reward.{name}.then" for name in names if getattr(reward, name).then == "mask"]

@@ -38,8 +38,8 @@ class ServerSection(Section):
     """Virtual environment of the server. The default is `$AREAL_ASYNC_ENGINES/<engine>`, or the environment
     of `make engines`."""
     arguments: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
-    """Server flags without dashes: `{mem-fraction-static: 0.8}`. true passes the flag without a value; false
-    and null remove a default."""
+    """Flags of the server without their leading dashes: `{mem-fraction-static: 0.8}`. true passes the flag
+    without a value; false and null remove a default."""
     ready_s: float = Field(default=900.0, gt=0)
     """Longest startup, in seconds."""
 
@@ -54,8 +54,8 @@ class GatewaySection(Section):
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the first worker. Further workers use the next ports. 0 picks free ports."""
     sampling: Literal["agent", "job"] = "agent"
-    """Source of temperature, top_p and top_k: the `agent`'s call, which is refused if untrainable, or
-    `rollout.sampling`."""
+    """Source of temperature, top_p and top_k: the `agent`'s call, or the `job` (`rollout.sampling`). With
+    `agent`, a call with values that cannot be trained on is refused."""
     tool_format: Literal["auto", "hermes", "xml", "llama", "none"] = "auto"
     """Format of tool calls; `auto` reads the chat template."""
     max_calls: int = Field(default=32, ge=1, le=65_536)

@@ -10,9 +10,9 @@ from areal_async.models.files import Mixture, is_mixture, mixture_of
 def replayed_mixture(job: JobConfig) -> Mixture | None:
     """Return the experts of the model if its routes are replayed, otherwise None.
 
-    The result is equal in every process that has the model. Therefore `auto` ignores parts in users' files,
-    because some processes do not run them. It replays only if the model's files describe its experts. With
-    several policies, no routes are replayed."""
+    The result is the same in every process that has the model. Some processes do not run users' files, so
+    `auto` does not replay routes if the engine or the back end is in such a file. Routes are replayed only if
+    the model's files describe its experts and the job has a single policy."""
     if job.rollout.routes == "off" or job.kind != "rl" or job.policies or not is_mixture(job.model):
         return None
     if job.rollout.routes == "auto" and not _parts_can(job):

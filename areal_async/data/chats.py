@@ -1,19 +1,18 @@
-"""Tokens of an answer that are learned.
+"""Selection of the tokens of an answer that training learns.
 
-A text answer has these learned tokens: its tokens after the prompt, and the end-of-sequence token. Messages
-are rendered with the tokenizer's chat template, all at once. The assistant's turns are then found in the
-result:
+If the answer is a text, its tokens after the prompt and the end-of-sequence token are learned. Messages are
+rendered with the tokenizer's chat template, all at once. The assistant's turns are then found in the result:
 
 - If the template marks them with `{% generation %}`, the marks are used.
 - Otherwise the chat is rendered up to the start of the turn, with the assistant's turn opened, and up to the
   end of the turn. The turn is the difference. This requires that both texts are prefixes of the whole chat.
-  Some templates render a turn differently after further messages, for example without earlier thoughts. They
-  are refused with a fix.
+  Some templates render a turn differently if further messages follow, for example without its thoughts. Such
+  templates are refused, and the error names a fix.
 
-A turn is learned including the token that ends it. This is a token at which engines end an answer
-(`areal_async/models/answers.py`). Of several such tokens in a row, the first counts, and nothing after it is
-learned. It may be the first token of the next turn. If the template adds nothing after the last turn, it is
-the end-of-sequence token. A chat without such a token is refused, because the model would never learn to
+A turn is learned together with the token that ends it, a token at which engines end an answer
+(`areal_async/models/answers.py`). If several such tokens follow each other, only the first is learned. The
+end token may be the first token of the next turn. If the template adds nothing after the last turn, the
+end-of-sequence token is used. A chat without such a token is refused, because the model would never learn to
 stop."""
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def answer_ids(
 
 
 def _check_known(tokenizer: Any, answer: Iterable[int]) -> None:
-    """Raise `ChatError` if the tokenizer knows no token of an answer."""
+    """Raise `ChatError` if an answer has no tokens, or only unknown ones."""
     found = set(answer)
     # For an unknown text, some tokenizers return their padding token, and some return nothing.
     unknown = {tokenizer.unk_token_id, tokenizer.pad_token_id} - {tokenizer.eos_token_id}
@@ -89,7 +88,8 @@ def _check_known(tokenizer: Any, answer: Iterable[int]) -> None:
 
 def whole_ids(tokenizer: Any, answer: Continuation) -> list[int]:
     """Return the tokens of prompt and answer in the form that the reward `reward_model` reads. Two texts are
-    joined. Messages are rendered with the chat template, as with its `template: chat`. Raises `ChatError`."""
+    joined. Messages are rendered with the chat template, as this reward does with `template: chat`. Raises
+    `ChatError`."""
     if isinstance(answer.answer, str) and isinstance(answer.prompt, str):
         return text_ids(tokenizer, answer.prompt + answer.answer)
     chat: list[Any] = [*answer.prompt, *answer.answer]

@@ -44,8 +44,8 @@ COLUMNS = (*TEXTS, "reward_model", "label", "score", "margin", "tools")
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A prompt and its continuation, both as texts or both as messages. Only the ground truth of a task is a
-    text after any prompt. A chat has an empty prompt, and the whole chat is the answer."""
+    """A prompt and its continuation, both as texts or both as messages. There are two exceptions: the ground
+    truth of a task is a text even after messages, and a chat has an empty prompt and is wholly the answer."""
 
     prompt: Text
     answer: Text
@@ -125,7 +125,8 @@ def example_of(where: str, row: Mapping[str, Any], form: Form) -> Example:
 
 def split_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
     """Return (prompt, chosen, rejected) for two answers that begin with their prompt. The prompt is their
-    common start. A blank before the first difference belongs to the answers, as in TRL's `extract_prompt`."""
+    common start. A blank directly before the first difference belongs to the answers, not to the prompt, as
+    in TRL's `extract_prompt`."""
     same = 0
     while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
         same += 1
@@ -163,8 +164,8 @@ def _text(value: Any, name: str, where: str) -> Text | None:
 
 
 def tools_of(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
-    """Return the tool schemas of a row from its column `tools`, or from a task's `extra_info`. They are a
-    list, or a list as JSON. Raises `TaskFileError`."""
+    """Return the tool schemas of a row from its column `tools`, or from a task's `extra_info`. The column has
+    a list, or a list as JSON. Raises `TaskFileError`."""
     extra = row.get("extra_info")
     value = row.get("tools") or (extra.get("tools") if isinstance(extra, Mapping) else None)
     if isinstance(value, str):

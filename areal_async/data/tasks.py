@@ -5,11 +5,11 @@ The columns `prompt` (text, or a list of chat messages with `role` and `content`
 Other columns are ignored, except columns with images, videos or audios. A file with such columns is refused,
 because its tasks cannot be solved from the text alone.
 
-A null field of a message counts as absent. In parquet every row has the fields of all rows, so a null at any
-depth of messages and schemas counts as absent too. In jsonl the arguments of a call stay unchanged.
+A null field of a message counts as absent. In parquet every row has the fields of all rows, so nulls at any
+depth of messages and schemas count as absent there. In jsonl, nulls in the arguments of a tool call are kept.
 
-The size of the file limits the cost of reading it, because a few kilobytes of parquet can expand to
-gigabytes."""
+The size of a file limits the size to which it may expand in memory, because a few kilobytes of parquet can
+expand to gigabytes."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
 VISION_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 WEIGHTS = ("weight", "trainable", "loss_mask", "train", "training", "loss", "learn")
-"""Fields in which data sets mark whether a turn of the assistant is learned."""
+"""Fields of a message in which data sets mark whether a turn of the assistant is learned."""
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # Templates may have further roles
 WITHOUT_WORDS = frozenset({"role", "name", "tool_call_id", *WEIGHTS})
-"""Fields of a message that carry no words. A message with no other fields (such as `tool_calls`) needs a
-content."""
+"""Fields of a message that contain no part of its text. A message that has only these fields, and for example
+no `tool_calls`, needs a content."""
 PLACEHOLDER = "<image>"  # Placeholder in a prompt for the content of a vision column
 ROW_BYTES = 1024  # Cost of a row in Python, besides its text
 VALUE_BYTES = 64  # Cost of a value in a row
@@ -151,8 +151,8 @@ def task_file(path: Path) -> Path:
 
 
 def drawn(rows: Sequence[T], most: int) -> Sequence[T]:
-    """Return at most `most` of the rows in their order. They are drawn at random, always with the same
-    result. Evenly spaced rows could all be of one kind if a file repeats its kinds."""
+    """Return at most `most` of the rows in their order. They are drawn at random, with a fixed seed. Evenly
+    spaced rows are not used, because they could all be of one kind if the kinds alternate in the file."""
     if len(rows) <= most:
         return rows
     return [rows[index] for index in sorted(random.Random(0).sample(range(len(rows)), most))]
@@ -204,7 +204,7 @@ def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str] | None) -
 
 
 def _without_fillers(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of a columnar file without nulls in messages and schemas. Most of them stand for fields
+    """Return a row of a columnar file without nulls in messages and schemas. Most such nulls stand for fields
     that only other rows have."""
     made = {name: _without_nulls(row[name]) if name in MESSAGE_COLUMNS else row[name] for name in row}
     if isinstance(extra := row.get("extra_info"), dict) and "tools" in extra:
@@ -373,7 +373,8 @@ def present(message: Mapping[str, Any]) -> Message:
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """Return whether a turn of the assistant is learned. It is, unless a field of `WEIGHTS` is 0 or false."""
+    """Return whether a turn of the assistant is learned. A turn is learned unless one of its fields in
+    `WEIGHTS` is 0 or false."""
     return all(message.get(name, 1) for name in WEIGHTS)
 
 

@@ -39,8 +39,8 @@ class DropReport:
 
     @classmethod
     def of(cls, transitions: Mapping[str, int], no_scores: Sequence[NoScore] = ()) -> DropReport:
-        """Return the losses in the buffer's counts of transitions, together with the verdicts without a
-        score."""
+        """Return the losses that the buffer's counts of transitions show, together with the verdicts without
+        a score."""
 
         def under(prefix: str) -> dict[str, int]:
             found = [
@@ -78,8 +78,8 @@ class Accuracy(NamedTuple):
 
 
 class Progress:
-    """Progress of a run, from its records in their order. With several policies, this is the progress of the
-    first policy."""
+    """Progress of a run, from its records in their order. If there are several policies, these are the
+    figures of the first policy."""
 
     def __init__(self, policy: str) -> None:
         self._policy = policy
@@ -147,7 +147,8 @@ class WorkSample(NamedTuple):
 
 
 class RateTracker:
-    """Rates and busy shares of one process, over a window of the last seconds and over the whole training."""
+    """Rates and busy shares of one process, over the last seconds (the window) and over the whole
+    training."""
 
     def __init__(self) -> None:
         self._recent: deque[WorkSample] = deque(maxlen=64)
@@ -254,7 +255,8 @@ class _Service:
         return self.status.figures if self.status is not None else ServiceFigures()
 
     def waiting_for(self, subject: str | None = None) -> str:
-        """Return the reason why the service waits for `subject`, or for anything if `subject` is None."""
+        """Return the reason why the service waits for `subject`. If `subject` is None, return the reason for
+        any wait."""
         waits = self.status.waiting_for if self.status is not None else {}
         return "; ".join(waits.values()) if subject is None else waits.get(subject, "")
 
@@ -324,8 +326,8 @@ class StatusAggregator:
             self._dropped = DropReport.of(stats.reasons, stats.no_scores)
 
     def held_up(self, seconds: float, now_s: float) -> None:
-        """Do not count these seconds as silence of the services, because the supervisor was suspended and did
-        not ask them."""
+        """Exclude these seconds from the silence of the services: the supervisor was suspended and did not
+        query them."""
         if self._computed_s is not None:
             self._computed_s = min(now_s, self._computed_s + seconds)
         for service in self._services.values():

@@ -3,7 +3,7 @@
 It answers requests for the status of the run, and for `areal-async scale` and `drain`.
 
 Promises: the supervisor's own loop carries out the requests, one at a time. The answer reports the change, or
-the reason why nothing changed. The buffer is informed of a worker that leaves, so that the worker gets no
+the reason why nothing changed. The buffer is told which worker leaves, so that it gives this worker no
 further lease. Only peers with the secret of the run are served."""
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class FleetChange:
 class ControlSocket(ControlServer):
     """The socket's server. Call `start`, then `carry_out` in each round of the supervisor, then `stop`.
 
-    A buffer that does not answer within `buffer_wait_s` is not informed of workers that leave."""
+    If the buffer does not answer within `buffer_wait_s`, it is not told which workers leave."""
 
     def __init__(
         self,
@@ -189,8 +189,7 @@ class ControlSocket(ControlServer):
         return await asyncio.wrap_future(begun)
 
     async def _tell_buffer(self, name: str) -> bool:
-        """Ask the buffer to stop leasing to the worker. If that fails, the worker is told to end at its
-        deadline."""
+        """Ask the buffer to stop giving leases to the worker. Return whether it has agreed."""
         client = Client(self._buffer, job=self._job, role="supervisor", name="control", access=self._keys)
         try:
             await client.connect(self._buffer_wait_s)

@@ -4,10 +4,11 @@ Promises:
 
 - At most one run uses a run folder at a time. The lock ends with its process.
 - Work of an earlier run is deleted only on request.
-- A folder that no run made is never changed. Nothing of another user is read, run or deleted.
+- A folder that was not created by a run is never changed. Files of another user are never read, run or
+  deleted.
 - The run folder, sockets and shared memory are closed to other users from their creation, whatever the umask.
-- Sockets and shared memory are removed at the end, or by the next run if the supervisor was killed. The same
-  is true of snapshots in a directory that several hosts share.
+- Sockets and shared memory are removed at the end, or by the next run if the supervisor was killed. Snapshots
+  in a directory that several hosts share are removed in the same way.
 
 The parent folder (`run_dir` of the job file) belongs to the user. Anybody who can write to it can replace a
 run folder."""
@@ -47,16 +48,16 @@ from areal_async.weights.manifest import remove_snapshots
 LOCK = "run.lock"
 TOPOLOGY = "topology.json"
 STATE = frozenset({LOCK, "job.yaml", TOPOLOGY, "logs", "buffer", "events", "failpoints"})
-"""Entries that a run needs while it runs. All other entries of its folder are work, including unknown
-files."""
+"""Entries of a run folder that a run needs only while it runs. All other entries count as work that must not
+be lost, including unknown files."""
 OWNER = "owner.json"
 RECORD_BYTES = 4096
 SWEEP_S = 5.0
 
 
 class Owner(msgspec.Struct):
-    """The supervisor of a run. The volatile folders of the run contain this record. The lock contains it,
-    too, with the paths of these folders."""
+    """The supervisor of a run. The volatile folders of the run contain this record. The run's lock file
+    contains it too, with the paths of these folders."""
 
     pid: int
     started: str  # Start time as `start_of` returns it
@@ -75,8 +76,8 @@ class Owner(msgspec.Struct):
     @property
     def alive(self) -> bool:
         """Whether the process runs. A later process with the same pid has another start time, so it does not
-        count. A killed process that nobody has reaped does not count, either. This occurs in containers
-        without an init."""
+        count. A killed process that has not been reaped, as in containers without an init, does not count
+        either."""
         with suppress(OSError):
             return start_of(self.pid) == self.started
         return False
@@ -124,7 +125,8 @@ def claim_folders(
     """Claim the job's run folder, clean up after a dead run, and make the volatile folders.
 
     With `resume`, the work of the earlier run stays in the folder. Raises `RunFolderError` if another run
-    uses the folder, if the folder has work without `resume` or `overwrite`, or if no run made the folder."""
+    uses the folder, if the folder has work and neither `resume` nor `overwrite` is set, or if the folder was
+    not created by a run."""
     run_dir = job.run_dir / job.job
     if run_dir.is_dir():
         check_run_folder(run_dir)
@@ -192,7 +194,8 @@ def leftovers(roots: Sequence[Path]) -> Iterator[Path]:
 
 
 def mark_owned(folder: Path) -> None:
-    """Record this process in its own folder, so that `leftovers` can find the folder after a kill."""
+    """Write the record of this process into a folder that it owns, so that `leftovers` can find the folder if
+    this process is killed."""
     (folder / OWNER).write_bytes(msgspec.json.encode(Owner(os.getpid(), start_of(os.getpid()))))
 
 
@@ -232,7 +235,7 @@ def clean_up(run_dir: Path) -> None:
 def _end_dead_run(lock_fd: int) -> None:
     """End the processes of a run that lost its supervisor, and remove its volatile folders.
 
-    The lock of this run was free, but still contained its record."""
+    The lock of such a run is free, but the lock file still contains the supervisor's record."""
     try:
         record = msgspec.json.decode(os.pread(lock_fd, RECORD_BYTES, 0), type=Owner)
     except msgspec.DecodeError:

@@ -1,7 +1,8 @@
 """File service on the home host of a run, for processes on other hosts.
 
-Promises: only files that the job names and files of the run can be read. Only the trainer can write, and only
-files that trainers keep in a run folder. A file gets its name after it is complete."""
+Promises: processes can read only files that the job names and files of the run. Only the trainer can write,
+and only files that trainers keep in a run folder. A written file gets its final name only when it is
+complete."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ WRITTEN = frozenset({"checkpoints", "model", "adapter", "batches", "published.js
 MOST_BYTES = 8 << 20  # Largest answer
 MOST_FILES = 100_000
 CODE = frozenset({".py", ".json", ".yaml", ".yml", ".txt", ".toml", ".jinja"})
-"""Suffixes of files beside a user's part that are sent with it."""
+"""Suffixes of the files in the folder of a user's part that are sent together with the part."""
 MOST_CODE_BYTES = 64 << 20
 OWN = re.compile(r"(/[^:]*\.py):\w+")
 UPLOAD = ".upload-"
@@ -85,7 +86,7 @@ def bring_content(job: Mapping[str, Any], role: Role) -> dict[str, Any]:
 
 
 def with_home_store(job: JobConfig) -> JobConfig:
-    """Return `job` with its run's home as the store, unless the job names a store."""
+    """Return `job` with the run folder on the home host as its store, unless the job names a store."""
     if store_url(job) is not None:
         return job
     return with_fields(job, "checkpoint", store=f"{PROTOCOL}://{RUN}")
@@ -106,7 +107,7 @@ def moved_to(job: Mapping[str, Any], places: Mapping[str, Path]) -> dict[str, An
 
 
 def _on_texts(value: Any, change: Callable[[str], Any]) -> Any:
-    """Return a JSON value in which `change` has replaced each text."""
+    """Return a copy of a JSON value in which each string `text` is replaced by `change(text)`."""
     if isinstance(value, dict):
         return {key: _on_texts(inner, change) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -144,8 +145,8 @@ def _roots(job: JobConfig) -> list[_Root]:
 class HomeFilesServer:
     """The handlers of the requests in `home_messages.py`, for `job` with the run folder `run_dir`.
 
-    The server reads a file only if the file is in the listing of the job's paths. Raises `RunError` if a
-    user's part lies in the home directory itself, or above it."""
+    The server reads only files that it finds when it lists the job's paths. Raises `RunError` if a user's
+    part lies in the home directory itself, or above it."""
 
     def __init__(self, run_dir: Path, job: JobConfig) -> None:
         self._run_dir = run_dir
@@ -251,8 +252,8 @@ class HomeFilesServer:
         return "/".join(parts)
 
     def _parsed(self, name: str) -> tuple[str, str, list[str]]:
-        """Return the first part of a name, the rest, and its parts below the run's folder (empty if it lies
-        elsewhere).
+        """Return the first part of a name, the rest, and the parts of its path below the run's folder (empty
+        if `name` is outside of it).
 
         Raises `FaultError` for a name that is not a plain relative path."""
         root, _, rest = name.partition("/")

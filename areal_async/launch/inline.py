@@ -7,12 +7,12 @@ Promises:
 
 - The first error of a service or of user code ends the run, and is raised with its own traceback.
 - Nothing is restarted.
-- Leases, claims and deadlines of episodes do not expire while a user sits in a debugger. If several
-  breakpoints are hit, one has the prompt at a time.
+- Leases, claims and deadlines of episodes do not expire while a user sits in a debugger. If several threads
+  hit breakpoints, only one has the prompt at a time.
 - Ctrl-C ends the services in the usual order, within `STOP_LIMIT_S`. A second Ctrl-C does not wait.
 
-Code that hangs is not ended: a reward or a workflow that does not return blocks the run. Separate programs
-stay separate: redis-server, sandboxes, servers of reward models, the gateway."""
+Code that hangs is not ended: a reward or a workflow that does not return blocks the run. Programs such as
+redis-server, sandboxes, servers of reward models and the gateway still run in separate processes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ log = get_logger("supervisor")
 
 
 def without_limits(job: JobConfig) -> JobConfig:
-    """Return `job` as its services see it.
+    """Return `job` with the changes that an inline run needs.
 
     Leases, deadlines and timeouts are extended to `LONG_S` or removed. All roles compute with the trainer's
     number of threads, because they share torch."""
@@ -207,8 +207,8 @@ class InlineRun:
             self._failed(service.ctx.name, RunFailed(f"{service.ctx.name} ended before the trainer was done"))
 
     def _failed(self, culprit: str, error: BaseException) -> None:
-        """End the run with its first error. Later errors are ignored: they follow from the end of other
-        services."""
+        """End the run with its first error. Later errors are ignored, because the end of other services
+        causes them."""
         with self._failing:
             if self._stopping.is_set():
                 log.info("failed while the run ended", service=culprit, error=repr(error))
@@ -280,7 +280,7 @@ class InlineRun:
 
 
 def services_left() -> bool:
-    """Return whether a service still runs after the end of an inline run, because its code does not
+    """Return whether a service still runs after the end of an inline run. This happens if its code does not
     return."""
     return any(isinstance(thread, InlineService) for thread in threading.enumerate())
 
@@ -298,7 +298,7 @@ def _refuse(asked: WorkersRequest) -> FleetChange:
 
 @contextmanager
 def _marked(run_id: str) -> Iterator[None]:
-    """Mark processes that are started in this block with the run's id. Kill them at the end."""
+    """Mark processes that are started in this block with the run's id. Kill them at the end of the block."""
     before = os.environ.get(RUN_VARIABLE)
     os.environ[RUN_VARIABLE] = run_id
     try:
@@ -316,8 +316,8 @@ _turn = threading.RLock()
 
 
 class OnePrompt(pdb.Pdb):
-    """The standard debugger, with one prompt of all threads at a time. The run keeps its own handler of
-    Ctrl-C."""
+    """The standard debugger, but only one thread has the prompt at a time, and the run keeps its own handler
+    of Ctrl-C."""
 
     def __init__(self) -> None:
         super().__init__(nosigint=True)

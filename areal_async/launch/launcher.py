@@ -28,11 +28,12 @@ class Child(Protocol):
         """Return the exit status as in subprocess (negative for a signal); None while the process runs."""
 
     def lost(self) -> str:
-        """Return the reason if its host is lost, else an empty text. The reason is a phrase that follows the
-        process's name."""
+        """Return the reason if its host is lost, as a phrase that follows the process's name. Otherwise
+        return an empty text."""
 
     def heard(self) -> bytes:
-        """Return the bytes that its line has received since the last call (`service/rank_group.py`)."""
+        """Return the bytes that the process has sent on its line since the last call
+        (`service/rank_group.py`)."""
 
     def is_heard(self) -> bool:
         """Return whether the link to its host works. Without the link, its line cannot be read."""
@@ -69,7 +70,7 @@ class Launcher(Protocol):
         """Write the topology of these placed services on each host, and return it."""
 
     def tend(self, now_s: float, *, calm: bool) -> list[ServicePlace]:
-        """Do regular work, and return the changed places. `calm` means that all services serve."""
+        """Do periodic work, and return the places that changed. `calm` means that all services serve."""
 
     def close(self) -> None:
         """End every process of the run, including processes that others started."""

@@ -6,8 +6,9 @@ Promises:
 - A service that dies is restarted after the pause that `base/processes.py` decides. The other services
   continue.
 - The run ends with a reason that names the service in three cases: the service dies too often, a restart
-  would not help, or the service does not serve in time. For a service that needs weights, this time counts
-  from the last start of the trainer. A service that joined later and has never served does not end the run.
+  would not help, or the service does not begin to serve in time. For a service that needs weights, this time
+  counts from the last start of the trainer. A service that joined later and has never served does not end the
+  run.
 - The ranks of a trainer live and die together. If one rank dies, the other ranks are killed, because they
   wait for it in a collective. This counts as one death. All ranks restart once all have exited.
 - A drained service leaves, whatever its exit status.
@@ -101,14 +102,14 @@ class Ending:
     lived_s: float = 0.0
     deaths: int = 1  # Deaths of the culprit or its group within the window of the restart policy
     cause: str = ""
-    """Cause of its death in words, if more than the status is known. If a rank did not serve in time, this
-    names the other ranks that did not serve."""
+    """Cause of the culprit's death as text, if more than its exit status is known. If a rank did not serve in
+    time, this names the other ranks that did not serve."""
 
 
 def in_order_of_cause(ended: Mapping[str, int]) -> list[str]:
     """Return the names of ended services, in the order of likely cause.
 
-    `ended` has the exit statuses of services that ended between two looks. Killed services come first, then
+    `ended` has the exit statuses of services that ended between two checks. Killed services come first, then
     failed ones. Last come services with an error that may follow from the end of another service."""
     return sorted(ended, key=lambda name: (ended[name] >= 0, ended[name] in (0, os.EX_TEMPFAIL)))
 
@@ -164,7 +165,7 @@ class Lifecycle:
         return self._start(waiting, now_s)
 
     def silent(self, name: str, now_s: float) -> list[Action]:
-        """Kill a service that hangs, or a rank that other ranks wait for in vain."""
+        """Kill a service that hangs, or a rank that other ranks reported as missing."""
         state = self.states[name]
         if not state.alive or state.killed_s is not None or self.stopping:
             return []
@@ -172,7 +173,8 @@ class Lifecycle:
         return [Action("kill", name)]
 
     def exited(self, name: str, status: int, now_s: float, cause: str = "") -> list[Action]:
-        """Handle the exit of a service. `cause` explains the exit beyond its status, if known."""
+        """Handle the exit of a service. `cause` is the cause of the exit as text, if more than the status is
+        known."""
         state = self.states[name]
         lived_s = now_s - state.started_s
         state.phase, state.status, state.killed_s = Phase.ENDED, status, None
@@ -201,7 +203,7 @@ class Lifecycle:
     def leave(self, name: str, limit_s: float, now_s: float) -> list[Action]:
         """Let a service end by itself within `limit_s`, then ask it to end, then kill it.
 
-        A service that does not serve is asked at once, because it has no work to finish."""
+        A service that does not serve yet is asked to end at once, because it has no work to finish."""
         state = self.states[name]
         state.leaving = True
         if not state.alive:
@@ -277,8 +279,8 @@ class Lifecycle:
         return has_room and whole
 
     def _group(self, state: ServiceState) -> list[ServiceState]:
-        """Return the services that live and die with this service, including itself: the ranks of a
-        trainer."""
+        """Return the services that are started and killed together with this service, including itself. For a
+        rank, these are all ranks of its trainer."""
         if state.place.role != "trainer":
             return [state]
         return [other for other in self._trainers() if other.place.policy == state.place.policy]
@@ -316,8 +318,8 @@ class Lifecycle:
         return actions
 
     def _advance_leaving(self, now_s: float) -> list[Action]:
-        """Ask services to end after their time to leave has passed. Kill services that still run after that
-        time."""
+        """Ask leaving services to end once their time limit has passed. Kill those that still run some time
+        later."""
         actions: list[Action] = []
         for name, state in self.states.items():
             if not (state.leaving and state.alive):

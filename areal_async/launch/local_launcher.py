@@ -1,7 +1,8 @@
 """The launcher of one machine: child processes, spares, Unix sockets.
 
-Promises: each start of a group of ranks has its own socket, bound before the first rank runs. A single rank
-has no socket. After `close`, no process of the run is left, including detached processes."""
+Promises: each start of a group of ranks has its own socket for their meeting, bound before the first rank
+runs. A single rank has no such socket. After `close`, no process of the run is left, not even a detached
+process."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ BACKLOG = 1024  # Ranks that may connect at once
 
 
 class LocalChild:
-    """A service on this machine, with its line."""
+    """A service on this machine, with its line (the pipe to its launcher)."""
 
     def __init__(self, process: ChildProcess, line_fd: int) -> None:
         self.pid = process.pid
@@ -102,10 +103,11 @@ class RankLines:
         return LocalChild(process, line_fd)
 
     def prepare(self, place: ServicePlace) -> tuple[dict[str, str], dict[str, int], int]:
-        """Return the variables and descriptors for the process, and our end of its line.
+        """Return the environment variables and descriptors for the process, and the launcher's end of its
+        line.
 
-        The descriptors are keyed by the variables that name them. The caller closes the descriptors after the
-        process has inherited them."""
+        The keys of the descriptors are the environment variables that pass their numbers. The caller closes
+        the descriptors after the process has inherited them."""
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         given = {PULSE_VARIABLE: write_fd}
         variables = {}

@@ -111,8 +111,8 @@ class LoadLog:
         self._steps = -1
 
     def look(self, services: Mapping[str, ServiceStatus], steps: int, now_s: float) -> None:
-        """Write a record if it is due. `services` has the newest status of each service; `steps` are done at
-        `now_s`."""
+        """Write a record if it is due. `services` has the newest status of each service; `steps` is the
+        number of finished steps at `now_s`."""
         if now_s < self._due_s or steps == self._steps or not services:
             return
         self._due_s, self._steps = now_s + LOAD_EVERY_S, steps
@@ -177,8 +177,8 @@ class Monitor:
     ) -> None:
         """Prepare the thread.
 
-        `load`: only for a run with all processes on this machine. `threads` returns the CPU threads with
-        which services compute, by the prefixes of their names."""
+        `load` is possible only for a run with all processes on this machine. `threads` returns the number of
+        CPU threads for services, by the prefixes of their names."""
         self._thread: LoopThread | None = None
         self._watching: Future[None] | None = None
         self._stopping = asyncio.Event()
@@ -201,7 +201,7 @@ class Monitor:
         self._watching.add_done_callback(_log_failure)
 
     def stop(self) -> None:
-        """Look once more, and end the thread. May be called again."""
+        """Query the services once more, then end the thread. May be called again."""
         thread, self._thread = self._thread, None
         if thread is not None and self._watching is not None:
             thread.loop.call_soon_threadsafe(self._stopping.set)
@@ -210,14 +210,14 @@ class Monitor:
             thread.close()
 
     def look(self) -> None:
-        """Ask every service once, now. Other threads may call this."""
+        """Query every service once, now. Other threads may call this."""
         if (thread := self._thread) is not None:
             with suppress(TimeoutError):
                 thread.begin(self._look(LOOK_S)).result(2 * LOOK_S)
 
     async def metrics(self, name: str) -> bytes:
-        """Return `StatusClients.metrics`, for another event loop. Raises PeerGone once this thread has
-        ended."""
+        """Return `StatusClients.metrics` to a caller in another event loop. Raises PeerGone once this thread
+        has ended."""
         if (thread := self._thread) is None:
             raise PeerGone("The run is not watched any more.")
         return await asyncio.wrap_future(thread.begin(self._clients.metrics(name)))

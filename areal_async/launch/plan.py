@@ -1,7 +1,7 @@
 """The processes of a job, their order of start and stop, and the workers that join or leave later.
 
-The module is pure, except for the check of names in use. The newest worker leaves first. A new worker takes
-the lowest free number, so that the number of names, logs and series stays small."""
+The module is pure, except for the check of names in use. If workers leave, the newest leaves first. A new
+worker takes the lowest free number, which keeps the number of names, logs and metric series small."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ MODULES: Mapping[Role, str] = {
 }
 
 STOP_STAGES: tuple[tuple[Role, ...], ...] = (("rollout", "evaluator", "trainer"), ("reward",), ("buffer",))
-"""Producers and the trainer stop first, so that the buffer can store and acknowledge until the end."""
+"""Services in each stage of a stop. Producers and the trainer stop first, so that the buffer can store and
+acknowledge their last messages."""
 
 
 def rank_name(rank: int, policy: str = "") -> str:
@@ -81,7 +82,8 @@ def with_fields(job: JobConfig, section: str, **fields: object) -> JobConfig:
 
 
 def awaited_first(services: Sequence[ServicePlace]) -> list[str]:
-    """Return the services that must serve before the others start: the buffer, if the job has one."""
+    """Return the services that must serve before the other services start. This is only the buffer, if the
+    job has one."""
     return [service.name for service in services if service.role == "buffer"]
 
 
@@ -104,8 +106,8 @@ def thread_count(job: JobConfig, role: Role) -> int:
 def ready_limit_s(job: JobConfig) -> float:
     """Return the longest time from the start of a service until it serves.
 
-    An engine's server begins to load only once the trainer serves, and has a separate limit. The function
-    runs the file of a user's engine. Raises `PartError` if that fails."""
+    The server of an engine begins to load only once the trainer serves, and its load time has a separate
+    limit. The function runs the file of a user's engine. Raises `PartError` if that fails."""
     servers = [
         view.rollout.server.ready_s
         for view in job.views.values()

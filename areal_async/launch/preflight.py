@@ -1,7 +1,7 @@
 """Checks of a job against this machine and the content of its files, before any process starts.
 
-Two separate processes try the model's tokenizer on the prompts and import the job's own parts. So the command
-line loads neither torch nor user code."""
+One separate process tries the model's tokenizer on the prompts, and another imports the user's own parts. So
+the command line loads neither torch nor user code."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SANDBOX_LIMIT_S = 60.0
 
 
 def check_machine(job: JobConfig, services: Sequence[ServicePlace], *, source: str = "job") -> None:
-    """Raise `ConfigError` with every reason why this machine cannot run the job as it is.
+    """Raise `ConfigError` with every reason why this machine cannot run the job unchanged.
 
     Raises `PartError` if a user's engine cannot be loaded."""
     for engine in {job.rollout.engine, evaluation_engine(job)} if job.kind == "rl" else ():
@@ -124,7 +124,7 @@ def check_inline(job: JobConfig, cluster: ClusterConfig | None = None, *, source
 
 
 Rule = tuple[object, str, str, str]
-"""A condition, and the field, problem and fix of the mistake that the job has if the condition is true."""
+"""A condition, and the field, problem and fix of the mistake to report if the condition is true."""
 
 
 def _refuse(source: str, rules: Iterable[Rule], else_do: str = "") -> None:
@@ -136,7 +136,7 @@ def _refuse(source: str, rules: Iterable[Rule], else_do: str = "") -> None:
 def no_sandbox() -> tuple[str, str]:
     """Return why programs cannot be isolated here, and the fix. Both texts are empty if isolation works.
 
-    A process of the reward service tries it."""
+    The test runs in a process of the reward service."""
     command = [sys.executable, "-P", "-m", "reward_service.sandbox"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_LIMIT_S, check=False)
@@ -149,10 +149,11 @@ def no_sandbox() -> tuple[str, str]:
 
 
 def installed_mistakes(job: JobConfig) -> list[Mistake]:
-    """Return the needs of the job that this machine can never meet, whatever else runs on it.
+    """Return mistakes for the needs of the job that this machine can never meet, even if nothing else runs on
+    it.
 
-    These are GPUs, a Redis, the environments of its engines' servers, and a sandbox for its reward's
-    programs."""
+    The checked needs are GPUs, a Redis, the environments of the engines' servers, and a sandbox for the
+    programs of rewards."""
     mistakes = [*_check_devices(job)]
     if job.kind == "rl":
         mistakes += [*_check_redis(job), *_check_engines(job), *_check_sandbox(job)]
@@ -174,7 +175,7 @@ def published_bytes(model: Path, dtype: str) -> int:
     """Return the size in bytes of the published weights of a model directory.
 
     `dtype` (`float32`, `bfloat16`) is the dtype of publication, which may differ from the dtype of the files.
-    If weights cannot be read, the sizes of their files count."""
+    If the weights cannot be read, the sizes of their files are used."""
     width = 4 if dtype == "float32" else 2
     try:
         tensors = stored_tensors(model).values()
@@ -321,8 +322,8 @@ def _server_mistakes(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _tried(job: JobConfig, what: str, field: str) -> list[Mistake]:
-    """Return the mistakes that a separate process finds in `what`. If the process fails, the mistake names
-    `field`."""
+    """Return the mistakes that a separate process finds in `what`, a key of `TRIALS`. If the process fails,
+    return one mistake in `field`."""
     try:
         said = _answer(TRIALS[what], job.model_dump_json().encode())
         return msgspec.json.decode(said, type=list[Mistake])
@@ -331,7 +332,7 @@ def _tried(job: JobConfig, what: str, field: str) -> list[Mistake]:
 
 
 def _tokenizer_checked(job: JobConfig) -> list[Mistake]:
-    """Return the mistakes that the model's tokenizer shows, tried in a separate process.
+    """Return the mistakes that appear when a separate process tries the model's tokenizer.
 
     Files and settings that passed once are not tried again."""
     settings = job.model_dump_json(include={"kind", "rollout", "evaluation", "sft"})
@@ -352,7 +353,7 @@ def _tokenizer_checked(job: JobConfig) -> list[Mistake]:
 
 
 class TrialFailed(Exception):
-    """A process that tries parts or a tokenizer did not answer."""
+    """Error if a process that tries parts or a tokenizer gave no answer."""
 
 
 def _answer(module: str, given: bytes) -> bytes:
@@ -375,16 +376,16 @@ class RewardTrial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def own_mistakes(job: JobConfig) -> list[Mistake]:
-    """Return the mistakes that the files of the job's own parts report, and the unmet needs of this machine.
+    """Return the mistakes in the user's own parts of the job, and the needs that this machine does not meet.
 
-    A scoring process reports the mistakes in rewards."""
+    Mistakes in rewards are not included; a scoring process reports them."""
     found = own_part_mistakes(job, run=True)
     return [*(each for each in found if not each.field.startswith("reward.")), *installed_mistakes(job)]
 
 
 def reward_load_mistakes(job: JobConfig) -> list[Mistake]:
-    """Return the mistakes that a scoring process finds in the job's own rewards, including rewards inside
-    built-in ones."""
+    """Return the mistakes that a scoring process finds in the user's own rewards, including rewards that are
+    arguments of built-in rewards."""
     own = [
         each
         for each in asked(job.reward)

@@ -3,7 +3,7 @@
     python -P -m areal_async.launch.prompt_trial < JOB.json      prints the mistakes as a list in JSON
 
 The preflight (`preflight.py`) starts it, so that the command line loads no transformers. Torch is hidden from
-transformers. A tokenizer does not need torch, and its import would take most of the process's time."""
+transformers, because a tokenizer does not need it and its import would take most of the process's time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ UNKNOWN_SHARE = 0.1  # Share of unknown characters in sampled prompts that shows
 
 
 def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
-    """Return mistakes of the model's tokenizer and configuration, and of the tokenized prompts."""
+    """Return the mistakes found in the model's tokenizer and configuration, and in the tokenized prompts."""
     from transformers import AutoConfig, AutoTokenizer  # takes seconds, so no other command imports it
 
     try:
@@ -80,7 +80,7 @@ def _prompt_key(prompt: Any) -> bytes:
 
 
 def _end_warnings(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
-    """Warn if the model's files, tokenizer and chat template disagree on the end of an answer."""
+    """Warn if the model's files, tokenizer and chat template disagree on the token that ends an answer."""
     sources, shown = end_sources(tokenizer, job.model), partial(_shown, tokenizer)
     union: set[int] = set().union(*sources.values())
     where = f"the eos_token_id in {job.model / GENERATION_CONFIG}"
@@ -189,7 +189,7 @@ def _answer_tokens(
 def _too_long(
     job: JobConfig, field: str, path: Path, tokenizer: Any, prompts: list[TaskPrompt]
 ) -> Iterator[Mistake]:
-    """Yield a mistake if prompts leave no room for an answer, because each would fail in every worker."""
+    """Yield a mistake if prompts leave no room for an answer. Such a prompt would fail in every worker."""
     length, limit = job.rollout.max_model_len, "rollout.max_model_len"
     # A token has at least one byte, so only long texts are tokenized.
     may_be = (

@@ -1,10 +1,10 @@
-"""The supervisor's side of the line to each service. The line shows whether the service lives, and carries
-notes on deaths.
+"""The supervisor's side of the line, a pipe from each service. A pulse on the line shows that the service
+lives. Ranks of a trainer also send notes on deaths.
 
 Promises: a service of any role that sends no pulse for its `hang_s` is found, whatever its activity. Silence
 does not count in three cases: the machine was too busy to run the service, the supervisor itself was
-suspended, or the host is unreachable. To ensure this, time counts only while the supervisor looks, and only
-from the first pulse. `supervisor.ready_s` limits the time before the first pulse."""
+suspended, or the host is unreachable. Therefore only time in which the supervisor reads the lines counts, and
+only from the first pulse. `supervisor.ready_s` limits the time before the first pulse."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Line:
     rest: bytes = b""
 
     def read(self) -> list[Note]:
-        """Return the notes since the last look. Any data ends the silence."""
+        """Return the notes since the last call. Any data ends the silence."""
         if heard := self.child.heard():
             self.silent_s = 0.0
         *lines, self.rest = (self.rest + heard).split(b"\n")
@@ -45,8 +45,8 @@ class _Line:
 
 
 class Lines:
-    """The lines of all services. `look` finds services that hang, and `cause_of` reports why a service
-    died."""
+    """The lines of all services. `look` finds services that hang, and `cause_of` returns the reason for a
+    death."""
 
     def __init__(self, hang_s: Callable[[ServicePlace], float]) -> None:
         self._hang_s = hang_s
@@ -60,7 +60,7 @@ class Lines:
         self._lines[place.name] = _Line(place, child)
 
     def look(self, now_s: float) -> list[str]:
-        """Return the names of services that hang, and of ranks that other ranks wait for in vain."""
+        """Return the names of services that hang, and of ranks that other ranks reported as missing."""
         passed_s = 0.0 if self._looked_s is None else min(LONGEST_LOOK_S, now_s - self._looked_s)
         self._looked_s = now_s
         hanging = []

@@ -1,8 +1,9 @@
-"""Runs for Python and the tools: find runs by folder or job file, query them, resume them and wait for them.
+"""Access to runs from Python and from the tools: find a run by folder or job file, query it, resume it, wait
+for it.
 
 The files that the job names (model, tasks, reward) need not exist any more. A resumed run uses the job
-recorded in its folder and not the current job file. The reason: the batches of the redo log were made under
-the recorded job."""
+recorded in its folder and not the current job file, because the batches of the redo log were made under the
+recorded job."""
 
 from __future__ import annotations
 
@@ -186,8 +187,8 @@ class Run:
 
 
 def failure_of(status: int, said: str) -> ArealError:
-    """Return the error of a run that ended with `status`. `said` is its output; the last line may contain the
-    error."""
+    """Return the error of a run whose process exited with `status`. `said` is the output of the process; its
+    last line may contain the error."""
     kinds = {kind.__name__: kind for kind in (RunFailed, RunFolderError, RunInterrupted)}
     last = said.strip().rpartition("\n")[2]
     try:
@@ -205,8 +206,8 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def find_run(target: str | Path, overrides: Sequence[str] = (), *, kinds: Sequence[str] = ("rl",)) -> Run:
-    """Return the run at `target`: a run folder, its URL, or a job file. The run must be of one of these
-    kinds.
+    """Return the run at `target`: a run folder, its URL, or a job file. The job of the run must be of one of
+    the `kinds`.
 
     The folder of a policy, `RUN/policies/NAME`, is a run of that policy alone. Raises `RunFolderError` if
     there is no run. Raises `ConfigError` if the job cannot be read or an override does not fit the job."""
@@ -317,7 +318,7 @@ def has_work(run_dir: Path) -> bool:
 
 
 def is_finished(run_dir: Path, overrides: Sequence[str] = ()) -> bool:
-    """Return whether the run is done, and the job with these overrides asks for no more.
+    """Return whether the run is done and stays done with these overrides.
 
     A run is done if it has finished all steps or reached its goal. Raises `ConfigError`."""
     if (summary := read_summary(run_dir)) is None or not overrides:

@@ -1,4 +1,5 @@
-"""Spare processes of a run. Their imports are done, so that they can quickly replace a service that died.
+"""Spare processes of a run. They have done the slow imports in advance, so that they can quickly replace a
+service that died.
 
 Promises: no spare is prepared before the job has run undisturbed for a while. Spares are prepared one at a
 time, and only if the machine has enough free memory. A spare that dies is replaced, unless spares die
@@ -34,11 +35,11 @@ PRELOADED = (
     "areal_async.service.main",
     "areal_async.rpc.client",
 )
-"""Slow imports of trainers and rollout workers. No module is used by one role only."""
+"""Slow imports of trainers and rollout workers. Both roles use each of these modules."""
 ROLES: frozenset[Role] = frozenset({"trainer", "rollout", "evaluator"})
 """Roles with slow imports."""
 SPARE_BYTES = 512 << 20
-"""Most memory of a spare before it becomes a service."""
+"""Upper bound of the memory of a spare before it becomes a service."""
 FREE_SHARE = 4  # A spare is prepared only if this many times its memory is available
 AFTER_DEATH_S = 1.0  # Undisturbed time after a death in the run; more deaths are likely
 
@@ -52,7 +53,7 @@ class _Spare:
     ready: bool = False
 
     def look(self) -> None:
-        """Check whether its imports are done."""
+        """Check whether the imports of the spare are done."""
         if not self.ready:
             with suppress(BlockingIOError, ConnectionError):
                 self.ready = self.channel.recv(len(READY)) == READY
@@ -84,7 +85,7 @@ class Spares:
     _given_up: bool = False
 
     def tend(self, now_s: float, *, calm: bool) -> None:
-        """Prepare, replace or end spares. `calm` means that all services serve now."""
+        """Start, replace or end spares as needed. `calm` means that all services serve now."""
         for spare in [spare for spare in self._spares if not spare.child.alive]:
             self._lost(spare, now_s)
         for spare in self._spares:

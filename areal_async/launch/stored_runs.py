@@ -1,8 +1,8 @@
 """Runs whose folder or checkpoints are in a store. A run is claimed, mirrored while it runs, and fetched.
 
-The lock of a run folder works on one host only. Between hosts, the mark of a mirror has this function. A host
-that resumes a run of another host watches the mark for `WATCH_S`. If the mark still changes, the host gives
-up."""
+The lock of a run folder works on one host only. Between hosts, a mark in the store replaces it: the host of a
+live run updates the mark regularly. A host that resumes a run of another host watches the mark for `WATCH_S`.
+If the mark changes, the other host still runs the job, and the resume is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ each checkpoint contains them. The trainer writes the other entries to the store
 WORK = frozenset({"checkpoints", "model", "adapter", "batches"})
 """Folders that are deleted only on request."""
 TO_RESUME = frozenset({"job.yaml", "metrics.jsonl", "published.jsonl"})
-"""Files that are stored beside the checkpoints if the run folder itself is only on this host."""
+"""Files that are copied to the store beside the checkpoints if the run folder itself is not mirrored."""
 
 log = get_logger("supervisor")
 
@@ -45,7 +45,7 @@ def mirrored(job: JobConfig, run_dir: Path, *, overwrite: bool, resume: bool) ->
     """Keep the store's copy of the run up to date inside this block, if the job has a store.
 
     Raises `RunFolderError` if another host runs the run, or if the store has work of another run without
-    `resume` or `overwrite`. Raises `RunError` if the store does not accept the rest at the end."""
+    `resume` or `overwrite`. Raises `RunError` if the remaining files cannot be stored at the end."""
     mirrors = [Mirror(run_dir, url, wanted=wanted) for url, wanted in _places(job).items()]
     with _as_run_errors():
         for mirror in mirrors:
@@ -65,7 +65,8 @@ def mirrored(job: JobConfig, run_dir: Path, *, overwrite: bool, resume: bool) ->
 
 
 def _places(job: JobConfig) -> dict[str, Callable[[str], bool]]:
-    """Return the URLs to which the run folder is mirrored, each with a test for file names."""
+    """Return the URLs to which the run folder is mirrored, each with a function that selects files by
+    name."""
     run, store = run_url(job), store_url(job)
     places: dict[str, Callable[[str], bool]] = {}
     if run is not None:
@@ -152,7 +153,7 @@ def bring_run(url: str, folder: Path) -> None:
     """Fetch the run that is mirrored to `url` into `folder`, except for files that its trainer fetches
     itself.
 
-    If the last mirror was made from this folder, the folder is up to date and is kept. Raises
+    If the newest mirror was made from this folder, the folder is up to date and stays unchanged. Raises
     `RunFolderError`."""
     with _as_run_errors(), private_files():
         there = mark_there(url)

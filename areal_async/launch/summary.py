@@ -43,7 +43,7 @@ FAILURES: Mapping[str, tuple[str, str]] = {
         "Look at the device's driver (dmesg); the machine may have to be restarted",
     ),
 }
-"""Message and advice for endings other than a death, by the kind of the ending."""
+"""Message and advice, by kind of ending, for runs that no death of a service ended."""
 NEEDS_MEMORY = (
     "`areal-async plan` says what fits: lower trainer.micro_batch_tokens, set trainer.backend_args.recompute "
     "or use more trainer.ranks. Its log"
@@ -199,7 +199,8 @@ def _of_episodes(
 
 
 def _stopped(job: JobConfig, done: int, accuracy: float | None) -> str:
-    """Return why training on files ended before its last step; empty if it did not end early."""
+    """Return why a training from files ended before its last step. The text is empty if it did not end
+    early."""
     if job.kind == "rl" or done >= job.trainer.steps:
         return ""
     wanted = job.training.stop_between
@@ -258,8 +259,8 @@ def _wall_s(life: Sequence[Record]) -> float:
 
 
 def _rollout_busy(records: Sequence[Record]) -> float | None:
-    """Return the share of the training time in which rollout workers generated, over all lives with this
-    figure."""
+    """Return the share of the training time in which rollout workers generated. Only lives with this figure
+    count."""
     lives = [life for life in lives_of(records) if life[-1].get("rollout_busy") is not None]
     weights_s = [training_s(life) or 0.0 for life in lives]
     busy_s = [life[-1]["rollout_busy"] * weight_s for life, weight_s in zip(lives, weights_s, strict=True)]
@@ -272,7 +273,8 @@ def _sum(steps: Sequence[Record], name: str) -> float | None:
 
 
 def _mean(steps: Sequence[Record], name: str) -> float | None:
-    """Return the mean over episodes, or over steps if they have no number of episodes."""
+    """Return the mean over episodes. If the steps do not have their numbers of episodes, return the mean over
+    steps."""
     pairs = [(record[name], record.get("episodes") or 1) for record in steps if record.get(name) is not None]
     weight = sum(count for _, count in pairs)
     return round(sum(value * count for value, count in pairs) / weight, 4) if weight else None

@@ -1,14 +1,15 @@
-"""The imperative shell around the lifecycle: real processes, signals and time.
+"""The supervisor carries out the lifecycle's actions with real processes, signals and time.
 
 Promises:
 
 - A service that died is restarted as the lifecycle decides, in the same place. The other services continue.
-- A service that hangs is killed, whatever its role. If several services ended, the report names the first.
+- A service that hangs is killed, whatever its role. If several services ended, the report names the likely
+  cause.
 - Workers join and leave at the request of the control socket.
 - When `run` returns or raises, no process of the run is left. This takes at most `STOP_LIMIT_S` after the
   first Ctrl-C or SIGTERM. After a second signal, all processes are killed at once.
-- A service gets a stop signal only from the supervisor, because each service leads its own session. If the
-  supervisor dies, the kernel signals the services.
+- Each service leads its own session, so it gets a stop signal only from the supervisor. If the supervisor
+  dies, the kernel sends the signal.
 
 The supervisor must run in the main thread. Signals arrive there, and the kernel ties a child's death signal
 to the thread that started the child."""
@@ -73,16 +74,16 @@ class RunHooks:
     on_restart: Callable[[str, str], None] = lambda name, text: None
     """Called with the name of a service and a line of text, if the service died and will be restarted."""
     on_death: Callable[[str, str], None] = lambda name, text: None
-    """Called with the same arguments if the service is not restarted, or only together with another
-    service."""
+    """Called with the same arguments if the service died and is not restarted, or is restarted only because
+    of another service."""
 
 
 class Supervisor:
     """Runs the services of one job.
 
     `metrics_port` is the port of this process's own metrics, 0 for none. `records` is the run's log, to which
-    services write through the supervisor. With a `launcher`, processes on other hosts read files of this
-    host."""
+    services write through the supervisor. With a `launcher`, processes may run on other hosts and read files
+    of this host."""
 
     def __init__(
         self,
@@ -106,8 +107,8 @@ class Supervisor:
         self.children: dict[str, Child] = {}
         self._lines = Lines(self._hang_s)
         self.metrics_ports: dict[str, int] = {}
-        """Metrics port of each service: the planned port until the service is ready, then the port that it
-        reports."""
+        """Metrics port of each service. This is the planned port until the service is ready, then the port
+        that it reports."""
         self._hooks = hooks
         self._metrics_port = metrics_port
         self._told_serving = False
@@ -149,7 +150,7 @@ class Supervisor:
         return {name: state.shown for name, state in list(self.lifecycle.states.items())}
 
     def _observe(self) -> None:
-        """Report all events since the last look to the lifecycle."""
+        """Report all events since the last call to the lifecycle."""
         for name, state in list(self.lifecycle.states.items()):
             if state.phase is Phase.STARTING and (report := self.children[name].ready_report()) is not None:
                 child = self.children[name]
@@ -284,7 +285,8 @@ class Supervisor:
         self._hooks.on_restart(name, f"{text} {when} ({left})")
 
     def _tell_death(self, name: str, ended: str) -> None:
-        """Report a death if the service is not restarted, or only together with another service."""
+        """Report the death of a service that is not restarted, or is restarted only because of another
+        service."""
         log.warning(f"{name} {ended}", service=name)
         self._hooks.on_death(name, f"{name} {ended}")
 

@@ -4,9 +4,9 @@ The module is pure: its caller passes in the time, the steps and the busy shares
 
 Each rank and each engine begin with one thread. If one side is busier by more than `BAND`, each of its
 processes gets one more thread. These threads come from the unused cores, or else from the other side. Each
-split is on trial. The split is kept if the steps per second rose by `WORTH`, and otherwise undone. After an
-undone trial, that side gets no further thread for a while. The time doubles with each failure. So a balanced
-job keeps its split, and the split follows a job that changes."""
+new split is on trial. It is kept if the steps per second rose by the factor `WORTH`, and otherwise undone.
+After an undone trial, that side gets no further thread for a while, and this time doubles with each failure.
+So the split of a balanced job stays the same, and the split adapts if the job changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BAND = 0.15
 SPAN_S = 15.0
 """Least number of seconds over which a rate is measured."""
 PATIENCE_S = 60.0
-"""First time in seconds until a side is tried again after a trial without gain."""
+"""Seconds until a side is tried again after its first trial without gain."""
 LONGEST_PATIENCE_S = 3600.0
 WORTH = 1.03
 """Least gain in steps per second, as a factor, for a split on trial to be kept."""
@@ -77,7 +77,7 @@ class Search:
     since_s: float
     since_step: int
     tried_from: Split | None = None
-    """Former split, while the current split is on trial."""
+    """Split before the current one, if the current split is on trial."""
     rate_before: float = 0.0
     given: Side = "trainer"
     holds: Mapping[Side, Hold] = field(default_factory=dict)
@@ -86,8 +86,8 @@ class Search:
 def sides_of(job: JobConfig, cores: int) -> Sides:
     """Return the sides of a job.
 
-    A side is fixed unless its torch computes on the CPU with `torch_threads: auto`. Both sides are fixed if
-    several policies are trained, because the effect of a split could not be measured."""
+    A side is fixed unless it computes with torch on the CPU and has `torch_threads: auto`. Both sides are
+    fixed if several policies are trained, because the effect of a split could not be measured."""
     trainer, rollout = job.trainer, job.rollout
     fixed: set[Side] = {"trainer", "rollout"} if job.policies else set()
     if trainer.torch_threads != "auto" or trainer.device != "cpu":
@@ -156,6 +156,6 @@ class ThreadSplit:
 
 
 def _busiest(status: RunStatus, side: Side) -> float:
-    """Return the busy share of the side's busiest process, because the other processes wait for it."""
+    """Return the busy share of the side's busiest process, which limits the speed of the side."""
     shares = [s.busy for s in status.services if s.name.partition("-")[0] == side and s.busy is not None]
     return max(shares, default=0.0)

@@ -1,4 +1,5 @@
-"""The search for the cause of a stall: the starving edge of the pipeline if training stands still. Pure.
+"""The search for the cause of a stall. If training stands still, it finds the starving edge of the pipeline.
+The module is pure.
 
     tasks → rollout workers → buffer → reward service → buffer → trainer → (weights) → rollout workers
 
@@ -15,7 +16,7 @@ from typing import Literal
 from areal_async.rpc.board import SILENT_S
 
 Edge = Literal["buffer", "redis", "trainer", "reward", "rollout", "weights", "checkpoint", "evaluator"]
-"""The missing input.
+"""The edge of the pipeline whose input is missing.
 
 `weights`: every worker samples from an old version and gets no group. `checkpoint`: the buffer is full of
 trained groups that are in no checkpoint yet, or the newest checkpoint is not on disk yet."""
@@ -36,7 +37,7 @@ class Facts:
 
     idle_s: float  # Seconds since the trainer last computed
     phases: Mapping[str, str]
-    """Phase of each process: waiting, starting, serving, draining, restarting or ended."""
+    """Phase of each process, which is waiting, starting, serving, draining, restarting or ended."""
     silent_s: Mapping[str, float] = field(default_factory=dict)  # Seconds since each process last answered
     groups: Mapping[str, int] = field(default_factory=dict)  # Groups by their state in the ledger
     redis: str = ""  # Reason why the buffer waits for Redis; empty if it does not wait
@@ -116,7 +117,8 @@ def _starving(facts: Facts) -> Stall:
 
 
 def _behind(facts: Facts, workers: Sequence[str]) -> str:
-    """Return how far the workers are behind the newest weights; empty unless all are behind."""
+    """Return how far the workers are behind the newest weights. The text is empty if a worker has the newest
+    weights."""
     versions = [facts.serving[name] for name in workers if name in facts.serving]
     if facts.version is None or not versions or max(versions) >= facts.version:
         return ""
@@ -136,7 +138,7 @@ def _reward_missing(facts: Facts) -> str:
 
 
 def _missing(facts: Facts, name: str) -> str:
-    """Return why process `name` does not do its work; empty if it seems to work."""
+    """Return why process `name` does not do its work. The text is empty if it seems to work."""
     if why := MISSING.get(facts.phases.get(name, "")):
         return f"{name} {why}"
     silent_s = facts.silent_s.get(name, 0.0)

@@ -4,8 +4,8 @@
   end-of-sequence token, and the chat template's end-of-turn token. All services get these ids from `end_ids`.
 - The text of an answer contains the model's special tokens, such as `<think>`. Only end tokens and padding
   are removed.
-- Thoughts are not part of the spoken text. Tools, rewards and the gateway read an answer through
-  `spoken_parts`.
+- Thoughts (reasoning such as `<think>…</think>`) are not part of the spoken text. Tools, rewards and the
+  gateway read an answer through `spoken_parts`.
 
 This module needs neither torch nor transformers."""
 
@@ -34,8 +34,8 @@ def end_ids(tokenizer: Any, folder: Path | None = None) -> tuple[int, ...]:
 
 
 def end_sources(tokenizer: Any, folder: Path | None = None) -> dict[str, frozenset[int]]:
-    """Return the ids that end an answer, by the file or part that names them. A missing part has an empty
-    set."""
+    """Return the ids that end an answer, by the file or part of the model that names them. A missing part has
+    an empty set."""
     files = {name: _ids_in(folder / name) for name in (GENERATION_CONFIG, CONFIG)} if folder else {}
     eos, end = getattr(tokenizer, "eos_token_id", None), turn_end(tokenizer)
     return files | {TOKENIZER: _ids_of(eos), TEMPLATE: _ids_of(end)}
@@ -83,7 +83,7 @@ def _ids_of(value: object) -> frozenset[int]:
 
 
 class Detokenizer:
-    """Decoder of answers with a Hugging Face tokenizer. It removes their `ends` and padding."""
+    """Decoder of answers with a Hugging Face tokenizer. It removes padding and the tokens in `ends`."""
 
     def __init__(self, tokenizer: Any, ends: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -149,9 +149,9 @@ def spoken_parts(
     A thought ends at the first closing tag, or at the end of the text if there is none. A closing tag without
     an opening tag ends a thought that began with the text.
 
-    `skip` is called at each of the `marks` outside of thoughts, with the position of the mark and the start
-    of the part. It returns the position at which the search continues. A caller can thus skip tags that are
-    inside a tool call. The run time is linear in the length of the text."""
+    If one of the texts `marks` occurs outside of thoughts, `skip` is called with its position and the start
+    of the part. `skip` returns the position at which the search for tags continues. In this way, a caller can
+    ignore tags inside a tool call. The run time is linear in the length of the text."""
     pattern = re.compile("|".join((_TAGS, *map(re.escape, marks))))
     parts: list[Span] = []
     begin, at = None if opened else 0, 0

@@ -28,7 +28,7 @@ _OF_EXPERTS = re.compile(r"\blayers\.(\d+)\..*\bexperts\.")
 BY_LENGTH = frozenset({"dynamic", "longrope"})
 """Kinds of rotary positions whose frequencies depend on the longest row."""
 SAMPLE_BYTES = 64
-"""Number of first bytes of each tensor that distinguish models of the same shape."""
+"""Number of bytes at the start of each tensor that are hashed to distinguish models of the same shape."""
 
 
 class StoredTensor(NamedTuple):
@@ -63,8 +63,8 @@ def is_mixture(folder: Path) -> bool:
 
 
 def mixture_of(folder: Path) -> Mixture:
-    """Return the mixture that config.json and the names of the tensors describe. A layer with tensors of
-    experts belongs to it. Raises `OSError`, and ValueError if the number of experts or their layers are
+    """Return the mixture that config.json and the names of the tensors describe. Its layers are those that
+    have tensors of experts. Raises `OSError`, and ValueError if the number of experts or their layers are
     missing."""
     experts, chosen = _of_config(folder, EXPERTS), _of_config(folder, CHOSEN)
     layers = {int(found[1]) for name in stored_tensors(folder) if (found := _OF_EXPERTS.search(name))}
@@ -108,9 +108,9 @@ _ATTENTION = {
 
 
 ALWAYS_KNOWN = frozenset({"position_ids", "position_embeddings", "cache_position"})
-"""Arguments that some models pass to every attention and that only other kinds of attention read."""
+"""Arguments that some models pass to every attention function, but that ours does not need."""
 OFF = frozenset({"use_cache", "output_attentions", "output_router_logits"})
-"""Arguments that have no effect if they are off."""
+"""Arguments that have no effect if they are false."""
 
 
 def unknown_arguments(arguments: Mapping[str, Any]) -> str:
@@ -127,8 +127,9 @@ def unknown_arguments(arguments: Mapping[str, Any]) -> str:
 
 
 def looks_beyond_tokens(config: Mapping[str, Any]) -> str:
-    """Return the reason why ranks cannot share a row of a model with this config.json. The reason is a layer
-    other than attention that depends on several tokens. Return "" if the config has no such layer."""
+    """Return the reason why several ranks cannot split a row of a model with this config.json: a layer other
+    than attention that depends on several tokens, or rotary positions that depend on the longest row of a
+    pass. Return "" if they can."""
     text = _text(config)
     kinds = _layer_kinds(text)
     if mixing := sorted(kind for kind in kinds if "attention" not in kind or kind == "linear_attention"):
@@ -139,8 +140,8 @@ def looks_beyond_tokens(config: Mapping[str, Any]) -> str:
 
 
 def most_positions(config: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens in the longest row whose rotary positions do not depend on other rows of a
-    pass. Return None if there is no such limit."""
+    """Return the largest number of tokens of a row at which its rotary positions do not depend on the other
+    rows of a pass. Return None if there is no such limit."""
     text = _text(config)
     kinds = _rotary_kinds(text)
     found = [each.get("original_max_position_embeddings") for each in _ropes(text)]

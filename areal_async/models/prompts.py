@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 FAST_TOKENIZERS = "transformers.tokenization_utils_tokenizers"
-"""Module of the standard encoding of a fast tokenizer. A class with its own encoding has another module."""
+"""Module that defines the standard encoding of a fast tokenizer. If a class overrides the encoding, its
+method is in another module."""
 
 
 class Tokenizer(Protocol):
-    """The used part of a Hugging Face tokenizer."""
+    """The members of a Hugging Face tokenizer that this project uses."""
 
     chat_template: Any
 
@@ -60,7 +61,8 @@ def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[i
     """Return the token ids of `text`. With `special`, they include the tokens that the tokenizer adds.
 
     A fast tokenizer's back end is called directly, because the wrapper takes ten times as long for a short
-    prompt. There are two exceptions: its class has its own encoding, or it is set to pad or truncate."""
+    prompt. The wrapper is used only if the tokenizer's class has its own encoding, or if the tokenizer is set
+    to pad, to truncate or to split special tokens."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     encode = getattr(type(tokenizer), "_encode_plus", None)
     plain = getattr(encode, "__module__", "") == FAST_TOKENIZERS and not tokenizer.split_special_tokens  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
 """The routers of a transformers mixture-of-experts model, which choose the experts of each token.
 
-A router is called with hidden states. It returns `(logits [T, E], weights [T, K], experts i64 [T, K])`. Its
-place in a block varies. transformers names its class in the declaration of a model's recordable outputs."""
+A router is called with hidden states. It returns `(logits [T, E], weights [T, K], experts i64 [T, K])`. The
+place of the router in a block varies between models. Its class is found in a model's declaration of
+recordable outputs."""
 
 from __future__ import annotations
 

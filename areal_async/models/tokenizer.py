@@ -74,7 +74,7 @@ def tokenizer_class(folder: Path) -> str:
 
 
 def keep_class(folder: Path, tokenizer: Any) -> None:
-    """Cache the class of a tokenizer that `AutoTokenizer` has just loaded from `folder`."""
+    """Cache the class of `tokenizer`, which `AutoTokenizer` has just loaded from `folder`."""
     if CLASS.fullmatch(found := _class_of(tokenizer)):
         keep(KIND, digest_of(tokenizer_files(folder)), found.encode())
 

@@ -1,4 +1,4 @@
-"""The status of this process, which its services update and its control server reports."""
+"""The status of this process. The service updates it, and the control server reports it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from areal_async.rpc.control_messages import ServiceFigures, ServiceState, Servi
 SILENT_S = 5.0  # seconds without an answer after which a service counts as held up
 MAX_RECORDS = 64  # most reported records; a slow reader misses some
 NOTICE_FIELDS = ("kind", "edge", "detail", "reason", "message", "group_id", "error")
-"""Fields of a log record that a notice contains."""
+"""Fields of a log record that are copied into the text of a notice."""
 
 
 class StatusBoard:
@@ -38,9 +38,10 @@ class StatusBoard:
         self._lock = threading.Lock()
 
     def follow_threads(self) -> None:
-        """Set the number of torch's threads to the ordered number.
+        """Set the number of torch's threads to the number that the supervisor ordered.
 
-        The computing thread must call this between two steps, because torch's count is per thread.
+        The thread that computes must call this between two steps, because torch has a separate number for
+        each thread.
         """
         import torch  # most services do not need torch
 
@@ -57,7 +58,7 @@ class StatusBoard:
 
     @contextmanager
     def waiting(self, subject: str, what: str) -> Iterator[None]:
-        """Report a wait for the duration of a block."""
+        """Report a wait while the block runs."""
         self.waits(subject, what)
         try:
             yield

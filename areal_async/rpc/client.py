@@ -66,7 +66,7 @@ class _Link(Enum):
 
 @dataclass(slots=True)
 class _Pending:
-    """One call in flight. `answer` is None before the request is sent, and during back-off."""
+    """One call in flight. `answer` is None before the request is sent and during a back-off pause."""
 
     frames: list[Buffer] = field(default_factory=list)
     answer: asyncio.Future[tuple[Message, list[memoryview]]] | None = None
@@ -95,8 +95,8 @@ class Client:
     Calls may run concurrently.
 
     `timeout_s` applies to every call without a timeout of its own. An unanswered request is repeated after
-    `resend_after_s`, then after twice as long, and so on. Only a lost reply needs this, because a lost
-    connection is noticed at once. `async with` connects and closes.
+    `resend_after_s`, then after twice as long, and so on. This covers only the loss of a reply: a lost
+    connection is noticed at once, and its requests are repeated then. `async with` connects and closes.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class Client:
     async def connect(self, timeout_s: float = 10.0) -> Welcome:
         """Say hello and wait for the welcome. The server may start in the meantime.
 
-        Raises `FaultError("schema")` for a server of another schema or job, and `RpcTimeout` without an
-        answer.
+        Raises `FaultError("schema")` for a server of another schema or job, and `RpcTimeout` if no answer
+        comes.
         """
         if self._socket is None:
             self._open()
@@ -172,7 +172,7 @@ class Client:
     ) -> R:
         """Send `request` and return its reply. `attachments` must not change before the reply.
 
-        `timeout_s` is added to the wait that the request itself asks for (`wait_ms`).
+        The limit is `timeout_s` plus the time for which the request asks the server to wait (`wait_ms`).
         """
         return (await self.exchange(request, timeout_s=timeout_s, attachments=attachments))[0]
 

@@ -15,7 +15,8 @@ ServiceState = Literal["starting", "serving", "draining"]
 
 
 class ServiceFigures(Record, frozen=True):
-    """Figures of a service's work. None means that the service does not count the figure, or not yet."""
+    """Figures of a service's work. None means that the service does not count the figure or has no value
+    yet."""
 
     version: int | None = None
     """Version that a rollout worker samples from, or the newest version that the trainer has published."""
@@ -27,7 +28,8 @@ class ServiceFigures(Record, frozen=True):
     doing: str = ""
     """Text about long work in progress, with its progress."""
     run: dict[str, Any] | None = None
-    """State of the run, from the supervisor: a `RunStatus` as plain values, once the supervisor watches."""
+    """State of the run: a `RunStatus` as plain values. Only the supervisor reports it, once it watches the
+    run."""
 
 
 class ServiceStatus(Message, frozen=True):
@@ -43,7 +45,7 @@ class ServiceStatus(Message, frozen=True):
     notice: str = ""
     """Newest warning, error or news, as a text."""
     notices: int = 0
-    """Number of notices so far. A greater number means that `notice` is new."""
+    """Number of notices so far. If the number has grown since the last answer, `notice` is new."""
     records: list[RunRecord] = []  # the newest records that it has written of the run, in order
     recorded: int = 0  # number of such records since its start
 
@@ -52,7 +54,7 @@ class Status(Request[ServiceStatus], frozen=True):
     """Ask a service, or the supervisor, for its status at its own endpoint."""
 
     threads: int = 0
-    """CPU threads to compute with from the next step on. 0 keeps the current number."""
+    """Number of CPU threads to use for computing from the next step on. 0 keeps the current number."""
     endpoints: dict[str, str] = {}
     """Current endpoints of the run's servers, by name."""
 
@@ -69,7 +71,7 @@ class WriteRecord(Request[Ok], frozen=True):
 
 
 class WriteSamples(Request[Ok], frozen=True):
-    """Write the samples file `name` of the run, or of a policy with the folder `folder` below the run's.
+    """Write the samples file `name` of the run, or of the policy whose folder below the run's is `folder`.
 
     The attachment has the bytes of the file.
     """

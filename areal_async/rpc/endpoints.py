@@ -1,9 +1,9 @@
-"""Addresses: rules for binding, authentication of peers, and limits before and after it.
+"""Addresses: rules for binding, authentication of peers, and limits on peers before and after authentication.
 
 Promises: no peer is accepted without a secret. The handshake asks for the secret, so messages of other peers
-never reach a socket's queue. A socket beyond loopback needs keys of its own. An address that another process
-serves is never taken over (libzmq would silently unlink a live ipc file). Every refusal is an `EndpointError`
-with advice.
+never reach a socket's queue. A socket that other hosts can reach needs keys of its own. An address that
+another process serves is never taken over (libzmq would silently unlink a live ipc file). Every refusal is an
+`EndpointError` with advice.
 
 A socket has at most `MOST_STRANGERS` unauthenticated connections, and at most a quarter of the process's
 descriptors. Beyond the limit, the connection that was silent for the longest time is closed first
@@ -42,8 +42,9 @@ MOST_STRANGERS = 256
 LET_IN_BYTES = 270
 """Number of bytes sent to a peer that proves authentication.
 
-By CURVE greeting and welcome have 234 bytes, and an error has 12 more. A ready has at least 54 more and only
-follows a proof. Bytes that the peer itself sends prove nothing.
+In the CURVE handshake, the greeting and the welcome have 234 bytes together, and an error adds 12. A READY
+adds at least 54 and is sent only after a proof. So a connection over which this many bytes were sent is
+authenticated. Bytes that the peer itself sends prove nothing.
 """
 _TAKEN = struct.Struct("=120xQ")  # `struct tcp_info` of Linux up to `tcpi_bytes_acked`
 _EVENT = struct.Struct("=hi")
@@ -69,8 +70,8 @@ def tune(sock: zmq.Socket[bytes], *, max_part_bytes: int = MAX_MESSAGE_BYTES) ->
 def bind(sock: zmq.Socket[bytes], endpoint: str, guard: Guard) -> str:
     """Bind `sock` and return the real endpoint (port 0 replaced by the assigned port).
 
-    `serve_zap` accepts connections. It must run in the socket's context. If the launcher holds the port for
-    this process, the launcher's listening socket is used.
+    `serve_zap` accepts connections. `serve_zap` must run in the socket's context. If the launcher reserved
+    the port for this process, the launcher's listening socket is used.
     """
     check_bindable(endpoint, guard)
     if guard.keys is not None:
@@ -189,8 +190,8 @@ def serve_zap(
     closed.
 
     Messages of a peer carry its role as `User-Id`. libzmq asks this socket about every new connection (RFC
-    27, ZAP). Without an answer, libzmq accepts any client that knows the server's public key, and no client
-    with a password.
+    27, ZAP). Without this socket, libzmq would accept every client that knows the server's public key, and
+    refuse every client with a password.
     """
 
     def on_frames(copied: list[bytes], rest: list[Buffer]) -> None:
@@ -211,13 +212,13 @@ def serve_zap(
 
 
 class StrangerLimit:
-    """A limit that closes excess unauthenticated connections of `sock`. It must share the `context` of
-    `sock`.
+    """A limit on unauthenticated connections of `sock`: it closes the excess ones. It must use the `context`
+    of `sock`.
 
-    libzmq accepts every connection and gives it `HANDSHAKE_MS`. Without a limit, connecting clients could use
-    up all descriptors of the process. libzmq reports the descriptors that it opens and closes. The kernel
-    reports how many bytes went over each. The limit must start before `sock` is bound. An ipc path needs no
-    limit, because only its owner can connect.
+    libzmq accepts every connection and closes it only after `HANDSHAKE_MS` without authentication. Without a
+    limit, connecting clients could use up all descriptors of the process. libzmq reports which descriptors it
+    opens and closes, and the kernel reports how many bytes were sent over each (`LET_IN_BYTES`). The limit
+    must start before `sock` is bound. An ipc path needs no limit, because only its owner can connect.
     """
 
     def __init__(

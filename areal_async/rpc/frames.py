@@ -5,10 +5,11 @@
 
 Header: magic `AA`, wire version, kind, number of attachments, client id, request id, floor. Each `Client`
 draws a random client id and keeps it across reconnects. Request ids of a client only grow. `floor` is the
-lowest id that the client still awaits, so a server may forget every reply below it.
+lowest request id for which the client still awaits a reply, so the server may forget all replies to lower
+ids.
 
 Attachments are returned as views of the received frames, with unspecified alignment. A sent attachment must
-not change until the call ends, because the socket gets large ones without a copy.
+not change until the call ends, because the socket sends large attachments without a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from areal_async.rpc import control_messages, gateway_messages, home_messages, m
 from areal_async.rpc.schema import Fault, Message, Request, replies_to
 
 MODULES = (messages, weights_messages, control_messages, gateway_messages, home_messages)
-"""The modules that declare requests. Importing them fills the tables of requests and replies."""
+"""The modules that declare requests. Importing these modules fills the tables of requests and replies."""
 REQUESTS: tuple[type[Request[Any]], ...] = tuple(Request.__subclasses__())
 REPLIES: tuple[type[Message], ...] = tuple(
     dict.fromkeys([Fault, *(reply for request in REQUESTS for reply in replies_to(request))])
@@ -48,7 +49,7 @@ class Kind(IntEnum):
     WHO = 3
     """The server does not know this connection. The client must send hello (again)."""
     BYE = 4
-    """The client closes. The server forgets its replies."""
+    """The client closes its connection. The server forgets the replies to this client."""
 
 
 class Header(NamedTuple):

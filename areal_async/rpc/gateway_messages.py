@@ -15,7 +15,8 @@ from areal_async.trajectory.layout import FinishReason, Sampling
 
 
 class OpenSession(Request[Ok], frozen=True):
-    """Accept connections that show the key with this digest. Opening an open session changes nothing."""
+    """Accept connections that show the key with this digest. If the session is already open, this changes
+    nothing."""
 
     key: bytes
     episode: int
@@ -27,12 +28,12 @@ class OpenSession(Request[Ok], frozen=True):
 
 
 class ServeAgents(Request[Ok], frozen=True):
-    """Start listening. The worker has opened all existing sessions before."""
+    """Start listening. The worker sends this after it has opened all existing sessions."""
 
 
 class EndSession(Request[Ok], frozen=True):
-    """End the calls of a session. Before the reply, everything that was sent to its agent has been
-    recorded."""
+    """End the calls of a session. The gateway replies after everything that was sent to the session's agent
+    has been recorded."""
 
     key: bytes
 
@@ -65,18 +66,18 @@ class Sample(Request[Sampled | SampleRefused], frozen=True):
 
     key: bytes
     call: int
-    """Number assigned by the gateway, which keeps counting across its restarts."""
+    """Number of the call, which the gateway assigns. The numbers continue across restarts of the gateway."""
     sampling: Sampling
     policy: str
     n: int = 1
     seed: int | None = None
     """The agent's seed, which is mixed with the episode's seed."""
     parent: tuple[int, int] | None = None
-    """The call and the index of the answer whose path continues."""
+    """The call and the index of the answer that this call continues, or None for a new path."""
     known: int = 0
     """Number of ids up to and including that answer."""
     kind: int = 0
-    """`SegmentKind` of the ids after it."""
+    """`SegmentKind` of the ids after that answer."""
     root: Literal["", "new", "history", "template"] = ""
     """Reason why a new path begins, or empty."""
 
@@ -94,7 +95,7 @@ class RecordCall(Request[Ok], frozen=True):
 
 
 class DropCall(Request[Ok], frozen=True):
-    """The client of a call has left."""
+    """Report that the client of a call has disconnected."""
 
     key: bytes
     call: int

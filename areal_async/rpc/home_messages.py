@@ -24,8 +24,8 @@ class ListHome(Request[HomeFiles], frozen=True):
 
 
 class ReadHome(Request[Ok], frozen=True):
-    """Read up to `size_bytes` of the file from `begin` on, as an attachment. At its end there are fewer
-    bytes."""
+    """Read up to `size_bytes` of the file from `begin` on, as an attachment. The attachment is shorter only
+    at the end of the file."""
 
     path: str
     begin: int
@@ -35,7 +35,7 @@ class ReadHome(Request[Ok], frozen=True):
 class WriteHome(Request[Ok], frozen=True):
     """Write the attachment at `offset` of an upload.
 
-    The `last` request of an `upload` gives the file its name `path`. Repeating a write changes nothing.
+    After the `last` request of an `upload`, the file gets its name `path`. A repeated write changes nothing.
     """
 
     path: str

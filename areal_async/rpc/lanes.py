@@ -1,7 +1,9 @@
-"""The order in which a server begins requests: bounded lanes, served by weighted turns. The module is pure.
+"""The order in which a server begins requests. Requests wait in lanes (bounded queues), and the lanes take
+weighted turns. The module is pure.
 
 Promises:
-- A lane with waiting requests gets at least the share of its weight, for any load of the other lanes.
+- A lane with waiting requests gets at least the share that its weight gives it, whatever the load of the
+  other lanes.
 - Requests of one lane begin in the order of arrival.
 - A lane holds at most `most_waiting` requests and `most_bytes` of attachments. Further requests are refused.
 - At most `most_running` requests of a lane run at once.
@@ -31,8 +33,8 @@ class Lane:
 class Lanes(Generic[T]):
     """The waiting requests, by the name of their lane.
 
-    Of the lanes that may begin a request, the lane furthest behind its share is next. Among equals the
-    heavier lane is first (smooth weighted round robin).
+    The next request comes from the lane that is furthest behind its share. Among equals, the lane with the
+    greater weight is first (smooth weighted round robin).
     """
 
     def __init__(self, lanes: Mapping[str, Lane], lane_of: Callable[[Any], str] = lambda _: "all") -> None:
@@ -55,8 +57,8 @@ class Lanes(Generic[T]):
         return True
 
     def pop(self) -> tuple[str, T] | None:
-        """Return the next request and its lane, or None if none may begin. It counts as running until
-        `done`."""
+        """Return the next request and its lane, or None if no request may begin. The request counts as
+        running until `done`."""
         able = [
             name
             for name, limits in self._lanes.items()

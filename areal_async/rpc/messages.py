@@ -71,7 +71,8 @@ class HeartbeatAck(Message, frozen=True):
 class Heartbeat(Request[HeartbeatAck], frozen=True):
     """A sign of life with all leases of the worker in `lease_ids`.
 
-    A missing lease that was granted before the buffer's last restart never reached the worker, so it ends.
+    If a lease is not in `lease_ids` and was granted before the buffer's last restart, it never reached the
+    worker, so the buffer ends it.
     """
 
     worker: str
@@ -98,7 +99,7 @@ class Release(Request[Ok], frozen=True):
     lease_id: str
     reason: str
     failed: bool = False
-    """Whether episodes of the lease failed for that reason, by their own fault and not by the engine's."""
+    """Whether `reason` is a failure of the lease's own episodes, and not of the engine."""
 
 
 class Refusal(Record, frozen=True):
@@ -112,7 +113,7 @@ Durability = Literal["memory", "everysec", "always"]
 
 
 class PutAck(Message, frozen=True):
-    """`stored` samples survive any process death within the guarantees of tier `durability`."""
+    """`stored` samples survive the failures that tier `durability` covers."""
 
     stored: list[int]
     durability: Durability
@@ -126,7 +127,7 @@ class PutEpisodes(Request[PutAck], frozen=True):
     group_id: str
     samples: list[int]
     routes: list[int] = []
-    """Samples whose routes are attached after the blobs, in this order."""
+    """Samples that have routes. The routes are attached after the blobs, in this order."""
 
 
 # --- reward -> buffer --------------------------------------------------------------------------------
@@ -152,8 +153,9 @@ class Claims(Message, frozen=True):
 class Claim(Request[Claims], frozen=True):
     """Ask for episodes to score.
 
-    `holds` are the claims that the scorer works on. A missing claim that was granted before the buffer's last
-    restart never reached the scorer, so it ends. With None no claim ends.
+    `holds` are the claims on which the scorer works. If a claim is not in `holds` and was granted before the
+    buffer's last restart, it never reached the scorer, so the buffer ends it. If `holds` is None, no claim
+    ends.
     """
 
     scorer: str
@@ -167,7 +169,7 @@ class EpisodeVerdict(Record, frozen=True):
     claim_id: str
     verdict: Verdict
     elapsed_ms: float = 0.0
-    """Milliseconds of the call itself, without its wait for a worker."""
+    """Duration of the call in milliseconds, without the wait for a scoring process."""
 
 
 class VerdictAck(Message, frozen=True):
@@ -193,10 +195,11 @@ class OpenTrainer(Request[TrainerOpened], frozen=True):
     `step` is the step of the trainer's own state: 0, or the step of the restored checkpoint. The attachment
     is the checkpoint's copy of the ledger.
 
-    The new epoch is greater than `after_epoch`, the last epoch in the trainer's folder, because the buffer
-    may have lost it with its Redis. `memory_epoch` is the epoch that left the state in memory, or 0 for a
-    state on disk. With a state in memory there is no copy and no group becomes COMMITTED. A ledger that has
-    lost the step or the epoch then refuses.
+    The new epoch is greater than `after_epoch`, the last epoch in the trainer's folder, because a buffer that
+    lost its Redis no longer knows that epoch. `memory_epoch` is the epoch of the trainer that left the
+    restored state in memory, or 0 for a state on disk. If the state comes from memory, there is no copy of
+    the ledger and no group becomes COMMITTED. The buffer then refuses the request if its ledger has lost the
+    step or the epoch.
     """
 
     policy: str
@@ -234,7 +237,7 @@ class BatchGroup(Record, frozen=True):
     data_source: str
     episodes: list[BatchEpisode]
     uses: int = 0
-    """Earlier steps that trained it."""
+    """Earlier steps that trained the group."""
 
 
 class Batch(Message, frozen=True):
@@ -246,11 +249,12 @@ class Batch(Message, frozen=True):
     max_staleness: int
     groups: list[BatchGroup]
     lowest_version: int = 0
-    """Units of older versions are masked and are in no gradient."""
+    """Units of older versions are masked, so they are not trained."""
 
 
 class Waiting(Message, frozen=True):
-    """The answer without a batch. It names the starving edge and its figures in a text for people."""
+    """The answer if there is no batch yet. It names the starving edge, and `detail` explains it for
+    people."""
 
     edge: str
     detail: str
@@ -268,7 +272,7 @@ class NextBatch(Request[Batch | Waiting], frozen=True):
 class Fetched(Message, frozen=True):
     episode_ids: list[str]
     routes: list[str] = []
-    """Episodes whose routes are attached after the blobs, in this order."""
+    """Episodes that have routes. The routes are attached after the blobs, in this order."""
 
 
 class Fetch(Request[Fetched], frozen=True):
@@ -280,7 +284,8 @@ class Fetch(Request[Fetched], frozen=True):
 
 
 class Commit(Request[Ok], frozen=True):
-    """Step `step` is trained and its snapshot `step + 1` is published. Idempotent by (epoch, step).
+    """Report that step `step` is trained and its snapshot `step + 1` is published. Idempotent by (epoch,
+    step).
 
     `same_as` are earlier trainer epochs whose version `step + 1` had equal weights. Units sampled from those
     versions remain valid.
@@ -317,9 +322,9 @@ class ExportLedger(Request[LedgerCopy], frozen=True):
 
 
 class Checkpointed(Request[Ok], frozen=True):
-    """The checkpoint after `step` steps is on disk.
+    """Report that the checkpoint after `step` steps is on disk.
 
-    Groups trained before it become COMMITTED, and their bytes are freed.
+    Groups that were trained before the checkpoint become COMMITTED, and their bytes are freed.
     """
 
     policy: str
@@ -333,8 +338,8 @@ class Checkpointed(Request[Ok], frozen=True):
 class NoScore(Record, frozen=True):
     """Verdicts of one kind without a score.
 
-    `kind` is `timeout`, `abstain`, or `error:` and the kind of the failure. Message and episode belong to the
-    newest verdict.
+    `kind` is `timeout`, `abstain`, or `error:` and the kind of the failure. The message and the episode are
+    those of the newest such verdict.
     """
 
     kind: str
@@ -345,7 +350,7 @@ class NoScore(Record, frozen=True):
 
 
 class PolicyStats(Record, frozen=True):
-    """Figures of one trained policy: its clock and the terms of the admission formula."""
+    """Figures of one trained policy: its committed steps and the terms of the admission formula."""
 
     v_train: int
     """Committed steps."""
@@ -361,7 +366,7 @@ class PolicyStats(Record, frozen=True):
     batch_wait: str = ""
     """Reason why the next step waits, or empty if its batch can be made."""
     ahead: float = 0.0
-    """Groups that may be outstanding beyond the groups that the trainer works on."""
+    """Number of groups that may be outstanding in addition to those on which the trainer works."""
     pacing: str = ""
     """Reason for the value of `ahead`, or empty under `buffer.pacing: full`."""
 
@@ -369,7 +374,7 @@ class PolicyStats(Record, frozen=True):
 class BufferStats(Message, frozen=True):
     """Counts by group state, reasons of every transition, and the figures of each policy.
 
-    If the policies see a group in different states, the earliest of these states counts.
+    If a group has different states for different policies, the earliest of these states counts.
     """
 
     groups: dict[str, int]
@@ -385,13 +390,14 @@ class BufferStats(Message, frozen=True):
     leases: int = 0
     claims: int = 0
     oldest_group: str = ""
-    """The group that has spent the longest time in a state before BATCHED. `queue_age_ms` is that time."""
+    """The group that has spent the longest time in its present state before BATCHED. `queue_age_ms` is that
+    time."""
     lease_wait: str = ""
     """Reason why a worker with the newest version gets no lease now, or empty if it gets one."""
     no_scores: list[NoScore] = []
-    """Verdicts without a score, by kind: the newest of each kind and the count."""
+    """Verdicts without a score: for each kind, the newest verdict and the count."""
     failed: str = ""
-    """Reason why the job ends (`then: fail_job`, or nothing succeeds any more), or empty."""
+    """Reason why the buffer ends the job (`then: fail_job`, or nothing succeeds any more), or empty."""
     lost_writes: int = 0
     """Acknowledged writes that Redis has lost since the start of this buffer."""
 

@@ -1,4 +1,5 @@
-"""Requests that each role may send, in one table. It shows what a stolen key allows.
+"""Requests that each role may send, in one table. The table also shows what the holder of a stolen key could
+do.
 
 A server with keys of roles (`RoleKeys`) checks each request against the role that the peer proved in the
 handshake. Requests that are not in the table are refused for every role.

@@ -1,9 +1,9 @@
-"""The server's memory of its clients. It decides whether a request is run, joined, replayed or refused. The
-module is pure.
+"""The server's memory of its clients. It decides whether a request is run, joined to a running duplicate,
+answered by the remembered reply, or refused. The module is pure.
 
-Promise: while a client waits for request `r`, `r` runs at most once at a time. After its answer, `r` does not
-run again while its reply is remembered. A reply is forgotten as soon as the client confirms it (the `floor`
-of its later requests). Beyond the limits, the oldest replies are forgotten first.
+Promise: while a client waits for request `r`, at most one execution of `r` runs at a time. After its answer,
+`r` does not run again while its reply is remembered. A reply is forgotten as soon as the client confirms it
+(the `floor` of its later requests). Beyond the limits, the oldest replies are forgotten first.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class ReplyBook:
         return len(self._sizes)
 
     def admit(self, client: int, request: int, floor: int) -> Admission:
-        """Decide about one arrival of a request. After RUN, the caller must call `finish`."""
+        """Decide what to do with a request that arrived. If the result is RUN, the caller must call
+        `finish`."""
         memory = self._clients.get(client) or self._remember(client)
         self._clients.move_to_end(client)
         if floor > memory.floor:
@@ -89,7 +90,7 @@ class ReplyBook:
     def finish(self, client: int, request: int, frames: Sequence[Buffer] | None) -> bool:
         """Store the answer of a running request and return whether the client still waits for it.
 
-        None means that the request was refused for now. A retry runs it again.
+        If `frames` is None, the request was only refused for now, and a retry runs it again.
         """
         memory = self._clients.get(client)
         if memory is None or request not in memory.replies:

@@ -1,11 +1,11 @@
 """Base classes of all messages, and the messages that all services share.
 
-A request is declared once, with its reply: `class Heartbeat(Request[HeartbeatAck])`. Clients (`await
-client.call(Heartbeat(…))` returns a `HeartbeatAck`), the servers' dispatch and the decoders follow from this
-declaration. Each message is an immutable msgspec struct, encoded as msgpack and identified by its tag (the
-class name). Bulk bytes are never inside a message. They travel as attachments, in separate frames, in the
-order that the message names. Durations are integer milliseconds. No message contains a clock reading.
-`frames.py` lists the modules with messages.
+A request is declared once, with its reply: `class Heartbeat(Request[HeartbeatAck])`. This declaration
+determines the types of clients (`await client.call(Heartbeat(…))` returns a `HeartbeatAck`), the servers'
+dispatch and the decoders. Each message is an immutable msgspec struct, encoded as msgpack and identified by
+its tag (the class name). Bulk bytes are never inside a message. They are sent as attachments, in separate
+frames, in an order that the message defines. Durations are integer milliseconds. No message contains a clock
+reading. `frames.py` lists the modules with messages.
 
 `SCHEMA` is compared at hello. Two processes with different schemas refuse each other with a `Fault`.
 """
@@ -32,7 +32,7 @@ R = TypeVar("R", bound=Message)
 class Request(Message, Generic[R], frozen=True):
     """Base of every request. `R` is its reply, one message or a union of several.
 
-    A field `wait_ms` is how long the server may keep the request before it answers.
+    If a request has a field `wait_ms`, the server may wait that long before it answers.
     """
 
 
@@ -69,7 +69,7 @@ class Ok(Message, frozen=True):
 
 
 class Fault(Message, frozen=True):
-    """The typed error of every call. `kind` determines the caller's options, and `message` is for people."""
+    """The error answer to any request. `kind` tells the caller how to react, and `message` is for people."""
 
     kind: FaultKind
     message: str

@@ -8,9 +8,9 @@ proves its own role and recognises other roles, but it cannot impersonate anothe
     keys = secret.of("rollout")                  keys for a process of that role
     Server(…, access=keys), Client(…, server="buffer", access=keys)
 
-Over a Unix socket a peer sends its role's password in the handshake (PLAIN), because no other process can
-listen there. Over TCP both ends prove that they have the keys of their roles (CURVE), because another process
-may have taken the port. `permissions.py` lists the requests of each role.
+Over a Unix socket a peer sends its role's password in the handshake (PLAIN), which is safe because no process
+of another user can listen there. Over TCP both ends prove that they have the keys of their roles (CURVE),
+because another process may have taken the port. `permissions.py` lists the requests of each role.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ KeyRole = Literal["buffer", "trainer", "rollout", "evaluator", "reward", "superv
 """Role of a peer. `supervisor` is the process that runs the job, and `cli` is a person's command."""
 ROLES: tuple[KeyRole, ...] = get_args(KeyRole)
 CHUNKS = "chunks"
-"""The key name of every server of snapshot chunks. Clients do not know the role of the next chunk server."""
+"""The key name that all servers of snapshot chunks share, because clients do not know the role of the process
+that serves them."""
 CHUNK_SERVERS: frozenset[KeyRole] = frozenset({"trainer", "rollout", "evaluator"})
 TOKENS: Mapping[str, frozenset[KeyRole]] = {"redis": frozenset({"buffer", "cli"})}
-"""Roles that may use each other server of the run."""
+"""Roles that may use the servers of the run that need a token, by server."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class CurveKeys:
 
     @classmethod
     def shared(cls, seed: bytes) -> CurveKeys:
-        """Return the key pair that all holders of the 32 bytes of `seed` share. The holders trust only each
-        other."""
+        """Return the key pair that all processes with the 32 bytes of `seed` share. These processes trust
+        only each other."""
         secret = z85.encode(seed)
         public = zmq.curve_public(secret)
         return cls(public, secret, (public,))
@@ -82,7 +83,8 @@ class CurveKeys:
 
 @dataclass(frozen=True)
 class Password:
-    """User and password that a client sends in clear, only where no other process can listen."""
+    """User and password that a client sends unencrypted. They are used only on addresses where no other
+    user's process can listen."""
 
     user: bytes
     word: bytes = field(repr=False)
@@ -105,9 +107,9 @@ class Guard:
     """Digest of the password by user."""
 
     def role_of(self, mechanism: bytes, shown: list[bytes]) -> str | None:
-        """Return the role that belongs to the proof, or None for a stranger.
+        """Return the role that the proof belongs to, or None if the proof is not valid.
 
-        The time does not depend on the password.
+        The duration of the check does not depend on the password.
         """
         match mechanism, shown:
             case b"CURVE", [key] if self.keys is not None:
@@ -121,9 +123,10 @@ class Guard:
 
 @dataclass(frozen=True)
 class RunSecret:
-    """All keys of a run. Two of them are equal if they were read from one file.
+    """All keys of a run. Two objects are equal if they were read from one file.
 
-    As the access of a server or client it does not distinguish roles, which suits the parts of one process.
+    A server or client may use it as `access`. It then does not distinguish roles, which suits a server and a
+    client in one process.
     """
 
     _bits: bytes = field(repr=False)
@@ -135,7 +138,8 @@ class RunSecret:
 
     @classmethod
     def make(cls, folder: Path) -> RunSecret:
-        """Write a new secret into a folder of the run. Raises `FileExistsError` if it has one."""
+        """Write a new secret into a folder of the run. Raises `FileExistsError` if the folder already has
+        one."""
         made = cls.generate()
         write_private(folder / FILE, made._bits.hex().encode() + b"\n")
         return made
@@ -200,9 +204,9 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     role: KeyRole
     secrets: dict[str, str]
-    """Secret CURVE keys (Z85) by the name under which the process serves or sends requests."""
+    """Secret CURVE keys (Z85) of this process, by the name of the key: its role, or a server name."""
     publics: dict[str, str]
-    """Public CURVE keys (Z85) of all names."""
+    """Public CURVE keys (Z85) of all names of keys."""
     word: str
     digests: dict[str, str]
     """Digests of the roles' passwords (hexadecimal)."""
@@ -220,7 +224,8 @@ class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise EndpointError(f"the keys of this process cannot be read from {path}: {error}") from error
 
     def of(self, role: KeyRole) -> RoleKeys:
-        """Return these keys, like `RunSecret.of`. Raises `EndpointError` for another role."""
+        """Return these keys if `role` is their role, as `RunSecret.of` does. Raises `EndpointError` for
+        another role."""
         if role != self.role:
             raise EndpointError(f"a process of role {self.role} has no keys of role {role}")
         return self

@@ -3,17 +3,19 @@
 Promises:
 - A request runs at most once at a time. It does not run again while its reply is remembered
   (`reply_book.py`).
-- Messages of a peer without the secret are never received, because the handshake asks for the secret.
+- No message of a peer without the secret is received, because the handshake asks for the secret.
 - Every well-formed request gets an answer: the handler's reply, or a typed `Fault`.
-- No message of a peer ends the server. An invalid message that names a request is answered `invalid`. Other
-  invalid messages are counted and dropped. No request is handled before a hello of the same schema and job.
-- Requests in flight are limited per client (`busy`), frames by size, queues by high-water marks.
+- No message of a peer ends the server. An invalid message with a readable request id is answered `invalid`.
+  Other invalid messages are counted and dropped. No request is handled before a hello of the same schema and
+  job.
+- The number of requests in flight per client is limited (`busy`). So are the size of frames, and the queues
+  (by high-water marks).
 - `stop` leaves no task, socket or ipc file. Interrupted requests are answered `unavailable`. The last answers
   reach every peer that reads them within `linger_ms`.
 - Requests begin in the order of their lanes (`lanes.py`), so a flood of one kind does not delay others. A
   request whose lane is full is answered `busy`.
 
-Concurrent requests have no guaranteed order. A handler is never cancelled because its client left, since it
+Concurrent requests have no guaranteed order. A handler is not cancelled if its client disconnects, because it
 may be in the middle of a write.
 """
 
@@ -172,8 +174,8 @@ class Server:
     async def stop(self, grace_s: float = 0.5, linger_ms: int = ANSWERS_LINGER_MS) -> None:
         """Let handlers finish for `grace_s` and answer the rest `unavailable`.
 
-        Peers that are still busy get the last answers within `linger_ms`. All tasks, sockets and ipc files
-        are gone at the end.
+        Peers that are slow to read have `linger_ms` to receive the last answers. All tasks, sockets and ipc
+        files are gone at the end.
         """
         if self._socket is None or self._context is None:
             return
@@ -282,7 +284,7 @@ class Server:
             self._send(identity, self._frames(header, fault))
 
     def _refuse(self, arrival: WaitingRequest, fault: Fault) -> None:
-        """Answer a request that has not begun. A retry runs it."""
+        """Answer a request that has not begun with a fault. If the client retries it, it runs."""
         header = arrival.header
         if self._book.finish(header.client, header.request, None):
             self._send(self._identities.get(header.client), self._frames(header, fault))
@@ -294,8 +296,9 @@ class Server:
     def _start_next(self) -> None:
         """Begin one request.
 
-        Before the next request begins, the socket is read and running requests continue. A new request may
-        then go first, and a finished request waits for at most one new one before its answer is sent.
+        The event loop runs between two beginnings: it reads the socket and continues running requests. So a
+        newly arrived request may begin first, and the answer of a finished request is delayed by the
+        beginning of at most one other request.
         """
         self._starting = None
         if (following := self._lanes.pop()) is None:

@@ -2,7 +2,7 @@
 
 The loop watches the socket's file descriptor, which is edge-triggered. It signals an event once, and any call
 on the socket may consume the signal. Reading therefore continues until the socket returns "again", and every
-send checks for new messages. A round trip takes about half the time of `zmq.asyncio`.
+send checks for new messages. A round trip takes about half as long as with `zmq.asyncio`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PolledSocket:
         return True
 
     def redial(self, old: str, new: str) -> None:
-        """Connect to `new` instead of `old`. Messages sent to `old` and not yet received are lost."""
+        """Connect to `new` instead of `old`. Messages that were sent to `old` but not received are lost."""
         with suppress(zmq.ZMQError):  # the socket was not connected
             self._sock.disconnect(old)
         self._sock.connect(new)
@@ -139,8 +139,8 @@ _open: set[zmq.Context[zmq.Socket[bytes]]] = set()
 """The open contexts.
 
 Every server and client has a context of its own, so that closing it ends its sockets and its I/O thread. This
-set keeps contexts alive if a service ends by an exception. The garbage collector would otherwise end them in
-an order in which libzmq waits forever for open sockets.
+set keeps the contexts alive if a service ends by an exception. Otherwise the garbage collector could end a
+context before its sockets, and libzmq would wait forever for them.
 """
 
 
@@ -151,7 +151,8 @@ def open_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 async def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """End a context whose sockets are closed. Blocks while they linger."""
+    """End a context whose sockets are closed. Blocks until their last messages are sent or their linger time
+    is over."""
     await asyncio.to_thread(context.term)
     _open.discard(context)
 

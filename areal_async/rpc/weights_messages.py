@@ -11,7 +11,7 @@ from areal_async.rpc.schema import Message, Ok, Record, Request
 
 
 class DeltaOffer(Record, frozen=True):
-    """A delta in the directory `path`. It turns the snapshot `base` into the announced one."""
+    """A delta in the directory `path`. It turns the snapshot `base` into the announced snapshot."""
 
     base: VersionTag
     path: str
@@ -38,7 +38,8 @@ class SnapshotNotice(Message, frozen=True):
 
 
 class NoNews(Message, frozen=True):
-    """No newer snapshot appeared within the wait. With `finished`, none will follow."""
+    """Answer if no newer snapshot appeared within the wait. If `finished` is true, no further snapshot will
+    follow."""
 
     finished: bool = False
 
@@ -47,8 +48,8 @@ class WaitSnapshot(Request[SnapshotNotice | NoNews], frozen=True):
     """Ask for a snapshot newer than `after` for a `purpose`. Waits at most `wait_ms`.
 
     `serve` returns the newest snapshot. `evaluate` returns the snapshots pinned for evaluation, in order.
-    With `deltas` the receiver holds the files of `after` and can apply a delta to them. It then waits for a
-    delta in progress.
+    `deltas` means that the receiver has the files of `after` and can apply a delta to them. The answer then
+    waits for a delta that is in progress.
     """
 
     receiver: str
@@ -59,7 +60,8 @@ class WaitSnapshot(Request[SnapshotNotice | NoNews], frozen=True):
 
 
 class Sources(Message, frozen=True):
-    """Endpoints of chunk servers, best first. `origin` is the publisher's. The chunk table is attached."""
+    """Endpoints of chunk servers, best first. `origin` is the endpoint of the publisher. The chunk table is
+    attached."""
 
     endpoints: list[str]
     origin: str
@@ -83,7 +85,7 @@ class GetChunk(Request[Ok], frozen=True):
 
 
 class AckSnapshot(Request[Ok], frozen=True):
-    """A receiver serves (or has evaluated) `tag`. `error` is the reason if it failed."""
+    """Report that a receiver serves `tag` or has evaluated it. If this failed, `error` has the reason."""
 
     receiver: str
     purpose: Literal["serve", "evaluate"]
@@ -93,7 +95,7 @@ class AckSnapshot(Request[Ok], frozen=True):
 
 
 class TensorBucket(Record, frozen=True):
-    """Tensors sent under one request as consecutive bytes, in this order.
+    """Tensors that are sent for one request as consecutive bytes, in this order.
 
     `dtypes` are torch's names. Wider dtypes come first, so that each tensor begins at a multiple of its item
     size.
@@ -107,8 +109,8 @@ class TensorBucket(Record, frozen=True):
 class SendsTensors(Message, frozen=True):
     """The trainer sends `buckets` in this order, as rank 0 of `group`.
 
-    If `group` is not the group in the request, it must be formed. Its `world_size` members then meet at
-    `host:port`. The engine has the ranks from `rank_offset` on. Each bucket must be taken within `limit_ms`.
+    If `group` differs from the group in the request, it must be formed: its `world_size` members meet at
+    `host:port`. The ranks of the engine begin at `rank_offset`. Each bucket must be taken within `limit_ms`.
     """
 
     group: str
@@ -131,8 +133,8 @@ class AskTensors(Request[SendsTensors | SendsNothing], frozen=True):
     """A paused engine asks the trainer for the tensors of `tag`.
 
     Engines that ask at about the same time share one process group. `engine` is the engine's unique name.
-    `group` is its current group if nothing failed in it, or empty. `ranks` is the number of members on the
-    engine's side.
+    `group` is the engine's current group, or empty if it has none or something failed in it. `ranks` is the
+    number of ranks that the engine adds to the group.
     """
 
     engine: str
@@ -142,7 +144,7 @@ class AskTensors(Request[SendsTensors | SendsNothing], frozen=True):
 
 
 JOIN = -1
-"""Number of the step before the first bucket, in which the member joins the group."""
+"""Number that stands for the step before the first bucket, in which a member joins the group."""
 
 
 class TakeBucket(Request[Ok | NoNews | SendsNothing], frozen=True):
@@ -151,8 +153,8 @@ class TakeBucket(Request[Ok | NoNews | SendsNothing], frozen=True):
     It has taken all earlier buckets. `JOIN` asks for permission to join a new group.
 
     `Ok` means that all members are ready and take the bucket now. `NoNews` means that some are not ready
-    after `wait_ms`, so the engine asks again. `SendsNothing` means that the group is broken. The number after
-    the last bucket is answered at once.
+    after `wait_ms`, so the engine asks again. `SendsNothing` means that the group is broken. A request with
+    the number after the last bucket is answered at once.
     """
 
     engine: str

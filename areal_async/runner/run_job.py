@@ -90,7 +90,7 @@ def check_start(
     cluster: ClusterConfig | None = None,
     inline: bool = False,
 ) -> None:
-    """Raise `ConfigError` with every reason why this machine, or the cluster, cannot run `job` as it is."""
+    """Raise `ConfigError` with every reason why this machine, or the cluster, cannot run `job` unchanged."""
     if inline:
         check_inline(job, cluster, source=f"job {job.job}")
     if cluster is not None and cluster.launcher == "ray":
@@ -124,7 +124,8 @@ class _Life:
         return self.folders.secret.of("supervisor")
 
     def ending(self, ending: Ending, topology: Topology) -> None:
-        """Handle the end of the run, while the buffer still serves."""
+        """Store the duration and the buffer's last figures when the end of the run is decided and the buffer
+        still serves."""
         self.wall_s = time.monotonic() - self.started_s
         if ending.kind == "finished" and self.job.kind == "rl":
             self.buffer = _buffer_stats(self.job, topology, self.keys)
@@ -166,9 +167,9 @@ def run_job(
     inline: bool = False,
 ) -> RunResult:
     """Run `job`, or resume its run. Return once all its processes have exited. Call it in the main thread.
-    Without a `cluster`, all processes run here. Commands in messages contain `cluster_file`. With `inline`,
-    all roles run in this process, and their errors are raised unchanged. Raises `ConfigError` if the machine
-    cannot run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`."""
+    Without a `cluster`, all processes run here. Messages that show a command include `cluster_file` in it.
+    With `inline`, all roles run in this process, and their errors are raised unchanged. Raises `ConfigError`
+    if the machine cannot run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`."""
     console = console or RunConsole()
     raise_file_limit()
     check_start(job, modules=modules, cluster=cluster, inline=inline)
@@ -304,7 +305,8 @@ def _launcher(cluster: ClusterConfig | None, folders: RunFolders, console: Conso
 
 @contextmanager
 def _logged_to(path: Path, job: JobConfig) -> Iterator[None]:
-    """Write this process's log to `path` inside this block, and not over the live view."""
+    """Write this process's log to `path` while the block runs, so that log lines do not overwrite the live
+    view."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     with path.open("a", encoding="utf-8") as stream:

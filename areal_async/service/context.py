@@ -43,13 +43,14 @@ class ServiceContext(OnHost):
     ready_fd: int | None = None
     meeting: Meeting | None = None  # Meeting address of the trainer's ranks; None for a single rank
     inline: bool = False
-    """Whether all roles of the run are in this process. If so, an error of user code ends the run, and
+    """Whether all roles of the run are in this process. If true, an error of user code ends the run, and
     rewards run on a thread of this process."""
     served_before: bool = False  # Whether a process of this name has served before in this run
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: threading.Event = field(default_factory=threading.Event)
     finished: threading.Event = field(default_factory=threading.Event)
-    """Set by a service that has done all its work. Then it exits with status 0, even after a stop."""
+    """A service sets this when it has done all its work. Then it exits with status 0, even if it was asked to
+    stop."""
     _told: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @property
@@ -94,7 +95,7 @@ class ServiceContext(OnHost):
     def ready(self) -> None:
         """Report to the supervisor that this service serves.
 
-        A second call does nothing, and neither does a call in a process that was started by hand."""
+        Does nothing if it was called before, or if the process was started by hand."""
         was_told = self._told.is_set()
         self._told.set()
         if self.ready_fd is None or was_told:
@@ -104,7 +105,8 @@ class ServiceContext(OnHost):
         os.close(self.ready_fd)
 
     def moved(self, endpoints: dict[str, str]) -> None:
-        """Replace endpoints of servers of the run, by their names (`buffer`, `weights`)."""
+        """Replace the endpoints of servers that moved. The keys are the servers' names (`buffer`,
+        `weights`)."""
         for name, address in (("buffer", self.buffer), ("weights", self.weights)):
             if name in endpoints:
                 address.move(endpoints[name])

@@ -2,7 +2,7 @@
 
 Promises: every service answers at its own endpoint before its own code runs. It answers from a separate
 thread, so that it can answer while it computes. The answer has typed fields that the service fills itself, so
-names of metrics and log lines may change."""
+clients do not depend on names of metrics or on log lines."""
 
 from __future__ import annotations
 

@@ -42,10 +42,10 @@ from areal_async.service.rank_group import start_pulse
 STOP_GRACE_S = 3.5  # Time from the stop signal to the cancellation of the service's coroutine
 STOPPED_STATUS = 128 + signal.SIGTERM  # Exit status of a service that ended on request
 RETRY_STATUS = os.EX_TEMPFAIL
-"""Exit status after an error that a restart may cure. The status is 1 if a restart would not help."""
+"""Exit status after an error that a restart may resolve. Other errors have status 1."""
 CANCEL_GRACE_S = 0.8  # Time from the cancellation to the exit of the process, whatever its threads do
 ORPHAN_GRACE_S = 8.0
-"""Seconds from the death of its supervisor until an orphaned service exits at once."""
+"""Seconds from the death of its supervisor until an orphaned service is ended without further waiting."""
 
 log = get_logger("service")
 
@@ -94,14 +94,14 @@ def _reach_home(ctx: ServiceContext) -> None:
 def restart_may_help(error: BaseException, *, served: bool) -> bool:
     """Return whether a service that ended with `error` should be restarted.
 
-    Returns false if the error says so, or if the service has never served, because the error would occur
+    Return False if the error rules it out, or if the service has never served: then the error would occur
     again."""
     helps = getattr(error, "restart_helps", None)
     return served if helps is None else helps
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the one error to report. Of an exception group, this is the first `ArealError`."""
+    """Return the one error to report. For an exception group, this is its first `ArealError`."""
     while isinstance(error, BaseExceptionGroup):
         ours = error.subgroup(ArealError)
         if ours is None and len(error.exceptions) > 1:
@@ -111,7 +111,8 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def _report(name: str, error: BaseException) -> None:
-    """Print one paragraph for an `ArealError` or a failure of the machine, else the traceback."""
+    """Print one paragraph for an `ArealError` or a failure of the machine. For any other error, print the
+    traceback."""
     log.error("service failed", error=type(error).__name__, message=str(error))
     if (told := as_ours(error)) is not None:
         with contextlib.suppress(OSError):  # a full disk must not change how this process ends
@@ -227,7 +228,7 @@ def _context(role: Role, options: argparse.Namespace) -> ServiceContext:
 
 
 def _leave(status: int) -> None:
-    """End the process now. A non-daemon thread must not keep a finished service alive."""
+    """End the process now, so that no non-daemon thread keeps a finished service alive."""
     end_logging()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,9 +1,9 @@
-"""The line between the supervisor and each service, and the meeting of the trainer's ranks.
+"""The line (a pipe) from each service to the supervisor, and the address at which the trainer's ranks meet.
 
 Each service sends a pulse over a pipe every `PULSE_S`, from a separate thread. A stopped process sends none.
 Over the same pipe, a rank of the trainer reports what it knows about its own death or the death of another
-rank (`Note`). The supervisor binds the socket on which the ranks meet and passes it to rank 0. So no other
-program can take the port meanwhile.
+rank (`Note`). The supervisor binds the socket on which the ranks meet and passes it to rank 0, so that no
+other program can take the port before rank 0 listens.
 
 This module imports only the standard library and msgspec, because a rank starts its pulse before it loads
 torch."""
@@ -26,7 +26,7 @@ OUT_OF_MEMORY = "ran out of memory"
 SILENT = "gave no sign of life"
 LATE = "did not come to a collective"
 LATE_START = "did not come to the meeting"
-"""Beginning of a cause of death for which a report has advice."""
+"""Beginnings of causes of death for which the failure report has advice."""
 NOTE_LIMIT = 300  # Most characters of a note, so that the whole line fits into one write to a pipe
 
 
@@ -36,7 +36,7 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     cause: str
     """Cause of the death: a phrase that follows the name of the process."""
     ranks: tuple[int, ...] = ()
-    """Ranks that the note is about; empty for the sender itself."""
+    """Ranks that the note is about. Empty if the note is about the sender."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Meeting:
 
     @classmethod
     def from_environment(cls) -> Meeting | None:
-        """Return the meeting that the supervisor gave to this process; None for a single rank."""
+        """Return the meeting that the supervisor passed to this process in its environment; None for a single
+        rank."""
         host, _, port = os.environ.get(MEETING_VARIABLE, "").rpartition(":")
         if not host:
             return None

@@ -34,7 +34,8 @@ from areal_async.service.samples import write_samples
 log = get_logger("record")
 
 WRITE_WAIT_S = 2.0
-"""Longest wait of `RemoteRecords.write`, once per outage of the supervisor. The record is in flight then."""
+"""Longest time that `RemoteRecords.write` waits for its record to be written. During an outage of the
+supervisor, only the first write waits."""
 MOST_WAITING = 4096  # Records in flight; the writer of one more waits
 FLUSH_S = 15.0
 ANSWER_S = 30.0
@@ -68,8 +69,8 @@ class RunRecords(ABC):
     def write_samples(self, folder: str, name: str, data: bytes) -> None:
         """Write the samples file `name` (see `samples.py`), and wait until it is written.
 
-        `folder` is the folder of a policy below the run folder; empty for the run itself. Raises OSError or
-        `WireError`."""
+        `folder` is the folder of a policy below the run folder, or empty for the run folder itself. Raises
+        OSError or `WireError`."""
 
     @abstractmethod
     def read(self, *kinds: str) -> list[dict[str, Any]]:
@@ -128,10 +129,10 @@ class RunLog(RunRecords):
 class RemoteRecords(RunRecords):
     """The run log of the supervisor, for other processes of the run.
 
-    A separate thread sends each record once, in order. If the supervisor does not answer, a writer waits
-    once at most, however many records follow. After one wait in vain, the next writes do not wait, and
-    samples are dropped, until a record has been written. With `MOST_WAITING` records in flight, a writer
-    waits for room."""
+    A separate thread sends each record once, in order. If the supervisor does not answer, only the first
+    write waits, for at most `WRITE_WAIT_S`. After it, writes only queue their records, and samples are
+    refused, until a record has been written again. If `MOST_WAITING` records are queued, a writer waits for
+    room."""
 
     def __init__(self, ctx: ServiceContext) -> None:
         self.path = Path(ctx.topology.home_host.run_dir) / RECORDS
@@ -140,7 +141,7 @@ class RemoteRecords(RunRecords):
         self._waiting: queue.Queue[tuple[bytes, Future[None]] | None] = queue.Queue(MOST_WAITING)
         self._failed: OSError | None = None
         self._silent = False
-        """True from a wait in vain until a record is written."""
+        """True from the first wait without an answer until a record is written."""
         self._thread = threading.Thread(target=self._send, name="records", daemon=True)
         self._thread.start()
 
@@ -219,7 +220,8 @@ def open_records(ctx: ServiceContext) -> RunRecords:
 
 
 class Tail:
-    """The records appended to a file since the last look. An incomplete line is not read yet."""
+    """Reader of the records that were appended to a file since the last call. An incomplete line is read once
+    it is complete."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -268,8 +270,8 @@ def held_out_name(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def lives_of(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return the records of each life of a run. A life begins at the start or at a `resume` and ends before
-    the next."""
+    """Return the records of each life of a run. A life lasts from a start or `resume` of the run to the next
+    `resume`."""
     lives: list[list[Mapping[str, Any]]] = []
     for record in records:
         if not lives or record.get("kind") == "resume":

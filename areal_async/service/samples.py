@@ -1,13 +1,13 @@
-"""Samples of a run: decoded episodes, a few from some of the steps and from every evaluation.
+"""Samples of a run: a few decoded episodes from some of its steps and from every evaluation.
 
 The files are `<run>/samples/step-00000123.jsonl` and `evaluation-00000123.jsonl`. With several policies, they
 are in the policy's folder, `<run>/policies/<name>/samples/`. Each line is one episode as a JSON object;
 docs/metrics.md describes its fields. Step 123 is the step that starts from version 123, as in the records.
 
-A file is limited by the requested number of episodes and by `MOST_UNITS` units for each. The folder is
-limited by `MOST_FILES` and `MOST_BYTES`. Above a limit, every other file is deleted, first from the older
-half, so that the files still cover the whole run. Only this user can read the files (0600), because prompts
-and answers may be secret."""
+A file has at most the requested number of episodes, each with at most `MOST_UNITS` units. The folder has at
+most `MOST_FILES` files and `MOST_BYTES` bytes. Above a limit, every second file is deleted, first from the
+older half, so that the files still cover the whole run. Only this user can read the files (0600), because
+prompts and answers may be secret."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def sample_of(
     advantages: Mapping[int, float] | None = None,
     **said: Any,
 ) -> dict[str, Any]:
-    """Return an episode as the object of a line, with the further fields in `said`.
+    """Return the object of one line for an episode. `said` has further fields for it.
 
     `advantages` has the advantages of trained units, by their number in the episode. Units of a version below
     `lowest_version` are shown as masked."""
@@ -99,7 +99,8 @@ def _short(values: Any) -> list[float]:
 
 
 def lines_of(samples: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the content of a file of these samples. Values that JSON cannot express are written as text."""
+    """Return the content of a file with these samples. Values that JSON cannot express are written as
+    text."""
     return b"".join(msgspec.json.encode(sample, enc_hook=str) + b"\n" for sample in samples)
 
 

@@ -1,17 +1,17 @@
-"""A process with its imports done that waits to become a service of the run.
+"""A spare process: it does the slow imports in advance and then waits to become a service of the run.
 
 Most of the start time of a trainer or a rollout worker is the import of torch and transformers. A spare is
 started by command and not forked, so it inherits no threads. It imports the modules of its arguments and then
 waits on a socket. The spare computes nothing, so no native thread runs before the service has set the number
 of threads. The socket receives one `Calling` together with descriptors. The message names the module to run,
-its arguments and its environment. From then on, the process is that service, also in `ps`.
+its arguments and its environment. From then on, the process is that service and has its name in `ps`.
 
 Promises: before it is called, a spare uses nothing of the run. A spare ends when the supervisor ends. If it
 cannot become the service, it exits with a status that lets the supervisor restart the service.
 
     python -P -m areal_async.service.spare_process SOCKET_FD ROOM MODULE… --ready-fd N
 
-ROOM is blank. This argument reserves space in the command line for the name of the service."""
+ROOM is an argument of blanks, which reserves space in the command line for the name of the service."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class Calling(msgspec.Struct, frozen=True):
     environment: dict[str, str]
     """Environment variables to set."""
     descriptors: list[str] = []
-    """Variables for the received descriptors after the first, in the same order. The first descriptor
-    receives the process's output."""
+    """Environment variables that get the numbers of the received descriptors, in order. They begin with the
+    second descriptor, because the first receives the process's output."""
 
 
 @contextmanager
 def loading() -> Iterator[None]:
     """Suspend garbage collection during imports, and freeze the loaded objects afterwards.
 
-    Collection took a fifth of the import time of torch and transformers."""
+    Without this, collection takes a fifth of the import time of torch and transformers."""
     gc.disable()
     try:
         yield

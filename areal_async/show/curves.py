@@ -65,8 +65,8 @@ def _draw(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str) -> N
 
 
 def rolling_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the centred mean over `window` values, and over fewer values at both ends. The shape stays
-    [n]."""
+    """Return the centred mean over `window` values, or over fewer values near both ends. The result has shape
+    [n], like the input."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
     low, high = np.maximum(0, index - window // 2), np.minimum(len(values), index + (window + 1) // 2)

@@ -1,8 +1,8 @@
 """The figures of a run: a table with the label, the logger name and the derivation of each figure.
 
-The page, `report.html`, `curves.png`, the terminal and the loggers use this table. A new figure needs only
-one entry here. A record becomes at most one `ChartRow`. If a restarted trainer repeats a step, the step has a
-second row. The last row for each x counts."""
+The page, `report.html`, `curves.png`, the terminal and the loggers use this table, so a new figure needs only
+one entry here. Each record gives at most one `ChartRow`. If a restarted trainer repeats a step, the step has
+a second row; of several rows with the same x, the last counts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ChartRow(NamedTuple):
 
 
 class RunFigure(NamedTuple):
-    """A figure of a record. It is the field with the figure's name, or derived from other fields."""
+    """A figure of a record. Its value is the field of the same name, or is derived from other fields."""
 
     label: str = ""  # Label on charts; empty if the figure is not drawn
     logged: str = ""  # Name in loggers; empty if the figure is not logged
@@ -145,8 +145,8 @@ def figure_of(key: str) -> tuple[RunFigure, str]:
 
 
 def row_of(record: Record, before: Record | None = None) -> ChartRow | None:
-    """Return the figures of one record, or None if it has none. If `record` is a `load` record, `before` is
-    the `load` record before it. The row then has the work of processes between the two."""
+    """Return the figures of one record, or None if it has none. For a `load` record, `before` is the previous
+    `load` record, and the row has the work of processes between the two."""
     kind = record.get("kind")
     if kind in STEPS or kind == "evaluation":
         x, figures = _number(record.get("version" if kind == "evaluation" else "step")), values_of(record)
@@ -161,8 +161,8 @@ def row_of(record: Record, before: Record | None = None) -> ChartRow | None:
 
 
 def rows_of(records: Iterable[Record], load: Record | None = None) -> tuple[list[ChartRow], Record | None]:
-    """Return the rows of records in their order, and the last `load` record. Pass it as `load` to the next
-    call."""
+    """Return the rows of records in their order, and the last `load` record, which the caller passes as
+    `load` to the next call."""
     rows = []
     for record in records:
         if (row := row_of(record, load)) is not None:
@@ -217,5 +217,5 @@ def _number(value: Any) -> float | None:
 
 
 def _short(value: float) -> float:
-    """Round to six digits, more than a screen shows."""
+    """Round to six digits, because a screen shows fewer."""
     return float(f"{value:.6g}")

@@ -1,5 +1,5 @@
-"""Progress of a slow command on standard error. A terminal shows a bar; otherwise a line of `key=value` is
-printed at intervals."""
+"""Progress of a slow command on standard error. On a terminal this is a bar; elsewhere, a line of `key=value`
+is printed at intervals."""
 
 from __future__ import annotations
 

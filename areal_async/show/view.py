@@ -59,7 +59,7 @@ class PlainLines:
         every_s: float = PLAIN_EVERY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`policy` is the first policy, which no line names."""
+        """`policy` is the first policy. Lines about the first policy do not name it."""
         self._console = console
         self._policy = policy
         self._records: deque[Mapping[str, Any]] = deque(maxlen=MOST_WAITING)
@@ -164,7 +164,7 @@ STEP_KEYS = {
     "grad_norm": "grad_norm",
 }
 EVALUATION_KEYS = {"accuracy": "accuracy", "low": "low", "high": "high", "tasks": "n", "wall_s": "wall_s"}
-"""Keys of the line of a record, each with its figure or field."""
+"""Keys of the line that a record prints, each with the figure or field of its value."""
 
 
 def step_line(record: Mapping[str, Any], *, first: str = "") -> str:
@@ -211,7 +211,7 @@ def pairs_of(figures: Mapping[str, Any]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote a text that is not readable as one value."""
+    """Quote a text that could not be read as one value."""
     text = " ".join(text.split())
     return text if text and not set(text) & set(" \"'=") else json.dumps(text, ensure_ascii=False)
 
@@ -325,5 +325,6 @@ def _message(status: RunStatus) -> str:
 
 
 def _clipped(text: str, length: int, style: str = "") -> Text:
-    """Return at most `length` characters, but at least 20. On a smaller terminal, the panel cuts the text."""
+    """Cut the text to `length` characters, but not to fewer than 20. On a narrower terminal, the panel cuts
+    it further."""
     return Text(text if len(text) <= max(length, 20) else f"{text[: max(length, 20) - 1]}…", style=style)

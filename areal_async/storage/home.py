@@ -1,7 +1,7 @@
 """`home://…`: the files of a run's home host, for its processes on other hosts.
 
-It is used if hosts share no disk and a job names no store. Processes then read from the home host and write
-to it, over the control socket of its supervisor. For other code this is one more fsspec file system.
+It is used if hosts share no disk and the job names no store. Processes then read from the home host and write
+to it, over the control socket of the run's supervisor. Other code uses it like any fsspec file system.
 `home://files/<path>` is a file or folder that the job names, with its path on the home host.
 `home://run/<path>` is in the run's folder, where only the run's trainer may write."""
 
@@ -43,7 +43,7 @@ class HomeFileSystem(fsspec.AbstractFileSystem):
 
     @classmethod
     def connect(cls, address: Address, *, job: str, role: str, name: str, access: Access) -> None:
-        """Connect this process to a supervisor, which then receives all its requests."""
+        """Connect this process to a supervisor, to which all requests for `home://` then go."""
         cls.disconnect()
         cls._client = SyncClient(address, job=job, role=role, name=f"{name}/home", access=access)
         fsspec.register_implementation(PROTOCOL, cls, clobber=True)

@@ -28,8 +28,8 @@ SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})(\..*)")
 
 
 def hub_url(text: str, base: Path, *, is_data: bool) -> str | None:
-    """Return the hub URL for a name. Return None if the name must be a path. This is the case if its first
-    part exists in `base` or in the working directory, or if it has the suffix of a data file."""
+    """Return the hub URL for a name, or None if the name must be a path. It must be a path if its first part
+    exists in `base` or in the working directory, or if it has the suffix of a data file."""
     first = text.partition("/")[0]
     if not HUB_NAME.fullmatch(text) or (base / first).exists() or os.path.exists(first):
         return None
@@ -130,7 +130,7 @@ def _snapshot(
 
 
 def _has_all_shards(folder: Path) -> bool:
-    """Return whether there are data files, and all parts of each sharded file."""
+    """Return whether the folder has data files, and all parts of each sharded file."""
     files = [each for each in folder.rglob("*") if each.suffix in DATA_SUFFIXES]
     parts = Counter(
         (str(each.parent), *found.groups()) for each in files if (found := SHARD.match(each.name))

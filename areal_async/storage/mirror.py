@@ -1,9 +1,9 @@
 """A local folder and its copy in a store, which is kept up to date.
 
 Changed files are in the store about `EVERY_S` later, as whole files. When `stop` returns, all changes are
-there. If the store does not answer, nothing else waits for it. If two hosts mirror to one URL, the later host
-becomes the owner and the earlier host stops writing. Files that are written at the same time may arrive at
-different times.
+there. If the store does not answer, only the mirror waits for it. If two hosts mirror to one URL, the later
+host becomes the owner and the earlier host stops writing. Files that were changed at the same time may be
+stored at different times.
 
 These files are not mirrored:
 
@@ -39,7 +39,8 @@ log = get_logger("mirror")
 
 
 class MirrorMark(msgspec.Struct, frozen=True):
-    """Owner of a mirror: a random id, its host, its number of rounds, and whether it has ended."""
+    """Owner of a mirror: its random id and its host, the number of mirroring rounds so far, and whether it
+    has ended."""
 
     owner: str
     host: str

@@ -1,4 +1,4 @@
-"""One place in a store, accessed through its file system by requests with a time limit.
+"""One place in a store. It is accessed through fsspec, by requests with a time limit.
 
 A request ends within `REQUEST_S` or counts as failed. A large upload has a longer limit. After a transient
 failure (no connection, no answer, a server's error), `Tries` determines the retries. Every error names the
@@ -39,7 +39,7 @@ HOPELESS = (
     "ParamValidationError",
     "InvalidRegionError",
 )
-"""Names of library errors for which a retry does not help."""
+"""Names of errors of store libraries for which a retry does not help."""
 
 log = get_logger("storage")
 T = TypeVar("T")
@@ -74,8 +74,8 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 def tries_for(url: str, limit_s: float = PATIENCE_S) -> Tries:
-    """Return retries for `limit_s`. While the store does not answer, the log and the status of this process
-    report it."""
+    """Return a retry rule with the limit `limit_s`. While the store does not answer, the log and the status
+    of this process say so."""
     subject = f"store {url}"
     told = threading.Event()
 
@@ -192,7 +192,7 @@ class Remote:
         return joined(self.url, name) if name else self.url
 
     def _make_parent(self, name: str) -> None:
-        """Create the parent folder. A file system needs it; an object store has none."""
+        """Create the parent folder, which a file system needs. Object stores have no folders."""
         if not self._is_s3:
             self._fs.makedirs(self._fs._parent(self._at(name)), exist_ok=True)
 
@@ -257,8 +257,8 @@ def _passes(error: Exception) -> bool:
 
 
 REFUSED = frozenset({errno.EINVAL, *DISK_TROUBLE}) - {errno.EIO}
-"""Errors of impossible requests, or of a disk that accepts no writes. EIO is not included, because a link to
-a store may fail with EIO for a while."""
+"""Errors of impossible requests, or of a disk that accepts no writes. EIO is not included, because a network
+file system may fail with EIO for a while."""
 
 
 def _stored(info: dict[str, Any]) -> StoredFile:

@@ -1,9 +1,10 @@
 """Transfer of files and folders between this host and a store, completely or not at all.
 
-A target of `fetch` is always complete and verified. `fetch` checks sizes, the MD5 hash if the tag is one, and
-the hashes of our marker. This also holds if several processes fetch a target at the same time or one of them
-is killed. `fetch` refuses a folder that `push` has not finished (`HalfWritten`), so no reader gets an
-incomplete folder. At most `PARALLEL` requests of `PART_BYTES` are in memory.
+A target of `fetch` is always complete and verified. It is verified by the sizes, by the MD5 hash if the
+store's tag is one, and by the hashes in the marker of `push`. This also holds if several processes fetch a
+target at the same time or one of them is killed. `fetch` refuses a folder that `push` has not finished
+(`HalfWritten`), so no reader gets an incomplete folder. At most `PARALLEL` requests of `PART_BYTES` are in
+memory.
 
 A pushed folder contains a marker, the file `.areal-async.json`. It is written twice: first as begun, and last
 with the size and hash of each file. A folder without a marker comes from another writer and is accepted
@@ -55,7 +56,7 @@ class PushMarker(msgspec.Struct, frozen=True):
 
 
 class FetchRecord(msgspec.Struct, frozen=True):
-    """Record of a fetch, written beside the target. It is used to detect changes in the store."""
+    """Record of a fetch, written beside the target. A later fetch uses it to detect changes in the store."""
 
     url: str
     files: dict[str, StoredFile]
@@ -207,8 +208,8 @@ def _blake3(path: Path) -> str:
 
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Prevent other processes of this host from fetching `target`. The kernel releases the lock when this
-    process exits."""
+    """Prevent other processes of this host from fetching `target` while the block runs. The kernel releases
+    the lock if this process dies."""
     lock = os.open(target.with_name(f".{target.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         deadline_s = time.monotonic() + LOCK_S

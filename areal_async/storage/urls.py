@@ -2,8 +2,8 @@
 
 A URL is `protocol://place` for any file system of fsspec: `s3://bucket/models/tiny`, `gs://…`, `file:///…`.
 Each URL has one path below the cache folder, such as `<cache>/s3/bucket/models/tiny`, and each such path has
-one URL. Therefore a job holds only local paths. Outputs and messages show URLs, and each host derives its own
-paths from them."""
+one URL. Therefore a job contains only local paths, and every such path can be shown as its URL. Outputs and
+messages have URLs, and each host derives its own paths from them."""
 
 from __future__ import annotations
 

@@ -181,8 +181,8 @@ class EpisodeBuilder:
         return segment
 
     def began(self, policy: int = 0) -> tuple[int, int] | None:
-        """Return epoch and version of the weights that sampled the policy's first unit with mask 1. Return
-        None if the policy has no such unit yet."""
+        """Return the epoch and version of the weights that sampled the first trained unit (mask 1) of the
+        policy. Return None if the policy has no such unit yet."""
         return self._began.get(policy)
 
     def reward(self, segment: int, value: float) -> None:
@@ -210,11 +210,11 @@ class EpisodeBuilder:
         self._columns.setdefault(name, {})[segment] = data
 
     def routes(self, segment: int, found: Routes, first: int = 0) -> None:
-        """Set routes for the path down to `segment`, from unit `first` on. `found` has the shape [n, width]
-        (see `routes.py`).
+        """Set routes for the units on the path down to `segment`, starting at unit `first` of the path.
+        `found` has the shape [n, width] (see `routes.py`).
 
-        A unit keeps the routes that it got first. They belong to the pass that sampled the next unit; later
-        calls may compute the same prefix again."""
+        A unit keeps the routes that it got first, because they belong to the pass that sampled the next unit.
+        A later call may compute the same prefix again with other routes."""
         end = 0
         for at in self._path(segment):
             start, end = end, end + self._segments[at][_LENGTH]
@@ -231,7 +231,7 @@ class EpisodeBuilder:
             own[empty] = found[low - first : high - first][empty]
 
     def routed(self, segment: int) -> int:
-        """Return the number of units with routes at the start of the path down to `segment`."""
+        """Return how many units at the start of the path down to `segment` have routes without a gap."""
         count = 0
         for at in self._path(segment):
             held = self._routes.get(at)
@@ -244,7 +244,8 @@ class EpisodeBuilder:
     def media(
         self, segment: int, digest: str, media_type: str, size_bytes: int, start: int = 0, n_units: int = 0
     ) -> None:
-        """Refer to an attachment. Its `n_units` placeholder units begin `start` units into `segment`."""
+        """Add a reference to an attachment. Its `n_units` placeholder units begin at unit `start` of
+        `segment`."""
         first = self._segments[self._index(segment)][_OFFSET] + start
         self._media.append(Media(digest, media_type, size_bytes, segment, first, n_units))
 
@@ -270,7 +271,7 @@ class EpisodeBuilder:
 
     def keep_first_answer(self) -> None:
         """Keep only the first answer and the path to it. Texts, metadata and rewards are dropped too. The
-        kept part passes `build`, even if a later answer made the episode invalid."""
+        kept part passes the checks of `build`, even if a later answer made the episode invalid."""
         n = self._calls[0].segment + 1
         del self._segments[n:], self._units[n:], self._calls[1:]
         self._n_units = units = self._segments[-1][_OFFSET] + self._segments[-1][_LENGTH]
@@ -356,7 +357,7 @@ class EpisodeBuilder:
 
 
 def _epoch_runs(epoch: int | Ints, bits: bytes) -> list[tuple[int, int]]:
-    """Return runs (first unit, epoch) over the units of a segment that have mask bit 1."""
+    """Return runs of equal epochs, as (first unit, epoch), over the units of a segment with mask 1."""
     n = len(bits)
     epochs = (
         _ints((int(epoch),), "epoch") * n if isinstance(epoch, (int, np.integer)) else _ints(epoch, "epoch")

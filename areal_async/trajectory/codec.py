@@ -63,8 +63,8 @@ _PADDING = [bytes(-size % ALIGNMENT) for size in range(ALIGNMENT)]
 class EpisodeHead(msgspec.Struct, frozen=True):
     """The first frame: the header, and the sizes of the other frames.
 
-    `columns` describes the optional frames in order, as (name, element type, width). Width 0 means one plain
-    value per unit. Width k > 0 means a row of k values per unit."""
+    `columns` describes the frames of optional columns in order, as (name, element type, width). Width 0 means
+    one value per unit. Width k > 0 means a row of k values per unit."""
 
     header: EpisodeHeader
     segments: int

@@ -14,7 +14,7 @@ epochs        runs over the units with mask 1: each run starts at a unit with ma
 media         spans lie inside their segment; digests are `<hash>:<hex>`
 columns       optional columns have one value (or a row of values) per unit and a known type
 
-`training_rows` adds the last invariant: each unit with mask 1 is trained in exactly one row. The segment
+`training_rows` ensures the last invariant: each unit with mask 1 is trained in exactly one row. The segment
 table is checked row by row, the unit table in whole columns."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _COLUMN_DTYPES = frozenset(COLUMN_DTYPES.values())
 
 
 class PolicyVersions(NamedTuple):
-    """Range of the weights of one policy that sampled an episode's units with mask 1."""
+    """Range of the versions of one policy whose weights sampled an episode's units with mask 1."""
 
     oldest: int
     newest: int

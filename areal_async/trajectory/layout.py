@@ -1,9 +1,9 @@
 """The contents of an episode: its header, its two tables, its limits and its errors.
 
 Small values (`Agent`, `Sampling`, `Call`, `Media`) are encoded as msgpack arrays in field order. New fields
-are appended with defaults, so older bytes stay readable. `EpisodeHeader` is encoded as a map without fields
-that have their default. Therefore a default never changes within one schema. The tables are structs of
-arrays, all read-only.
+are appended with defaults, so older bytes stay readable. `EpisodeHeader` is encoded as a map that omits
+fields with their default value. Therefore a default must never change within one schema. The tables are
+structs of arrays, all read-only.
 
 Building, packing or reading an episode raises only `TrajectoryError`. Limits are checked before memory of
 that size is allocated."""
@@ -59,7 +59,8 @@ class SchemaError(TrajectoryError):
 
 
 class SizeError(TrajectoryError):
-    """Error if a size is above its limit (`EpisodeLimits`). Nothing of that size was allocated."""
+    """Error if a size is above its limit (`EpisodeLimits`). The error is raised before memory of that size is
+    allocated."""
 
 
 class InvariantError(TrajectoryError):
@@ -68,7 +69,7 @@ class InvariantError(TrajectoryError):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """Limits on the size of an episode. A service with small episodes passes smaller limits."""
+    """Limits on the size of an episode. A service that expects only small episodes passes smaller limits."""
 
     blob_bytes: int = 1 << 30
     """Bytes of a whole packed episode."""
@@ -112,9 +113,10 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 class Call(msgspec.Struct, frozen=True, array_like=True):
     """One generation call. It sampled segment `segment` from the path of that segment's parent.
 
-    `logprobs_of` names the distribution of the behaviour log-probs. `sampled` is the distribution that the
-    token was drawn from, with temperature and truncation. `temperature` has the temperature, but no top-p or
-    top-k truncation. `raw` is the model's distribution at temperature 1."""
+    `logprobs_of` names the distribution in which the behaviour log-probs are computed. `sampled` is the
+    distribution from which the token was drawn, with temperature and truncation. `temperature` is the
+    distribution with the temperature, but without top-p or top-k truncation. `raw` is the model's
+    distribution at temperature 1."""
 
     segment: int = 0
     policy: int = 0
@@ -126,8 +128,8 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 class Media(msgspec.Struct, frozen=True, array_like=True):
     """A content-addressed attachment, such as an image or audio. Its bytes are stored outside the episode.
 
-    `digest` is `<hash name>:<hex>`. The placeholder units are the `n_units` units of segment `segment` from
-    `first_unit` on, a row of the unit table."""
+    `digest` is `<hash name>:<hex>`. The placeholder units are `n_units` units of segment `segment`, starting
+    at row `first_unit` of the unit table."""
 
     digest: str
     media_type: str
@@ -162,8 +164,8 @@ class EpisodeHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_text: str = ""
     response_text: str = ""
     epochs: list[tuple[int, int]] = []
-    """Runs (first unit, trainer epoch of the weights) over the units with mask 1. The value is empty if there
-    are none."""
+    """Runs of units with equal trainer epoch of their weights, as (first unit, epoch), over the units with
+    mask 1. The value is empty if there are no such units."""
     fault: str = ""
     """Reason of an early end that an answer caused, as `kind: message`. No reward judges the episode then."""
 
@@ -183,8 +185,8 @@ class SegmentKind(IntEnum):
 
 
 class SegmentFlag(IntFlag):
-    """Reason of the end of an episode. TERMINAL: the environment ended it. TRUNCATED: one of our limits ended
-    it, so the value bootstraps."""
+    """Reason of the end of an episode. TERMINAL: the environment ended it. TRUNCATED: a limit of the job
+    ended it, so a value model bootstraps from the last state."""
 
     TERMINAL = 1
     TRUNCATED = 2

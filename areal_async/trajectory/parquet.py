@@ -1,7 +1,8 @@
 """Writer of a parquet file with one episode per row, without loss, for data frames.
 
-The column `blob` has the complete episode (see `codec.unpack`). The other columns repeat common values. The
-file is written in row groups, so memory does not grow with it. It gets its final name when it is complete."""
+The column `blob` has the complete episode (see `codec.unpack`). The other columns repeat frequently used
+values. The file is written in row groups, so memory does not grow with the file. The file gets its final name
+when it is complete."""
 
 from __future__ import annotations
 

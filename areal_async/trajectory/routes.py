@@ -1,12 +1,13 @@
 """Routes: the experts of a mixture-of-experts model to which the engine sent each unit.
 
-An episode has them as the optional column `routes`, u8 or u16 [T, L * K]. It has the ids of K experts for
-each of L expert layers, in the order of the layers. The largest value of the dtype means none. It marks a
-unit that was not fed, a unit whose engine reported no routes, and an omitted expert.
+An episode has them as the optional column `routes`, u8 or u16 [T, L * K]. The column has the ids of K experts
+for each of L expert layers, in the order of the layers. The largest value of the dtype means "no route". It
+marks a unit that was not fed to the model, a unit without reported routes, and an omitted expert.
 
-Routes are far larger than the rest of an episode: with 48 layers and 8 experts, 384 bytes a unit instead of
-13. Only the trainer reads them, so the blob does not include them. `pack_routes` writes them to separate
-bytes, which are sent beside the blob. `with_routes` adds them to the episode again.
+Routes are far larger than the rest of an episode: with 48 layers and 8 experts per token, they take 384 bytes
+a unit, compared with 13 for the rest. Only the trainer reads them, so the blob does not include them.
+`pack_routes` writes them to separate bytes, which are sent beside the blob. `with_routes` adds them to the
+episode again.
 
 The packed bytes are little-endian: magic `ARTE`, u16 1, u16 bytes of a value, u32 units, u32 width, u32
 CRC-32 of the episode's token ids, u32 CRC-32 of the values, and then the values."""
@@ -31,18 +32,18 @@ Routes = NDArray[np.uint8] | NDArray[np.uint16]
 
 
 def route_type(experts: int) -> np.dtype:
-    """Return the smallest dtype that holds the ids of `experts` experts and the value for none."""
+    """Return the smallest dtype that holds the ids of `experts` experts and the value for "no route"."""
     return COLUMN_DTYPES["u8" if experts < 256 else "u16"]
 
 
 def no_route(dtype: np.dtype) -> int:
-    """Return the value that means none."""
+    """Return the value of this dtype that means "no route"."""
     return int(np.iinfo(dtype).max)
 
 
 def stored_routes(ids: NDArray, experts: int) -> Routes:
     """Return expert ids [T, L, K] of any integer type as routes [T, L * K]. A value that is not the id of an
-    expert becomes none."""
+    expert becomes the value for "no route"."""
     dtype = route_type(experts)
     flat = ids.reshape(len(ids), -1)
     found: Routes = np.where((flat >= 0) & (flat < experts), flat, no_route(dtype)).astype(dtype)

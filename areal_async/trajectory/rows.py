@@ -1,8 +1,8 @@
 """Training rows of an episode: its root-to-leaf paths. Each sampled unit is trained in exactly one row.
 
-`untrainable` finds units that were not sampled from the distribution that is trained. A batch's manifest has
-the size of each row after units of old versions are masked. `row_profile` returns the data for this;
-`row_sizes` computes the sizes from it."""
+`untrainable` finds units that were not sampled from the distribution that is trained. The manifest of a batch
+needs the size of each row after units of old versions are masked. `row_sizes` computes these sizes from the
+data that `row_profile` returns."""
 
 from __future__ import annotations
 
@@ -89,10 +89,11 @@ def _is_chain(parent: list[int]) -> bool:
 def _owned_paths(
     parent: list[int], length: list[int], offset: list[int], mask: bytes, limits: EpisodeLimits
 ) -> list[tuple[list[int], int]]:
-    """Return (path, first position in the path that the row owns) of each leaf that has units to train.
+    """Return, for each leaf with units to train, its path and the position of the first segment in the path
+    that its row owns (trains).
 
-    The unowned part of a path is a prefix: an ancestor of an owned segment belongs to an earlier leaf or to
-    this leaf."""
+    The part that is not owned is always a prefix of the path, because an ancestor of an owned segment is
+    owned by this leaf or by an earlier one."""
     n_segments = len(parent)
     has_child = bytearray(n_segments)
     depth = [1] * n_segments
@@ -174,10 +175,11 @@ def row_profile(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> 
 
 
 def row_sizes(profile: bytes, lowest_version: int = 0) -> list[tuple[int, int]]:
-    """Return (tokens fed, units trained) of each training row after units below `lowest_version` are masked.
+    """Return (tokens fed, units trained) of each training row after units with versions below
+    `lowest_version` are masked.
 
-    A row is cut after its last trained unit, which is predicted and not fed. The result is (0, 0) for a row
-    without such units."""
+    A row ends at its last trained unit. This unit is predicted but not fed. The result is (0, 0) for a row
+    without trained units."""
     sizes: list[tuple[int, int]] = []
     for row, version, n_units, last in _PROFILE_ENTRY.iter_unpack(profile):
         if row == len(sizes):
@@ -189,8 +191,8 @@ def row_sizes(profile: bytes, lowest_version: int = 0) -> list[tuple[int, int]]:
 
 
 def untrainable(episode: Episode) -> str:
-    """Return a message about the first call with units that were not sampled from the trained distribution.
-    Only units with mask 1 count; units with mask 0 are context. Return "" if there is no such call.
+    """Return a message about the first call with units that were not sampled from the trained distribution,
+    or "" if there is no such call. Only units with mask 1 count, because units with mask 0 are context.
 
     The trainer weighs each unit by softmax(logits / temperature) of the trained weights, at the temperature
     of the unit's call. Other sampling (greedy, truncated, or log-probs at another temperature) would give a

@@ -1,8 +1,9 @@
-"""The weights plane: complete, hashed, immutable snapshots that go from the trainer to every server of them.
+"""The weights plane: complete, hashed, immutable snapshots, and their way from the trainer to every process
+that serves or evaluates them.
 
 manifest, tensor_file, snapshot   one version on disk, written and opened
 delta_codec, delta                differences between two versions
-retention, receiver               stored versions, and the receiver of them
+retention, receiver               the versions to keep, and the receiver of versions
 channels/                         transports of the bytes between them
 
 The sender is `trainer_service/publishing`.

@@ -1,15 +1,15 @@
 """Adapters (LoRA) on their way to the engines.
 
-The trainer publishes only the few bytes of the adapter. Each host merges them with its own copy of the base
-model.
+The trainer publishes only the adapter, which is small. Each host merges the adapter with its own copy of the
+base model.
 
 A snapshot of an adapter contains peft's `adapter_config.json`, and its tensors have peft's names. With W
 [out, in] of the base, A [r, in] and B [out, r] of the adapter, the merged weight is W + (alpha / r) · B A (Hu
 et al. 2021, "LoRA", section 4.1). It is computed in float32 and then rounded.
 
-Promises: the merged directory is complete or absent, and one process of a host makes it. It has exactly the
-tensors of the base model's files, under their names. If any target of the adapter cannot be merged, the whole
-adapter is refused.
+Promises: the merged directory is complete or absent, and one process of a host makes it. The directory has
+exactly the tensors of the base model's files, under their names. If any target of the adapter cannot be
+merged, the whole adapter is refused.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "base_model.model."
-"""peft's prefix of the name of a module that an adapter changes."""
+"""Prefix that peft puts before the name of a module that an adapter changes."""
 
 
 class LoraFile(msgspec.Struct):
-    """The part of `adapter_config.json` that merging needs."""
+    """The fields of `adapter_config.json` that merging needs."""
 
     r: int
     lora_alpha: float
@@ -62,7 +62,7 @@ class _BaseTensor(NamedTuple):
 
 
 def is_adapter(manifest: Manifest) -> bool:
-    """Return whether the snapshot is an adapter, which needs a base model."""
+    """Return whether the snapshot is an adapter, which has to be merged with a base model."""
     return any(sidecar.file == ADAPTER_CONFIG for sidecar in manifest.sidecars)
 
 
@@ -116,9 +116,11 @@ class BaseWeights:
         }
 
     def merged(self, adapter: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the base by name, one at a time. Tensors that `adapter` changes are merged.
+        """Yield every tensor of the base by name, one at a time. Tensors that `adapter` changes are yielded
+        in merged form.
 
-        `adapter` has peft's names. Raises `SnapshotError` if it changes a tensor that the base lacks.
+        `adapter` maps peft's names to tensors. Raises `SnapshotError` if `adapter` changes a tensor that the
+        base lacks.
         """
         import torch
 
@@ -182,13 +184,14 @@ def write_merged(
 
 
 class Merger:
-    """Makes whole weights of a job's adapter snapshots, in one process.
+    """Merges a job's adapter snapshots into whole weights, for one process.
 
     The directories are under `root`, which all processes of the host share.
     """
 
     def __init__(self, base: Path, dtype: torch.dtype, root: Path, *, tensors: bool) -> None:
-        """Create a merger. If `tensors` is true, the engine takes tensors and no directory is made."""
+        """Create a merger. If `tensors` is true, the engine loads tensors from memory, so no directory is
+        written."""
         self._base, self._dtype = base, dtype
         self._cache = HostCache(root)
         self._tensors = tensors
@@ -198,7 +201,7 @@ class Merger:
     async def merged(self, snapshot: Snapshot, manifest_hash: str) -> Snapshot:
         """Return the verified adapter `snapshot`, merged. Raises `SnapshotError`.
 
-        The result has merged tensors, or the path of the merged directory and no tensors.
+        The result has either the merged tensors, or the path of the merged directory and no tensors.
         """
         if self._tensors:
             return await asyncio.to_thread(self._in_memory, snapshot)
@@ -207,8 +210,8 @@ class Merger:
         return Snapshot(snapshot.tag, path, snapshot.manifest, {})
 
     def served(self, tag: VersionTag, *, failed: bool = False) -> None:
-        """Note that this process now serves `tag`, or `failed` to serve it. Unneeded directories may be
-        removed."""
+        """Record that this process now serves `tag`, or, with `failed`, that it could not. Directories that
+        are no longer needed may then be removed."""
         self._cache.served(tag.label, failed=failed)
 
     def close(self) -> None:
@@ -247,8 +250,8 @@ def adapter_config(
 ) -> bytes:
     """Return the content of `adapter_config.json` for peft, vLLM and SGLang. `targets` are full module names.
 
-    Hosts get an `identified` configuration, which names the base model in an extra field. peft warns about
-    that field. Raises `OSError`, and `ValueError` for a base without safetensors files.
+    An `identified` configuration identifies the base model in an extra field, which hosts need. peft warns
+    about that field. Raises `OSError`, and `ValueError` for a base without safetensors files.
     """
     config = {
         "peft_type": "LORA",

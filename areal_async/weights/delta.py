@@ -4,9 +4,9 @@ Promises:
 - `apply_delta` names the new directory only after every written byte matched the hashes of the full manifest.
   The manifest must have the hash that the delta names. The result is the published snapshot, bit for bit, or
   nothing.
-- A base other than the delta's own raises `WrongBase`. Any other defect in delta or base raises
-  `SnapshotError`. In both cases the full snapshot helps.
-- Both directions work part by part, in a few threads. Memory does not grow with the model.
+- If the base is not the base of the delta, `WrongBase` is raised. Any other defect in the delta or the base
+  raises `SnapshotError`. In both cases the receiver can use the full snapshot.
+- Writing and applying a delta work part by part, in a few threads, so memory does not grow with the model.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from areal_async.weights.tensor_file import MappedFile, TensorFile, in_threads
 DELTA_FILE = "delta.bin"
 TARGET_FILE = "target.json"
 ELEMENT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
-"""Bytes of an element that is compared as one number, by safetensors dtype. Other dtypes are compared by
-byte."""
+"""Size in bytes of the elements of a tensor, by safetensors dtype. Each element is compared as one number.
+Tensors of other dtypes are compared byte by byte."""
 PARTS_AT_ONCE = 8  # parts encoded before the first is written; bounds the memory
 MAX_THREADS = 4
 
@@ -77,8 +77,8 @@ def write_delta(
     """Write the delta between two full snapshots beside `new`.
 
     Return None if the delta would reach `below_bytes`, or if the two snapshots hold different tensors. Both
-    snapshots must not change during the call. `stop` is called between parts, and True ends the work with an
-    error. Raises `SnapshotError`. An error leaves no files behind.
+    snapshots must not change during the call. `stop` is called between parts; if it returns True, the work
+    ends with an error. Raises `SnapshotError`. An error leaves no files behind.
     """
     with naming(new):
         old, target = read_manifest(base), read_manifest(new)
@@ -144,8 +144,8 @@ def apply_delta(base: Path, delta: Path, into: Path) -> SnapshotInfo:
     """Make the full snapshot directory `into` from the verified snapshot `base` and the delta directory
     `delta`.
 
-    `into` must not exist. `open_snapshot` requires the tag as its name, but here it may have any name. Raises
-    `WrongBase` and `SnapshotError`. An error leaves no files behind.
+    `into` must not exist. It may have any name here, but `open_snapshot` accepts it only under the name of
+    its tag. Raises `WrongBase` and `SnapshotError`. An error leaves no files behind.
     """
     with naming(into):
         manifest = read_manifest(delta)
@@ -171,7 +171,8 @@ def apply_delta(base: Path, delta: Path, into: Path) -> SnapshotInfo:
 
 
 def _rebuild(base: Path, staging: Path, target: Manifest, patches: list[memoryview]) -> None:
-    """Write the tensor file of the new snapshot. Each part is the patched base, hashed and compared."""
+    """Write the tensor file of the new snapshot. Each part is copied from the base and patched, and its hash
+    is compared with the manifest."""
     source, (shard,) = TensorFile(base, target), target.shards
     mapped = MappedFile(staging / shard.file, shard.size_bytes)
     mapped.write(0, source.header)
@@ -235,9 +236,9 @@ class DeltaPublisher:
 
     A separate thread makes each delta from two published directories, at most one delta at a time. A version
     that is published while the thread is busy gets no delta. Call all methods except `close` under the
-    publisher's `lock`. The thread takes the lock when it is done and calls `on_done(base, new)`. After that
-    call it reads neither directory. A delta is offered only below `below_share` of the full snapshot's bytes.
-    With None no delta is made.
+    publisher's `lock`. When a delta is done, the thread takes the lock and calls `on_done(base, new)`. From
+    then on it reads neither directory. A delta is offered only if it is smaller than `below_share` of the
+    full snapshot. If `below_share` is None, no delta is made.
     """
 
     def __init__(
@@ -276,12 +277,12 @@ class DeltaPublisher:
         return offer if offer is not None and offer.base == holds else None
 
     def withdraw(self, tag: VersionTag) -> DeltaOffer | None:
-        """Stop offering the delta of the retired `tag` and return it, if there is one."""
+        """Stop offering the delta to the retired snapshot `tag`. Return the delta, if there is one."""
         return self._offers.pop(tag, None)
 
     def close(self) -> None:
-        """Wait until the thread writes nothing more. An unfinished delta is dropped. Call this without the
-        lock."""
+        """Wait until the thread has stopped writing. An unfinished delta is dropped. Call this without
+        holding the lock."""
         self._stop.set()
         self._pool.shutdown()
 

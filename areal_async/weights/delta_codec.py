@@ -1,15 +1,16 @@
-"""Lossless differences between two byte arrays of one size. Pure; vector operations of numpy and zstandard.
+"""Lossless differences between two byte arrays of equal size. The module is pure, and uses numpy and
+zstandard.
 
     data = encode(base, new, width)
     apply(copy_of_base, data, width)        # in place: now bit for bit `new`
 
 `docs/weights.md` gives the reasons for this format. Elements of `width` bytes are compared as unsigned
-integers. The data is one zstandard frame, or empty if nothing changed. The frame contains one bit per
-element, set for a changed one. For each changed element it then contains new - base modulo the element size,
-zigzag-coded and split into byte planes.
+integers. The data is one zstandard frame, or empty if nothing changed. The frame first contains one bit per
+element, which is set if the element changed. Then it contains, for each changed element, the difference new -
+base (modulo 256**width), zigzag-coded and split into byte planes.
 
-Promises: malicious bytes end in `SnapshotError`. A size is bounded by the needs of the array before it is
-used, and no position outside the array is written.
+Promises: malicious bytes lead to `SnapshotError`. A size from the data is checked against the size of the
+array before it is used, and no position outside the array is written.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ Elements = npt.NDArray[Any]
 
 
 def encode(base: Elements, new: Elements, width: int) -> bytes:
-    """Return the data that turns `base` into `new`: uint8 arrays of the same length, a multiple of
-    `width`."""
+    """Return the data that turns `base` into `new`. Both are uint8 arrays of the same length, which is a
+    multiple of `width`."""
     old, now = (array.view(f"<u{width}") for array in (base, new))
     changed = old != now
     if not changed.any():
@@ -41,7 +42,7 @@ def encode(base: Elements, new: Elements, width: int) -> bytes:
 def apply(target: Elements, data: bytes | memoryview, width: int) -> int:
     """Apply `data` to `target` (uint8) and return the number of changed elements.
 
-    Raises `SnapshotError`. `target` is then unusable.
+    Raises `SnapshotError`; after it, the content of `target` is unusable.
     """
     if not len(data):
         return 0
@@ -57,7 +58,8 @@ def apply(target: Elements, data: bytes | memoryview, width: int) -> int:
 
 
 def _planes(differences: Elements) -> bytes:
-    """Zigzag-code the differences. Return the lowest bytes of all values, then the next bytes, and so on."""
+    """Zigzag-code the differences. Return the lowest bytes of all values, then the second-lowest bytes of all
+    values, and so on."""
     signed = differences.view(f"<i{differences.itemsize}")
     zigzag = (signed << 1) ^ (signed >> (8 * signed.itemsize - 1))
     return np.ascontiguousarray(zigzag.view(np.uint8).reshape(-1, signed.itemsize).T).tobytes()
@@ -71,7 +73,7 @@ def _from_planes(data: bytes, width: int) -> Elements:
 
 
 def _unpack(data: bytes | memoryview, least: int, most: int) -> bytes:
-    """Return the content of a frame, `least` to `most` bytes.
+    """Return the content of a frame, which must have between `least` and `most` bytes.
 
     The size field of the frame is checked before anything is allocated.
     """

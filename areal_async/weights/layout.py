@@ -1,8 +1,10 @@
-"""Places of the tensors' bytes in the safetensors file of a snapshot, and the rank that hashes each. Pure.
+"""Places of the tensors' bytes in the safetensors file of a snapshot, and the rank that hashes each range of
+bytes. The module is pure.
 
-A file has whole tensors. Its bytes are hashed in *parts*. A part is a run of whole rows of a tensor (its
-first dimension) with at most `PART_BYTES`. The ends of the parts depend only on the shapes. Equal weights
-therefore have equal manifests, for any number of ranks and any distribution of tensors.
+A file has whole tensors. Its bytes are hashed in *parts*. A part is a run of whole rows of a tensor (along
+its first dimension) with at most `PART_BYTES`. The boundaries of the parts depend only on the shapes of the
+tensors. Equal weights therefore have equal manifests, for any number of ranks and any distribution of tensors
+over ranks.
 """
 
 from __future__ import annotations
@@ -47,10 +49,10 @@ FILE_DTYPES: dict[str, str] = {f"torch.{name}": dtype for dtype, name in TORCH_N
 """Name in safetensors by torch's printed name of the dtype (`torch.bfloat16`)."""
 HEADER_ALIGN_BYTES = 64
 PART_BYTES = 16 << 20
-"""Bytes of the rows that are hashed as one part.
+"""Largest number of bytes that are hashed as one part.
 
-The value is small enough for threads to share one tensor, and large enough for a small manifest of a large
-model. It is part of a manifest's meaning, so another value needs another schema.
+The value is small enough that several threads can hash one tensor, and large enough that the manifest of a
+large model stays small. Manifests depend on this value, so another value needs another schema.
 """
 
 
@@ -63,8 +65,8 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Box(msgspec.Struct, frozen=True):
-    """The part of a tensor that a rank holds: a `TensorPiece` without its data. `dtype` is safetensors'
-    name."""
+    """The part of a tensor that a rank holds, described like a `TensorPiece` but without its data. `dtype` is
+    safetensors' name."""
 
     name: str
     dtype: str

@@ -1,8 +1,8 @@
 """The manifest of a snapshot: the tensors, the bytes of each, and a hash of every byte.
 
 On disk it is one JSON object `{"hash": …, "manifest": {…}}` in msgspec's compact form. `hash` covers the
-bytes of the inner object. A manifest that this module would not write byte for byte is refused. The hash in a
-notice covers the whole file.
+bytes of the inner object. A file that differs in any byte from the output of this module is refused. The hash
+in a notice covers the whole file.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class Manifest(msgspec.Struct, frozen=True):
     schema: int
     tag: VersionTag
     base: VersionTag | None
-    """The snapshot that a delta changes into `tag`, or None in a full manifest."""
+    """The snapshot that this delta changes into `tag`, or None in a full manifest."""
     codec: Literal["full", "delta"]
     parts: list[Part]
     shards: list[Shard]
     sidecars: list[Sidecar]
     tied: dict[str, str]
-    """Tensor that shares its data, by each name without bytes of its own."""
+    """The tensor whose data a name without bytes of its own shares, by that name."""
     base_hash: str = ""
     """Hash of the base's manifest file, in a delta."""
     target_hash: str = ""
@@ -113,7 +113,7 @@ def seal(manifest: Manifest) -> bytes:
 
 
 def unseal(data: bytes) -> Manifest:
-    """Return the manifest. Raises `SnapshotError` unless `data` is exactly the output of `seal`, of this
+    """Return the manifest. Raises `SnapshotError` unless `data` is exactly the output of `seal` for this
     schema."""
     try:
         inner = msgspec.json.decode(data, type=_Sealed).manifest
@@ -150,7 +150,7 @@ def name_of(manifest: Manifest) -> str:
 
 
 def remove_snapshots(root: Path) -> None:
-    """Remove everything that a publisher wrote into `root`, complete or not, and keep the rest. Raises
+    """Remove everything that a publisher wrote into `root`, complete or not. Other files stay. Raises
     `OSError`."""
     for path in root.iterdir():
         if _OURS.fullmatch(path.name):

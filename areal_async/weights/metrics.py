@@ -25,4 +25,4 @@ FETCH_SECONDS = Histogram(
     buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0),
 )
 WAITS = Gauge("areal_weights_waits", "1 while a snapshot is on its way here and nothing comes.", ["what"])
-"""`what` is a text that names what the receiver waits for."""
+"""The label `what` is a text that describes the wait of the receiver."""

@@ -1,14 +1,14 @@
 """The mapping between the tensors of a model's files and the parameters of its module.
 
-transformers may store weights in a different form than the files do. A name may differ, or one parameter may
-contain all experts of a layer while the files have two tensors for each projection. This module runs the
-conversion of transformers (`transformers.core_model_loading`) once for each kind of parameter, on numbered
-elements instead of weights. The positions of the numbers show which view of the parameter each tensor of the
-files is.
+transformers may store weights in a different form than the files do. For example, a name may differ, or one
+parameter may contain all experts of a layer while the files have separate tensors for each expert. This
+module runs the conversion of transformers (`transformers.core_model_loading`) once for each kind of
+parameter, with tensors whose elements are consecutive numbers instead of weights. The positions of the
+numbers in the result show to which view of the parameter each tensor of the files corresponds.
 
-Loading fills these views and publishing reads them, one tensor at a time. A published snapshot therefore has
-the names and shapes of the files that the model was loaded from. A process that holds some experts of a layer
-loads and publishes only the tensors of those experts.
+Loading writes to these views and publishing reads them, one tensor at a time. A published snapshot therefore
+has the names and shapes of the files that the model was loaded from. A process that holds some experts of a
+layer loads and publishes only the tensors of those experts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MOST_NAMED = 5  # Largest number of tensors that an error names
 
 
 class NamesMismatch(ArealError):
-    """The tensors of the files do not match the model. The message has the form `lacks …`."""
+    """Error if the tensors of the files do not match the model. The message has the form `lacks …`."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def storage_of(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Storage]:
     """Return the storage of the parameters and persistent buffers of a transformers `model`.
 
     `shapes` are the names and shapes of the tensors in the files. The model may be on the meta device. If
-    several names are tied, the result has the first name that the files have. The result has no tensors that
-    transformers leaves out for this architecture. Raises `NamesMismatch` for tensors that are missing,
+    several names are tied, the result has the first of them that the files have. Tensors that transformers
+    ignores for this architecture are not in the result. Raises `NamesMismatch` for tensors that are missing,
     unknown or of another shape.
     """
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
@@ -178,7 +178,7 @@ class _Tracer:
     def trace(
         self, target: str, names: Mapping[str, list[str]], state: Mapping[str, Tensor]
     ) -> dict[str, Storage]:
-        """Return the storage of `target` and of all other parameters that are made of `names`.
+        """Return the storage of `target` and of all other parameters that are made from the tensors `names`.
 
         `names` are the names in the files, by the pattern that they matched.
         """

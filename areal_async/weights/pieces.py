@@ -15,7 +15,7 @@ class TensorPiece:
     """A box of the tensor `name`. `shape` is the shape of the whole tensor.
 
     The box begins at `offset` and has the extent of `tensor`. `tensor` may be on any device and may share
-    memory with a model. Use it before the model changes.
+    memory with a model, so it must be used before the model changes.
     """
 
     name: str

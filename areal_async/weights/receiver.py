@@ -1,4 +1,5 @@
-"""A receiver's end of the weights plane: learn of snapshots, open them verified, acknowledge them.
+"""A receiver's end of the weights plane. It waits for snapshots, opens and verifies them, and acknowledges
+them.
 
     news = await receiver.next(serving, wait_ms=5000)
     snapshot = await receiver.open(news)           # brought to this host; every hash matched
@@ -27,7 +28,8 @@ ANSWER_S = 10.0  # seconds that an answer may take beyond the requested wait
 
 
 class Receiver:
-    """One receiver, called `name`, of the publisher that `client` asks, on one event loop. It closes both."""
+    """One receiver, called `name`, on one event loop. It gets snapshots from the publisher to which `client`
+    is connected. Closing the receiver closes `client` and `channel`."""
 
     def __init__(
         self,
@@ -42,7 +44,8 @@ class Receiver:
         """Create a receiver.
 
         `channel` brings the files to this host. If `tensors` is False, snapshots are verified in place, for
-        an engine that reads the directory. `merger` makes whole weights of a job's adapters.
+        an engine that reads the directory. `merger` merges adapters into whole weights, if the job trains
+        adapters.
         """
         self._name = name
         self._channel = channel if channel is not None else ReceivingEnd()
@@ -81,8 +84,8 @@ class Receiver:
         return snapshot
 
     async def ack(self, tag: VersionTag, stall_ms: float = 0.0, error: str = "") -> None:
-        """Acknowledge that `tag` is served (or evaluated), or report the error. The files are no longer
-        read."""
+        """Acknowledge that `tag` is served (or evaluated), or report the error. The caller must not read the
+        snapshot's files any more."""
         message = AckSnapshot(self._name, self._purpose, tag, stall_ms, error)
         self._channel.served(tag, failed=bool(error))
         if self._merger is not None:

@@ -3,14 +3,15 @@
 These snapshots are kept:
 - the newest `keep`
 - snapshots pinned for evaluation, until they are evaluated
-- snapshots that a receiver was told of, until it acknowledges them or its hold expires
+- snapshots that were announced to a receiver, until it acknowledges them or its hold expires
 - snapshots that a delta in progress reads
 
-At most `MAX_PENDING` pinned snapshots wait beside version 0 and the final one. An older one is dropped, so
-that slow evaluation does not fill the memory. Each receiver holds at most `MAX_HOLDS` snapshots per purpose.
+At most `MAX_PENDING` pinned snapshots wait for evaluation, in addition to version 0 and the final version.
+Beyond this limit the oldest is dropped, so that slow evaluation does not fill the memory. Each receiver holds
+at most `MAX_HOLDS` snapshots per purpose.
 
-A retired snapshot is `reusable` (its bytes may be overwritten) unless a hold on it expired without an
-acknowledgement. Then a process may still be reading the snapshot, so its files may only be unlinked.
+A retired snapshot is `reusable` (its bytes may be overwritten), except if a hold on it expired without an
+acknowledgement. In this case a process may still be reading the snapshot, so its files may only be unlinked.
 """
 
 from __future__ import annotations
@@ -78,11 +79,11 @@ class RetentionPolicy:
 
     @property
     def previous(self) -> VersionTag | None:
-        """Return the snapshot before the newest, the base of a delta to the newest."""
+        """Return the snapshot before the newest. It is the base of a delta to the newest."""
         return self._tags[-2] if len(self._tags) > 1 else None
 
     def use(self, *tags: VersionTag) -> None:
-        """Keep the snapshots until `release`."""
+        """Keep the snapshots until `release` is called for them."""
         self._used.update(tags)
 
     def release(self, *tags: VersionTag) -> None:
@@ -105,7 +106,7 @@ class RetentionPolicy:
         return tag
 
     def acknowledge(self, receiver: str, purpose: Purpose, tag: VersionTag) -> None:
-        """End the receiver's holds on `tag` and everything older. A repeated call is harmless."""
+        """End the receiver's holds on `tag` and on all older snapshots. A repeated call is harmless."""
         holds = self._holds.get((receiver, purpose), {})
         for held in [held for held in holds if held <= tag]:
             del holds[held]
@@ -115,7 +116,7 @@ class RetentionPolicy:
             self._pins.remove(tag)
 
     def retire(self, now_ms: int) -> list[Retired]:
-        """Forget and return every snapshot that no rule keeps."""
+        """Remove every snapshot that no rule keeps from this object, and return these snapshots."""
         self._expire(now_ms)
         kept = {*self._tags[-self._keep :], *self._pins, *self._used}.union(*self._holds.values())
         gone = [tag for tag in self._tags if tag not in kept]

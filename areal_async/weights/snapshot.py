@@ -5,8 +5,9 @@
 - `open_snapshot` reads every byte into private memory, hashes that memory and only then returns tensors in
   it. Later changes on disk cannot change the opened tensors. A snapshot that is incomplete, mixed, truncated,
   extended or altered anywhere raises `SnapshotError`.
-- `open_snapshot(…, tensors=False)` also hashes every byte but keeps none, for engines that read the directory
-  themselves. The publisher's hold (`retention.py`) then keeps the files unchanged until the acknowledgement.
+- `open_snapshot(…, tensors=False)` hashes every byte too, but keeps no tensor in memory, for engines that
+  read the directory themselves. The publisher's hold (`retention.py`) then keeps the files unchanged until
+  the acknowledgement.
 - Nothing is fsynced, because snapshots are in shared memory.
 """
 
@@ -66,15 +67,15 @@ class SnapshotInfo:
     weights_hash: str = ""
     """The hash of names, shapes and bytes of all tensors, and of an adapter's configuration.
 
-    Equal weights have equal hashes under any tag. An adapter's configuration counts because it scales the
-    weights.
+    Equal weights have equal hashes under any tag. The hash includes an adapter's configuration because its
+    scale changes the merged weights.
     """
 
 
 @dataclass(frozen=True)
 class Companions:
-    """Content of a snapshot beside its tensors: `files`, and `tied` names with the tensor that each
-    shares."""
+    """Content of a snapshot other than its tensors: its `files`, and the `tied` names, each with the tensor
+    whose data it shares."""
 
     files: Mapping[str, bytes | Path] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -95,8 +96,8 @@ class Snapshot:
     path: Path
     manifest: Manifest
     tensors: dict[str, torch.Tensor]
-    """Each name of the model, tied names included, in memory of this process. Tied names share one tensor
-    object. Empty if the tensors were not read."""
+    """Tensors in memory of this process, by each name of the model. Tied names share one tensor object. Empty
+    if the tensors were not read."""
 
 
 def write_snapshot(
@@ -140,7 +141,7 @@ def finish_snapshot(
     model: Path,
     companions: Companions,
 ) -> SnapshotInfo:
-    """Make the snapshot `tag` of the file `model` and move the file.
+    """Make the snapshot `tag` from the tensor file `model`, which is moved into it.
 
     The file is filled by `layout` and hashed as `parts`. Raises `SnapshotError` and `OSError`.
     """
@@ -164,14 +165,14 @@ def finish_snapshot(
 
 
 def staging_for(final: Path) -> AbstractContextManager[Path]:
-    """Return a directory that becomes `final`. See `staged`."""
+    """Return the path of the directory in which `final` is prepared. See `staged`."""
     return staged(final.with_name(f"{WRITING_PREFIX}{final.name}"))
 
 
 @contextmanager
 def staged(staging: Path) -> Iterator[Path]:
-    """Make the directory `staging`, which the caller fills and renames. If it still exists at the end, remove
-    it."""
+    """Create the directory `staging`. The caller fills and renames it within the block. If it still exists at
+    the end of the block, remove it."""
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
@@ -198,8 +199,8 @@ def open_snapshot(path: Path, *, manifest_hash: str | None = None, tensors: bool
     """Verify everything in the directory `path`.
 
     `manifest_hash`, from the notice, proves that the directory is the announced snapshot. Without it, the
-    directory is only proven consistent and correctly named. If `tensors` is False, they are verified and not
-    read. Raises `SnapshotError`.
+    directory is only proven consistent and correctly named. If `tensors` is False, tensors are verified but
+    not returned. Raises `SnapshotError`.
     """
     with naming(path):
         manifest = read_manifest(path, manifest_hash)

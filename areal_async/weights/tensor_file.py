@@ -1,8 +1,8 @@
 """One safetensors file of a snapshot: mapped, filled with pieces of tensors, hashed and read.
 
 Format: u64 little-endian header size, JSON header `{name: {dtype, shape, data_offsets}}`, data. `layout.py`
-defines the position of each tensor. The safetensors package can only write whole new files. Here several
-processes refill an existing allocation.
+defines the position of each tensor. The safetensors package is not used, because it can only write whole new
+files. Here several processes refill an existing allocation.
 
 A few threads hash parts, one part each. Hashing releases Python's lock.
 """
@@ -53,8 +53,8 @@ R = TypeVar("R")
 class MappedFile:
     """A file mapped for writing.
 
-    A mapping that is kept between snapshots fills at the speed of memcpy. A new file in shared memory, or one
-    written by `write`, takes 2 to 20 times as long.
+    A mapping that is kept between snapshots is filled at the speed of memcpy. Filling a new file in shared
+    memory, or filling a file by `write`, takes 2 to 20 times as long.
     """
 
     def __init__(self, path: Path, size_bytes: int, mode: int = 0o600) -> None:
@@ -76,7 +76,7 @@ class MappedFile:
     def touch(self) -> None:
         """Enter every page into this process's page tables, so that the first copy is fast.
 
-        Only reads pages, because other processes may be writing to the file.
+        This only reads the pages, because other processes may be writing to the file.
         """
         np.add.reduce(self.view(0, self.size_bytes)[::PAGE_BYTES])
 
@@ -108,8 +108,8 @@ class MappedFile:
 def fill(mapped: MappedFile, layout: Layout, piece: TensorPiece) -> None:
     """Copy a piece from its device to its place in the file. This is the only copy of the piece.
 
-    On a GPU the copy may still be in progress when this function returns. Raises `SnapshotError` for a piece
-    of another layout.
+    A copy from a GPU may still be in progress when this function returns. Raises `SnapshotError` if the piece
+    does not fit the layout.
     """
     entry = layout.entries.get(piece.name)
     tensor = piece.tensor.detach()
@@ -138,8 +138,8 @@ def hash_ranges(mapped: MappedFile, ranges: Sequence[HashedRange]) -> list[Part]
 class TensorFile:
     """A file of a snapshot mapped for reading. Its header must match the manifest.
 
-    Reading a mapping needs no copy. No file is truncated while a process reads it. A retired file that may
-    still have readers is unlinked and never overwritten.
+    Reading a mapping needs no copy. The mapping is safe because no file is truncated while a process reads
+    it, and because a retired file that may still have readers is unlinked and never overwritten.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -178,7 +178,7 @@ class TensorFile:
     def read(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name, in memory of this process.
 
-        That memory itself is hashed. Raises `SnapshotError` if a hash does not match.
+        The hashes are computed over that memory. Raises `SnapshotError` if a hash does not match.
         """
         copies = {
             name: np.empty(entry.data_offsets[1] - entry.data_offsets[0], np.uint8)

@@ -1,7 +1,7 @@
 """The actor that hosts one process in a Ray cluster.
 
 Ray chooses the node of the actor and detects the loss of the node. `process_host.py` does the work on the
-node. Requests and answers are bytes, so none of our objects is pickled."""
+node. Requests and answers are bytes, so no object of this project is pickled."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class HostActor:
     def call(self, name: str, given: bytes) -> bytes:
         """Call a method of the host.
 
-        The arguments are decoded according to the method's annotations. An error is returned as text, because
-        Ray cannot transport every exception."""
+        The annotations of the method determine how the arguments are decoded. An error is returned as text,
+        because Ray cannot transport every exception."""
         try:
             method = getattr(self._host, name)
             kinds = [kind for argument, kind in get_type_hints(method).items() if argument != "return"]

@@ -1,4 +1,5 @@
-"""Check that a Ray head answers. A connection by Ray itself may wait forever and give no reason."""
+"""Check that a Ray head answers. If Ray itself connected to a head that does not answer, it might wait
+forever and give no reason."""
 
 from __future__ import annotations
 

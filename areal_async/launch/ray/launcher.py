@@ -5,7 +5,7 @@ Promises:
 - Nothing starts before the whole job has its places.
 - A process whose node is lost is reported as lost. Its next start asks Ray for another place.
 - Lines that processes append to their logs and events arrive on the home host within a second.
-- A buffer with its own Redis runs on the home host, so its files are there for a resume.
+- A buffer with its own Redis runs on the home host, so that a resumed run finds its files there.
 - After `close`, or after the death of this process, no process of the run is left on any node.
 
 One thread for each process of the run talks to its actor. The supervisor's thread never waits for an
@@ -135,7 +135,7 @@ class RemoteChild:
         self._end("kill")
 
     def close(self) -> None:
-        """Do nothing: there are no local descriptors."""
+        """Do nothing, because this child has no local descriptors."""
 
     def _end(self, how: str) -> None:
         self.cancelled.set()
@@ -222,9 +222,9 @@ class RayPlace:
             meeting.set_result(started.meeting)
 
     def _follow(self, child: RemoteChild) -> None:
-        """Process the news of the process until it has ended.
+        """Handle the news from the process until it has ended.
 
-        The link to its node may be cut for any time: Ray decides when the node is dead."""
+        The link to its node may be cut for any length of time. Only Ray decides when the node is dead."""
         while True:
             try:
                 asked = call(self.actor, "news", self._have, NEWS_S, child.report is not None)
@@ -246,7 +246,7 @@ class RayPlace:
                 return
 
     def _bring_home(self, files: Sequence[FileNews]) -> bool:
-        """Append these pieces to the run's files, and return whether there were any.
+        """Append these pieces to the run's files. Return whether there were any pieces.
 
         If the disk at home is full, the pieces are requested again later."""
         for piece in files:
@@ -284,7 +284,7 @@ class RayLauncher:
         self._files = threading.Lock()
         self._held: dict[str, socket.socket] = {}
         self._here: LocalLauncher | None = None
-        """Launcher of a buffer with its own Redis. Such a buffer runs on this host."""
+        """Local launcher for a buffer with its own Redis, because such a buffer runs on this host."""
         self._buffer = ""
 
     def begin(self, job: JobConfig, services: list[ServicePlace]) -> list[ServicePlace]:
@@ -444,12 +444,12 @@ class RayLauncher:
             )
 
     def moved(self, place: RayPlace) -> None:
-        """Record a new place, for the supervisor."""
+        """Record a new place, which the supervisor gets from `tend`."""
         with self._changed:
             self._moved.append(place.place)
 
     def published_with(self, place: ServicePlace) -> bytes:
-        """Return the topology once it contains `place`."""
+        """Wait until the published topology contains `place`, and return the topology."""
 
         def says() -> bool:
             return self._published is not None and place in self._published.services
@@ -485,7 +485,7 @@ class RayLauncher:
     # --- placing --------------------------------------------------------------------------------------
 
     def _reserve(self, group: PlacedTogether, needed: str) -> None:
-        """Reserve the places of a group, all or none, and wait for room. Raises `RunError`."""
+        """Wait for room, then reserve either all places of a group or none. Raises `RunError`."""
         needs = [need_of(self.job, place.role) for place in group.places]
         needs = [need if need.resources else Need({"CPU": LEAST_CPUS}, need.labels) for need in needs]
         labels = [dict(need.labels) for need in needs]
@@ -519,7 +519,7 @@ class RayLauncher:
             self._place(place, need, scheduling_strategy=strategy)
 
     def _place(self, place: ServicePlace, need: Need, **options: Any) -> None:
-        """Add a place with these options and needs. An actor takes the place later."""
+        """Add a place with these options and needs. Its actor is created later."""
         own = need.resources
         options |= {"num_cpus": own.get("CPU", 0), "num_gpus": own.get("GPU", 0), "memory": own.get("memory")}
         options["resources"] = {name: amount for name, amount in own.items() if name not in BUILT_IN}

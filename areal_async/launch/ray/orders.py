@@ -23,7 +23,8 @@ class PlaceOrder(msgspec.Struct, frozen=True):
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """The actor's host, and the endpoints that it reserves for its process, by the name of the server."""
+    """The actor's host, and the endpoints that the actor reserves for its process, by the name of the
+    server."""
 
     host: RunHost
     endpoints: dict[str, str]
@@ -37,7 +38,8 @@ class StartOrder(msgspec.Struct, frozen=True):
     meets: bool
     """True for a rank of a trainer with several ranks."""
     meeting: str
-    """Address at which these ranks meet. The value is empty for rank 0, which creates the meeting."""
+    """Address at which these ranks meet. It is empty for rank 0, because rank 0's host chooses the
+    address."""
     confirmed: int = 0
     """Newest revision that the Redis of a buffer has confirmed."""
 

@@ -1,9 +1,9 @@
-"""Needs of each process of a job, and the placement of its processes relative to each other. The module is
-pure.
+"""Resources that each process of a job needs, and which processes are placed together. The module is pure.
 
 Three placement groups exist. The ranks of a trainer are packed on as few nodes as possible. The first workers
-of a job and its evaluator are spread. Buffer and reward service are the third group. A buffer with its own
-Redis runs on the home host and is in no group. Ray reserves each group completely or not at all."""
+of a job and its evaluator are spread. The buffer and the reward service are the third group. A buffer with
+its own Redis runs on the home host, so it is in no group. Ray reserves either all places of a group or
+none."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def together(services: Sequence[ServicePlace]) -> list[PlacedTogether]:
 
 
 def need_of(job: JobConfig, role: Role) -> Need:
-    """Return the needs of a process: the needs in `placement`, or else the needs of its devices and
+    """Return the needs of a process. Needs that `placement` does not set follow from its devices and
     threads."""
     shape: ShapeSection = getattr(job.placement, role)
     cpus, gpus = LIGHT_CPUS, 0
@@ -97,9 +97,10 @@ def in_words(amounts: Mapping[str, float]) -> str:
 
 
 def lacking(needs: Sequence[Need], nodes: Sequence[Mapping[str, str]]) -> str:
-    """Return the needed labels that none of `nodes` has, as the end of a sentence; empty if there are none.
+    """Return the needed labels that none of `nodes` has, as the end of a sentence. The text is empty if no
+    label is missing.
 
-    Ray itself checks expressions such as `in(a,b)`."""
+    Labels with expressions such as `in(a,b)` are left to Ray."""
     wanted = {label for need in needs for label in need.labels.items() if not set(label[1]) & set("!(")}
     nowhere = sorted(wanted - {label for node in nodes for label in node.items()})
     shown = ", ".join(f"{name}={value}" for name, value in nowhere)

@@ -4,11 +4,11 @@ Promises:
 
 - A port that is reserved for the process stays reserved while this host lives, also after a death of the
   process.
-- Bytes that the process appends to its logs and events are sent from the reader's position. So no byte is
-  lost or repeated.
+- The reader states how many bytes of each log and event file it has, and gets the bytes after these. So no
+  byte is lost or repeated.
 - After `close`, or after the death of this host, nothing of the process is left running.
-- After the last host of a run on a node has ended, the run's folders there are removed. The last host or the
-  next run removes them.
+- The run's folders on a node are removed after the last host of the run there has ended: by that host, or by
+  the next run on the node.
 
 This module does not depend on Ray. An actor (`actor.py`) passes requests to it."""
 
@@ -62,7 +62,8 @@ class ProcessHost:
     """The host of one process. Call `place`, then `start` and `news` for each life of the process, then
     `close`.
 
-    Any thread may call the methods. Their names and annotations define an actor's calls (`actor.py`)."""
+    Any thread may call the methods. An actor calls the methods by name and decodes arguments by their
+    annotations (`actor.py`)."""
 
     def __init__(self, node_id: str, address: str) -> None:
         self._node_id = node_id
@@ -101,10 +102,10 @@ class ProcessHost:
         return self._starter.submit(self._start, order).result()
 
     def news(self, have: dict[str, int], wait_s: float, serves: bool) -> ProcessNews:
-        """Return the news of the process, after at most `wait_s`.
+        """Wait up to `wait_s` for news of the process, and return it.
 
-        `have` has the sizes of the files at the reader. `serves` is true if the reader knows that the process
-        is ready."""
+        `have` has the size of the reader's copy of each file. `serves` is true if the reader already knows
+        that the process is ready."""
         deadline_s = time.monotonic() + wait_s
         while True:
             status = ready = None
@@ -195,7 +196,8 @@ def shipped_by(name: str) -> re.Pattern[str]:
 
 
 def pieces_of(root: Path, paths: Iterable[Path], have: Mapping[str, int]) -> Iterator[FileNews]:
-    """Yield bytes of these files below `root` that the reader does not have yet, at most `PIECE_BYTES`.
+    """Yield the bytes of these files below `root` that the reader does not have yet, at most `PIECE_BYTES` in
+    total.
 
     Links are skipped."""
     room = PIECE_BYTES
@@ -211,13 +213,13 @@ def pieces_of(root: Path, paths: Iterable[Path], have: Mapping[str, int]) -> Ite
 
 
 def write_confirmed(run_dir: Path, revision: int) -> None:
-    """Record for the next buffer that Redis has confirmed this revision."""
+    """Store the newest revision that Redis has confirmed, for the next process of the buffer."""
     (run_dir / CONFIRMED).parent.mkdir(mode=0o700, exist_ok=True)
     write_whole(run_dir / CONFIRMED, revision.to_bytes(8, "little", signed=True))
 
 
 def confirmed_in(run_dir: Path) -> int:
-    """Return the newest revision that Redis has confirmed according to the buffer in `run_dir`."""
+    """Return the newest confirmed revision that the buffer has stored in `run_dir`."""
     with suppress(OSError):
         return int.from_bytes((run_dir / CONFIRMED).read_bytes()[:8], "little", signed=True)
     return 0
@@ -226,15 +228,15 @@ def confirmed_in(run_dir: Path) -> int:
 def is_secret(variable: str, role: Role) -> bool:
     """Return whether a variable of the node is hidden from processes of this role.
 
-    With Ray's secrets, a process could start programs anywhere on the cluster. `AWS_…` variables open the
-    stores of all jobs, and workers and rewards run foreign code."""
+    Ray's secrets are hidden from all processes, because they allow starting programs anywhere on the cluster.
+    `AWS_…` variables give access to the stores of all jobs, so they are hidden from workers and rewards,
+    which run foreign code."""
     runs_code_of_others = role in ("rollout", "evaluator", "reward")
     return variable.startswith((*OF_RAY, *(("AWS_",) if runs_code_of_others else ())))
 
 
 def served_by(place: ServicePlace) -> list[str]:
-    """Return the names of the process's servers. Other processes need the ports of these servers before the
-    process runs."""
+    """Return the names of the process's servers whose ports other processes need before the process runs."""
     if place.role == "trainer" and not place.is_first:
         return ["status"]
     served: Mapping[Role, list[str]] = {
@@ -276,15 +278,15 @@ def folders_of(host: RunHost) -> list[Path]:
 
 
 def remove_folders(folders: Iterable[Path]) -> None:
-    """Remove folders that belong to this user and are named like a run's folder."""
+    """Remove these folders if they belong to this user and are named like the folder of a run."""
     for folder in folders:
         if folder.name.startswith(f"areal-{os.getuid()}-") and is_own_folder(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep(run_id: str) -> None:
-    """Remove the folders of other runs on this node that no process uses any more, because their hosts were
-    killed."""
+    """Remove the folders of other runs on this node that no process uses any more. They remain if the hosts
+    of a run were killed."""
     locks = (root.glob(f"areal-{os.getuid()}-*/{IN_USE}") for root in volatile_roots())
     for lock in itertools.chain.from_iterable(locks):
         with suppress(OSError, NotOurs, msgspec.DecodeError):
@@ -297,7 +299,7 @@ def sweep(run_id: str) -> None:
 
 
 class InUse(msgspec.Struct, frozen=True):
-    """Content of the file on which each host of a run on a node holds a lock."""
+    """Content of the lock file of a run on a node. Each host of the run holds a lock on it."""
 
     run_id: str
     folders: list[str]

@@ -1,7 +1,7 @@
 """Writer of the files that Prometheus and Grafana need, for one folder and the runs to show.
 
-The files are complete: both programs start with them and find each other. Writing again replaces only files
-of an earlier call."""
+The files are complete, so that both programs can start with them and find each other. Writing again replaces
+only files of an earlier call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ SCRAPE_S, EVALUATE_S = 2, 5
 
 
 class ListedJobs(NamedTuple):
-    """A controller that lists its jobs' processes for Prometheus, and a token for requests to it."""
+    """A controller that lists the processes of its jobs for Prometheus, and the token for requests to this
+    controller."""
 
     url: str
     token_file: Path

@@ -1,15 +1,15 @@
 """Loggers: a run's figures and samples for TensorBoard, Weights & Biases, MLflow, or a user's logger.
 
 Each logger runs in its own thread and reads the files that the supervisor writes: `metrics.jsonl`, and the
-sample files beside it. Therefore a logger delays nothing, and unlogged values stay in the files. A server
-outage, a hang or a slow network costs no memory and loses nothing during the run. If a logger raises an
-error, the values of that call are skipped, counted and logged. At the end of a run the loggers have `CLOSE_S`
-to finish.
+sample files beside it. Therefore a logger cannot delay the run, and values that are not logged yet stay in
+the files. A server outage, a hang or a slow network costs no memory and loses nothing during the run. If a
+logger raises an error, the values of that call are skipped, counted and logged. At the end of a run the
+loggers have `CLOSE_S` to finish.
 
 `observe.loggers` names parts of the kind "logger". A part is called with a `LoggedRun` and its arguments, and
 has the methods of `RunLogger`. `<run>/loggers/<name>.json` records the progress of each logger. A resumed run
-continues the same run of the logger. It logs values that an earlier process did not log, and skips repeated
-steps."""
+continues the same run of the logger. The resumed run logs values that the earlier processes did not log, and
+skips steps that were already logged."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ log = get_logger("loggers")
 
 @dataclass
 class LoggedRun:
-    """Description of a run for a logger. `state` is kept across resumes, for example the id of the logger's
-    run."""
+    """Description of a run for a logger. `state` is kept across resumes and has, for example, the id of the
+    logger's run."""
 
     job: str
     folder: Path
     """`<run>/loggers`, an existing folder."""
     config: dict[str, Any]
-    """The job, without text that may be a secret (`areal_async/base/secrecy.py`)."""
+    """The job, without values that may be secrets (`areal_async/base/secrecy.py`)."""
     state: dict[str, Any] = field(default_factory=dict)
 
 
@@ -237,7 +237,7 @@ class LoggerThread:
 
 @contextmanager
 def watched_by_loggers(job: JobConfig, run_dir: Path) -> Iterator[list[LoggerThread]]:
-    """Run the loggers of a job, which read its run in `run_dir` while the block runs. Their errors are not
+    """Run the loggers of a job while the block runs. They read the run in `run_dir`. Their errors are not
     raised."""
     threads: list[LoggerThread] = []
     for number, section in enumerate(job.observe.loggers):

@@ -23,8 +23,8 @@ def row(sample: Mapping[str, Any]) -> list[Any]:
 
 
 def texts(sample: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the prompt of an episode, and all text after it. The author is named before each text that is
-    not the assistant's."""
+    """Return the prompt of an episode, and all text after it. A text that the assistant did not write begins
+    with its author's name."""
     segments = sample["segments"]
     begun = next(
         (number for number, each in enumerate(segments) if each["author"] == "assistant"), len(segments)

@@ -70,9 +70,9 @@ class WeightsAndBiases:
         """Do nothing, because wandb's own process has already received the values."""
 
     def close(self, ending: str) -> None:
-        """Return when all figures are in the files. `finish` returns before wandb's service process has
-        written the end of an offline run. Therefore the last closing run waits until that process has exited,
-        unless a run of other code uses it."""
+        """Close the run, and return when all figures are in the files. `finish` returns before wandb's
+        service process has written the end of an offline run. Therefore the last closing run waits until that
+        process has exited, unless a run of other code uses it."""
         import wandb
 
         self._run.finish(exit_code=0 if ending == "finished" else 1)

@@ -2,8 +2,9 @@
 
     routes = page_routes(source, guard)
 
-A browser runs only the page's own scripts, even if a model wrote other scripts (`POLICY`). The routes write
-nothing. They build no path from names in requests. The client's token is in a header, never in a URL."""
+A browser runs only the page's own scripts, even if a model's text contains scripts (`POLICY`). The routes
+write nothing. They build no path from names in requests. The client's token is in a header, never in a
+URL."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ TOKEN_BYTES = 24
 LONGEST_SEARCH = 200
 
 Guard = Callable[[Request], None]
-"""Raises an error for a refused request. `refusal` turns the error into the response."""
+"""Function that raises an error if it refuses a request. `refusal` of `page_routes` turns the error into the
+response."""
 
 
 class RunSource(Protocol):
@@ -63,8 +65,8 @@ class RunSource(Protocol):
         """Return one row per run, in the form of `told_of`. Its `key` identifies the run in requests."""
 
     async def find(self, key: str) -> tuple[Path, dict[str, Any]]:
-        """Return the folder of a run, and values that replace the values from the folder. If there is no such
-        run, raises an error that `page_routes` answers with 404."""
+        """Return the folder of a run, and values of its overview that replace the values read from the
+        folder. If there is no such run, raises an error that `page_routes` answers with 404."""
 
 
 class FolderOfRuns:
@@ -87,8 +89,8 @@ def static_text(name: str) -> str:
 def page_routes(
     source: RunSource, guard: Guard, refusal: Callable[[Exception], Response | None]
 ) -> list[Route]:
-    """Return the routes of the page. `refusal` returns the response to an error, or None. If it returns None,
-    the response to an unknown name is 404."""
+    """Return the routes of the page. `refusal` returns the response to an error, or None. If it returns None
+    for an unknown name, the response is 404."""
 
     async def jobs(request: Request) -> Any:
         return await source.jobs()

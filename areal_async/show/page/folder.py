@@ -1,7 +1,7 @@
 """Reader of run folders for the page: status, new records, samples. It writes nothing.
 
 Names from a client are compared with existing names, so no path is built from them. Each answer has a size
-limit. The next answer continues at its end."""
+limit. The next request continues where the answer ended."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def run_in(folder: Path, name: str) -> Path:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Return the names in a folder, which may be non-printable. Return [] if the folder has been deleted."""
+    """Return the names in a folder, including names that cannot be printed. Return [] if the folder has been
+    deleted."""
     with suppress(OSError):
         return os.listdir(folder)
     return []
@@ -80,8 +81,8 @@ def _lock_time(folder: Path) -> float | None:
 
 
 def told_of(folder: Path) -> Json:
-    """Return one row of a list: name, state, finished steps and the time of the last change. This is a cheap
-    operation."""
+    """Return one row of a list: name, state, finished steps and the time of the last change. The function is
+    cheap, because it reads only the end of the records."""
     size, changed_ns = _stamp(folder / RECORDS)
     last = _last(folder, size, changed_ns) if size else {}
     if not changed_ns:
@@ -121,7 +122,8 @@ def _records_file(folder: Path) -> BinaryIO:
 def _last(folder: Path, size: int, changed_ns: int = 0) -> Mapping[str, Json]:
     """Return the last record of each kind before byte `size` of a run's records, from the last bytes only.
 
-    The kind of a step of any training is "step". Its accuracy is also an evaluation."""
+    A step of any kind of training has the kind "step". If such a step has an accuracy, it is also an
+    evaluation."""
     found: dict[str, Json] = {}
     low = max(0, size - LAST_BYTES)
     with suppress(OSError, NotOurs), _records_file(folder) as file:
@@ -137,8 +139,8 @@ def _last(folder: Path, size: int, changed_ns: int = 0) -> Mapping[str, Json]:
 
 
 def overview(folder: Path, job: JobConfig | None = None) -> Json:
-    """Return the status of one run: its job, its processes and their waits, its ending, and the panels. A
-    queued run has no folder yet."""
+    """Return the overview of one run: its job, its processes and the reasons why they wait, its ending, and
+    the panels. A queued run has no folder yet."""
     begun = (folder / LOCK).exists()
     told = told_of(folder)
     alive = told["state"] == "RUNNING"

@@ -1,8 +1,8 @@
 """`report.html`: a single file that shows one run, or compares several runs.
 
 The file contains everything, so nothing is fetched. Its size is limited: long series are thinned, and only a
-few episodes are kept. Text of a model cannot run as a script. The file's content security policy allows only
-the page's scripts, by hash."""
+few episodes are kept. Text of a model cannot run as a script, because the file's content security policy
+allows only the page's scripts, by hash."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 `weights.channel` names a channel: `shm`, `zmq`, `disk` or `nccl`, an entry point of another package in the
 group `areal_async.channels`, or `path.py:name` (see `areal_async/config/registry.py`). A channel is a class
-with the members of `Channel` and is usually derived from `Channel`. It is never instantiated. It makes two
-ends:
+with the members of `Channel`, usually derived from it. The class is never instantiated. It creates two ends:
 
     PublishingEnd   in the trainer, driven by `Publisher`: `start`, then for each version `offer`, `add` and,
                     once the version is retired, `remove`; at the end `close`. `start`, `answer` and `close`
@@ -12,8 +11,9 @@ ends:
     ReceivingEnd    in each process that serves or evaluates, driven by `Receiver` on its event loop: `bring`,
                     then `served` or `distrust`; at the end `close`.
 
-The base classes are the ends of a channel whose receivers read the files where the trainer wrote them. No
-channel end verifies a snapshot. `open_snapshot` hashes the files that `bring` returned, for every channel.
+The base classes of the two ends implement a channel whose receivers read the files where the trainer wrote
+them. A channel need not verify snapshots, because `open_snapshot` hashes the files that `bring` returned, for
+every channel.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def makes_deltas(job: JobConfig) -> bool:
 
 
 class SharedCopies(NamedTuple):
-    """Largest numbers of copies in the shared memory of the trainer's host.
+    """Largest numbers of model copies that are in the shared memory of the trainer's host at one time.
 
-    One copy is the model in `trainer.dtype`, or its adapters.
+    A copy is the whole model in `trainer.dtype`, or only its adapters.
     """
 
     snapshots: int
     """Kept snapshots and the snapshot in progress."""
     evaluated: int
-    """Other snapshots that evaluations hold."""
+    """Further snapshots that evaluations hold."""
     deltas: int
     """A delta and the snapshot that it changes."""
     merged: int
@@ -126,8 +126,8 @@ class Zmq(Channel):
         """Seconds without a requested chunk after which a receiver switches to another source."""
         give_up_s: float = Field(default=60.0, gt=0)
         """Seconds without any data after which a fetch fails. The next fetch reuses the verified chunks. With
-        `nccl` also the longest time to form a group, or to transfer 512 MB. After that the engine loads the
-        snapshot."""
+        `nccl`, this is also the longest time to form a group, or to transfer 512 MB. After that time, the
+        engine loads the snapshot instead."""
 
     @staticmethod
     def publishing_end(ctx: ServiceContext) -> PublishingEnd:
@@ -160,8 +160,8 @@ class Zmq(Channel):
 class Nccl(Channel):
     """Channel `nccl`: the trainer sends tensors from its own device to running SGLang servers.
 
-    Snapshots are also published, by `shm` if the whole job runs on one host, else by `zmq`. The servers' side
-    is `rollout_service/engines/sglang/weights.py`.
+    Snapshots are published as well, by `shm` if the whole job runs on one host, else by `zmq`. The code on
+    the servers' side is `rollout_service/engines/sglang/weights.py`.
     """
 
     from_device = True

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 
 class PublishingEnd:
-    """The trainer's end. This base class leaves the files in place."""
+    """The trainer's end. This base class does nothing, so receivers read the files where the trainer wrote
+    them."""
 
     node_id = ""
     """Name of the trainer's host."""
     takes_tensors = False
-    """Whether `offer` is called. It needs a trainer of one rank, because it takes all tensors at once."""
+    """Whether `offer` is called. If so, the trainer must have only one rank, because `offer` gets all tensors
+    at once."""
 
     async def start(self) -> None:
         """Begin to serve. Raises `ArealError`."""
@@ -38,7 +40,7 @@ class PublishingEnd:
     def offer(self, tag: VersionTag, tensors: Mapping[str, torch.Tensor]) -> None:
         """Announce that these tensors, on the trainer's device, are about to be published as `tag`.
 
-        The tensors may change as soon as this method returns.
+        The trainer may change the tensors as soon as this method returns.
         """
 
     def add(self, directory: Path, manifest_hash: str) -> None:
@@ -60,10 +62,10 @@ class ReceivingEnd:
     """The end of one receiver. This base class reads the files where the trainer wrote them."""
 
     makes_deltas = False
-    """Whether this end keeps the last snapshot, so that the next can be made from a delta."""
+    """Whether this end keeps the last snapshot, so that a delta can turn it into the next."""
 
     async def bring(self, notice: SnapshotNotice, publisher: Client) -> Path:
-        """Return the path of the announced snapshot on this host.
+        """Bring the announced snapshot to this host, and return its path.
 
         `publisher` is the receiver's connection to the publisher. Raises `SnapshotError` if the snapshot
         cannot be brought.
@@ -71,10 +73,12 @@ class ReceivingEnd:
         return Path(notice.path)
 
     def served(self, tag: VersionTag, *, failed: bool = False) -> None:
-        """Note that the receiver now uses `tag`, or `failed` to use it. Unneeded files may be removed."""
+        """Record that the receiver now uses `tag`, or, with `failed`, that it could not. Files that are no
+        longer needed may then be removed."""
 
     def distrust(self, notice: SnapshotNotice) -> None:
-        """Remove brought files that could not be opened, so that the next try does not find them."""
+        """Remove files that `bring` returned but that could not be opened, so that the next try fetches them
+        again."""
 
     async def close(self) -> None:
         """Close all sockets."""
@@ -91,7 +95,8 @@ class Channel:
         """The arguments of the channel: `weights.channel_args` of the job file."""
 
     deltas = False
-    """Whether `weights.codec: auto` makes deltas. They pay off only if they save network traffic."""
+    """Whether deltas are made under `weights.codec: auto`. Deltas are worth their cost only if they save
+    network traffic."""
     one_host = False
     """Whether the channel reaches only processes of the trainer's host."""
     from_device = False

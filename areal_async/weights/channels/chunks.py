@@ -1,10 +1,11 @@
-"""A snapshot directory in chunks: its division, the hash of every chunk, and the chunks on this host.
+"""A snapshot directory in chunks: the division into chunks, the hash of every chunk, and the chunks that are
+on this host.
 
 A `ChunkTable` names one directory by the hash of its manifest. Chunks are numbered across all files in the
 order of the table. The manifest's chunks come last. Each chunk has `chunk_bytes`, except for the last chunk
 of a file.
 
-Chunks are read from a `ChunkStore`. It is a complete directory or a `PartialDownload`, a directory that is
+Chunks are read from a `ChunkStore`. This is a complete directory, or a `PartialDownload`: a directory that is
 filled under a hidden name beside its final name. Promises of a `PartialDownload`:
 - A chunk is readable only after its bytes are in the file and its hash matched.
 - `resume` hashes all data of an interrupted download and keeps the chunks that match.
@@ -38,8 +39,8 @@ MAX_CHUNK_BYTES = 4 << 20
 WANTED_CHUNKS = 256
 """Number of chunks of a snapshot.
 
-With this many chunks, a chain of receivers takes little longer than one transfer. A chunk is still large
-compared with its message.
+With this many chunks, a transfer along a chain of receivers takes little longer than to one receiver, and a
+chunk is still large compared with the message for it.
 """
 MAX_CHUNKS = 1 << 26
 PARTIAL_PREFIX = ".partial-"
@@ -67,7 +68,7 @@ class ChunkLayout:
         self.table = table
         counts = [count_chunks(size, table.chunk_bytes) for _, size in table.files]
         *self._first, self.n_chunks = accumulate(counts, initial=0)
-        """number of the first chunk of each file, and the number of chunks"""
+        """Number of the first chunk of each file, and the number of all chunks."""
 
     def chunk(self, number: int) -> tuple[int, int, int]:
         """Return the file of a chunk (index into the table's files), its offset in the file and its size, in
@@ -117,9 +118,9 @@ class ChunkStore:
         return [map_file(self.directory / name, size) for name, size in self.layout.table.files]
 
     def close(self) -> bool:
-        """Stop giving out chunks. Return whether no reader, including sockets, still uses a chunk.
+        """Stop giving out chunks. Return True if no reader (including sockets) uses a chunk any more.
 
-        Only then may the files be overwritten. They may be removed in either case.
+        The files may be overwritten only if the result is True. They may be removed in either case.
         """
         with self._lock:
             self._closed = True
@@ -134,7 +135,8 @@ class ChunkStore:
 
 
 class PartialDownload(ChunkStore):
-    """A directory in download that becomes `final`. All its files already have their full size on disk.
+    """A directory that is being downloaded and becomes `final`. All its files have their full size from the
+    start.
 
     The object belongs to one event loop. Any thread may call `resume` and `put`.
     """
@@ -184,8 +186,8 @@ class PartialDownload(ChunkStore):
         return [mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else b"" for fd, (_, size) in files]
 
     def put(self, number: int, data: memoryview) -> bool:
-        """Store chunk `number` and return whether its hash is right. Raises `SnapshotError` if it cannot be
-        written."""
+        """Store chunk `number` if its hash is right. Return whether it is. Raises `SnapshotError` if it
+        cannot be written."""
         if not self.layout.matches(number, data):
             return False
         file, at, _ = self.layout.chunk(number)
@@ -244,8 +246,8 @@ def count_chunks(size_bytes: int, chunk_bytes: int) -> int:
 
 
 def chunk_bytes_for(size_bytes: int) -> int:
-    """Return a power of two that cuts `size_bytes` into `WANTED_CHUNKS` to twice as many, within the
-    limits."""
+    """Return the size of a chunk: a power of two, within the limits, that divides `size_bytes` into between
+    `WANTED_CHUNKS` and twice as many chunks."""
     wanted = max(1, size_bytes // WANTED_CHUNKS)
     return min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, 1 << (wanted.bit_length() - 1)))
 

@@ -1,16 +1,18 @@
-"""A receiver's end of channel `zmq`: from a notice to a complete directory on this host.
+"""A receiver's end of channel `zmq`. It turns the notice of a snapshot into a complete directory on this
+host.
 
 `Download` fetches one directory, chunk by chunk, from one source at a time. It uses the first source in the
-list that did not fail in this round. A source fails if it sends nothing for the patience, sends a chunk with
-a wrong hash, lacks the snapshot or cannot be reached. After all sources have failed, a new round begins with
-all of them and twice the patience, because the link may be slower than assumed. The download fails after
-`give_up_s` without data from any source. Verified chunks stay on disk for the next download. At most
-`window_bytes` are requested and not yet received, so a source never queues more than that for a receiver.
+list that did not fail in this round. A source fails if it sends nothing for a time limit (the patience),
+sends a chunk with a wrong hash, lacks the snapshot or cannot be reached. After all sources have failed, a new
+round begins with all of them and twice the patience, because the link may be slower than assumed. The
+download fails after `give_up_s` without data from any source. Verified chunks stay on disk for the next
+download. At any time at most `window_bytes` are requested and not yet received, so a source never queues more
+than this for one receiver.
 
 Promises:
 - One process per host fetches a snapshot (`host_cache.py`). Other processes wait for it, with a deadline.
 - If the fetching process dies, another process continues with the verified chunks.
-- A brought snapshot stays until all its users on this host have acknowledged a later one.
+- A fetched snapshot stays until all its users on this host have acknowledged a later one.
 """
 
 from __future__ import annotations
@@ -119,7 +121,7 @@ class Download:
         return self.partial.final
 
     async def _take_from(self, source: str, patience_s: float, pool: ThreadPoolExecutor) -> None:
-        """Take chunks until none is missing or the source fails."""
+        """Fetch chunks from the source until none is missing or the source fails."""
         self._active = source
         wanted = iter(self.partial.missing)
         reason = f"it has sent nothing for {patience_s:g} s"
@@ -153,7 +155,7 @@ class Download:
         patience_s: float,
         pool: ThreadPoolExecutor,
     ) -> None:
-        """Take one chunk after another, with one credit."""
+        """Fetch one chunk after another. Each of several such tasks has one request in flight."""
         loop = asyncio.get_running_loop()
         for number in wanted:
             data = await self._chunk(client, number, source)
@@ -194,7 +196,8 @@ class Download:
 
 
 class SnapshotFetcher(ReceivingEnd):
-    """Brings snapshots to host `node_id`, into `root`. `server` serves their chunks to other receivers.
+    """Fetches snapshots to host `node_id`, into the folder `root`. `server` serves their chunks to other
+    receivers.
 
     `download(store, sources, origin=…)` makes each `Download`.
     """
@@ -248,7 +251,8 @@ class SnapshotFetcher(ReceivingEnd):
             await self._fetch(notice.tag.label, notice.manifest_hash, publisher)
 
     async def _make_of_delta(self, notice: SnapshotNotice, publisher: Client) -> bool:
-        """Try to make the snapshot from a delta and a snapshot on this host. Return whether it worked."""
+        """Try to make the snapshot from a delta and a snapshot that is on this host. Return whether this
+        succeeded."""
         if notice.delta is None:
             return False
         cache, name, base = self._cache, notice.tag.label, notice.delta.base.label
@@ -302,7 +306,7 @@ class SnapshotFetcher(ReceivingEnd):
         self._shared[name] = manifest_hash
 
     async def _follow(self, download: Download) -> None:
-        """Wait for the end of the download. If no data arrives, report the cause of the wait."""
+        """Wait for the end of the download. While no data arrives, report the cause of the wait."""
         running, told = asyncio.ensure_future(download.run()), ""
         try:
             while not running.done():
@@ -316,7 +320,8 @@ class SnapshotFetcher(ReceivingEnd):
 
 
 def _report_wait(state: str, told: str) -> str:
-    """Report a wait, or its end if `state` is empty, unless `told` was the last report. Return the state."""
+    """Report the wait `state`, or the end of a wait if `state` is empty. Do nothing if the last report,
+    `told`, was the same. Return `state`."""
     if state != told:
         board.waits("weights", state)
         if told:

@@ -3,8 +3,8 @@
 Promises:
 - The first process that claims a snapshot makes it. Other processes wait for it, with a deadline. A claim
   ends with its process, and another process continues from the existing data.
-- The newest `KEPT` snapshots and all held snapshots stay. A hold ends with its process. The next `sweep`
-  removes other snapshots and unfinished data.
+- The newest `KEPT` snapshots and all held snapshots are kept. A hold ends with its process. The next `sweep`
+  removes all other snapshots, and unfinished data.
 
 Claims and holds are `flock`s on hidden files beside the directories. All methods except `obtain` are quick.
 One thread at a time may call them.
@@ -50,7 +50,7 @@ class HostCache:
     async def obtain(self, name: str, manifest_hash: str, make: Callable[[], Awaitable[object]]) -> Path:
         """Return the directory `name` with this manifest, and hold it from now on.
 
-        `make` creates a missing directory at its path. Raises `SnapshotError` and all errors of `make`.
+        If the directory does not exist, `make` creates it. Raises `SnapshotError` and all errors of `make`.
         """
         self.hold(name)
         deadline_s = time.monotonic() + self._wait_s
@@ -101,8 +101,8 @@ class HostCache:
             os.close(self._holds.pop(name))
 
     def served(self, name: str, *, failed: bool = False) -> None:
-        """Free all snapshots older than `name`, which this process now serves. If `failed`, free `name`
-        alone."""
+        """Free all snapshots older than `name`, because this process now serves `name`. If `failed`, free
+        only `name`."""
         for held in self.held:
             if held == name if failed else held != name and _tag_of(held) <= _tag_of(name):
                 self.free(held)
@@ -179,6 +179,7 @@ def flock_file(path: Path, how: int) -> int | None:
 
 
 def _end(path: Path, fd: int) -> None:
-    """Remove a lock's file and then release the lock. In this order, each waiter checks the path again."""
+    """Remove a lock's file, and only then release the lock. In this order, each process that waited for the
+    lock sees that the file is gone and opens the path again."""
     path.unlink(missing_ok=True)
     os.close(fd)

@@ -5,9 +5,9 @@ receiver have a `ChunkServer`. `SnapshotServer` is the publisher's end of channe
 table of a snapshot once, right after publication, in a thread of its own.
 
 Promises:
-- The server answers only clients with the keys (or, on loopback, with the run's secret). See `rpc/server.py`.
-- A missing chunk of a download is sent as soon as it arrives. A request for an unknown snapshot waits up to
-  `EARLY_S`, because this host's own download may begin later than the client's.
+- The server answers only clients that have the keys (or, on loopback, the run's secret). See `rpc/server.py`.
+- If a requested chunk is still being downloaded, it is sent as soon as it arrives. A request for an unknown
+  snapshot waits up to `EARLY_S`, because the download of this host may begin later than the client's.
 - A receiver has at most `MAX_ASKED` chunks in flight. A slow receiver does not delay other receivers.
 - Bytes are sent from the mapped file, without a copy.
 """
@@ -86,7 +86,7 @@ class ChunkServer:
             self._loop.call_soon_threadsafe(self._wake)
 
     def remove(self, manifest_hash: str) -> bool:
-        """Stop serving the snapshot. Return whether no socket reads its files, so that they may be
+        """Stop serving the snapshot. Return True if no socket reads its files any more, so that they may be
         overwritten."""
         store = self._stores.pop(manifest_hash, None)
         return store is None or store.close()
@@ -134,15 +134,17 @@ class ChunkServer:
 
 
 def sources(line: list[str], endpoint: str, origin: str) -> list[str]:
-    """Return the sources of the receiver at `endpoint`, best first. The first call puts it into `line`.
+    """Return the sources of the receiver at `endpoint`, best first. The first call for a receiver appends it
+    to `line`.
 
     Receivers form a line in the order of their first requests. The first receiver fetches from the origin
-    (the trainer), and each other receiver fetches from the one before it. The origin and every link send each
-    byte once. Chunks are relayed as they arrive, so n receivers take the time of one plus n - 1 chunks.
+    (the trainer), and each other receiver fetches from the one before it. So the origin and every receiver
+    send each byte only once. Chunks are relayed as they arrive, so a transfer to n receivers takes only the
+    time of n - 1 chunks longer than to one.
 
-    The order is the earlier receivers from the nearest on, the origin, then the later ones. A receiver skips
-    sources that have left. If the receivers together hold all chunks, they complete each other without the
-    origin.
+    The sources are first the earlier receivers, beginning with the nearest, then the origin, then the later
+    receivers. A receiver skips sources that have left. If the receivers together have all chunks, they can
+    complete their copies without the origin.
     """
     if endpoint not in line:
         if len(line) >= MAX_MEMBERS:

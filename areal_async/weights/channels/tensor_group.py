@@ -1,13 +1,14 @@
-"""The trainer's rank in a process group with several engines: forming, sending and giving up.
+"""The trainer's rank in a process group with several engines. It forms the group, sends tensors, and gives up
+on failures.
 
 Promises:
-- Members proceed in step. No member starts a bucket before all members are ready for it. A member that fails
-  between two buckets therefore does not block the others in a broadcast.
-- A failure breaks the group permanently. Waiting members get the reason, and members at the meeting point
-  lose their connection. The trainer waits at most `limit_s` for a member.
+- No member starts a bucket before all members are ready for it. If a member fails between two buckets, the
+  other members are therefore not blocked in a broadcast.
+- A failure breaks the group permanently. Members that wait for a bucket get the reason, and members that wait
+  at the meeting point lose their connection. The trainer waits at most `limit_s` for a member.
 
-A member that stops during a broadcast may block the members to which it would have relayed bytes, until its
-connections close.
+One case remains: if a member stops during a broadcast, the members to which it would have relayed bytes may
+be blocked until its connections close.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class TensorGroup:
         )
 
     def begin(self, tag: VersionTag, n_buckets: int) -> None:
-        """Prepare to send `tag`. No member has taken any bucket of it."""
+        """Prepare to send `tag`, of which no member has taken a bucket yet."""
         with self._changed:
             self.busy, self._tag, self._last, self._released = True, tag, n_buckets, JOIN - 1
             self._ready = dict.fromkeys(self.members, JOIN - 1)
@@ -85,8 +86,8 @@ class TensorGroup:
     async def ready(self, engine: str, tag: VersionTag, number: int, wait_s: float) -> bool | str:
         """Return whether `engine` may take bucket `number` now.
 
-        False means that not all members were ready within `wait_s`. A text is the reason why nothing more
-        will come.
+        The result False means that not all members were ready within `wait_s`. A text is the reason why
+        nothing more will be sent.
         """
         with self._changed:
             if self.broken or tag != self._tag or engine not in self._ready:
@@ -109,7 +110,7 @@ class TensorGroup:
                     self._waiters.discard(woken)
 
     def break_up(self, reason: str) -> None:
-        """Stop using the group. Members that wait for others get the reason."""
+        """Stop using the group. Members that wait for a bucket get the reason."""
         with self._changed:
             if self.broken:
                 return
@@ -122,8 +123,8 @@ class TensorGroup:
     def part(self) -> None:
         """Close the meeting point of a broken group, so that members that wait there lose the connection.
 
-        A member that arrives later tries for minutes to connect. Members that were told to join therefore get
-        a moment first.
+        A member that arrives after this would try to connect for minutes. Therefore call this only after the
+        members that were told to join had a moment to arrive.
         """
         self._meeting = None
 
@@ -183,9 +184,10 @@ class TensorGroup:
             time.sleep(POLL_S)
 
     def end(self) -> None:
-        """Note that the thread no longer uses the group.
+        """Record that the sending thread no longer uses the group.
 
-        The connections of a broken group close, so that other members need not wait for their own timeouts.
+        This closes the connections of a broken group, so that the other members need not wait for their own
+        timeouts.
         """
         with self._changed:
             self.busy = False
@@ -193,7 +195,7 @@ class TensorGroup:
                 self._backend = self._meeting = None
 
     def _wake(self) -> None:
-        """Let all waiting members look again. The caller holds the lock."""
+        """Wake all waiting members, so that they check the state again. The caller holds the lock."""
         for woken in self._waiters:
             settle(woken, None)
 

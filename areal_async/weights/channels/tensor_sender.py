@@ -1,23 +1,24 @@
 """The trainer's end of channel `nccl`: it sends tensors from its own device directly to running engines.
 
 Engines that request a version within a short window form one process group with the trainer
-(`tensor_group.py`). The group uses NCCL between GPUs and gloo between CPUs. Each byte is sent once. An engine
-drives its own part. It sends a request once it is paused, gets the group and the order of the tensors, and
-reports when it is ready for a bucket.
+(`tensor_group.py`). The group uses NCCL between GPUs and gloo between CPUs. The trainer sends each byte once.
+Each engine drives its own part: once it is paused, it sends a request, gets the group and the order of the
+tensors as the answer, and reports when it is ready for a bucket.
 
 Promises:
 - Engines get exactly the requested version: a private copy that no training step changes. Only the newest
   version is sent.
 - Training never waits for an engine. A send runs on its own thread. It makes progress or ends within
   `limit_s` for each bucket.
-- After a failure all members of the group load the snapshot instead. The next group consists of the engines
-  that request then. A group with a failure is never reused.
-- A late engine delays no other engine. It loads the snapshot, and the next send waits for it.
-- The sent tensors are not hashed. The snapshot with the hashes is always published as well, at its own end
-  (`snapshots`).
+- After a failure, all members of the group load the snapshot instead. A group with a failure is never reused:
+  the engines that request the next version form a new group.
+- An engine that requests too late does not delay the others. It loads the snapshot, and takes part in the
+  next send.
+- The sent tensors are not hashed. The snapshot with the hashes is always published as well, by the end of
+  another channel (`snapshots`).
 
 The meeting point and the group's connections use the address `host` of this machine. The default is loopback,
-and then members are processes of this host. The connections are neither authenticated nor encrypted.
+with which all members must be on this host. The connections are neither authenticated nor encrypted.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ from areal_async.weights.channels.channel import PublishingEnd
 from areal_async.weights.channels.tensor_group import TensorGroup, settle
 
 BUCKET_BYTES = 512 << 20
-"""Bytes per request. An engine's server needs this much memory beside its weights."""
+"""Bytes per request (bucket). The server of an engine needs this much memory in addition to its weights."""
 WINDOW_S = 0.5
-"""Seconds from an engine's first request for a version to the send. It starts early if all last members
-ask."""
+"""Seconds from the first engine's request for a version to the start of the send. The send starts earlier if
+all members of the last group have requested the version."""
 MAX_SENDS = 64  # most sends at once; more accumulate only if members of broken groups have not timed out yet
 CLOSE_S = 2.0
 PART_S = 2.0  # seconds in which invited members can reach the meeting point of a broken group
@@ -71,7 +72,7 @@ Plan = SendsTensors | SendsNothing
 
 @dataclass(eq=False)
 class _Copy:
-    """The newest version, in memory of its own: the bytes of each bucket, u8."""
+    """The newest version in separate memory, as the bytes (u8) of each bucket."""
 
     tag: VersionTag
     buckets: list[TensorBucket]
@@ -117,7 +118,7 @@ class TensorSender(PublishingEnd):
         self._closing = False
 
     async def start(self) -> None:
-        """Start the snapshots' end.
+        """Start the end that publishes the snapshots.
 
         Raises `SnapshotError` if torch lacks the backend. Raises `EndpointError` if no interface has `host`
         or the snapshots' end cannot serve.
@@ -161,8 +162,8 @@ class TensorSender(PublishingEnd):
             self._copy = _Copy(tag, buckets, data)
 
     async def answer(self, message: Message) -> Answer | None:
-        """Collect the engines that request the newest version and start the send. Keep members of a group in
-        step."""
+        """Handle an engine's message: collect the engines that request the newest version, start the send,
+        and let the members of a group take each bucket together."""
         if isinstance(message, AskTensors):
             return await self._asked(message)
         if not isinstance(message, TakeBucket | BreakGroup):
@@ -182,7 +183,7 @@ class TensorSender(PublishingEnd):
         return Ok() if may else NoNews()
 
     async def close(self) -> None:
-        """Stop sending. Sends in progress get a moment, and other engines load the snapshot."""
+        """Stop sending. Sends in progress have a moment to end. Engines that still wait load the snapshot."""
         with self._lock:
             self._closing = True
             copy, sends = self._copy, dict(self._sends)
@@ -255,7 +256,7 @@ class TensorSender(PublishingEnd):
     def _group_of(self, asked: Sequence[AskTensors]) -> TensorGroup | str:
         """Return the last group if it is intact and has exactly these engines, else a new group.
 
-        A text is the reason why there is no group.
+        If the result is a text, it is the reason why there is no group.
         """
         members, last = {message.engine: message.ranks for message in asked}, self._group
         if last is not None:
