@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -335,13 +335,10 @@ def _buffer_stats(job: JobConfig, topology: Topology, keys: RoleKeys) -> BufferS
     """Return the buffer's last figures; None if it does not answer."""
     address = Address(topology.buffer, "buffer")
     client = SyncClient(address, job=job.job, role="supervisor", name="supervisor", access=keys)
-    try:
+    with suppress(WireError), closing(client):
         client.connect(STATS_LIMIT_S)
         return client.call(Stats(), timeout_s=STATS_LIMIT_S)
-    except WireError:
-        return None
-    finally:
-        client.close()
+    return None
 
 
 def _draw(job: JobConfig, records: list[dict[str, Any]], folders: RunFolders) -> None:

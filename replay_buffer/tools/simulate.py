@@ -11,10 +11,11 @@ from rich.table import Table
 from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.base.yaml_file import dump_yaml
 from areal_async.cli.tools import SimulateRequest, print_json, run_tool
+from areal_async.config.fields import read_section
 from areal_async.config.load import load_job
 from areal_async.launch.run_handle import find_run
 from areal_async.show.progress import progress
-from replay_buffer.simulation.costs import Costs, read_costs
+from replay_buffer.simulation.costs import Costs
 from replay_buffer.simulation.world import Prediction, simulated
 from replay_buffer.tools.measured import measured
 
@@ -55,7 +56,7 @@ def costs_of(request: SimulateRequest) -> Costs:
         problem = "costs are needed, from one place"
         raise ConfigError("the command line", [Mistake("--from, --costs", problem, fix)])
     if request.costs:
-        return read_costs(Path(request.costs))
+        return read_section(Costs, Path(request.costs))
     return measured([find_run(each) for each in request.runs or ()])
 
 
