@@ -24,10 +24,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from areal_async.base.errors import ArealError
 
 MAX_BYTES = 64 << 20
+T = TypeVar("T")
 PRIVATE_UMASK = 0o077  # umask of every process of a run: no other user may read its files
 
 
@@ -66,6 +70,14 @@ def read_own(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     if len(content) > max_bytes:
         raise NotOurs(f"{path} has more than {max_bytes} bytes, which no file of this kind has")
     return content
+
+
+def read_record(path: Path, kind: type[T], *, max_bytes: int = MAX_BYTES) -> T | None:
+    """Return the JSON value in a file of this user. None if there is no such file or value, or if the file
+    is not trusted."""
+    with suppress(OSError, NotOurs, msgspec.DecodeError):
+        return msgspec.json.decode(read_own(path, max_bytes=max_bytes), type=kind)
+    return None
 
 
 def open_own(path: Path) -> int:
@@ -338,3 +350,11 @@ def user_name(uid: int) -> str:
         return f"user {pwd.getpwuid(uid).pw_name}"
     except KeyError:
         return f"user {uid}"
+
+
+def tail_of(path: Path, size_bytes: int) -> str:
+    """Return the last bytes of a file as text; empty if the file does not exist."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - size_bytes))
+        return file.read(size_bytes).decode(errors="replace").strip()
+    return ""

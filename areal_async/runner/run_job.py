@@ -351,10 +351,10 @@ def _draw(job: JobConfig, records: list[dict[str, Any]], folders: RunFolders) ->
 
 
 def _report(job: JobConfig, folders: RunFolders) -> None:
-    from areal_async.show.page.report import run_report
+    from areal_async.show.page.report import REPORT, write_report
 
     try:
-        run_report(folders.run_dir, job)
+        write_report([folders.run_dir], folders.run_dir / REPORT, [job])
     except (OSError, ArealError) as error:  # the run is finished; a missing picture must not hide its results
         log.warning("the report is not written", error=str(error))
 

@@ -63,15 +63,6 @@ def mark_there(url: str, remote: Remote | None = None) -> MirrorMark | None:
         ) from error
 
 
-def mark_here(folder: Path) -> MirrorMark | None:
-    """Return the mark of the last process that mirrored `folder` from this host or fetched it. Return None if
-    there is none."""
-    try:
-        return msgspec.json.decode((folder / MARK).read_bytes(), type=MirrorMark)
-    except (OSError, msgspec.DecodeError):
-        return None
-
-
 class Mirror:
     """A mirror of `folder` at `url`, from `start` to `stop`. It includes the files for which `wanted(name)`
     is true."""

@@ -11,12 +11,13 @@ import msgspec
 import pytest
 
 from areal_async.base.errors import RunError, RunFolderError
+from areal_async.base.own_files import read_record
 from areal_async.base.retry import Tries
 from areal_async.config.content import store_url
 from areal_async.config.load import load_job
 from areal_async.launch import stored_runs
 from areal_async.launch.stored_runs import bring_run, bring_run_of, mirrored, run_at
-from areal_async.storage.mirror import MARK, Mirror, MirrorLost, mark_here, mark_there
+from areal_async.storage.mirror import MARK, Mirror, MirrorLost, MirrorMark, mark_there
 from areal_async.storage.remote import Remote
 from tests.waiting import LIMIT_S
 
@@ -65,7 +66,7 @@ def test_what_changes_is_in_the_store_a_little_later(place, tmp_path):
     mirror.stop()
     assert names(place) == ["log", MARK]
     assert mark_there(place).ended
-    assert mark_there(place) == mark_here(folder)
+    assert mark_there(place) == read_record(folder / MARK, MirrorMark)
 
 
 def test_only_what_changed_is_put_there_again(place, tmp_path, monkeypatch):
