@@ -26,7 +26,6 @@ import msgspec
 
 from areal_async.base.log import get_logger
 from areal_async.base.own_files import write_whole
-from areal_async.base.retry import Tries
 from areal_async.storage.remote import Remote, StorageError, StorageMissing, tries_for
 
 EVERY_S = 5.0
@@ -73,15 +72,11 @@ class Mirror:
         url: str,
         *,
         wanted: Callable[[str], bool] = lambda name: True,
-        every_s: float = EVERY_S,
-        tries: Tries | None = None,
     ) -> None:
         self.url = url
         self._folder = folder
         self._wanted = wanted
-        self._every_s = every_s
-        self._tries = tries
-        self._remote = Remote(url, tries or tries_for(url, ROUND_S))
+        self._remote = Remote(url, tries_for(url, ROUND_S))
         self._pushed: dict[str, tuple[int, int]] = {}
         """Size and modification time of each file when it was uploaded."""
         self._mark = MirrorMark(secrets.token_hex(8), socket.gethostname())
@@ -99,7 +94,7 @@ class Mirror:
         self._thread.join(limit_s)
         if self._thread.is_alive():
             raise StorageError(f"{self.url}: the store has not taken what was written within {limit_s:g} s.")
-        self._remote = Remote(self.url, self._tries or tries_for(self.url, limit_s))
+        self._remote = Remote(self.url, tries_for(self.url, limit_s))
         self.once()
         self._mark = msgspec.structs.replace(self._mark, ended=True)
         self._write_mark()
@@ -130,7 +125,7 @@ class Mirror:
 
     def _run(self) -> None:
         took_s = 0.0
-        while not self._stopping.wait(max(self._every_s, took_s / SHARE)):
+        while not self._stopping.wait(max(EVERY_S, took_s / SHARE)):
             begun_s = time.monotonic()
             try:
                 self.once()

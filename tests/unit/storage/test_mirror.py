@@ -12,7 +12,6 @@ import pytest
 
 from areal_async.base.errors import RunError, RunFolderError
 from areal_async.base.own_files import read_record
-from areal_async.base.retry import Tries
 from areal_async.config.content import store_url
 from areal_async.config.load import load_job
 from areal_async.launch import stored_runs
@@ -82,10 +81,12 @@ def test_only_what_changed_is_put_there_again(place, tmp_path, monkeypatch):
     assert put == ["large"]
 
 
-def test_it_mirrors_by_itself_and_goes_on_after_the_store_was_away(s3, tmp_path):
+def test_it_mirrors_by_itself_and_goes_on_after_the_store_was_away(s3, tmp_path, monkeypatch):
+    monkeypatch.setattr("areal_async.storage.mirror.EVERY_S", 0.01)
+    monkeypatch.setattr("areal_async.storage.mirror.ROUND_S", 0.1)
     folder, url = tmp_path / "folder", s3.bucket()
     folder.mkdir()
-    mirror = Mirror(folder, url, every_s=0.01, tries=Tries(0))
+    mirror = Mirror(folder, url)
     failed = threading.Event()
     once = mirror.once
 
