@@ -80,9 +80,9 @@ def read_record(path: Path, kind: type[T], *, max_bytes: int = MAX_BYTES) -> T |
     return None
 
 
-def open_own(path: Path) -> int:
-    """Return a descriptor to read a file of ours. Raises OSError and `NotOurs` as `read_own` does."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY)
+def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Return a descriptor of a file of ours. Raises OSError and `NotOurs` as `read_own` does."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY, 0o600)
     try:
         check_own(fd, path)
     except NotOurs:
@@ -275,13 +275,7 @@ def lock_file(path: Path) -> int | None:
 
     Raises OSError, and `NotOurs` if others may change the file.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    fd = os.open(path, flags, 0o600)
-    try:
-        check_own(fd, path)
-    except NotOurs:
-        os.close(fd)
-        raise
+    fd = open_own(path, os.O_RDWR | os.O_CREAT)
     if take_lock(fd):
         return fd
     os.close(fd)

@@ -67,7 +67,5 @@ def _draw(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str) -> N
 def rolling_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Return the centred mean over `window` values, and over fewer values at both ends. The shape stays
     [n]."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
-    low, high = np.maximum(0, index - window // 2), np.minimum(len(values), index + (window + 1) // 2)
-    return (sums[high] - sums[low]) / (high - low)
+    sums, counts = (np.convolve(each, np.ones(window), "same") for each in (values, np.ones_like(values)))
+    return sums / counts
