@@ -130,8 +130,6 @@ class LoggerThread:
         several: bool,
     ) -> None:
         self.name = name
-        self.lost = 0
-        """Number of failed calls of the logger."""
         self._make, self._run, self._run_dir, self._several = make, run, run_dir, several
         self._path = run.folder / f"{name}.json"
         self._kept = _Kept()
@@ -221,7 +219,6 @@ class LoggerThread:
         try:
             yield
         except Exception as error:
-            self.lost += 1
             self._kept.lost += 1
             log.warning(
                 "a logger refuses what it is told",
