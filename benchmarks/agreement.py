@@ -20,8 +20,9 @@ from areal_async.base.versions import VersionTag
 from areal_async.cli.quickstart.model import make_tokenizer
 from areal_async.config.job import JobConfig
 from areal_async.trajectory import Sampling
-from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
+from areal_async.weights.snapshot import Snapshot, open_snapshot
 from rollout_service.engines.base import GenerateResult
+from tests.snapshots import write_snapshot
 from trainer_service.durable_files import companion_files
 
 SHARPNESS = 4.0

@@ -24,9 +24,10 @@ from areal_async.base.versions import VersionTag
 from areal_async.cli.quickstart.model import write_model
 from areal_async.config.job import JobConfig
 from areal_async.trajectory import Sampling
-from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
+from areal_async.weights.snapshot import Snapshot, open_snapshot
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, GenerateRequest
+from tests.snapshots import write_snapshot
 
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=6)
 

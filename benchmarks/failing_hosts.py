@@ -29,11 +29,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from areal_async.base.events import read_events
 from areal_async.config.load import load_job
 from tests.chaos.fold import fronts_of
 from tests.chaos.history import check
 from tests.chaos.job import Job, promise_of, write_job
+from tests.events import read_events
 from tests.sealed.world import CLUSTER, PLACES, KilledJob, judged, sealed_hosts, unusable
 from tests.waiting import wait_for
 

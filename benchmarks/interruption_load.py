@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from areal_async.base.versions import VersionTag
 from areal_async.cli.quickstart.model import write_model
 from areal_async.trajectory import Sampling
-from areal_async.weights.snapshot import open_snapshot, write_snapshot
+from areal_async.weights.snapshot import open_snapshot
 from rollout_service.engines.base import Engine, GenerateRequest, Weights
+from tests.snapshots import write_snapshot
 
 PROMPT_TOKENS = 16
 FIRST_ID, LAST_ID = 3, 14

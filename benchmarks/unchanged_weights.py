@@ -29,7 +29,7 @@ from areal_async.cli.quickstart.main import prepare
 from areal_async.config.load import load_job
 from areal_async.runner.run_job import run_job
 from areal_async.weights.delta import write_delta
-from areal_async.weights.snapshot import write_snapshot
+from tests.snapshots import write_snapshot
 
 SEED = 1
 COMMON = (

@@ -33,8 +33,9 @@ from areal_async.base.versions import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.weights.delta import apply_delta, write_delta
 from areal_async.weights.manifest import HASH_PREFIX
-from areal_async.weights.snapshot import SnapshotInfo, open_snapshot, write_snapshot
+from areal_async.weights.snapshot import SnapshotInfo, open_snapshot
 from areal_async.weights.tensor_file import MAX_THREADS, MappedFile
+from tests.snapshots import write_snapshot
 from trainer_service.publishing.publisher import Publisher
 
 MB = 1 << 20

@@ -39,7 +39,8 @@ from areal_async.rpc.secret import CurveKeys
 from areal_async.weights.channels.chunks import ChunkStore, ChunkTable, PartialDownload, build_table, map_file
 from areal_async.weights.channels.fetching import Download
 from areal_async.weights.channels.serving import ChunkServer
-from areal_async.weights.snapshot import SnapshotInfo, write_snapshot
+from areal_async.weights.snapshot import SnapshotInfo
+from tests.snapshots import write_snapshot
 
 WINDOW_BYTES = 16 << 20
 MAX_UNDER_WAY = 64

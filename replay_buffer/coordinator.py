@@ -84,7 +84,6 @@ class Coordinator:
         clock: LedgerClock,
         revive: Callable[[], Awaitable[None]] | None = None,
         on_confirmed: Callable[[int], None] | None = None,
-        alive_ms: int = ALIVE_MS,
     ) -> None:
         self.index: Index | None = None  # None during a rebuild
         self.ended: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -97,7 +96,6 @@ class Coordinator:
         self._clock = clock
         self._revive = revive
         self._on_confirmed = on_confirmed
-        self._alive_ms = alive_ms
         self._polls: dict[Edge, dict[asyncio.Event, None]] = {edge: {} for edge in EDGES}
         """Events of the waiting polls, longest wait first. A poll clears its event before it looks. The edge
         sets it."""
@@ -197,7 +195,9 @@ class Coordinator:
             if kept is not None:
                 # The group may have been freed since.
                 group = self.index.groups.get(group_id) if self.index is not None else None
-                kept.settled(group_id, files, stored={*stored}.intersection(_stored(group)))
+                kept.settled(
+                    group_id, files, stored={*stored}.intersection(group.held if group is not None else ())
+                )
 
     async def poll(
         self,
@@ -305,7 +305,7 @@ class Coordinator:
         due_ms = index.next_deadline_ms
         if due_ms is not None and due_ms <= now_ms:
             self._take(index, ExpireDeadlines())
-        if now_ms - self._wrote_ms >= self._alive_ms:
+        if now_ms - self._wrote_ms >= ALIVE_MS:
             self._take(index, KeepAlive())
 
     def _until_change(self, edge: Edge, left_s: float) -> float:
@@ -462,7 +462,7 @@ def note_loaded(index: Index, *, front_epoch: int, idle_ms: int, lost_writes: in
         idle_ms=idle_ms,
         lost_writes=lost_writes,
         groups={
-            _named(index, id_, policy): [*_standing(group, policy), _stored(group)]
+            _named(index, id_, policy): [*_standing(group, policy), group.held]
             for id_, group in index.groups.items()
             for policy in group.training
         },
@@ -486,7 +486,7 @@ def note_decided(index: Index, writes: WriteSet, command: str, *, front_epoch: i
                 moved[_named(index, group_id, policy)] = [was, now, last]
         if group is None:
             continue
-        before, after = set(_stored(old)), _stored(group)
+        before, after = set(old.held if old is not None else ()), group.held
         for sample in after:
             episode = group.episodes[sample]
             if sample not in before:
@@ -542,10 +542,3 @@ def _standing(group: GroupRecord | None, policy: str) -> tuple[str, int]:
     if group is None or policy not in group.training:
         return "", -1
     return GroupState(group.state_for(policy)).name, group.training[policy].step
-
-
-def _stored(group: GroupRecord | None) -> list[int]:
-    """Return the samples whose bytes are stored."""
-    if group is None:
-        return []
-    return [sample for sample, episode in enumerate(group.episodes) if episode.is_held]

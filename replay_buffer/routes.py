@@ -35,19 +35,46 @@ class RoutesFile(NamedTuple):
     size_bytes: int
 
 
+class LateRemoval:
+    """Removal of freed files in `folder`, each after `grace_s`. Belongs to one event loop."""
+
+    def __init__(self, folder: Path, grace_s: float) -> None:
+        self._folder = folder
+        self._grace_s = grace_s
+        self._waiting: dict[str, asyncio.TimerHandle] = {}
+
+    def add(self, names: Sequence[str]) -> None:
+        loop = asyncio.get_running_loop()
+        for name in names:
+            late = partial(loop.run_in_executor, None, self.remove, name)
+            self._waiting[name] = loop.call_later(self._grace_s, late)
+
+    def stop(self) -> list[str]:
+        """Remove no more files. Return the names of the files that are left."""
+        waiting, self._waiting = self._waiting, {}
+        for handle in waiting.values():
+            handle.cancel()
+        return [*waiting]
+
+    def remove(self, name: str) -> None:
+        """Remove a file now."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._folder / name)
+        self._waiting.pop(name, None)
+
+
 class RouteFiles:
     """Files with routes of one job in `folder`. Belongs to one event loop."""
 
     def __init__(self, folder: Path, grace_s: float = GRACE_S) -> None:
         self._folder = folder
-        self._grace_s = grace_s
+        self._freed = LateRemoval(folder, grace_s)
         self._held: dict[str, dict[int, RoutesFile]] = {}
-        self._removing: dict[str, asyncio.TimerHandle] = {}
 
     async def open(self, groups: Collection[str]) -> None:
         """Read the list of files, and remove files of groups that are not in `groups`. May be called
         again."""
-        self._stop_removing()
+        self._freed.stop()
         self._held = await asyncio.to_thread(self._found, frozenset(groups))
 
     async def write(
@@ -70,7 +97,7 @@ class RouteFiles:
             before, held[sample] = held.get(sample), files[sample]
             if before is not None and before != files[sample]:
                 gone.append(before.name)
-        self._remove(gone)
+        self._freed.add(gone)
 
     def free(self, freed: Mapping[str, Sequence[int] | None]) -> None:
         """Remove the routes of these groups' samples, whose bytes are freed. None means all samples."""
@@ -79,7 +106,7 @@ class RouteFiles:
             gone = [held.pop(sample, None) for sample in (list(held) if samples is None else samples)]
             if not held:
                 self._held.pop(group_id, None)
-            self._remove([file.name for file in gone if file is not None])
+            self._freed.add([file.name for file in gone if file is not None])
 
     async def read(self, wanted: Sequence[Place]) -> list[memoryview | None]:
         """Return the routes of these episodes, read from their files. None means that an episode has no
@@ -89,21 +116,8 @@ class RouteFiles:
 
     def close(self) -> None:
         """Remove all freed files now, because no client asks for them any more."""
-        for name in self._stop_removing():
-            self._unlink(name)
-
-    def _stop_removing(self) -> list[str]:
-        names = [*self._removing]
-        for handle in self._removing.values():
-            handle.cancel()
-        self._removing.clear()
-        return names
-
-    def _remove(self, names: Sequence[str]) -> None:
-        loop = asyncio.get_running_loop()
-        for name in names:
-            late = partial(loop.run_in_executor, None, self._unlink, name)
-            self._removing[name] = loop.call_later(self._grace_s, late)
+        for name in self._freed.stop():
+            self._freed.remove(name)
 
     def _named(self, group_id: str, sample: int, size: int) -> RoutesFile:
         # No name is used twice, because a freed file may still be waiting for removal.
@@ -132,17 +146,17 @@ class RouteFiles:
         for _, name in written:
             parts = name.removeprefix(PREFIX).split(",")
             if len(parts) != 4:  # a file of another release
-                self._unlink(name)
+                self._freed.remove(name)
                 continue
             group, sample, size, _ = parts
             samples = found.setdefault(unquote(group), {})
             older = samples.get(int(sample))
             samples[int(sample)] = RoutesFile(name, int(size))
             if older is not None:
-                self._unlink(older.name)
+                self._freed.remove(older.name)
         for group_id in found.keys() - groups:
             for file in found.pop(group_id).values():
-                self._unlink(file.name)
+                self._freed.remove(file.name)
         return found
 
     def _bytes(self, file: RoutesFile) -> memoryview | None:
@@ -151,8 +165,3 @@ class RouteFiles:
         except OSError:
             return None
         return memoryview(found) if len(found) == file.size_bytes else None
-
-    def _unlink(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._folder / name)
-        self._removing.pop(name, None)

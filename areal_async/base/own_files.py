@@ -24,10 +24,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from areal_async.base.errors import ArealError
 
 MAX_BYTES = 64 << 20
+T = TypeVar("T")
 PRIVATE_UMASK = 0o077  # umask of every process of a run: no other user may read its files
 
 
@@ -68,9 +72,17 @@ def read_own(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     return content
 
 
-def open_own(path: Path) -> int:
-    """Return a descriptor to read a file of ours. Raises OSError and `NotOurs` as `read_own` does."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY)
+def read_record(path: Path, kind: type[T], *, max_bytes: int = MAX_BYTES) -> T | None:
+    """Return the JSON value in a file of this user. None if there is no such file or value, or if the file
+    is not trusted."""
+    with suppress(OSError, NotOurs, msgspec.DecodeError):
+        return msgspec.json.decode(read_own(path, max_bytes=max_bytes), type=kind)
+    return None
+
+
+def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Return a descriptor of a file of ours. Raises OSError and `NotOurs` as `read_own` does."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY, 0o600)
     try:
         check_own(fd, path)
     except NotOurs:
@@ -264,13 +276,7 @@ def lock_file(path: Path) -> int | None:
 
     Raises OSError, and `NotOurs` if others may change the file.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    fd = os.open(path, flags, 0o600)
-    try:
-        check_own(fd, path)
-    except NotOurs:
-        os.close(fd)
-        raise
+    fd = open_own(path, os.O_RDWR | os.O_CREAT)
     if take_lock(fd):
         return fd
     os.close(fd)
@@ -339,3 +345,11 @@ def user_name(uid: int) -> str:
         return f"user {pwd.getpwuid(uid).pw_name}"
     except KeyError:
         return f"user {uid}"
+
+
+def tail_of(path: Path, size_bytes: int) -> str:
+    """Return the last bytes of a file as text; empty if the file does not exist."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - size_bytes))
+        return file.read(size_bytes).decode(errors="replace").strip()
+    return ""

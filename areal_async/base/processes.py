@@ -19,7 +19,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -244,26 +244,14 @@ def service_environment(run_id: str, threads: int) -> dict[str, str]:
 def kill_processes_of(run_id: str) -> list[int]:
     """Kill every process of this user that carries the run's id, and return the pids."""
     killed = []
-    for process in _marked(run_id.__eq__):
-        with suppress(psutil.Error):
-            process.kill()
-            killed.append(process.pid)
-    return killed
-
-
-def processes_of(run_id: str) -> list[psutil.Process]:
-    """Return the processes of this user whose mark is the run's id, or the run's id followed by a name."""
-    return list(_marked(lambda mark: mark.partition(".")[0] == run_id))
-
-
-def _marked(wanted: Callable[[str], bool]) -> Iterator[psutil.Process]:
-    """Yield the other processes of this user with a wanted mark."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.uids().real != os.getuid():
+            if process.uids().real != os.getuid() or process.pid == os.getpid():
                 continue  # root may read the environment of other users' processes
-            if process.pid != os.getpid() and wanted(process.environ().get(RUN_VARIABLE, "")):
-                yield process
+            if process.environ().get(RUN_VARIABLE) == run_id:
+                process.kill()
+                killed.append(process.pid)
+    return killed
 
 
 def start_of(pid: int) -> str:

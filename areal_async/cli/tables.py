@@ -13,7 +13,7 @@ from rich.text import Text
 
 from areal_async.base.errors import ArealError
 from areal_async.base.log import clock_text
-from areal_async.cli.tools import plain
+from areal_async.cli.tools import facts, plain
 from areal_async.cluster.messages import ClusterAnswer, FiguresAnswer, JobAnswer, JobDetailAnswer
 from areal_async.cluster.resources import Resources
 
@@ -94,7 +94,7 @@ def job_page(detail: JobDetailAnswer, figures: FiguresAnswer | None) -> Renderab
         wished = {"run": "", "pause": " (pausing)", "stop": " (stopping)"}[entry.wish]
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time_s))
         history.add_row(since, entry.state + wished, Text(_first_line(entry.reason)))
-    return Group(_rows(rows), Text(), history)
+    return Group(facts(rows), Text(), history)
 
 
 def run_page(run: Run, status: RunStatus) -> RenderableType:
@@ -106,28 +106,20 @@ def run_page(run: Run, status: RunStatus) -> RenderableType:
     if status.message:
         rows.append(("message", Text(plain(status.message))))
     if not run.hosts:
-        return _rows(rows)
+        return facts(rows)
     doing = {service.name: service for service in status.services}
     processes = _table("PROCESS", "HOST", "STATE", "")
     for name, host in run.hosts.items():
         service = doing.get(name)
         waits = f"waits for {service.waiting_for}" if service is not None and service.waiting_for else ""
         processes.add_row(name, host, service.phase if service is not None else "", Text(_first_line(waits)))
-    return Group(_rows(rows), Text(), processes)
+    return Group(facts(rows), Text(), processes)
 
 
 def _progress(figures: FiguresAnswer | RunStatus) -> list[tuple[str, RenderableType]]:
     found: list[tuple[str, RenderableType]] = [("step", f"{figures.step} of {figures.steps}")]
     scores = (("reward", figures.reward), ("accuracy", figures.accuracy))
     return found + [(label, f"{value:.3f}") for label, value in scores if value is not None]
-
-
-def _rows(rows: Sequence[tuple[str, RenderableType]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def needs_text(needs: Resources) -> str:

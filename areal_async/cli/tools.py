@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -17,6 +17,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import msgspec
 import typer
 from rich.console import Console, RenderableType
+from rich.table import Table
 from typer import Argument, Option
 
 from areal_async.base.addresses import LOOPBACK
@@ -296,6 +297,16 @@ def console_for_tables() -> Console:
     lines."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(width=PIPED_WIDTH, highlight=False)
+
+
+def facts(rows: Iterable[tuple[str, RenderableType]]) -> Table:
+    """Return a table of names and values."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def note(text: str) -> None:

@@ -30,7 +30,7 @@ from areal_async.base.errors import ArealError, FaultError, RunError, RunFolderE
 from areal_async.base.http_server import BodyTooLong, HttpLimits, ServerFull, read_body
 from areal_async.base.log import get_logger
 from areal_async.base.mistakes import ConfigError
-from areal_async.base.own_files import NotOurs, read_own
+from areal_async.base.own_files import read_record
 from areal_async.base.secrecy import shown as hidden
 from areal_async.cluster.controller import Controller
 from areal_async.cluster.folder import ClusterFolder, Right
@@ -206,11 +206,8 @@ class ControllerApi:
     def _targets_of(self, job: StoredJob) -> list[ScrapeTargets]:
         """Return the targets of one job, labelled with the job's name in the cluster. The result is empty
         before the job serves."""
-        try:
-            content = read_own(self._controller.folder(job).targets, max_bytes=BODY_BYTES)
-            found = msgspec.json.decode(content, type=list[ScrapeTargets])
-        except (OSError, NotOurs, msgspec.DecodeError):
-            return []
+        path = self._controller.folder(job).targets
+        found = read_record(path, list[ScrapeTargets], max_bytes=BODY_BYTES) or []
         return [ScrapeTargets(each.targets, each.labels | {"job": job.name}) for each in found]
 
     async def _cluster(self, request: Request) -> ClusterAnswer:

@@ -13,16 +13,14 @@ orderly way, as one SIGTERM does. The file may be written repeatedly, and before
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from areal_async.base.own_files import NotOurs, is_locked, lock_file, read_own, sync
+from areal_async.base.own_files import is_locked, lock_file, sync
 from areal_async.base.processes import start_of
 from areal_async.base.topology import Role
-from areal_async.cluster.states import RunEnded
 from areal_async.launch.folders import Owner
 
 REQUEST, CLAIM, STOP, ENDING = "request.json", "claim", "stop", "ending.json"
@@ -85,10 +83,3 @@ def holder_of(folder: Path) -> Owner | Literal["nobody", "void", "gone"]:
         if is_locked(fd):
             return owner
     return "void" if owner == NOBODY else "gone"
-
-
-def ending_of(folder: Path) -> RunEnded | None:
-    """Return the ending that the attempt's process wrote; None if it has written no ending."""
-    with suppress(OSError, NotOurs, msgspec.DecodeError):
-        return msgspec.json.decode(read_own(folder / ENDING, max_bytes=RECORD_BYTES), type=RunEnded)
-    return None

@@ -21,13 +21,13 @@ from areal_async.base.addresses import LOOPBACK
 from areal_async.base.errors import ArealError, EndpointError
 from areal_async.base.http_server import HttpServer, listen
 from areal_async.base.log import end_logging, get_logger, setup_logging
-from areal_async.base.own_files import private_files, write_whole
+from areal_async.base.own_files import private_files, tail_of, write_whole
 from areal_async.cluster.api import LIMITS, ControllerApi
 from areal_async.cluster.client import ControllerGone, reached
 from areal_async.cluster.controller import STOP_LIMIT_S, Controller
 from areal_async.cluster.folder import ClusterFolder, ClusterFolderError
 from areal_async.cluster.metrics import RECONCILE_FAILURES
-from areal_async.cluster.processes import RealProcesses, detached_environment, start_detached, tail_of
+from areal_async.cluster.processes import RealProcesses, detached_environment, start_detached
 from areal_async.cluster.resources import machine_resources
 from areal_async.cluster.states import ACTIVE
 from areal_async.cluster.store import JobStore

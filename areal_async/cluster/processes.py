@@ -17,14 +17,15 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from areal_async.base.own_files import write_whole
+from areal_async.base.own_files import read_record, tail_of, write_whole
 from areal_async.base.processes import RUN_VARIABLE
 from areal_async.base.topology import Role
 from areal_async.cluster.attempt import (
+    ENDING,
+    RECORD_BYTES,
     REQUEST,
     STOP,
     AttemptRequest,
-    ending_of,
     holder_of,
     void,
 )
@@ -119,7 +120,7 @@ class RealProcesses:
             return RunEnded("failed", text)
         if holder == "void":
             return RunEnded("unstarted")
-        ending = ending_of(attempt)
+        ending = read_record(attempt / ENDING, RunEnded, max_bytes=RECORD_BYTES)
         if ending is None:
             clean_up(folder.run_folder)
             if (folder.run_folder / "summary.json").exists():
@@ -207,11 +208,3 @@ def start_detached(
             env=environment,
             start_new_session=True,
         )
-
-
-def tail_of(path: Path, size_bytes: int) -> str:
-    """Return the last bytes of a file as text; empty if the file does not exist."""
-    with suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - size_bytes))
-        return file.read(size_bytes).decode(errors="replace").strip()
-    return ""

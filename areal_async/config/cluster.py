@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from areal_async.base.addresses import LOOPBACK
-from areal_async.base.mistakes import ConfigError, Mistake, in_words
-from areal_async.base.yaml_file import dump_yaml, read_mapping
+from areal_async.base.mistakes import ConfigError, Mistake
+from areal_async.base.yaml_file import dump_yaml
 from areal_async.config.base import Section
-from areal_async.config.fields import explain
+from areal_async.config.fields import read_section
 
 DIR_VARIABLE = "AREAL_ASYNC_CLUSTER_DIR"
 """Environment variable with the folder of the cluster that commands connect to."""
@@ -78,11 +77,7 @@ class ClusterConfig(Section):
 def load_cluster(path: Path, *, queued: bool = False) -> ClusterConfig:
     """Load a cluster file. A relative `dir` is relative to the file. `queued` means that a controller will
     queue jobs for the cluster. Raises `ConfigError`."""
-    content = read_mapping(path)
-    try:
-        cluster = ClusterConfig.model_validate(content)
-    except ValidationError as error:
-        raise ConfigError(str(path), in_words(error.errors(), partial(explain, ClusterConfig))) from None
+    cluster = read_section(ClusterConfig, path)
     if queued and cluster.launcher == "ray" and None in (cluster.resources.cpus, cluster.resources.gpus):
         problem = "this machine's cores and GPUs are not those of a Ray cluster"
         fix = "Name the cpus and gpus of all its nodes, or those that it may be scaled up to"

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from areal_async.base.cache import CACHE_VARIABLE
 from areal_async.base.mistakes import ConfigError, Mistake
-from areal_async.base.retry import Tries
 from areal_async.config.job import JobConfig
 from areal_async.storage.hub import bring, is_of_hub
 from areal_async.storage.remote import StorageError
@@ -39,16 +38,14 @@ BY_TRAINER = ("checkpoints", "model", "adapter")
 """Folders of a run that its trainer copies to the job's store."""
 
 
-def materialise(job: JobConfig, tries: Tries | None = None, *, source: str = "job") -> None:
+def materialise(job: JobConfig, *, source: str = "job") -> None:
     """Copy everything that `job` names by URL to this host. Raises `ConfigError` with the reason of every
     failure."""
-    if mistakes := content_mistakes(job, tries=tries):
+    if mistakes := content_mistakes(job):
         raise ConfigError(source, mistakes)
 
 
-def content_mistakes(
-    job: JobConfig, fields: Collection[str] = CONTENT, tries: Tries | None = None
-) -> list[Mistake]:
+def content_mistakes(job: JobConfig, fields: Collection[str] = CONTENT) -> list[Mistake]:
     """Copy the content of these fields to this host. Return the failures as mistakes in the job file."""
     places = {"run_dir": url_of(job.run_dir), "checkpoint.store": job.checkpoint.store}
     mistakes = [
@@ -65,7 +62,7 @@ def content_mistakes(
             if is_of_hub(url):
                 bring(url, path, partial(_tell, url))
             else:
-                fetch(url, path, tries, begun=partial(_tell, url))
+                fetch(url, path, begun=partial(_tell, url))
         except StorageError as error:
             what, _, fix = str(error).rstrip(".").rpartition(". ")
             mistakes.append(Mistake(field, what, fix))

@@ -7,17 +7,28 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, get_args
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeVar, get_args
 
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from areal_async.base.mistakes import ADD_IT, Mistake, blank_after_colon, value_in_words
+from areal_async.base.mistakes import (
+    ADD_IT,
+    ConfigError,
+    Mistake,
+    blank_after_colon,
+    in_words,
+    value_in_words,
+)
+from areal_async.base.yaml_file import read_mapping
 from areal_async.config.base import Section
 
 JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,47}")  # The pattern of `JobConfig.job`
 NO_FIELD = "there is no such field"
+S = TypeVar("S", bound=Section)
 NAME_FORM = "Use at most 48 lower-case letters, digits, - and _, starting with a letter or digit"
 
 
@@ -157,3 +168,13 @@ def _unknown(root: type[Section], location: list[str], found: Any, within: str) 
     if model is not None and "args" in model.model_fields:
         fix = f"Write {section}.args.{key} if the part takes it"
     return Mistake(field, NO_FIELD, f"{fix}; the fields here are {known}")
+
+
+def read_section(kind: type[S], path: Path) -> S:
+    """Read a YAML file with the fields of `kind`. Raises `ConfigError` with every mistake in it."""
+    content = read_mapping(path)
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        raise ConfigError(str(path), in_words(details, partial(explain, kind))) from None

@@ -34,11 +34,12 @@ from areal_async.base.own_files import (
     is_own_folder,
     lock_file,
     read_own,
+    read_record,
 )
 from areal_async.base.processes import start_of
 from areal_async.base.topology import OnHost, RunHost
 from areal_async.config.job import JobConfig
-from areal_async.launch.one_host import HERE, SHM_ROOT, sweep_processes, volatile_host
+from areal_async.launch.one_host import HERE, SHM_ROOT, remove_volatile, sweep_processes, volatile_host
 from areal_async.rpc.secret import ROLES, RunSecret
 from areal_async.service.context import keys_file
 from areal_async.service.record import holds_results
@@ -69,9 +70,7 @@ class Owner(msgspec.Struct):
     @classmethod
     def read(cls, path: Path) -> Owner | None:
         """Return the record in a file of this user; None if there is no trusted record."""
-        with suppress(OSError, NotOurs, msgspec.DecodeError):
-            return msgspec.json.decode(read_own(path, max_bytes=RECORD_BYTES), type=Owner)
-        return None
+        return read_record(path, Owner, max_bytes=RECORD_BYTES)
 
     @property
     def alive(self) -> bool:
@@ -241,9 +240,7 @@ def _end_dead_run(lock_fd: int) -> None:
     except msgspec.DecodeError:
         return
     sweep_processes(record.run_id, SWEEP_S)
-    for folder in (Path(record.socket_dir), Path(record.shm_dir)):
-        if folder.name.startswith(f"areal-{os.getuid()}-") and is_own_folder(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+    remove_volatile((Path(record.socket_dir), Path(record.shm_dir)))
 
 
 def _clear(run_dir: Path, overwrite: bool) -> None:

@@ -121,15 +121,14 @@ class RankLines:
 
 
 class LocalLauncher:
-    """Starts all processes on this machine, in the folders of a run. `spare_modules` are the modules that
-    spares import. Processes inherit the descriptors `pass_fds`."""
+    """Starts all processes on this machine, in the folders of a run. Processes
+    inherit the descriptors `pass_fds`."""
 
     def __init__(
         self,
         job: JobConfig,
         folders: RunFolders,
         *,
-        spare_modules: Sequence[str] = PRELOADED,
         pass_fds: Sequence[int] = (),
     ) -> None:
         self._job = job
@@ -145,7 +144,7 @@ class LocalLauncher:
             after_s=job.supervisor.spare_after_s,
             environment=self._environment(job, "trainer"),
             output=folders.logs / "spare.log",
-            modules=spare_modules,
+            modules=PRELOADED,
         )
         self._children: dict[str, LocalChild] = {}
 

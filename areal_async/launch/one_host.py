@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from areal_async.base.addresses import LOOPBACK, SOCKET_PATH_LIMIT
+from areal_async.base.own_files import is_own_folder
 from areal_async.base.processes import kill_processes_of
 from areal_async.base.topology import RunHost, ServicePlace, Topology
 
@@ -36,6 +38,13 @@ def sweep_processes(mark: str, limit_s: float, are_reaped: Callable[[], bool] = 
     deadline_s = time.monotonic() + limit_s
     while (kill_processes_of(mark) or not are_reaped()) and time.monotonic() < deadline_s:
         time.sleep(SWEEP_LOOK_S)
+
+
+def remove_volatile(folders: Iterable[Path]) -> None:
+    """Remove folders that belong to this user and are named like a run's folder."""
+    for folder in folders:
+        if folder.name.startswith(f"areal-{os.getuid()}-") and is_own_folder(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def short_socket_dir(wanted: Path) -> Path:

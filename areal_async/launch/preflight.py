@@ -162,12 +162,10 @@ def installed_mistakes(job: JobConfig) -> list[Mistake]:
 
 def _is_taken(port: int) -> bool:
     """Return whether a process listens on a loopback port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError:
-            return True
+    try:
+        socket.create_server((LOOPBACK, port)).close()
+    except OSError:
+        return True
     return False
 
 

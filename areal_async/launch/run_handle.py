@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from areal_async.base.own_files import NotOurs, read_own
 from areal_async.base.processes import exit_text
 from areal_async.base.topology import Topology
 from areal_async.base.yaml_file import read_mapping
+from areal_async.config.dotted import get
 from areal_async.config.job import JobConfig
 from areal_async.config.load import apply_overrides, load_job
 from areal_async.config.trainings import FILE_KINDS
@@ -179,11 +180,9 @@ class Run:
         assert self.topology is not None
         address = Address(self.topology.control, "supervisor")
         client = SyncClient(address, job=self.job.job, role="cli", name="cli", access=self.keys)
-        try:
+        with closing(client):
             client.connect(CONNECT_S)
             return client.call(request, timeout_s=timeout_s)
-        finally:
-            client.close()
 
 
 def failure_of(status: int, said: str) -> ArealError:
@@ -292,7 +291,7 @@ def job_to_resume(target: str | Path, overrides: Sequence[str] = (), *, files: b
     asked = copy.deepcopy(recorded)
     apply_overrides(asked, overrides)  # their mistakes are reported below
     for name in FIXED:
-        old, new = _value(recorded, name), _value(asked, name)
+        old, new = get(recorded, name), get(asked, name)
         if old != new:
             raise RunFolderError(
                 f"{name} cannot be changed on resume: the run in {run_dir} was begun with {old!r}, not "
@@ -303,13 +302,6 @@ def job_to_resume(target: str | Path, overrides: Sequence[str] = (), *, files: b
     if job.job != run_dir.name:
         raise RunFolderError(f"{run_dir} holds the run of job {job.job!r}: rename the folder to {job.job}")
     return job
-
-
-def _value(content: Any, field: str) -> Any:
-    """Return the value of a dotted field; None if it is missing."""
-    for key in field.split("."):
-        content = content.get(key) if isinstance(content, dict) else None
-    return content
 
 
 def has_work(run_dir: Path) -> bool:

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from areal_async.base.errors import RunError, RunFolderError
 from areal_async.base.log import get_logger
-from areal_async.base.own_files import private_files
+from areal_async.base.own_files import private_files, read_record
 from areal_async.config.content import BY_TRAINER, run_url, store_url
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.launch.folders import LOCK, TOPOLOGY, supervisor_of
-from areal_async.storage.mirror import EVERY_S, FINISH_S, MARK, Mirror, MirrorMark, mark_here, mark_there
+from areal_async.storage.mirror import EVERY_S, FINISH_S, MARK, Mirror, MirrorMark, mark_there
 from areal_async.storage.remote import Remote, StorageError
 from areal_async.storage.transfer import fetch
 from areal_async.storage.urls import is_url, joined, local_path, url_problem
@@ -161,7 +161,7 @@ def bring_run(url: str, folder: Path) -> None:
             if folder.exists():
                 return
             raise RunFolderError(f"there is no run at {url}: it has no {MARK}. Correct the URL.")
-        here = mark_here(folder)
+        here = read_record(folder / MARK, MirrorMark)
         if (here is not None and here.owner == there.owner) or supervisor_of(folder) is not None:
             return
         fetch(url, folder, leave_out=lambda name: name.split("/")[0] in BY_TRAINER)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from areal_async.base.own_files import tail_of
 from areal_async.base.processes import exit_text
 from areal_async.base.records import RunRecord
 from areal_async.config.job import JobConfig
@@ -88,13 +89,7 @@ def _advice(status: int, cause: str) -> str:
 
 def last_lines(log_path: Path) -> list[str]:
     """Return the last lines of a log. Structured lines become `level: event key=value`."""
-    try:
-        with log_path.open("rb") as file:
-            file.seek(max(0, log_path.stat().st_size - TAIL_BYTES))
-            text = file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return []
-    lines = [readable(line) for line in text.splitlines() if line.strip()]
+    lines = [readable(line) for line in tail_of(log_path, TAIL_BYTES).splitlines() if line.strip()]
     return [line[:LINE_LIMIT] for line in lines if line][-TAIL_LINES:]
 
 

@@ -26,7 +26,7 @@ LINGER_MS = 200  # default time in which a closed socket may still deliver sent 
 class PolledSocket:
     """A socket that calls `on_frames(copied, rest)` for every message.
 
-    The first `n_copied` frames are passed as bytes and the rest as views. A message of more than `max_frames`
+    The first `n_copied` frames are passed as bytes and the rest as views. A message of more than `MAX_FRAMES`
     frames is passed as `([], [])`. During the call, `user` is the authenticated name of the sender.
     """
 
@@ -35,12 +35,10 @@ class PolledSocket:
         sock: zmq.Socket[bytes],
         n_copied: int,
         on_frames: Callable[[list[bytes], list[Buffer]], None],
-        max_frames: int = MAX_FRAMES,
     ) -> None:
         self._sock = sock
         self._n_copied = n_copied
         self._on_frames = on_frames
-        self._max_frames = max_frames
         self._loop = asyncio.get_running_loop()
         self._fd = sock.fileno()
         self._scheduled: asyncio.Handle | None = None
@@ -127,12 +125,12 @@ class PolledSocket:
         while sock.getsockopt(zmq.RCVMORE):
             if n < n_copied:
                 copied.append(sock.recv(zmq.NOBLOCK))
-            elif n < self._max_frames:
+            elif n < MAX_FRAMES:
                 rest.append(sock.recv(zmq.NOBLOCK, copy=False).buffer)
             else:
                 sock.recv(zmq.NOBLOCK)
             n += 1
-        return (copied, rest) if n <= self._max_frames else ([], [])
+        return (copied, rest) if n <= MAX_FRAMES else ([], [])
 
 
 _open: set[zmq.Context[zmq.Socket[bytes]]] = set()

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -337,13 +337,10 @@ def _buffer_stats(job: JobConfig, topology: Topology, keys: RoleKeys) -> BufferS
     """Return the buffer's last figures; None if it does not answer."""
     address = Address(topology.buffer, "buffer")
     client = SyncClient(address, job=job.job, role="supervisor", name="supervisor", access=keys)
-    try:
+    with suppress(WireError), closing(client):
         client.connect(STATS_LIMIT_S)
         return client.call(Stats(), timeout_s=STATS_LIMIT_S)
-    except WireError:
-        return None
-    finally:
-        client.close()
+    return None
 
 
 def _draw(job: JobConfig, records: list[dict[str, Any]], folders: RunFolders) -> None:
@@ -356,10 +353,10 @@ def _draw(job: JobConfig, records: list[dict[str, Any]], folders: RunFolders) ->
 
 
 def _report(job: JobConfig, folders: RunFolders) -> None:
-    from areal_async.show.page.report import run_report
+    from areal_async.show.page.report import REPORT, write_report
 
     try:
-        run_report(folders.run_dir, job)
+        write_report([folders.run_dir], folders.run_dir / REPORT, [job])
     except (OSError, ArealError) as error:  # the run is finished; a missing picture must not hide its results
         log.warning("the report is not written", error=str(error))
 

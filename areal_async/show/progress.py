@@ -28,11 +28,7 @@ T = TypeVar("T")
 
 @contextmanager
 def progress(
-    what: str,
-    total: int | None = None,
-    *,
-    console: Console | None = None,
-    every_s: float = EVERY_S,
+    what: str, total: int | None = None, *, console: Console | None = None
 ) -> Iterator[Callable[[], None]]:
     """Show the progress of `what` while the block runs.
 
@@ -60,7 +56,7 @@ def progress(
         done += 1
 
     def tell() -> None:
-        while not over.wait(every_s):
+        while not over.wait(EVERY_S):
             line = progress_line(what, done, total, time.monotonic() - began_s)
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -73,11 +69,9 @@ def progress(
         teller.join()
 
 
-def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+def track(items: Iterable[T], what: str) -> Iterator[T]:
     """Yield the items and show the progress."""
-    if total is None and isinstance(items, Sized):
-        total = len(items)
-    with progress(what, total) as advance:
+    with progress(what, len(items) if isinstance(items, Sized) else None) as advance:
         for item in items:
             yield item
             advance()

@@ -52,12 +52,7 @@ class PlainLines:
     time to time a line has the status of the whole run."""
 
     def __init__(
-        self,
-        console: Console,
-        *,
-        policy: str = "",
-        every_s: float = PLAIN_EVERY_S,
-        clock: Callable[[], float] = time.monotonic,
+        self, console: Console, *, policy: str = "", clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`policy` is the first policy. Lines about the first policy do not name it."""
         self._console = console
@@ -66,7 +61,6 @@ class PlainLines:
         self._deaths: deque[str] = deque(maxlen=MOST_WAITING)
         """Texts of the newest process deaths that were shown."""
         self._elapsed_s = 0.0
-        self._every_s = every_s
         self._clock = clock
         self._next_s = 0.0
         self._news = ""  # The last printed news: a message, or the edge of a stall
@@ -116,7 +110,7 @@ class PlainLines:
             self._self_check = status.self_check
             self._say(f"self_check={_quoted(status.self_check)}")
         if self._clock() >= self._next_s:
-            self._next_s = self._clock() + self._every_s * (SELDOM if status.trained else 1)
+            self._next_s = self._clock() + PLAIN_EVERY_S * (SELDOM if status.trained else 1)
             self._say(status_line(status))
 
     def warning(self, text: str) -> None:

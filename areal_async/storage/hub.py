@@ -20,7 +20,7 @@ from areal_async.storage.remote import StorageError, StorageMissing
 
 PROTOCOL = "hf://"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-HUB_FORM = re.compile(HUB_NAME.pattern + r"(/[\w.-]+)*")
+HUB_URL = re.compile(rf"hf://(datasets/{HUB_NAME.pattern}(/[\w.-]+)*|(?!datasets/){HUB_NAME.pattern})")
 OF_MODEL = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow")
 OF_DATA = [f"*{suffix}" for suffix in DATA_SUFFIXES]
@@ -41,10 +41,7 @@ def hub_url(text: str, base: Path, *, is_data: bool) -> str | None:
 def is_of_hub(url: str) -> bool:
     """Return whether the URL names a whole model or data set, which the local cache can hold. Other `hf://`
     URLs, with a revision or a folder of a model, are fetched as from any store."""
-    name = url.removeprefix(PROTOCOL)
-    if name.startswith("datasets/"):
-        return url.startswith(PROTOCOL) and HUB_FORM.fullmatch(name.removeprefix("datasets/")) is not None
-    return url.startswith(PROTOCOL) and HUB_NAME.fullmatch(name) is not None
+    return HUB_URL.fullmatch(url) is not None
 
 
 def bring(url: str, target: Path, begun: Callable[[], None]) -> None:
@@ -52,9 +49,9 @@ def bring(url: str, target: Path, begun: Callable[[], None]) -> None:
     call `begun` and fetch it. Raises `StorageError` and OSError."""
     name = url.removeprefix(PROTOCOL)
     if name.startswith("datasets/"):
-        found = data_set(name.removeprefix("datasets/"), begun)
+        found = _data_set(name.removeprefix("datasets/"), begun)
     else:
-        found = model_folder(name, begun)
+        found = _snapshot(name, "model", OF_MODEL, _is_whole_model, begun)
     if target.is_symlink() and target.readlink() == found:
         return
     if target.exists() and not target.is_symlink():
@@ -65,12 +62,7 @@ def bring(url: str, target: Path, begun: Callable[[], None]) -> None:
     fresh.replace(target)  # Another process may do the same at this time
 
 
-def model_folder(name: str, begun: Callable[[], None] = lambda: None) -> Path:
-    """Return the folder of the model `owner/name`. Raises `StorageError`."""
-    return _snapshot(name, "model", OF_MODEL, _is_whole_model, begun)
-
-
-def data_set(name: str, begun: Callable[[], None] = lambda: None) -> Path:
+def _data_set(name: str, begun: Callable[[], None]) -> Path:
     """Return the folder of `owner/name`, or the folder or file `owner/name/place` in it. Raises
     `StorageError`."""
     owner, repository, *inner = name.split("/")

@@ -26,7 +26,6 @@ import msgspec
 
 from areal_async.base.log import get_logger
 from areal_async.base.own_files import write_whole
-from areal_async.base.retry import Tries
 from areal_async.storage.remote import Remote, StorageError, StorageMissing, tries_for
 
 EVERY_S = 5.0
@@ -64,15 +63,6 @@ def mark_there(url: str, remote: Remote | None = None) -> MirrorMark | None:
         ) from error
 
 
-def mark_here(folder: Path) -> MirrorMark | None:
-    """Return the mark of the last process that mirrored `folder` from this host or fetched it. Return None if
-    there is none."""
-    try:
-        return msgspec.json.decode((folder / MARK).read_bytes(), type=MirrorMark)
-    except (OSError, msgspec.DecodeError):
-        return None
-
-
 class Mirror:
     """A mirror of `folder` at `url`, from `start` to `stop`. It includes the files for which `wanted(name)`
     is true."""
@@ -83,15 +73,11 @@ class Mirror:
         url: str,
         *,
         wanted: Callable[[str], bool] = lambda name: True,
-        every_s: float = EVERY_S,
-        tries: Tries | None = None,
     ) -> None:
         self.url = url
         self._folder = folder
         self._wanted = wanted
-        self._every_s = every_s
-        self._tries = tries
-        self._remote = Remote(url, tries or tries_for(url, ROUND_S))
+        self._remote = Remote(url, tries_for(url, ROUND_S))
         self._pushed: dict[str, tuple[int, int]] = {}
         """Size and modification time of each file when it was uploaded."""
         self._mark = MirrorMark(secrets.token_hex(8), socket.gethostname())
@@ -109,7 +95,7 @@ class Mirror:
         self._thread.join(limit_s)
         if self._thread.is_alive():
             raise StorageError(f"{self.url}: the store has not taken what was written within {limit_s:g} s.")
-        self._remote = Remote(self.url, self._tries or tries_for(self.url, limit_s))
+        self._remote = Remote(self.url, tries_for(self.url, limit_s))
         self.once()
         self._mark = msgspec.structs.replace(self._mark, ended=True)
         self._write_mark()
@@ -140,7 +126,7 @@ class Mirror:
 
     def _run(self) -> None:
         took_s = 0.0
-        while not self._stopping.wait(max(self._every_s, took_s / SHARE)):
+        while not self._stopping.wait(max(EVERY_S, took_s / SHARE)):
             begun_s = time.monotonic()
             try:
                 self.once()

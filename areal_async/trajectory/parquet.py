@@ -76,15 +76,12 @@ class EpisodeWriter:
     """Context manager that writes a parquet file: `with EpisodeWriter(path, job) as file: file.add(…)`. If it
     raises `ExportError`, it leaves no file."""
 
-    def __init__(
-        self, path: Path, job: str, *, overwrite: bool = False, row_group_bytes: int = ROW_GROUP_BYTES
-    ) -> None:
+    def __init__(self, path: Path, job: str, *, overwrite: bool = False) -> None:
         if path.exists() and not overwrite:
             raise ExportError(f"{path} exists: give another name, or add --overwrite to replace it.")
         self.path = path
         self.rows = 0
         self.held_bytes = 0  # Bytes of the episodes that wait until their row group is full
-        self._row_group_bytes = row_group_bytes
         self._schema = COLUMNS.with_metadata({KEY: msgspec.json.encode({"schema": SCHEMA, "job": job})})
         self._unfinished = path.with_name(f".{path.name}.tmp")
         self._waiting: list[dict[str, Any]] = []
@@ -113,7 +110,7 @@ class EpisodeWriter:
         self._waiting.append(_row_of(exported))
         self.rows += 1
         self.held_bytes += len(exported.blob)
-        if self.held_bytes >= self._row_group_bytes or len(self._waiting) >= ROW_GROUP_ROWS:
+        if self.held_bytes >= ROW_GROUP_BYTES or len(self._waiting) >= ROW_GROUP_ROWS:
             self._flush()
 
     def _flush(self) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,13 +27,12 @@ from blake3 import blake3
 from areal_async.base.errors import SnapshotError
 from areal_async.base.own_files import map_path
 from areal_async.base.versions import VersionTag
-from areal_async.weights.layout import Layout, box_of, plan_layout
+from areal_async.weights.layout import Layout
 from areal_async.weights.manifest import (
     ADAPTER_CONFIG,
     MANIFEST_FILE,
     MANIFEST_SCHEMA,
     MAX_MANIFEST_BYTES,
-    SPARE_PREFIX,
     WRITING_PREFIX,
     Manifest,
     Part,
@@ -47,8 +46,7 @@ from areal_async.weights.manifest import (
     seal,
     unseal,
 )
-from areal_async.weights.pieces import whole_piece
-from areal_async.weights.tensor_file import MappedFile, TensorFile, fill, hash_ranges
+from areal_async.weights.tensor_file import TensorFile
 
 if TYPE_CHECKING:
     import torch
@@ -98,39 +96,6 @@ class Snapshot:
     tensors: dict[str, torch.Tensor]
     """Tensors in memory of this process, by each name of the model. Tied names share one tensor object. Empty
     if the tensors were not read."""
-
-
-def write_snapshot(
-    root: Path,
-    tag: VersionTag,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    files: Mapping[str, bytes | Path] | None = None,
-    tied: Mapping[str, str] | None = None,
-) -> SnapshotInfo:
-    """Write `tensors` and `files` as the snapshot `tag` under `root`, in one process and into a new file.
-
-    `tied` maps each name that shares another tensor's data to that tensor. Raises `SnapshotError` for data
-    that cannot be stored, for an existing tag and for a full disk.
-    """
-    companions = Companions(files or {}, tied or {})
-    kept = {name: tensor for name, tensor in tensors.items() if name not in companions.tied}
-    pieces = [whole_piece(name, tensor) for name, tensor in kept.items()]
-    layout = plan_layout([[box_of(piece) for piece in pieces]], MODEL_FILE)
-    spare = root / f"{SPARE_PREFIX}{tag.label}"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        try:
-            with closing(MappedFile(spare, layout.size_bytes)) as mapped:
-                mapped.write(0, layout.header)
-                for piece in pieces:
-                    fill(mapped, layout, piece)
-                parts = hash_ranges(mapped, layout.ranges)
-            return finish_snapshot(root, tag, layout, parts, spare, companions)
-        finally:
-            spare.unlink(missing_ok=True)
-    except OSError as error:
-        raise SnapshotError(f"snapshot {tag.label} cannot be written under {root}: {error}") from error
 
 
 def finish_snapshot(

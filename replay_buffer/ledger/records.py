@@ -156,6 +156,11 @@ class GroupRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
         return all(episode.state >= EpisodeState.VERDICT for episode in self.episodes)
 
     @property
+    def held(self) -> list[int]:
+        """The samples whose bytes are stored."""
+        return [sample for sample, episode in enumerate(self.episodes) if episode.is_held]
+
+    @property
     def missing(self) -> list[int]:
         return [i for i, episode in enumerate(self.episodes) if episode.state == EpisodeState.MISSING]
 

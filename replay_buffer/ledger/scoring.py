@@ -45,7 +45,7 @@ def _claimable(index: Index, group: GroupRecord, room: int) -> list[int]:
     """Return the samples of a group that one claim takes."""
     if index.is_scored_as_one(group):
         # A score without the scores of the others is useless: all are judged again, in one call.
-        return [sample for sample, episode in enumerate(group.episodes) if episode.is_held]
+        return group.held
     stored = [i for i, episode in enumerate(group.episodes) if episode.state == EpisodeState.STORED]
     return stored[:room]
 

@@ -97,11 +97,11 @@ def _judge(tx: Transaction, group: GroupRecord, taken: Judged) -> None:
         if action == "again":
             tx.count(f"tried_again:{kind_of(taken[sample][0])}")
     if together and "again" in todo.values():
-        todo = dict.fromkeys(_held(group), "again")
+        todo = dict.fromkeys(group.held, "again")
     elif (failing := _first(todo, "fail")) is not None:
         _fail_job(tx, *taken[failing])
         todo = {sample: "fail" if action == "drop" else action for sample, action in todo.items()}
-        todo = dict.fromkeys(_held(group), "fail") if together else todo
+        todo = dict.fromkeys(group.held, "fail") if together else todo
     elif (dropping := _first(todo, "drop")) is not None:
         tx.drop(group, f"verdict_{kind_of(taken[dropping][0])}")
         return
@@ -140,10 +140,6 @@ def _action(rules: Rules, held: EpisodeRecord, verdict: Verdict) -> Action:
 
 def _first(todo: dict[int, Action], action: Action) -> int | None:
     return next((sample for sample, wanted in todo.items() if wanted == action), None)
-
-
-def _held(group: GroupRecord) -> list[int]:
-    return [sample for sample, episode in enumerate(group.episodes) if episode.is_held]
 
 
 def _scored(held: EpisodeRecord, score: Score) -> EpisodeRecord:

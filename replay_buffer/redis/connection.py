@@ -11,7 +11,6 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import hiredis
@@ -32,8 +31,7 @@ class RedisConnection(asyncio.Protocol):
     """A connection to Redis. Open it with `await RedisConnection.open(url)`, then `call`, then `close`. It
     belongs to one event loop."""
 
-    def __init__(self, answer_limit_s: float = ANSWER_LIMIT_S) -> None:
-        self._answer_limit_s = answer_limit_s
+    def __init__(self) -> None:
         self._reader = hiredis.Reader()
         self._waiting: deque[tuple[float, asyncio.Future[Any]]] = deque()
         self._transport: asyncio.Transport | None = None
@@ -45,19 +43,19 @@ class RedisConnection(asyncio.Protocol):
         self._was_closed = False
 
     @classmethod
-    async def open(cls, where: str | RedisAddress, answer_limit_s: float = ANSWER_LIMIT_S) -> RedisConnection:
+    async def open(cls, where: str | RedisAddress) -> RedisConnection:
         """Connect and log in to a server, given by its address or its URL.
 
         Raises `StoreUnavailable`, or `StoreUnusable` if the login or the certificates are wrong."""
         place = RedisAddress.parse(where) if isinstance(where, str) else where
         url, secure = place.url, place.tls_context()
-        loop, make = asyncio.get_running_loop(), partial(cls, answer_limit_s)
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S):
                 if url.path:
-                    _, connection = await loop.create_unix_connection(make, url.path)
+                    _, connection = await loop.create_unix_connection(cls, url.path)
                 else:
-                    _, connection = await loop.create_connection(make, url.host, url.port, ssl=secure)
+                    _, connection = await loop.create_connection(cls, url.host, url.port, ssl=secure)
                 try:
                     await connection._greet(place)
                 except BaseException as error:
@@ -94,7 +92,7 @@ class RedisConnection(asyncio.Protocol):
         self._waiting.append((now_s, future))
         self._send(_pieces(command))
         if self._watch is None:
-            self._watch = self._loop.call_at(now_s + self._answer_limit_s, self._look)
+            self._watch = self._loop.call_at(now_s + ANSWER_LIMIT_S, self._look)
         return future
 
     async def ask(self, *command: Argument) -> Any:
@@ -154,9 +152,9 @@ class RedisConnection(asyncio.Protocol):
         self._watch = None
         if not self._waiting:
             return
-        due_s = self._waiting[0][0] + self._answer_limit_s
+        due_s = self._waiting[0][0] + ANSWER_LIMIT_S
         if self._loop.time() >= due_s:
-            self._end(f"Redis has not answered for {self._answer_limit_s:g} s")
+            self._end(f"Redis has not answered for {ANSWER_LIMIT_S:g} s")
         else:
             self._watch = self._loop.call_at(due_s, self._look)
 

@@ -57,7 +57,6 @@ class EmbeddedRedis:
         durability: str,
         *,
         password: str = "",
-        lock_limit_s: float = LOCK_LIMIT_S,
     ) -> None:
         size = len(os.fsencode(socket_path))
         if size > SOCKET_PATH_LIMIT:
@@ -71,7 +70,6 @@ class EmbeddedRedis:
         self.url = f"unix://:{self._password}@{socket_path}"
         """Address with the password, for clients. Do not log it."""
         self._durability = durability
-        self._lock_limit_s = lock_limit_s
         self._process: ChildProcess | None = None
         self._silent_from_s = math.inf  # Time since when it answers nothing
 
@@ -196,7 +194,7 @@ class EmbeddedRedis:
 
     async def _lock(self) -> int:
         lock_fd = os.open(self.data_dir / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        deadline_s = asyncio.get_running_loop().time() + self._lock_limit_s
+        deadline_s = asyncio.get_running_loop().time() + LOCK_LIMIT_S
         while True:
             try:
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -13,13 +13,11 @@ name is never used twice.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,6 +26,7 @@ from replay_buffer.ledger.index import WriteSet
 from replay_buffer.redis.connection import Argument
 from replay_buffer.redis.writer import Bytes, Commands, Keys
 from replay_buffer.routes import PREFIX as ROUTES_PREFIX
+from replay_buffer.routes import LateRemoval
 
 KEY_BYTES = 32 << 10
 """Size from which Redis reads an argument directly into the buffer that it stores as the value."""
@@ -52,13 +51,12 @@ read_ref = msgspec.msgpack.Decoder(BlobRef).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-@dataclass
-class PreparedWrite:
+class PreparedWrite(NamedTuple):
     """A write set in the form of Redis commands. `ahead` has commands to send right before the script."""
 
     commands: Commands
-    ahead: list[tuple[Argument, ...]] = field(default_factory=list)
-    files_freed: list[str] = field(default_factory=list)  # Files to remove after the write is confirmed
+    ahead: list[tuple[Argument, ...]]
+    files_freed: list[str]  # Files to remove after the write is confirmed
 
 
 class Large:
@@ -99,11 +97,9 @@ class Large:
 
     def prepare(self, writes: WriteSet, attachments: Sequence[Bytes | BlobRef]) -> PreparedWrite:
         """Return the commands for `writes`, with places for large episodes, and update the table."""
-        parcel = PreparedWrite(Commands(self._keys))
         freed = self._free(writes)
         staged, ahead, kept = self._place(writes, attachments)
-        commands = parcel.commands
-        parcel.ahead = ahead
+        commands = Commands(self._keys)
         for name in [name for ref in kept.values() for name in self.key_names(ref)]:
             commands.add("EXISTS", name)
         for (group_id, sample), ref in freed:
@@ -115,8 +111,8 @@ class Large:
             commands.add("HSET", self._keys.large, (f"{group_id}.{sample}", _encode(ref)))
         if staged:
             commands.add("SREM", self._keys.staged, (staged,))
-        parcel.files_freed = self._unused([ref.name for _, ref in freed if not ref.chunks], writes.freed)
-        return parcel
+        unused = self._unused([ref.name for _, ref in freed if not ref.chunks], writes.freed)
+        return PreparedWrite(commands, ahead, unused)
 
     def _free(self, writes: WriteSet) -> list[tuple[EpisodeKey, BlobRef]]:
         gone: list[tuple[EpisodeKey, BlobRef]] = []
@@ -185,23 +181,19 @@ class BlobFiles:
 
     def __init__(self, folder: Path, durability: str, grace_s: float = GRACE_S) -> None:
         self._folder = folder
-        self._grace_s = grace_s
         self._durability = durability
         self._token = secrets.token_hex(4)
         self._count = 0
         self._under_way: set[str] = set()
         """Files that the ledger may not refer to yet. They are not removed as leftovers."""
-        self._removing: dict[str, asyncio.TimerHandle | None] = {}
+        self._freed = LateRemoval(folder, grace_s)
 
     async def open(self, refs: Iterable[tuple[EpisodeKey, BlobRef]]) -> list[EpisodeKey]:
         """Remove leftovers. Return the episodes of `refs` whose bytes are missing."""
         by_name: dict[str, list[tuple[EpisodeKey, BlobRef]]] = {}
         for place, ref in refs:
             by_name.setdefault(ref.name, []).append((place, ref))
-        for name in [name for name in self._removing if name in by_name]:
-            handle = self._removing.pop(name)
-            if handle is not None:
-                handle.cancel()
+        self._freed.stop()
         return await asyncio.to_thread(self._sort_out, by_name)
 
     async def write(self, blobs: Sequence[Bytes | BlobRef]) -> tuple[list[Bytes | BlobRef], str]:
@@ -237,30 +229,20 @@ class BlobFiles:
         """Record that the ledger refers to the file now (`used`), or never will."""
         self._under_way.discard(name)
         if not used:
-            self.remove([name], at_once=True)
+            asyncio.get_running_loop().run_in_executor(None, self._freed.remove, name)
 
     async def read(self, refs: Sequence[BlobRef]) -> list[memoryview | None]:
         """Return the episodes' bytes as memory maps of their files. An entry is None if the episode is
         missing."""
         return await asyncio.to_thread(lambda: [self._map(ref) for ref in refs])
 
-    def remove(self, names: Sequence[str], *, at_once: bool = False) -> None:
+    def remove(self, names: Sequence[str]) -> None:
         """Remove files after Redis has confirmed that no record refers to them."""
-        loop = asyncio.get_running_loop()
-        for name in names:
-            if at_once:
-                self._removing[name] = None
-                loop.run_in_executor(None, self._unlink, name)
-            else:
-                late = partial(loop.run_in_executor, None, self._unlink, name)
-                self._removing[name] = loop.call_later(self._grace_s, late)
+        self._freed.add(names)
 
     def close(self) -> None:
         """Stop removing files. The next `open` removes the rest."""
-        for handle in self._removing.values():
-            if handle is not None:
-                handle.cancel()
-        self._removing.clear()
+        self._freed.stop()
 
     # --- in a thread ---
 
@@ -287,11 +269,6 @@ class BlobFiles:
             return memoryview(map_open(fd, ref.at, ref.size_bytes, populate=True))
         finally:
             os.close(fd)
-
-    def _unlink(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._folder / name)
-        self._removing.pop(name, None)
 
     def _sort_out(self, by_name: dict[str, list[tuple[EpisodeKey, BlobRef]]]) -> list[EpisodeKey]:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from functools import partial
-from pathlib import Path
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from areal_async.base.mistakes import ConfigError, in_words
-from areal_async.base.yaml_file import read_mapping
 from areal_async.config.base import Section
-from areal_async.config.fields import explain
 
 
 class Spread(Section):
@@ -155,14 +150,3 @@ class Costs(Section):
     reward: RewardCosts = RewardCosts()
     publication: PublicationCosts = PublicationCosts()
     machine: MachineCosts = MachineCosts()
-
-
-def read_costs(path: Path) -> Costs:
-    """Read the costs in a YAML file. Raises `ConfigError` with every mistake in it."""
-    content = read_mapping(path)
-    try:
-        return Costs.model_validate(content)
-    except ValidationError as error:
-        raise ConfigError(
-            str(path), in_words(error.errors(include_url=False), partial(explain, Costs))
-        ) from None

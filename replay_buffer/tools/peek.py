@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.base.errors import ArealError
-from areal_async.cli.tools import PeekRequest, plain, run_tool, show
+from areal_async.cli.tools import PeekRequest, facts, plain, run_tool, show
 from areal_async.launch.run_handle import find_run
 from areal_async.trajectory import Episode, TrajectoryError, unpack
 from replay_buffer.ledger.index import Index
@@ -138,7 +138,9 @@ def page_of(answer: Mapping[str, Any]) -> RenderableType:
     """Return a page with the fields of a group and a line for each episode, or of an episode and its
     texts."""
     shown = {name: value for name, value in answer.items() if name not in (*TEXTS, "episodes")}
-    parts: list[RenderableType] = [facts({name: plain(_as_text(value)) for name, value in shown.items()})]
+    parts: list[RenderableType] = [
+        facts((name, Text(plain(_as_text(value)))) for name, value in shown.items())
+    ]
     if "episodes" in answer:
         titles = ("episode_id", "state", "reward", "n_sampled", "n_units", "size_bytes", "no_score")
         rows = ([plain(_as_text(each[name])) for name in titles] for each in answer["episodes"])
@@ -162,16 +164,6 @@ def table_of(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
         table.add_column(title, no_wrap=number == 0, justify="left" if title else "right")
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
-    return table
-
-
-def facts(rows: Mapping[str, str]) -> Table:
-    """Return a table of names and values."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, Text(value))
     return table
 
 

@@ -6,15 +6,15 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.base.yaml_file import dump_yaml
-from areal_async.cli.tools import SimulateRequest, print_json, run_tool
+from areal_async.cli.tools import SimulateRequest, facts, print_json, run_tool
+from areal_async.config.fields import read_section
 from areal_async.config.load import load_job
 from areal_async.launch.run_handle import find_run
 from areal_async.show.progress import progress
-from replay_buffer.simulation.costs import Costs, read_costs
+from replay_buffer.simulation.costs import Costs
 from replay_buffer.simulation.world import Prediction, simulated
 from replay_buffer.tools.measured import measured
 
@@ -38,10 +38,7 @@ def main(request: SimulateRequest) -> None:
         print_json({"prediction": prediction, "costs": costs.model_dump(), "took_s": round(took_s, 2)})
         return
     console = Console(soft_wrap=True, highlight=False)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in told(prediction).items():
-        table.add_row(name, value)
-    console.print(table)
+    console.print(facts(told(prediction).items()))
     console.print(f"{prediction.events:,} events in {took_s:.1f} s", style="dim")
     if request.runs:
         console.print("\nWith these costs, which --costs takes too:")
@@ -55,7 +52,7 @@ def costs_of(request: SimulateRequest) -> Costs:
         problem = "costs are needed, from one place"
         raise ConfigError("the command line", [Mistake("--from, --costs", problem, fix)])
     if request.costs:
-        return read_costs(Path(request.costs))
+        return read_section(Costs, Path(request.costs))
     return measured([find_run(each) for each in request.runs or ()])
 
 

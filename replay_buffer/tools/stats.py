@@ -16,14 +16,14 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from areal_async.base.addresses import Address
-from areal_async.cli.tools import StatsRequest, plain, run_tool, show
+from areal_async.cli.tools import StatsRequest, facts, plain, run_tool, show
 from areal_async.config.job import JobConfig
 from areal_async.launch.run_handle import Run, find_run
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import BufferStats, Stats
 from replay_buffer.ledger.decide import stats as stats_of
 from replay_buffer.redis.address import RedisAddress
-from replay_buffer.tools.peek import age, facts, size, table_of
+from replay_buffer.tools.peek import age, size, table_of
 from replay_buffer.tools.reader import open_reader
 
 PATIENCE_S = 5.0  # Longest wait for the buffer's answer
@@ -66,7 +66,7 @@ def draw(run: Run, stats: BufferStats, written_ms_ago: int | None) -> Renderable
     states = zip_longest(stats.groups.items(), stats.episodes.items(), fillvalue=("", ""))
     counted = sorted(stats.reasons.items(), key=lambda item: (-item[1], item[0]))
     pages = [
-        facts(_figures(run.job, stats)),
+        facts((name, Text(text)) for name, text in _figures(run.job, stats).items()),
         table_of(["groups", "", "episodes", ""], ((g.lower(), n, e.lower(), m) for (g, n), (e, m) in states)),
     ]
     if stats.no_scores:

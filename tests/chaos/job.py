@@ -13,13 +13,14 @@ from typing import Any
 
 import psutil
 
-from areal_async.base.events import VARIABLE, read_events
+from areal_async.base.events import VARIABLE
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.launch.plan import services_of
 from areal_async.service.record import read_run_log
 from replay_buffer.ledger.rules import TaskOrder
 from tests.chaos.material import Promise
+from tests.events import read_events
 from tests.forks import ForkedCommand, start_command
 from tests.jobs import DUET, make_workspace
 

@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_async.base.events import read_events
 from areal_async.service.record import read_run_log
+from tests.events import read_events
 from tests.forks import start_command
 from tests.harness.slot import in_job_slot
 from tests.jobs import Workspace, command, make_workspace

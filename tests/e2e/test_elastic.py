@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from areal_async.base.events import read_events
 from areal_async.config.load import load_job
 from tests.chaos.history import check
 from tests.chaos.job import promise_of
 from tests.e2e.conftest import told_by
+from tests.events import read_events
 from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slow

@@ -5,12 +5,12 @@ import ipaddress
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_async.base.events import read_events
 from areal_async.config.load import load_job
 from tests.chaos.history import check
 from tests.chaos.job import promise_of
 from tests.e2e.kinds import SERVICES
 from tests.e2e.versions import spans_of
+from tests.events import read_events
 from tests.golden.reference_loop import reference_losses
 from tests.unit.launch.test_report import PROMISED
 from trainer_service.data.recording import read_step

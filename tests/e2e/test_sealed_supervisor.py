@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.base.events import read_events
 from areal_async.config.load import load_job
 from areal_async.service.record import read_run_log
 from tests.chaos.job import write_job
+from tests.events import read_events
 from tests.sealed.world import CLUSTER, KilledJob, judged, sealed_hosts, unusable
 
 AWAY = {role: {"labels": {"part": "away"}} for role in ("trainer", "rollout", "evaluator")}

@@ -5,12 +5,12 @@ import signal
 
 import pytest
 
-from areal_async.base.events import read_events
 from areal_async.config.load import load_job
 from areal_async.service.record import read_run_log
 from tests.chaos.history import check
 from tests.chaos.job import promise_of
 from tests.e2e.kinds import TOUGH
+from tests.events import read_events
 from tests.scrape import fetch_samples
 
 pytestmark = pytest.mark.slow

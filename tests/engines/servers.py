@@ -24,13 +24,14 @@ from areal_async.cli.quickstart.model import make_tokenizer
 from areal_async.cli.quickstart.model import write_model as write_quickstart_model
 from areal_async.config.engines import find_engine_python
 from areal_async.trajectory import Sampling
-from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
+from areal_async.weights.snapshot import Snapshot, open_snapshot
 from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.engines.http.adapter import ServerSettings
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.http.keyed import VARIABLE
 from rollout_service.engines.sglang.adapter import SGLangAdapter
 from rollout_service.engines.vllm.adapter import VllmAdapter
+from tests.snapshots import write_snapshot
 from tests.waiting import deadline_s
 
 KEY = os.environ.setdefault(VARIABLE, secrets.token_hex(32))

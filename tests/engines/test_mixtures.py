@@ -26,9 +26,10 @@ from areal_async.trajectory import Sampling
 from areal_async.weights.adapter import Merger, adapter_config
 from areal_async.weights.manifest import ADAPTER_CONFIG, MANIFEST_FILE, hash_of
 from areal_async.weights.pieces import whole_tensors
-from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
+from areal_async.weights.snapshot import Snapshot, open_snapshot
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import GenerateRequest, GenerateResult
+from tests.snapshots import write_snapshot
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch

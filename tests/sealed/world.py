@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_async.base.events import read_events
 from areal_async.cli.keys import make_keys
 from areal_async.config.job import JobConfig
 from tests.chaos.history import Verdict, Violation, check
 from tests.chaos.job import promise_of
+from tests.events import read_events
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]

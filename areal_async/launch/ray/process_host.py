@@ -19,7 +19,6 @@ import itertools
 import os
 import random
 import re
-import shutil
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,7 +35,13 @@ from areal_async.base.processes import service_environment
 from areal_async.base.topology import Role, RunHost, ServicePlace, Topology
 from areal_async.launch.home_files import bring_content
 from areal_async.launch.local_launcher import OF_RAY, LocalChild, RankLines
-from areal_async.launch.one_host import SHM_ROOT, sweep_processes, volatile_host, volatile_roots
+from areal_async.launch.one_host import (
+    SHM_ROOT,
+    remove_volatile,
+    sweep_processes,
+    volatile_host,
+    volatile_roots,
+)
 from areal_async.launch.ray.orders import (
     FileNews,
     Placed,
@@ -145,7 +150,7 @@ class ProcessHost:
         if self._lock_fd is not None:
             with suppress(BlockingIOError):
                 fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove_folders(folders_of(self.host))
+                remove_volatile(folders_of(self.host))
             os.close(self._lock_fd)
             self._lock_fd = None
 
@@ -277,13 +282,6 @@ def folders_of(host: RunHost) -> list[Path]:
     return [Path(folder) for folder in (host.run_dir, host.shm_dir, host.socket_dir)]
 
 
-def remove_folders(folders: Iterable[Path]) -> None:
-    """Remove these folders if they belong to this user and are named like the folder of a run."""
-    for folder in folders:
-        if folder.name.startswith(f"areal-{os.getuid()}-") and is_own_folder(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def sweep(run_id: str) -> None:
     """Remove the folders of other runs on this node that no process uses any more. They remain if the hosts
     of a run were killed."""
@@ -295,7 +293,7 @@ def sweep(run_id: str) -> None:
                 continue
             with open(os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW), "r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove_folders(map(Path, own.folders))
+                remove_volatile(map(Path, own.folders))
 
 
 class InUse(msgspec.Struct, frozen=True):

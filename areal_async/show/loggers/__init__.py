@@ -13,7 +13,6 @@ skips steps that were already logged."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import threading
 import time
@@ -27,7 +26,7 @@ import msgspec
 
 from areal_async.base.log import get_logger
 from areal_async.base.mistakes import Mistake
-from areal_async.base.own_files import write_whole
+from areal_async.base.own_files import read_record, write_whole
 from areal_async.base.secrecy import shown
 from areal_async.config.job import JobConfig
 from areal_async.config.registry import LOGGERS
@@ -130,13 +129,9 @@ class LoggerThread:
         several: bool,
     ) -> None:
         self.name = name
-        self.lost = 0
-        """Number of failed calls of the logger."""
         self._make, self._run, self._run_dir, self._several = make, run, run_dir, several
         self._path = run.folder / f"{name}.json"
-        self._kept = _Kept()
-        with contextlib.suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
-            self._kept = msgspec.json.decode(self._path.read_bytes(), type=_Kept)
+        self._kept = read_record(self._path, _Kept) or _Kept()
         run.state.update(self._kept.state)
         self._tail = Tail(run_dir / RECORDS)
         self._logger: RunLogger | None = None
@@ -221,7 +216,6 @@ class LoggerThread:
         try:
             yield
         except Exception as error:
-            self.lost += 1
             self._kept.lost += 1
             log.warning(
                 "a logger refuses what it is told",

@@ -16,7 +16,7 @@ import msgspec
 
 from areal_async.base.errors import ArealError, RunFolderError, WireError
 from areal_async.base.mistakes import ConfigError
-from areal_async.base.own_files import NotOurs, is_own_folder, open_own, read_own
+from areal_async.base.own_files import NotOurs, is_own_folder, open_own, read_own, read_record
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.config.trainings import FILE_KINDS
@@ -167,16 +167,9 @@ def overview(folder: Path, job: JobConfig | None = None) -> Json:
             stall = status.get("stall") or {}
             told["waits"] = stall.get("detail") or status.get("message") or status.get("lease_wait") or ""
     else:
-        told["waits"] = _why_it_stopped(folder)
+        summary = read_record(folder / "summary.json", dict[str, Any]) or {}
+        told["waits"] = str(summary.get("stopped") or "")  # Why a finished run lacks some of its steps
     return told
-
-
-def _why_it_stopped(folder: Path) -> str:
-    """Return the reason why a finished run lacks some of its steps, or "" if it has all steps."""
-    with suppress(OSError, msgspec.DecodeError):
-        summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=dict)
-        return str(summary.get("stopped") or "")
-    return ""
 
 
 def job_of(folder: Path) -> JobConfig:

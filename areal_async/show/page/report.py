@@ -38,30 +38,17 @@ LINKED = re.compile(
 )
 
 
-def run_report(folder: Path, job: JobConfig | None = None) -> Path:
-    """Write the report of the run in `folder` into that folder, and return its path."""
-    path = folder / REPORT
-    write_report([folder], path, jobs=[job] if job is not None else None)
-    return path
-
-
 def write_report(folders: Sequence[Path], path: Path, jobs: Sequence[JobConfig] | None = None) -> None:
     """Write the report of one run, or a comparison of several runs, to `path`. Raises `RunFolderError` and
     OSError."""
-    html = report_html(folders, jobs or [*map(reading.job_of, folders)])
-    write_whole(path, html.encode())
-
-
-def report_html(folders: Sequence[Path], jobs: Sequence[JobConfig]) -> str:
-    names = _names(folders)
-    contents = [job.model_dump(mode="json") for job in jobs]
+    names, jobs = _names(folders), jobs or [*map(reading.job_of, folders)]
     data = {
         "title": ", ".join(names),
         "made": f"Report of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "runs": [_run(*each) for each in zip(names, folders, jobs, strict=True)],
-        "differences": differences(contents),
+        "differences": differences([job.model_dump(mode="json") for job in jobs]),
     }
-    return _one_file(data)
+    write_whole(path, _one_file(data).encode())
 
 
 def differences(contents: Sequence[Json]) -> list[Json]:

@@ -157,15 +157,8 @@ def sources(line: list[str], endpoint: str, origin: str) -> list[str]:
 class SnapshotServer(PublishingEnd):
     """Serves chunks at `listen` for a publisher, on the publisher's event loop."""
 
-    def __init__(
-        self,
-        listen: str,
-        *,
-        job: str,
-        access: Access,
-        server: type[ChunkServer] = ChunkServer,
-    ) -> None:
-        self.chunks = server(listen, job=job, source="publisher", access=access)
+    def __init__(self, listen: str, *, job: str, access: Access) -> None:
+        self.chunks = ChunkServer(listen, job=job, source="publisher", access=access)
         self._lines: dict[str, list[str]] = {}
         """The receivers of each snapshot, in the order of their first requests."""
         self._tables: dict[str, Future[bytes]] = {}

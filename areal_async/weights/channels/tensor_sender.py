@@ -83,9 +83,9 @@ class _Copy:
 
 
 class TensorSender(PublishingEnd):
-    """Sends tensors from the trainer's `device`, with at most `bucket_bytes` (or one tensor) per request.
+    """Sends tensors from the trainer's `device`, with at most `BUCKET_BYTES` (or one tensor) per request.
 
-    It serves at most `max_sends` groups at once. Each group must take a bucket within `limit_s`.
+    It serves at most `MAX_SENDS` groups at once. Each group must take a bucket within `limit_s`.
     """
 
     takes_tensors = True
@@ -97,13 +97,7 @@ class TensorSender(PublishingEnd):
         limit_s: float,
         host: str = LOOPBACK,
         snapshots: PublishingEnd | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        max_sends: int = MAX_SENDS,
-        window_s: float = WINDOW_S,
     ) -> None:
-        self._bucket_bytes = bucket_bytes
-        self._max_sends = max_sends
-        self._window_s = window_s
         self._device = torch.device(device)
         self._host = host
         self._snapshots = snapshots if snapshots is not None else PublishingEnd()
@@ -144,7 +138,7 @@ class TensorSender(PublishingEnd):
 
     def offer(self, tag: VersionTag, tensors: Mapping[str, torch.Tensor]) -> None:
         """Send only `tag` from now on."""
-        buckets = list(in_buckets(tensors, self._bucket_bytes))
+        buckets = list(in_buckets(tensors, BUCKET_BYTES))
         with self._lock:
             self._copy = None  # frees the old memory first, unless it is being sent
         sizes = [sum(tensors[name].nbytes for name in bucket.names) for bucket in buckets]
@@ -207,7 +201,7 @@ class TensorSender(PublishingEnd):
             if copy is None or reason:
                 return SendsNothing(reason)
             if not copy.asked:
-                loop.call_later(self._window_s, self._begin, copy)
+                loop.call_later(WINDOW_S, self._begin, copy)
             repeated = copy.asked.get(message.engine)
             copy.asked[message.engine] = (message, future)
             complete = bool(self._expected) and copy.asked.keys() >= self._expected
@@ -228,8 +222,8 @@ class TensorSender(PublishingEnd):
         if self._copy and self._copy.begun:
             self._expected.add(message.engine)
             return "this version is being sent to others already"
-        if len(self._sends) >= self._max_sends:
-            return f"{self._max_sends} sends are under way"
+        if len(self._sends) >= MAX_SENDS:
+            return f"{MAX_SENDS} sends are under way"
         return ""
 
     def _begin(self, copy: _Copy) -> None:

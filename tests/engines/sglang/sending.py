@@ -18,6 +18,7 @@ import torch
 
 from areal_async.base.events import arm
 from areal_async.rpc.secret import RunSecret
+from areal_async.weights.channels import tensor_sender
 from areal_async.weights.channels.tensor_group import TensorGroup
 from areal_async.weights.channels.tensor_sender import TensorSender
 from areal_async.weights.manifest import MANIFEST_FILE
@@ -25,7 +26,8 @@ from areal_async.weights.snapshot import Companions, open_snapshot
 from trainer_service.publishing.publisher import Publisher
 
 SECRET = RunSecret(bytes(32))
-WINDOW_S = 2.0  # Enough for two that ask on a busy machine
+tensor_sender.WINDOW_S = 2.0  # Enough for two that ask on a busy machine
+tensor_sender.BUCKET_BYTES = 200_000  # Several requests an update
 
 ENDPOINT, ROOT, LIMIT_S, FAILPOINTS, *PATHS = sys.argv[1:]
 
@@ -53,8 +55,7 @@ def main() -> None:
         ENDPOINT,
         job="job",
         companions=Companions({path.name: path for path in files}, tied),
-        # several requests an update
-        channel=TensorSender(device="cpu", limit_s=float(LIMIT_S), bucket_bytes=200_000, window_s=WINDOW_S),
+        channel=TensorSender(device="cpu", limit_s=float(LIMIT_S)),
         access=SECRET,
     )
     publisher.start()

@@ -45,8 +45,9 @@ async def test_a_lost_connection_fails_what_has_no_answer(redis_url):
         await pipe.call("PING")
 
 
-async def test_a_redis_that_does_not_answer_is_given_up(redis_url):
-    pipe = await RedisConnection.open(redis_url, answer_limit_s=0.05)
+async def test_a_redis_that_does_not_answer_is_given_up(redis_url, monkeypatch):
+    monkeypatch.setattr("replay_buffer.redis.connection.ANSWER_LIMIT_S", 0.05)
+    pipe = await RedisConnection.open(redis_url)
     answered = pipe.call("PING")
     silent = pipe.call("BLPOP", "never", 0)
     assert await answered == b"PONG"

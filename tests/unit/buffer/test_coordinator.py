@@ -182,9 +182,10 @@ async def test_redis_clock_that_is_set_neither_keeps_a_lease_nor_ends_one(a_fron
     assert hung.group_id != lives.group_id
 
 
-async def test_a_front_without_anything_to_write_says_that_it_lives(a_front, redis, job_name):
+async def test_a_front_without_anything_to_write_says_that_it_lives(a_front, redis, job_name, monkeypatch):
+    monkeypatch.setattr("replay_buffer.coordinator.ALIVE_MS", 20)
     seen = set()
-    async with a_front(alive_ms=20):
+    async with a_front():
         await until(lambda: seen.add(redis.hget(Keys(job_name).meta, "alive_ms")) or len(seen) > 2)
 
 

@@ -150,10 +150,11 @@ async def test_it_ends_with_its_parent_and_a_new_one_waits_for_that(folder):
     parent.stdout.close()
 
 
-async def test_a_second_server_on_the_same_files_is_refused(folder):
+async def test_a_second_server_on_the_same_files_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(embedded, "LOCK_LIMIT_S", 0.1)
     async with running(folder):
         with pytest.raises(StoreUnusable, match="another redis-server still uses"):
-            await EmbeddedRedis(folder / "data", folder / "other", "memory", lock_limit_s=0.1).start()
+            await EmbeddedRedis(folder / "data", folder / "other", "memory").start()
 
 
 def test_a_socket_path_that_is_too_long_is_refused_with_the_way_out(tmp_path):

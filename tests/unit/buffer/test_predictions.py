@@ -13,12 +13,13 @@ from areal_async.base.errors import RunFolderError
 from areal_async.base.mistakes import ConfigError
 from areal_async.base.yaml_file import dump_yaml
 from areal_async.cli.tools import AdviseRequest, SimulateRequest
+from areal_async.config.fields import read_section
 from areal_async.config.job import JobConfig
 from areal_async.launch.run_handle import Run
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.simulation.advice import advise
 from replay_buffer.simulation.clock import Clock
-from replay_buffer.simulation.costs import Costs, EngineCosts, Spread, read_costs
+from replay_buffer.simulation.costs import Costs, EngineCosts, Spread
 from replay_buffer.simulation.engine import SimulatedAnswer, SimulatedEngine
 from replay_buffer.simulation.world import MeasuredWorld, Shape, predicted
 from replay_buffer.tools import advise as advise_tool
@@ -196,7 +197,7 @@ def test_a_mistake_in_a_costs_file_is_named_with_its_fix(tmp_path, text, words):
     path = tmp_path / "costs.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        read_costs(path)
+        read_section(Costs, path)
     assert all(word in str(caught.value) for word in words), caught.value
 
 

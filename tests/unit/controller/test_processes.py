@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from areal_async.base.own_files import read_record
 from areal_async.cluster import processes
-from areal_async.cluster.attempt import CLAIM, claim, ending_of, holder_of, void
+from areal_async.cluster.attempt import CLAIM, ENDING, claim, holder_of, void
 from areal_async.cluster.controller import Controller
 from areal_async.cluster.processes import RealProcesses
 from areal_async.cluster.resources import Resources
@@ -170,7 +171,10 @@ def test_a_run_that_cannot_be_says_why_in_its_own_words(place, monkeypatch):
     place.submit("nowhere", model="nothing-here")
     failed = place.until("nowhere", "FAILED")
     assert "nothing-here does not exist" in failed.reason
-    assert ending_of(place.controller.folder(failed).path / "attempts" / "1").how == "failed"
+    assert (
+        read_record(place.controller.folder(failed).path / "attempts" / "1" / ENDING, RunEnded).how
+        == "failed"
+    )
     monkeypatch.setattr(sys, "executable", "/bin/false")
     place.submit("broken")
     failed = place.until("broken", "FAILED")

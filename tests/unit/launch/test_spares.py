@@ -162,10 +162,13 @@ def test_a_spare_that_cannot_become_a_service_ends_so_that_this_is_started_again
         assert made.take(place, tmp_path, tmp_path / "trainer.log", {}, {}) is None
 
 
-def test_the_supervisor_starts_a_killed_trainer_from_a_spare_and_leaves_none(job, folders, behave):
+def test_the_supervisor_starts_a_killed_trainer_from_a_spare_and_leaves_none(
+    job, folders, behave, monkeypatch
+):
+    monkeypatch.setattr("areal_async.launch.local_launcher.PRELOADED", ("json",))
     behave({"trainer": "waits for the next"})
     job = changed(job, "supervisor", restarts=3, spare_after_s=0.0)
-    launcher = LocalLauncher(job, folders, spare_modules=("json",))
+    launcher = LocalLauncher(job, folders)
     supervisor = supervisor_of(job, folders, launcher=launcher)
     first = []
 

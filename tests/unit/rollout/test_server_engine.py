@@ -19,7 +19,6 @@ import torch
 from areal_async.base.versions import VersionTag
 from areal_async.cli.quickstart.model import write_model
 from areal_async.trajectory import Sampling
-from areal_async.weights.snapshot import write_snapshot
 from rollout_service.engines.base import (
     EngineError,
     EngineLost,
@@ -33,6 +32,7 @@ from rollout_service.engines.http.engine import Calls, HttpEngine
 from rollout_service.engines.http.process import attached
 from rollout_service.engines.sglang.adapter import SGLangAdapter
 from rollout_service.replicas import exchange
+from tests.snapshots import write_snapshot
 from tests.unit.rollout.fake_sglang import FakeServer
 from tests.waiting import LIMIT_S
 

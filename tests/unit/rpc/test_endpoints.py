@@ -8,7 +8,6 @@ import zmq
 
 from areal_async.base.errors import EndpointError
 from areal_async.rpc.endpoints import check_bindable
-from areal_async.rpc.frames import MAX_FRAMES
 from areal_async.rpc.messages import Arrived
 from areal_async.rpc.secret import CurveKeys, Password
 from areal_async.rpc.sockets import READ_BURST_MESSAGES, PolledSocket
@@ -65,7 +64,7 @@ async def test_a_file_left_by_a_killed_server_is_replaced(ipc):
     assert not os.path.exists(path)
 
 
-async def read_what_was_sent(messages, n, max_frames=MAX_FRAMES):
+async def read_what_was_sent(messages, n):
     """Send all `messages` before the first is read, and read until `n` have come: (first frames, the rest) of
     each. The reader fails at those that begin with `bad`."""
     got, complaints, done = [], [], asyncio.Event()
@@ -85,7 +84,7 @@ async def read_what_was_sent(messages, n, max_frames=MAX_FRAMES):
     sender.connect("inproc://test")
     for message in messages:
         sender.send_multipart(message)
-    reading = PolledSocket(receiver, 2, on_frames, max_frames)
+    reading = PolledSocket(receiver, 2, on_frames)
     await asyncio.wait_for(done.wait(), LIMIT_S)
     reading.close()
     assert not reading.send([b"late"])
@@ -108,6 +107,7 @@ async def test_the_first_frames_are_bytes_and_the_rest_views():
     assert await read_what_was_sent([message], 1) == [(message[:2], message[2:])]
 
 
-async def test_nothing_is_unbounded_a_message_of_too_many_frames_is_read_away():
-    got = await read_what_was_sent([[b"x"] * 50, [b"y"] * 4], 2, max_frames=4)
+async def test_nothing_is_unbounded_a_message_of_too_many_frames_is_read_away(monkeypatch):
+    monkeypatch.setattr("areal_async.rpc.sockets.MAX_FRAMES", 4)
+    got = await read_what_was_sent([[b"x"] * 50, [b"y"] * 4], 2)
     assert got == [([], []), ([b"y"] * 2, [b"y"] * 2)]

@@ -8,6 +8,7 @@ import pytest
 from areal_async.base import events
 from areal_async.base.events import arm, failpoint
 from areal_async.service.record import as_it_became
+from tests.events import read_events
 
 
 @pytest.fixture(autouse=True)
@@ -20,11 +21,11 @@ def closed():
 def test_events_carry_who_when_and_in_which_order(tmp_path):
     events.record("put", samples=[1])
     assert not events.recording(), "the log is not open"
-    assert events.read_events(tmp_path) == []
+    assert read_events(tmp_path) == []
     events.open_events(tmp_path, "rollout-0")
     events.record("put", samples=[0, 1])
     events.record("put_acked", stored=[0, 1])
-    first, second = events.read_events(tmp_path)
+    first, second = read_events(tmp_path)
     assert (first["event"], first["n"], first["samples"]) == ("put", 0, [0, 1])
     assert (second["event"], second["n"]) == ("put_acked", 1)
     assert (first["process"], first["pid"]) == ("rollout-0", os.getpid())
@@ -37,7 +38,7 @@ def test_a_line_that_a_kill_cut_short_is_ignored(tmp_path):
     (path,) = (tmp_path / "events").iterdir()
     with path.open("ab") as file:
         file.write(b'{"event":"deci')
-    assert [event["event"] for event in events.read_events(tmp_path)] == ["loaded"]
+    assert [event["event"] for event in read_events(tmp_path)] == ["loaded"]
 
 
 SCRIPT = """
@@ -63,7 +64,7 @@ def test_a_failpoint_kills_at_its_turn_and_once_per_run(tmp_path):
     assert passes(tmp_path, "trainer.after_commit@2") == 0
     assert passes(tmp_path, "trainer.after_publish@3") == -signal.SIGKILL
     assert passes(tmp_path, "trainer.after_publish@3") == 0
-    hits = [(e["name"], e["hit"]) for e in events.read_events(tmp_path) if e["event"] == "failpoint"]
+    hits = [(e["name"], e["hit"]) for e in read_events(tmp_path) if e["event"] == "failpoint"]
     assert hits == [("trainer.after_commit", 2), ("trainer.after_publish", 3)]
 
 

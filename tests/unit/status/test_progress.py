@@ -34,13 +34,14 @@ def test_a_line_says_how_far_it_is_and_what_is_left():
     assert progress_line("loading", 0, None, 61.0) == "doing=loading time=1:01"
 
 
-def test_without_a_terminal_work_of_any_kind_is_told_now_and_then():
+def test_without_a_terminal_work_of_any_kind_is_told_now_and_then(monkeypatch):
+    monkeypatch.setattr("areal_async.show.progress.EVERY_S", 0.01)
     paper = Paper()
-    with progress("reading a checkpoint", console=Console(file=paper), every_s=0.01):
+    with progress("reading a checkpoint", console=Console(file=paper)):
         assert paper.told.wait(10), "though the work itself says nothing"
     assert paper.getvalue().startswith('doing="reading a checkpoint" time=0:00\n')
     paper = Paper()
-    with progress("rows", 4, console=Console(file=paper), every_s=0.01) as advance:
+    with progress("rows", 4, console=Console(file=paper)) as advance:
         advance()
         assert paper.told.wait(10)
     assert paper.getvalue().startswith("doing=rows time=0:00 done=1/4 left=0:00\n")

@@ -79,10 +79,10 @@ def test_every_line_fits_the_terminal(width, changes):
     assert len(lines) < 24
 
 
-def plain(moments, **options):
+def plain(moments):
     """Return the lines printed of these moments, 0.5 s apart."""
     console, now = paper(), SimpleNamespace(s=0.0)
-    view = PlainLines(console, clock=lambda: now.s, **options)
+    view = PlainLines(console, clock=lambda: now.s)
     for moment in moments:
         view.show(moment)
         now.s += 0.5
@@ -203,12 +203,13 @@ def test_how_the_run_stands_is_one_short_line():
     assert starts == {"time": "1:23", "starting": "trainer (waits for the model's files)"}
 
 
-def test_plain_lines_of_the_whole_come_now_and_then_and_warnings_at_once():
+def test_plain_lines_of_the_whole_come_now_and_then_and_warnings_at_once(monkeypatch):
+    monkeypatch.setattr("areal_async.show.view.PLAIN_EVERY_S", 5.0)
     first = {tick: f'trainer waits for "{tick}"' for tick in (3, 4, 6)}
     moments = [status(message=first.get(tick, ""), trained=False) for tick in range(24)]
     died = dict.fromkeys((30, 31, 40), "rollout-0 was killed")
     moments += [status(message=died.get(tick, "")) for tick in range(24, 120)]
-    lines = [parsed(line) for line in plain(moments, every_s=5.0).splitlines()]
+    lines = [parsed(line) for line in plain(moments).splitlines()]
     assert sum("done" in line for line in lines) == 3 + 2
     assert [line for line in lines if "message" in line] == [
         {"message": 'trainer waits for "3"', "time": "1:23"},
@@ -224,13 +225,14 @@ def test_why_answers_get_no_score_is_told_as_soon_as_it_is_known():
     assert told[1].startswith("error:exception ×12: ValueError: the grader lost")
 
 
-def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again():
+def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again(monkeypatch):
+    monkeypatch.setattr("areal_async.show.view.PLAIN_EVERY_S", 1e9)
     moments = []
     for now_s in (tick * 0.5 for tick in range(80)):
         edge = "reward" if now_s < 35 else "rollout"
         stall = Stall(edge, f"trainer waits; {edge} has not answered for {now_s:.0f} s")
         moments.append(status(elapsed_s=now_s, stall=stall, stall_s=now_s))
-    told = [parsed(line) for line in plain(moments, every_s=1e9).splitlines()]
+    told = [parsed(line) for line in plain(moments).splitlines()]
     assert [line["stall"] for line in told if "stall" in line] == [
         "stalled for 0:00: trainer waits; reward has not answered for 0 s",
         "stalled for 0:30: trainer waits; reward has not answered for 30 s",

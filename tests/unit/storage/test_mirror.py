@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from areal_async.base.errors import RunError, RunFolderError
-from areal_async.base.retry import Tries
+from areal_async.base.own_files import read_record
 from areal_async.config.content import store_url
 from areal_async.config.load import load_job
 from areal_async.launch import stored_runs
 from areal_async.launch.stored_runs import bring_run, bring_run_of, mirrored, run_at
-from areal_async.storage.mirror import MARK, Mirror, MirrorLost, mark_here, mark_there
+from areal_async.storage.mirror import MARK, Mirror, MirrorLost, MirrorMark, mark_there
 from areal_async.storage.remote import Remote
 from tests.waiting import LIMIT_S
 
@@ -65,7 +65,7 @@ def test_what_changes_is_in_the_store_a_little_later(place, tmp_path):
     mirror.stop()
     assert names(place) == ["log", MARK]
     assert mark_there(place).ended
-    assert mark_there(place) == mark_here(folder)
+    assert mark_there(place) == read_record(folder / MARK, MirrorMark)
 
 
 def test_only_what_changed_is_put_there_again(place, tmp_path, monkeypatch):
@@ -81,10 +81,12 @@ def test_only_what_changed_is_put_there_again(place, tmp_path, monkeypatch):
     assert put == ["large"]
 
 
-def test_it_mirrors_by_itself_and_goes_on_after_the_store_was_away(s3, tmp_path):
+def test_it_mirrors_by_itself_and_goes_on_after_the_store_was_away(s3, tmp_path, monkeypatch):
+    monkeypatch.setattr("areal_async.storage.mirror.EVERY_S", 0.01)
+    monkeypatch.setattr("areal_async.storage.mirror.ROUND_S", 0.1)
     folder, url = tmp_path / "folder", s3.bucket()
     folder.mkdir()
-    mirror = Mirror(folder, url, every_s=0.01, tries=Tries(0))
+    mirror = Mirror(folder, url)
     failed = threading.Event()
     once = mirror.once
 

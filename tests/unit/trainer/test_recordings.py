@@ -23,10 +23,13 @@ def run_dir(tmp_path, make_batch):
     return folder
 
 
-def test_exported_episodes_have_their_bytes_and_what_was_said_of_them_in_row_groups(tmp_path, make_batch):
+def test_exported_episodes_have_their_bytes_and_what_was_said_of_them_in_row_groups(
+    tmp_path, make_batch, monkeypatch
+):
+    monkeypatch.setattr("areal_async.trajectory.parquet.ROW_GROUP_BYTES", 2000)
     _, blobs = make_batch()
     parts = Parts(segments={1: 0.5}, agents={"main": -1.0}, units=[0.25])
-    with EpisodeWriter(tmp_path / "x.parquet", "job", row_group_bytes=2000) as file:
+    with EpisodeWriter(tmp_path / "x.parquet", "job") as file:
         for place, blob in enumerate(blobs.values()):
             verdict = {"reward": 1.5, "components": {"a": 1.0}, "parts": parts} if place else {"reward": None}
             file.add(ExportedEpisode(blob, "sums", "SCORED", "VERDICT", [3], **verdict))

@@ -16,7 +16,7 @@ from areal_async.weights.adapter import (
     write_merged,
 )
 from areal_async.weights.manifest import ADAPTER_CONFIG, MANIFEST_FILE
-from areal_async.weights.snapshot import write_snapshot
+from tests.snapshots import write_snapshot
 from tests.unit.trainer.conftest import write_model
 
 ADAPTER_FILE = "adapter_model.safetensors"

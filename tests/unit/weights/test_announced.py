@@ -14,7 +14,8 @@ from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.weights.delta import apply_delta, write_delta
 from areal_async.weights.manifest import DELTA_SUFFIX, MANIFEST_FILE, seal, unseal
 from areal_async.weights.receiver import Receiver
-from areal_async.weights.snapshot import SnapshotInfo, write_snapshot
+from areal_async.weights.snapshot import SnapshotInfo
+from tests.snapshots import write_snapshot
 from tests.unit.weights.world import SECRET, tag
 
 

@@ -14,13 +14,8 @@ from areal_async.base.errors import SnapshotError, WrongBase
 from areal_async.weights import layout
 from areal_async.weights.delta import DELTA_FILE, TARGET_FILE, apply_delta, write_delta
 from areal_async.weights.manifest import MANIFEST_FILE, hash_of, seal, unseal
-from areal_async.weights.snapshot import (
-    MODEL_FILE,
-    SnapshotInfo,
-    open_snapshot,
-    read_manifest,
-    write_snapshot,
-)
+from areal_async.weights.snapshot import MODEL_FILE, SnapshotInfo, open_snapshot, read_manifest
+from tests.snapshots import write_snapshot
 from tests.unit.weights.world import files_of, tag
 
 FILES = {"config.json": b"{}", "tokenizer.json": b"[1]"}

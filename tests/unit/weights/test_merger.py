@@ -17,7 +17,8 @@ from areal_async.weights.adapter import BaseWeights, Merger, adapter_config
 from areal_async.weights.channels.host_cache import KEPT
 from areal_async.weights.manifest import ADAPTER_CONFIG, MANIFEST_FILE, hash_of
 from areal_async.weights.receiver import Receiver
-from areal_async.weights.snapshot import MODEL_FILE, Companions, open_snapshot, write_snapshot
+from areal_async.weights.snapshot import MODEL_FILE, Companions, open_snapshot
+from tests.snapshots import write_snapshot
 from tests.unit.trainer.conftest import write_model
 from tests.unit.weights.world import SECRET, tag
 from trainer_service.publishing.publisher import Publisher

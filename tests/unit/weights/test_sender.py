@@ -23,6 +23,7 @@ from areal_async.rpc.weights_messages import (
     SendsTensors,
     TakeBucket,
 )
+from areal_async.weights.channels import tensor_sender
 from areal_async.weights.channels.tensor_group import JOIN
 from areal_async.weights.channels.tensor_sender import TensorSender, in_buckets
 from tests.unit.weights.member import LIMIT_S, Member
@@ -32,25 +33,22 @@ DEADLINE_S = deadline_s(120)
 
 
 @pytest.fixture(autouse=True)
-def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(tensor_sender, "BUCKET_BYTES", 4000)
+    monkeypatch.setattr(tensor_sender, "WINDOW_S", 0.2)
 
 
 @pytest.fixture
 def sender() -> Iterator[TensorSender]:
-    sender = made()
+    sender = TensorSender(device="cpu", limit_s=LIMIT_S)
     yield sender
     asyncio.run(sender.close())
 
 
-def made(**options: Any) -> TensorSender:
-    defaults = {"device": "cpu", "limit_s": LIMIT_S, "bucket_bytes": 4000, "window_s": 0.2}
-    return TensorSender(**(defaults | options))
-
-
 @asynccontextmanager
-async def serving(**options: Any) -> AsyncIterator[TensorSender]:
-    sender = made(**options)
+async def serving(limit_s: float = LIMIT_S) -> AsyncIterator[TensorSender]:
+    sender = TensorSender(device="cpu", limit_s=limit_s)
     await sender.start()
     yield sender
     await sender.close()
@@ -158,7 +156,7 @@ async def test_engines_share_one_group_and_one_broadcast_whatever_their_widths(s
 
 
 async def test_an_engine_that_asks_late_takes_the_snapshot_and_is_waited_for_the_next_time():
-    async with serving(window_s=0.1) as sender:
+    async with serving() as sender:
         members = [Member(f"rollout-{i}/0") for i in range(2)]
         first, late = members
         assert_equal((await updated(sender, 0, first))[0], weights(0))
@@ -171,12 +169,12 @@ async def test_an_engine_that_asks_late_takes_the_snapshot_and_is_waited_for_the
         assert first.group == late.group != old
 
 
-async def test_nobody_is_waited_for_where_all_of_the_last_time_have_asked():
-    async with serving(window_s=0.1) as sender:
+async def test_nobody_is_waited_for_where_all_of_the_last_time_have_asked(monkeypatch):
+    async with serving() as sender:
         members = [Member(f"rollout-{i}/0") for i in range(2)]
         await updated(sender, 0, *members)
         await threads_end()
-        sender._window_s = 1000.0
+        monkeypatch.setattr(tensor_sender, "WINDOW_S", 1000.0)
         for taken in await asyncio.wait_for(updated(sender, 1, *members), DEADLINE_S):
             assert_equal(taken, weights(1))
 
@@ -201,7 +199,7 @@ async def assert_the_others_go_on(sender: TensorSender, members: Sequence[Member
 async def test_one_death_is_local_a_member_that_fails_costs_the_update_of_its_group(at, refuses):
     """`at` is what it did before: nothing, come to the group, or take so many buckets. One that hangs costs
     no more than the limit."""
-    async with serving(limit_s=LIMIT_S if refuses else 1.0) as sender:
+    async with serving(LIMIT_S if refuses else 1.0) as sender:
         members = [Member(f"rollout-{i}/0") for i in range(3)]
         sender.offer(VersionTag("policy", 0, 0), weights(0))
         plans = await asked(sender, 0, *members)
@@ -256,8 +254,9 @@ async def test_one_death_is_local_a_member_that_dies_while_it_takes(sender):
     await assert_the_others_go_on(sender, [member for member, _ in others])
 
 
-async def test_too_many_sends_are_refused():
-    async with serving(max_sends=1, window_s=0.0) as sender:
+async def test_too_many_sends_are_refused(monkeypatch):
+    monkeypatch.setattr(tensor_sender, "MAX_SENDS", 1)
+    async with serving() as sender:
         tags = [VersionTag("policy", 0, version) for version in range(2)]
         sender.offer(tags[0], weights(0))
         (plan,) = await asked(sender, 0, Member("a"))

@@ -12,7 +12,8 @@ from areal_async.base.errors import SnapshotError
 from areal_async.base.versions import VersionTag
 from areal_async.weights import layout, tensor_file
 from areal_async.weights.manifest import MANIFEST_SCHEMA, Manifest, Part, seal, unseal
-from areal_async.weights.snapshot import MODEL_FILE, open_snapshot, write_snapshot
+from areal_async.weights.snapshot import MODEL_FILE, open_snapshot
+from tests.snapshots import write_snapshot
 
 TAG = VersionTag("policy", 2, 5)
 EMBEDDING = "model.embed_tokens.weight"

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from areal_async.base.errors import SnapshotError
 from areal_async.base.versions import VersionTag
-from areal_async.weights.snapshot import SnapshotInfo, open_snapshot, write_snapshot
+from areal_async.weights.snapshot import SnapshotInfo, open_snapshot
+from tests.snapshots import write_snapshot
 
 FILES = ["manifest.json", "model.safetensors", "config.json"]
 

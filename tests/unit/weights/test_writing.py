@@ -16,8 +16,9 @@ import torch
 from areal_async.base.errors import SnapshotError
 from areal_async.weights import layout, tensor_file
 from areal_async.weights.pieces import TensorPiece
-from areal_async.weights.snapshot import MODEL_FILE, Companions, SnapshotInfo, open_snapshot, write_snapshot
+from areal_async.weights.snapshot import MODEL_FILE, Companions, SnapshotInfo, open_snapshot
 from areal_async.weights.tensor_file import MappedFile
+from tests.snapshots import write_snapshot
 from tests.unit.weights.ranks import box, groups, together
 from tests.unit.weights.world import SECRET, tag
 from tests.waiting import LIMIT_S

@@ -19,7 +19,8 @@ from areal_async.rpc.weights_messages import GetChunk
 from areal_async.weights.channels.chunks import ChunkStore, ChunkTable, PartialDownload, build_table
 from areal_async.weights.channels.fetching import Download
 from areal_async.weights.channels.serving import ChunkServer
-from areal_async.weights.snapshot import SnapshotInfo, write_snapshot
+from areal_async.weights.snapshot import SnapshotInfo
+from tests.snapshots import write_snapshot
 from tests.waiting import deadline_s
 
 PATIENCE_S = 0.5
