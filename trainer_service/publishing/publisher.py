@@ -48,8 +48,8 @@ from areal_async.weights.snapshot import (
     SnapshotInfo,
     finish_snapshot,
 )
-from trainer_service.publishing.collectives import ByteCollectives
 from trainer_service.publishing.writing import FilePool, PieceWriter, Publication, spare_file
+from trainer_service.ranks import SideGroup
 
 MAX_WAIT_MS = 60_000
 MAX_ACKS = 1024
@@ -74,7 +74,7 @@ class Publisher(PieceWriter):
         job: str,
         access: Access,
         keep: int = 1,
-        group: ByteCollectives | None = None,
+        group: SideGroup | None = None,
         companions: Companions = NOTHING_BESIDE,
         deltas_below: float | None = None,
         channel: PublishingEnd | None = None,
@@ -330,7 +330,7 @@ def make_publisher(
     *,
     files: Mapping[str, bytes | Path],
     tied: Mapping[str, str],
-    group: ByteCollectives | None = None,
+    group: SideGroup | None = None,
 ) -> Publisher:
     """Return the publisher of the job, on the first rank of its trainer. Raises `EndpointError`."""
     section = ctx.job.weights
@@ -349,7 +349,7 @@ def make_publisher(
     )
 
 
-def make_piece_writer(ctx: ServiceContext, *, tied: Iterable[str], group: ByteCollectives) -> PieceWriter:
+def make_piece_writer(ctx: ServiceContext, *, tied: Iterable[str], group: SideGroup) -> PieceWriter:
     """Return the writer of another rank of the job's trainer. That rank has no publisher."""
     return PieceWriter(_root_of(ctx), group, tied=tied)
 
