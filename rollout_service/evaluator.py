@@ -317,21 +317,7 @@ class Evaluator:
             task=number,
             sample=sample,
             text=str(header.metadata.get("answer", header.response_text)).strip(),
-            given=RewardInput(
-                prompt=header.prompt_text,
-                is_chat=not isinstance(task.prompt, str),
-                response=header.response_text,
-                ground_truth=task.ground_truth,
-                data_source=task.data_source,
-                ability=task.ability,
-                reward_style=task.reward_style,
-                extra_info=task.extra_info,
-                metadata=header.metadata,
-                response_tokens=episode.n_sampled,
-                truncated=bool(header.calls) and header.calls[-1].finish_reason == "length",
-                fault=header.fault,
-                blob=blob,
-            ),
+            given=RewardInput.of_episode(task, episode, blob),
         )
 
 

@@ -126,11 +126,7 @@ class WorkerPool:
                 self._queue.room.clear()
                 self._dispatch()
                 await self._queue.room.wait()
-            call = QueuedCall(reward, index, payloads, on_verdicts)
-            if self._open():
-                self._queue.push(call)
-            else:
-                self._refuse(call)
+            self._push(QueuedCall(reward, index, payloads, on_verdicts))
         self._dispatch()
 
     async def close(self) -> None:
@@ -211,12 +207,12 @@ class WorkerPool:
         """Run each call by itself after one of them made a joint invocation fail."""
         for call in reversed(calls):
             call.single = True
-            self._again(call)
+            self._push(call, front=True)
 
-    def _again(self, call: QueuedCall) -> None:
-        """Requeue a call that a worker had, before calls that no worker has had."""
+    def _push(self, call: QueuedCall, *, front: bool = False) -> None:
+        """Queue a call, with `front` before calls that no worker has had."""
         if self._open():
-            self._queue.push(call, front=True)
+            self._queue.push(call, front=front)
         else:
             self._refuse(call)
 

@@ -42,9 +42,7 @@ class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
     It is the caller's limit. A run that ends by it (`clock`) proves nothing about the program.
     """
     memory_mb: int = 512
-    """Memory of all processes together, and with `address_space` the address space of each."""
-    address_space: bool = True
-    """Whether to limit the address space. Programs that reserve far more than they use need False."""
+    """Memory of all processes together. It also limits the address space of each."""
     processes: int = 16  # threads count
     files_mb: int = 32  # size of all files in memory together (isolated), and of each file
     files: int = 512  # Number of files and folders (isolated)

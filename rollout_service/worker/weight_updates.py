@@ -15,11 +15,11 @@ from typing import Protocol
 from areal_async.base.errors import FaultError, RpcTimeout, SnapshotError
 from areal_async.base.log import get_logger
 from areal_async.base.versions import VersionTag
+from areal_async.rpc.client import INCURABLE
 from areal_async.rpc.weights_messages import NoNews, SnapshotNotice
 from rollout_service import metrics
 from rollout_service.engines.base import EngineError, Weights
 from rollout_service.replicas import ReplicaSet
-from rollout_service.worker.uploader import INCURABLE
 
 log = get_logger("updates")
 

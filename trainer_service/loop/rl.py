@@ -273,7 +273,9 @@ class RlTrainer:
         if place is not None:
             durable = (lambda: self._durable(done)) if place == "disk" else (lambda: None)
             # A state gets its final name only after its step is committed.
-            self._states.leave(place, self._state(done, committed.result, durable))
+            updates, save = self._backend.updates, self._learner.save
+            state = TrainerState(done, self._epoch, updates, save, committed.result, durable)
+            self._states.leave(place, state)
         return True
 
     def _train(self, batch: Batch, plan: StepPlan, blobs: FetchedBytes) -> StepResult:
@@ -307,9 +309,6 @@ class RlTrainer:
             minibatches=minibatches,
             rank=self._ranks.rank,
         )
-
-    def _state(self, step: int, *of_commit: Callable[[], Any]) -> TrainerState:
-        return TrainerState(step, self._epoch, self._backend.updates, self._learner.save, *of_commit)
 
     def _keep_faulty(self, batch: Batch, blobs: FetchedBytes) -> str:
         """Record one of the first faulty steps. Returns a sentence with the folder for the error message;

@@ -11,13 +11,11 @@ share read its rows. The first tensor rank of the last stage owns the columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from torch import Tensor
 
 from areal_async.config.parallel import RankGrid
 from areal_async.weights.pieces import TensorPiece
@@ -31,12 +29,11 @@ from trainer_service.backends.base import (
     OfColumns,
     RankPlace,
 )
-from trainer_service.backends.common import NamedModels, random_state_writer, require_grid
-from trainer_service.backends.fsdp.shards import HostCopies, write_tensors
+from trainer_service.backends.common import NamedModels, require_grid
+from trainer_service.backends.fsdp.shards import HostCopies
 from trainer_service.backends.megatron.config import MegatronOptions
 from trainer_service.backends.megatron.passes import owns_columns
 from trainer_service.backends.megatron.rank_model import MegatronModel
-from trainer_service.durable_files import FileEntry
 from trainer_service.errors import ModelError
 from trainer_service.publishing.handover import receive_piece, send_tensor
 from trainer_service.publishing.writing import describe
@@ -89,28 +86,8 @@ class MegatronBackend(NamedModels[MegatronModel]):
             for box in held[rank]:
                 yield receive_piece(side, box, rank)
 
-    def prepare_save(self) -> None:
-        self._copies.prepare(self._state())
-
-    def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
-        state = self._state()
-        copies = self._copies.fill(state)
-        write_random_state = random_state_writer(folder, self._ranks.rank)
-
-        def write() -> Mapping[str, FileEntry]:
-            written = write_random_state()
-            for kind, values in copies.items():
-                path = folder / f"{kind}-ranges-{self._ranks.rank:05d}.safetensors"
-                written |= write_tensors(path, values, {})
-            return written
-
-        return write
-
     def reads(self, files: Collection[str]) -> Collection[str]:
         return files
-
-    def _state(self) -> dict[str, dict[str, Tensor]]:
-        return {kind: values for model in self._models.values() for kind, values in model.state().items()}
 
 
 def _initialize(grid: RankGrid, virtual_stages: int, ranks: Ranks) -> None:
