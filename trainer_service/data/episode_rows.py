@@ -275,8 +275,6 @@ def call_temperatures(episode: Episode, policy: str) -> Temperature:
 
     It is 0 for a greedy call, whose units are context. Calls of other policies are context too."""
     header = episode.header
-    if len(header.calls) == 1 and header.policies == [policy]:
-        return float(header.calls[0].sampling.temperature)
     by_segment = {
         call.segment: call.sampling.temperature
         for call in header.calls

@@ -64,7 +64,9 @@ class FileTrainer:
         begun = step = restored.manifest.step if restored is not None else 0
         if self._loss.referred and not self._refer(begun):
             return False
-        self._restore(restored)
+        if restored is not None:
+            self._backend.load(restored.folder, restored.manifest.updates)
+            self._states.went_on_from(restored)
         self._backend.prepare_save()
         every = self._job.training.evaluate_every
         measures = self.measure() if step % every == 0 else {}
@@ -143,11 +145,6 @@ class FileTrainer:
             sums = self._sequences.sums(rows, np.repeat(np.arange(len(lessons)), each))
             found: list[list[float]] = sums.view(-1, each).tolist()
             return found
-
-    def _restore(self, restored: Checkpoint | None) -> None:
-        if restored is not None:
-            self._backend.load(restored.folder, restored.manifest.updates)
-            self._states.went_on_from(restored)
 
     def _leave(self, place: Place, step: int) -> None:
         self._states.leave(place, TrainerState(step, 0, self._backend.updates, self._backend.save))

@@ -437,29 +437,25 @@ class RlTrainer:
         publisher = self._publisher
         if not isinstance(publisher, Publisher):
             return True
-        deadline_s = time.monotonic() + FINAL_EVALUATION_S
-        while not publisher.wait_evaluated(timeout_s=0.2):
-            if self._stopping.is_set():
-                return False
-            if time.monotonic() > deadline_s:
-                told = "the evaluator did not finish with the last snapshots"
-                log.warning(told, waited_s=FINAL_EVALUATION_S)
-                break
-        return True
+        served = self._served_until(lambda: publisher.wait_evaluated(0.2), FINAL_EVALUATION_S)
+        if served and publisher.pending_evaluations():
+            told = "the evaluator did not finish with the last snapshots"
+            log.warning(told, waited_s=FINAL_EVALUATION_S)
+        return served
 
     def _wait_for_others(self) -> bool:
         """Serve the last weights until the other policies are trained, and are evaluated with these weights.
         Returns False if asked to stop earlier."""
+        trained = not self._ranks.first or self._served_until(self._others_are_done)
+        return trained and self._served_until(self._last_is_evaluated, FINAL_EVALUATION_S)
 
-        def served_until(done: Callable[[], bool], limit_s: float = math.inf) -> bool:
-            deadline_s = time.monotonic() + limit_s
-            while not done() and time.monotonic() < deadline_s:
-                if self._stopping.wait(OTHERS_LOOK_S):
-                    return False
-            return True
-
-        trained = not self._ranks.first or served_until(self._others_are_done)
-        return trained and served_until(self._last_is_evaluated, FINAL_EVALUATION_S)
+    def _served_until(self, done: Callable[[], bool], limit_s: float = math.inf) -> bool:
+        """Serve until `done` returns true or the time is over. Returns False if asked to stop earlier."""
+        deadline_s = time.monotonic() + limit_s
+        while not done() and time.monotonic() < deadline_s:
+            if self._stopping.wait(OTHERS_LOOK_S):
+                return False
+        return True
 
     def _last_is_evaluated(self) -> bool:
         """Return whether no evaluation of another policy needs these weights any more."""
