@@ -53,7 +53,6 @@ from areal_async.rpc.board import board
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import Batch, Checkpointed, Commit, ExportLedger, OpenTrainer, Stats
-from areal_async.service.record import RunRecords
 from areal_async.weights.snapshot import SnapshotInfo
 from trainer_service import metrics
 from trainer_service.algorithms.off_policy import EffectiveSamplesWatch
@@ -190,7 +189,9 @@ class RlTrainer:
         self._note("opened", step=step)
         if self._run_log is not None and begin is not None:
             tag = VersionTag(self._policy, begin.manifest.epoch, step)
-            self._evaluated = step if was_evaluated(self._run_log, tag) else -1
+            records = self._run_log.read("evaluation")
+            known = any(asdict(tag).items() <= record.items() for record in records)
+            self._evaluated = step if known else -1
         log.info("trainer opened", epoch=self._epoch, step=step, steps=self._job.trainer.steps)
         return step
 
@@ -471,11 +472,6 @@ class RlTrainer:
             return True
         policies = self._buffer.call(Stats()).policies
         return all(policies[name].v_train >= steps for name, steps in self._beside.steps.items())
-
-
-def was_evaluated(run_log: RunRecords, tag: VersionTag) -> bool:
-    """Return whether the run log has an evaluation of the version `tag`."""
-    return any(asdict(tag).items() <= record.items() for record in run_log.read("evaluation"))
 
 
 def more_effective(job: JobConfig) -> str:

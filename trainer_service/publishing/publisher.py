@@ -337,7 +337,7 @@ def make_publisher(
     end = channel_of(ctx.job).publishing_end(ctx)
     end.node_id = ctx.node_id
     return Publisher(
-        _root_of(ctx),
+        root_of(ctx),
         ctx.weights.endpoint,
         job=ctx.job.job,
         access=ctx.keys,
@@ -349,10 +349,5 @@ def make_publisher(
     )
 
 
-def make_piece_writer(ctx: ServiceContext, *, tied: Iterable[str], group: SideGroup) -> PieceWriter:
-    """Return the writer of another rank of the job's trainer. That rank has no publisher."""
-    return PieceWriter(_root_of(ctx), group, tied=tied)
-
-
-def _root_of(ctx: ServiceContext) -> Path:
+def root_of(ctx: ServiceContext) -> Path:
     return channel_of(ctx.job).directory(ctx.job) or ctx.shm_dir
