@@ -27,7 +27,6 @@ EndKind = Literal[
     "ended",
     "clock",
 ]
-LINK_FD = 3  # descriptor of the link to the other program of a pair
 
 
 class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,12 +100,6 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     poll.
     """
     level: Level = "none"
-    guards: tuple[str, ...] = ()
-    """Parts of the confinement.
-
-    They are namespaces (`user`, `pid`, `mount`, `net`, `ipc`, `uts`, `cgroup`), a separate user (`uid`),
-    `seccomp`, the memory limit (`memory group` or `memory sum`), `bubblewrap` and `remote`.
-    """
 
     @property
     def ok(self) -> bool:

@@ -24,7 +24,6 @@ from areal_async.models.prompts import with_template_args
 from trainer_service import metrics
 from trainer_service.backends.base import learning_rate_of
 from trainer_service.checkpoint import Checkpoint, TrainerState
-from trainer_service.checkpoint_store import push_trained
 from trainer_service.data.flops import load_row_cost
 from trainer_service.data.lessons import Lesson, load_tokenizer, read_lessons
 from trainer_service.durable_files import companion_files
@@ -114,7 +113,6 @@ class FileTrainer:
         files = companion_files(job.model, job.trainer.dtype, values=job.kind == "reward_model")
         with busy("export"):
             write_trained(self._run_dir, job, self._backend, self._ranks, files)
-            self._ranks.on_first(lambda: push_trained(self._run_dir, job))
 
     def _refer(self, begun: int) -> bool:
         """Compute the reference's numbers with the initial model. Returns False if asked to stop meanwhile.

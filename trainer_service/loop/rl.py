@@ -60,7 +60,6 @@ from trainer_service.algorithms.parts import Loss
 from trainer_service.backends.base import TRAINED_MODEL, learning_rate_of
 from trainer_service.background import Background
 from trainer_service.checkpoint import Checkpoint, TrainerState
-from trainer_service.checkpoint_store import push_trained
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.loader import BatchLoader, FetchedBytes
 from trainer_service.data.recording import write_step
@@ -281,7 +280,8 @@ class RlTrainer:
 
     def _train(self, batch: Batch, plan: StepPlan, blobs: FetchedBytes) -> StepResult:
         """Train on a batch, and write its samples and recordings."""
-        chosen = self._samples.chosen(plan, batch.step, self._learner.data_rank) if self._samples else []
+        rank = self._backend.place.data_rank
+        chosen = self._samples.chosen(plan, batch.step, rank) if self._samples else []
         result = self._learner.train(
             batch,
             plan,
@@ -425,7 +425,6 @@ class RlTrainer:
     def _export(self) -> None:
         with busy("export"):
             write_trained(self._run_dir, self._job, self._backend, self._ranks, self._files)
-            self._ranks.on_first(lambda: push_trained(self._run_dir, self._job))
         if self._ranks.first:
             log.info("model written", folder=str(self._run_dir / "model"))
             if self._run_log is not None:
